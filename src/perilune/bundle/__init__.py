@@ -1,0 +1,1 @@
+"""The contract between the planes: layout, freezing, digests, provenance, verification."""

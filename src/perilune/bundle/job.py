@@ -1,0 +1,61 @@
+"""job.json: what a bundle asks to be run. Frozen, typed, unknown keys forbidden."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+SCHEMA_VERSION = 1
+
+
+class Frozen(BaseModel):
+    """A value that cannot change and takes no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class InputReference(Frozen):
+    """One staged input of a bundle.
+
+    `name` is the field of the stage that consumes it ("checkpoint", "data"); `path` is relative to the
+    bundle ("inputs/checkpoint"); `digest` is the SHA-256 over its files' names and contents.
+    """
+
+    name: str
+    path: str
+    digest: str
+    kind: Literal["checkpoint", "dataset", "evaluation"]
+
+
+class Resources(Frozen):
+    """What one attempt may use."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where tensors live")
+    threads: int = Field(0, ge=0, description="threads of a CPU run; 0 takes every core this process may use")
+
+
+class Job(Frozen):
+    """What to run.
+
+    Attributes:
+        task: name of the task plugin (entry-point group `perilune.tasks`).
+        stage: name of the stage in its recipe.
+        spec: the stage's own fields, validated by the plugin's `spec` model, every default filled in.
+        model: the recipe's model section, every default filled in.
+        environment: the recipe's environment section, likewise.
+        seed: the one seed from which every random number is derived.
+        secrets: names of environment variables the run needs; never values.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    task: str
+    stage: str
+    spec: dict[str, Any]
+    model: dict[str, Any]
+    environment: dict[str, Any]
+    seed: int
+    resources: Resources
+    inputs: tuple[InputReference, ...] = ()
+    entrypoint: tuple[str, ...] = ("perilune", "worker")
+    secrets: tuple[str, ...] = ()

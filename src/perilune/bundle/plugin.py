@@ -1,0 +1,98 @@
+"""What a task plugin is, and how one is found.
+
+A plugin is an object registered under the entry-point group `perilune.tasks`. The planes know only this
+page; importing a plugin's module must stay light (no torch), so that recipes validate in milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from pydantic import BaseModel
+
+from perilune.errors import RequestError
+
+if TYPE_CHECKING:
+    from perilune.bundle.job import Job
+    from perilune.bundle.workspace import Workspace
+
+OutputKind = Literal["checkpoint", "dataset", "evaluation"]
+
+PLUGIN_GROUP = "perilune.tasks"
+
+
+@dataclass(frozen=True, slots=True)
+class Consumes:
+    """Marks a field of a stage's spec that names an earlier stage, and what it takes from it.
+
+    Used as `checkpoint: Annotated[str, Consumes("checkpoint")]`. The reserved stage name "model" stands
+    for the recipe's own model section.
+    """
+
+    kind: OutputKind
+
+
+class TaskPlugin(Protocol):
+    """A kind of stage.
+
+    Attributes:
+        name: what `task:` says in a recipe.
+        spec: pydantic model of the stage's own fields (frozen, unknown keys forbidden).
+        produces: what other stages can take from it.
+        output: where that lies in the bundle, e.g. "artifacts/checkpoints/final".
+    """
+
+    name: str
+    spec: type[BaseModel]
+    produces: OutputKind
+    output: str
+
+    def plan(self, job: Job) -> Mapping[str, str]:
+        """Everything derived (batch sizes, steps, tokens, memory), name to printable value.
+
+        Called before any work starts, without the inputs.
+
+        Raises:
+            RequestError: when the job cannot work (unknown environment, impossible value).
+        """
+        ...
+
+    def run(self, workspace: Workspace) -> Mapping[str, Any]:
+        """Do the work inside a bundle; return the summary written to artifacts/summary.json."""
+        ...
+
+
+@cache
+def plugin_names() -> tuple[str, ...]:
+    """Names of all installed task plugins, sorted."""
+    return tuple(sorted({point.name for point in entry_points(group=PLUGIN_GROUP)}))
+
+
+@cache
+def load_plugin(name: str) -> TaskPlugin:
+    """Load the task plugin called `name`.
+
+    Raises:
+        RequestError: when none is installed under that name.
+    """
+    for point in entry_points(group=PLUGIN_GROUP):
+        if point.name == name:
+            plugin: TaskPlugin = point.load()
+            return plugin
+    raise RequestError(
+        f"no task called '{name}' is installed", remedy=f"one of: {', '.join(plugin_names())}"
+    )
+
+
+def consumed_fields(spec: type[BaseModel]) -> dict[str, OutputKind]:
+    """Fields of `spec` that name an earlier stage, with what each takes from it."""
+    found: dict[str, OutputKind] = {}
+    for name, info in spec.model_fields.items():
+        for mark in info.metadata:
+            if isinstance(mark, Consumes):
+                found[name] = mark.kind
+    return found

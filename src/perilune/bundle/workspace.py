@@ -1,0 +1,104 @@
+"""What a task sees of the bundle it runs in: its job, its inputs, and where its evidence goes.
+
+Figures that must be the same when a bundle is run again (rewards, losses, pass@k) go to `metric`;
+wall-clock figures go to `timing`. `perilune reproduce` compares the former byte for byte.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from perilune.bundle.job import Job
+from perilune.files import append_json_line, canonical_json, read_json, read_json_lines, write_atomic
+
+PROGRESS_INTERVAL = 0.2  # seconds between two writes of runtime/progress.json
+
+
+class Workspace:
+    """One attempt's copy of a bundle, from the inside."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.job = Job.model_validate(read_json(root / "job.json"))
+        self.artifacts = root / "artifacts"
+        self.runtime = root / "runtime"
+        self.checkpoints = self.artifacts / "checkpoints"
+        self.episodes = self.artifacts / "episodes"
+        for directory in (self.artifacts, self.runtime):
+            directory.mkdir(exist_ok=True)
+        self._last_progress = 0.0
+
+    def input(self, name: str) -> Path:
+        """Path of the input that the field `name` of the stage's spec consumes.
+
+        Raises:
+            KeyError: when the job has no such input.
+        """
+        for reference in self.job.inputs:
+            if reference.name == name:
+                return self.root / reference.path
+        raise KeyError(name)
+
+    def has_input(self, name: str) -> bool:
+        """Whether the field `name` was given an earlier stage's output (not the recipe's own model)."""
+        return any(reference.name == name for reference in self.job.inputs)
+
+    def metric(self, step: int, **figures: Any) -> None:
+        """Append one line of reproducible figures to artifacts/metrics.jsonl."""
+        append_json_line(self.artifacts / "metrics.jsonl", {"step": step, **figures})
+
+    def timing(self, step: int, **seconds: float) -> None:
+        """Append one line of wall-clock figures (seconds, tokens a second) to artifacts/timings.jsonl."""
+        append_json_line(self.artifacts / "timings.jsonl", {"step": step, **seconds})
+
+    def rewind(self, step: int) -> None:
+        """Forget figures and episodes of steps after `step`, before resuming from its checkpoint."""
+        for name in ("metrics.jsonl", "timings.jsonl"):
+            path = self.artifacts / name
+            if path.exists():
+                kept = [canonical_json(row) + b"\n" for row in read_json_lines(path) if row["step"] <= step]
+                write_atomic(path, b"".join(kept))
+        for path in self.episodes.glob("step-*.parquet"):
+            if int(path.stem.removeprefix("step-")) > step:
+                path.unlink()
+
+    def progress(self, done: int, total: int, unit: str = "steps", **figures: float) -> None:
+        """Tell whoever watches how far the task is; cheap enough to call at every step."""
+        now = time.monotonic()
+        if done < total and now - self._last_progress < PROGRESS_INTERVAL:
+            return
+        self._last_progress = now
+        line = {"done": done, "total": total, "unit": unit, "figures": figures, "time": time.time()}
+        temporary = self.runtime / ".progress.tmp"
+        temporary.write_bytes(canonical_json(line))
+        temporary.replace(self.runtime / "progress.json")  # no fsync: a lost progress line costs nothing
+
+    def event(self, kind: str, **details: Any) -> None:
+        """Record that something happened (a checkpoint, a resume, a warning) in runtime/events.jsonl."""
+        append_json_line(self.runtime / "events.jsonl", {"time": time.time(), "kind": kind, **details})
+
+    def log(self, message: str) -> None:
+        """Write one line to the run's log."""
+        stamp = time.strftime("%H:%M:%S", time.gmtime())
+        sys.stdout.write(f"{stamp} {message}\n")
+        sys.stdout.flush()
+
+    def secret(self, name: str) -> str:
+        """Value of a secret that the job names, from this process's environment only.
+
+        Raises:
+            KeyError: when the job does not name it or the environment lacks it.
+        """
+        if name not in self.job.secrets:
+            raise KeyError(name)
+        return os.environ[name]
+
+
+def summary_document(summary: Mapping[str, Any]) -> bytes:
+    """The bytes of artifacts/summary.json."""
+    return canonical_json(summary) + b"\n"

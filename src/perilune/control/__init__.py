@@ -1,0 +1,1 @@
+"""What was wanted and what was seen: experiments, runs, attempts, submission, reconciling."""

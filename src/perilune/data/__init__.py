@@ -1,0 +1,1 @@
+"""Records, episodes, generators, filters and splits."""

@@ -1,0 +1,1 @@
+"""Rollouts: batched sampling with a KV cache and exact log-probs."""

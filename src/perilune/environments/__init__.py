@@ -1,0 +1,1 @@
+"""Where episodes happen: one protocol, adapters to the ecosystems."""

@@ -1,0 +1,39 @@
+"""Errors a user can act on: what was wrong, where, and what to do about it."""
+
+from __future__ import annotations
+
+
+class PeriluneError(Exception):
+    """An expected failure, shown to the user as one message without a traceback.
+
+    Args:
+        what: what was wrong, with the value that was seen.
+        where: file, line and key, or the stage and run it happened in.
+        remedy: what the user can do next.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, where: str = "", remedy: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        lines = [f"{self.where}: {self.what}" if self.where else self.what]
+        if self.remedy:
+            lines.append(f"  try: {self.remedy}")
+        return "\n".join(lines)
+
+
+class RequestError(PeriluneError, ValueError):
+    """The request itself was wrong (recipe, option, path, data, checkpoint): exit code 2."""
+
+    exit_code = 2
+
+
+class WorkFailedError(PeriluneError, RuntimeError):
+    """The request was fine and the work failed: exit code 1."""
+
+    exit_code = 1

@@ -1,0 +1,1 @@
+"""Runs a bundle somewhere and brings the evidence home; never learns what a task is."""

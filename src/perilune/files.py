@@ -1,0 +1,111 @@
+"""Files that are whole or absent: canonical JSON, digests, atomic writes, append-only lines."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from perilune.errors import RequestError
+
+
+def canonical_json(value: Any) -> bytes:
+    """Encode `value` as sorted, compact UTF-8 JSON: equal values give equal bytes.
+
+    Raises:
+        ValueError: on NaN or infinity, which JSON cannot say.
+    """
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    ).encode()
+
+
+def sha256_bytes(data: bytes) -> str:
+    """Hex SHA-256 of `data`."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    """Hex SHA-256 of the file at `path`, read in bounded memory."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Write `path` so that a reader, or a kill at any instant, sees the old file or the new one whole.
+
+    Temporary name in the same directory, fsync, rename, fsync of the directory.
+    """
+    payload = data.encode() if isinstance(data, str) else data
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_directory(path.parent)
+
+
+def fsync_directory(path: Path) -> None:
+    """Make renames and new names in the directory `path` durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Atomically write `value` as indented JSON with sorted keys, ended by a newline."""
+    text = json.dumps(value, sort_keys=True, indent=2, ensure_ascii=False, allow_nan=False)
+    write_atomic(path, text + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        RequestError: when it is missing or malformed, naming file and line.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RequestError(f"no file {path.name}", where=str(path.parent)) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        line = getattr(error, "lineno", 1)
+        raise RequestError(f"not valid JSON: {error}", where=f"{path}:{line}") from None
+
+
+def append_json_line(path: Path, value: Any) -> None:
+    """Append one JSON line in a single write, so that lines of several writers never interleave."""
+    line = canonical_json(value) + b"\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(descriptor, line)
+    finally:
+        os.close(descriptor)
+
+
+def read_json_lines(path: Path) -> Iterator[Any]:
+    """Yield the complete lines of a JSON Lines file; a torn last line (a kill while writing) is skipped."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            if not line.strip():
+                continue
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise RequestError(f"not valid JSON: {error}", where=f"{path}:{number}") from None

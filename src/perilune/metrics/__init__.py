@@ -1,0 +1,1 @@
+"""pass@k, intervals, and what an estimator implicitly optimises."""

@@ -1,0 +1,1 @@
+"""One decoder definition, tokenizers, loading and saving in Hugging Face format."""

@@ -1,0 +1,1 @@
+"""What the user writes: a typed YAML recipe becomes validated stages."""

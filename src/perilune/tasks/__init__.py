@@ -1,0 +1,1 @@
+"""Task plugins: shape a bundle, run inside it, summarise it."""
