@@ -1,0 +1,259 @@
+"""Text to token ids and back, from the files of a Hugging Face folder.
+
+The work is done by the `tokenizers` library; what is added here is the folder's convention
+(tokenizer.json, tokenizer_config.json, chat_template.jinja), prompts, completions, and the rule that
+text is only text: an `<eos>` spelled out in a question or in a model's answer is those five characters,
+and never the token that ends a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+
+from perilune.errors import RequestError
+from perilune.files import read_json, write_atomic, write_json
+from perilune.models.chat_template import ChatTemplate
+
+PRINTABLE_ASCII = "\n" + "".join(chr(code) for code in range(32, 127))
+
+_TEMPLATE_FILE = "chat_template.jinja"
+
+
+class Tokenizer:
+    """A tokenizer with its special tokens and chat template.
+
+    Args:
+        backend: the `tokenizers.Tokenizer` that does the work.
+        config: the contents of tokenizer_config.json; `eos_token` is required, `pad_token`, `bos_token`,
+            `add_bos_token` and `chat_template` are used when present, the rest is kept for `save`.
+        chat_template: text of chat_template.jinja, which takes precedence over the config's.
+        where: file to name in messages.
+
+    Attributes:
+        eos_token_id: ends a completion. A model may stop on further ids (its generation_config.json).
+        pad_token_id, bos_token_id: None when the tokenizer has none.
+        vocab_size: one more than the largest id.
+
+    Raises:
+        RequestError: when a special token is missing from the vocabulary, or the template is malformed.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        config: Mapping[str, Any],
+        *,
+        chat_template: str | None = None,
+        where: str = "tokenizer",
+    ) -> None:
+        # A saved tokenizer may pad and cut every batch it sees; token ids here are exact.
+        backend.no_padding()
+        backend.no_truncation()
+        self._backend = backend
+        self._config = dict(config)
+        self._where = where
+        self.vocab_size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.pad_token_id = self._special("pad_token")
+        self.bos_token_id = self._special("bos_token")
+        eos_token_id = self._special("eos_token")
+        if eos_token_id is None:
+            raise RequestError("the tokenizer has no eos_token", where=where, remedy="set eos_token there")
+        self.eos_token_id = eos_token_id
+
+        source = chat_template if chat_template is not None else _template_in(self._config, where)
+        self.chat_template = None if source is None else ChatTemplate(source, where=where)
+        self._special_tokens = {
+            name: token for name in ("bos_token", "eos_token", "pad_token") if (token := self._token(name))
+        }
+        self._prompt_prefix = self._bos_prefix()
+
+    @classmethod
+    def load(cls, path: Path | str) -> Tokenizer:
+        """Read the tokenizer of the Hugging Face folder `path`.
+
+        Raises:
+            RequestError: when a file is missing or malformed, naming it.
+        """
+        folder = Path(path)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise RequestError(
+                "no tokenizer.json",
+                where=str(folder),
+                remedy="convert it: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
+            )
+        config_file = folder / "tokenizer_config.json"
+        config = read_json(config_file) if config_file.exists() else {}
+        if not isinstance(config, dict):
+            raise RequestError("not a JSON object", where=str(config_file))
+        template_file = folder / _TEMPLATE_FILE
+        template = template_file.read_text(encoding="utf-8") if template_file.is_file() else None
+        where = config_file if template is None else template_file
+        return cls(_read_backend(file), config, chat_template=template, where=str(where))
+
+    @classmethod
+    def characters(cls, alphabet: str = PRINTABLE_ASCII) -> Tokenizer:
+        """One token a character: `<pad>` is 0, `<eos>` is 1, then `alphabet` in its order.
+
+        The default alphabet, newline and printable ASCII, makes 98 tokens. A character outside it cannot
+        be encoded and is an error, never a silent `<unk>`.
+        """
+        specials = ("<pad>", "<eos>")
+        vocabulary = {token: index for index, token in enumerate((*specials, *alphabet))}
+        if len(vocabulary) != len(specials) + len(alphabet):
+            raise ValueError("the alphabet repeats a character")
+        backend = tokenizers.Tokenizer(models.WordLevel(vocabulary))
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+        backend.decoder = decoders.Fuse()
+        backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "pad_token": "<pad>",
+            "eos_token": "<eos>",
+            "clean_up_tokenization_spaces": False,
+            "padding_side": "left",
+        }
+        return cls(backend, config)
+
+    def save(self, path: Path | str) -> None:
+        """Write tokenizer.json, tokenizer_config.json and, when there is one, chat_template.jinja."""
+        folder = Path(path)
+        write_atomic(folder / "tokenizer.json", self._backend.to_str(pretty=True) + "\n")
+        config = {key: value for key, value in self._config.items() if key != "chat_template"}
+        write_json(folder / "tokenizer_config.json", config)
+        if self.chat_template is not None:
+            write_atomic(folder / _TEMPLATE_FILE, self.chat_template.source)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, nothing added; special tokens spelled in it are ordinary text.
+
+        Raises:
+            RequestError: when the vocabulary cannot express the text.
+        """
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of many texts at once, several times faster than one by one."""
+        return self._encode(texts, special_tokens_are_text=True)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids` (any integer sequence, numpy included) without special tokens."""
+        text: str = self._backend.decode([int(token) for token in token_ids], skip_special_tokens=True)
+        return text
+
+    def decode_batch(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        """`decode` of many sequences at once."""
+        ids = [[int(token) for token in sequence] for sequence in sequences]
+        texts: list[str] = self._backend.decode_batch(ids, skip_special_tokens=True)
+        return texts
+
+    def render_prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """The string the policy is prompted with: the chat template up to where the assistant speaks.
+
+        Without a template it is the messages' contents, joined. `variables` reach the template
+        (for example `enable_thinking=False` for Qwen3).
+        """
+        if self.chat_template is None:
+            return "".join(str(message["content"]) for message in messages)
+        inputs = {"tools": None, "documents": None, "add_generation_prompt": True, **self._special_tokens}
+        return self.chat_template.render(messages, **(inputs | variables))
+
+    def encode_prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
+        """Token ids of `render_prompt`, ready for the policy to continue."""
+        return self.encode_prompts([messages], **variables)[0]
+
+    def encode_prompts(
+        self, conversations: Sequence[Sequence[Mapping[str, Any]]], **variables: Any
+    ) -> list[list[int]]:
+        """`encode_prompt` of many conversations at once."""
+        texts = [self.render_prompt(messages, **variables) for messages in conversations]
+        if self.chat_template is None:
+            return [self._prompt_prefix + ids for ids in self.encode_batch(texts)]
+        # A template writes its control tokens (and BOS) as text: here, and only here, they are tokens.
+        return self._encode(texts, special_tokens_are_text=False)
+
+    def encode_completion(self, text: str) -> list[int]:
+        """Token ids of what the assistant says, ended by `eos_token_id`."""
+        return [*self.encode(text), self.eos_token_id]
+
+    def encode_completions(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode_completion` of many texts at once."""
+        return [[*ids, self.eos_token_id] for ids in self.encode_batch(texts)]
+
+    def _encode(self, texts: Sequence[str], *, special_tokens_are_text: bool) -> list[list[int]]:
+        self._backend.encode_special_tokens = special_tokens_are_text
+        try:
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:
+            raise self._cannot_encode(texts, error) from None
+        return [encoding.ids for encoding in encodings]
+
+    def _cannot_encode(self, texts: Sequence[str], cause: Exception) -> RequestError:
+        for text in texts:
+            for character in text:
+                try:
+                    self._backend.encode(character, add_special_tokens=False)
+                except Exception:
+                    return RequestError(
+                        f"the tokenizer cannot encode {character!r}, in {_shorten(text)!r}",
+                        where=self._where,
+                        remedy="use a tokenizer whose vocabulary has this character, or change the text",
+                    )
+        return RequestError(f"the tokenizer failed: {cause}", where=self._where)
+
+    def _token(self, name: str) -> str | None:
+        """A special token of the config: a string, or the dictionary form of an AddedToken."""
+        value = self._config.get(name)
+        if isinstance(value, Mapping):
+            value = value.get("content")
+        if value is None or isinstance(value, str):
+            return value
+        raise RequestError(f"{name} is {value!r}, not a string", where=self._where)
+
+    def _special(self, name: str) -> int | None:
+        token = self._token(name)
+        if token is None:
+            return None
+        token_id: int | None = self._backend.token_to_id(token)
+        if token_id is None:
+            raise RequestError(f"{name} {token!r} is not in the vocabulary", where=self._where)
+        return token_id
+
+    def _bos_prefix(self) -> list[int]:
+        """BOS when the folder asks for it: by `add_bos_token`, or by its post-processor (Llama 3)."""
+        if self.bos_token_id is None:
+            return []
+        processed = self._backend.encode("", add_special_tokens=True).ids[:1] == [self.bos_token_id]
+        return [self.bos_token_id] if self._config.get("add_bos_token", processed) else []
+
+
+def _read_backend(file: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    # A malformed file can also panic inside the Rust library, and a panic is not an Exception.
+    except BaseException as error:
+        raise RequestError(
+            f"not a tokenizer: {_shorten(str(error), 200)}", where=str(file), remedy="fetch the file again"
+        ) from None
+
+
+def _template_in(config: Mapping[str, Any], where: str) -> str | None:
+    """The `chat_template` key: text, or a list of named templates of which "default" is meant."""
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, Mapping)}
+        template = named.get("default")
+    if template is None or isinstance(template, str):
+        return template
+    raise RequestError("chat_template is neither text nor a list of named templates", where=where)
+
+
+def _shorten(text: str, limit: int = 60) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,0 +1,328 @@
+"""The tokenizer agrees with transformers, keeps text apart from control tokens, and names a bad file."""
+
+from __future__ import annotations
+
+import json
+import string
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from perilune.errors import RequestError
+from perilune.models.tokenizer import PRINTABLE_ASCII, Tokenizer
+
+CHARACTERS = Tokenizer.characters()
+
+# The features of Qwen3's template: system message, tools as JSON, thinking cut from past turns, an empty
+# think block when thinking is off; plus the statements that only transformers' environment knows.
+QWEN3_LIKE = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\\n\\n' }}
+    {%- endif %}
+    {%- for tool in tools %}
+        {{- "\\n" }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(last=0) %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'system' %}{% continue %}{%- endif %}
+    {%- if message.role not in ('user', 'assistant', 'tool') %}
+        {{- raise_exception('unknown role ' + message.role) }}
+    {%- endif %}
+    {%- set content = message.content if message.content is string else '' %}
+    {%- if message.role == 'assistant' and '</think>' in content and loop.index0 < ns.last %}
+        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- generation %}{{ content }}{% endgeneration %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+{% if eos_token == '<|im_end|>' %}
+  {# a comment and a block on lines of their own leave nothing #}
+{% endif %}
+"""
+
+
+@pytest.fixture(scope="module")
+def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE tokenizer with ChatML tokens and a template, as a Qwen3 folder has them."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+    )
+    backend.train_from_iterator(["the quick brown fox says hello to the user and the assistant"] * 4, trainer)
+    backend.add_tokens(["<think>", "</think>"])
+    folder = tmp_path_factory.mktemp("chat")
+    backend.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": {"__type": "AddedToken", "content": "<|im_end|>", "special": True},
+        "pad_token": "<|endoftext|>",
+        "chat_template": QWEN3_LIKE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def transformers_tokenizer(folder: Path):
+    return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+
+
+CONVERSATIONS = [
+    ([{"role": "user", "content": 'hello <tag> & the "fox"'}], {}),
+    ([{"role": "user", "content": "hello"}], {"enable_thinking": False}),
+    (
+        [
+            {"role": "system", "content": "be brief\n"},
+            {"role": "user", "content": "1+1="},
+            {"role": "assistant", "content": "<think>\none and one\n</think>\n\n2"},
+            {"role": "user", "content": "é, 日本 and 🦊"},
+        ],
+        {},
+    ),
+    (
+        [{"role": "user", "content": "weather?"}],
+        {"tools": [{"type": "function", "function": {"name": "weather", "description": "<é & 'ü'>"}}]},
+    ),
+]
+
+
+@pytest.mark.parametrize(("messages", "variables"), CONVERSATIONS)
+def test_chat_template_renders_and_encodes_as_transformers_does(chat_folder, messages, variables):
+    ours, theirs = Tokenizer.load(chat_folder), transformers_tokenizer(chat_folder)
+    text = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **variables)
+    assert ours.render_prompt(messages, **variables) == text
+    assert ours.encode_prompt(messages, **variables) == theirs(text, add_special_tokens=False)["input_ids"]
+
+
+def test_template_file_takes_precedence_and_survives_saving(chat_folder, tmp_path):
+    tokenizer = Tokenizer.load(chat_folder)
+    tokenizer.save(tmp_path)
+    assert "chat_template" not in json.loads((tmp_path / "tokenizer_config.json").read_text())
+    messages = [{"role": "user", "content": "hello"}]
+    assert Tokenizer.load(tmp_path).encode_prompt(messages) == tokenizer.encode_prompt(messages)
+
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {
+        "chat_template": "from the config"
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "chat_template.jinja").write_text("from the file: {{ messages[0].content }}")
+    assert Tokenizer.load(tmp_path).render_prompt(messages) == "from the file: hello"
+
+
+def test_named_templates_mean_the_default(chat_folder, tmp_path):
+    Tokenizer.load(chat_folder).save(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": named}))
+    assert Tokenizer.load(tmp_path).render_prompt([]) == "yes"
+
+
+def test_thinking_tags_are_tokens_and_control_tokens_in_text_are_not(chat_folder):
+    tokenizer = Tokenizer.load(chat_folder)
+    completion = tokenizer.encode_completion("<think>a</think><|im_end|>b")
+    assert completion.count(tokenizer.eos_token_id) == 1
+    assert completion[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(completion) == "<think>a</think><|im_end|>b"
+    assert len(tokenizer.encode("<think>")) == 1
+    # ... and reading a rendered template in between does not change that.
+    tokenizer.encode_prompt([{"role": "user", "content": "hi"}])
+    assert tokenizer.eos_token_id not in tokenizer.encode("<|im_end|>")
+
+
+def test_character_tokenizer_loads_in_transformers_and_agrees(tmp_path):
+    CHARACTERS.save(tmp_path)
+    theirs = transformers_tokenizer(tmp_path)
+    text = PRINTABLE_ASCII + "  two  spaces\n\n"
+    assert theirs(text)["input_ids"] == CHARACTERS.encode(text)
+    assert theirs.decode(CHARACTERS.encode_completion(text), skip_special_tokens=True) == text
+    assert (theirs.eos_token_id, theirs.pad_token_id) == (CHARACTERS.eos_token_id, CHARACTERS.pad_token_id)
+    assert len(theirs) == CHARACTERS.vocab_size == 98
+
+
+def test_character_tokenizer_loads_beside_a_qwen3_config(tmp_path):
+    CHARACTERS.save(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    assert transformers_tokenizer(tmp_path)("1+2=")["input_ids"] == CHARACTERS.encode("1+2=")
+
+
+def test_saving_is_a_fixed_point(tmp_path):
+    CHARACTERS.save(tmp_path / "a")
+    Tokenizer.load(tmp_path / "a").save(tmp_path / "b")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+@given(st.text(alphabet=PRINTABLE_ASCII))
+def test_every_text_over_the_alphabet_comes_back(text):
+    ids = CHARACTERS.encode(text)
+    assert len(ids) == len(text)
+    assert CHARACTERS.decode(ids) == text
+    assert CHARACTERS.decode(CHARACTERS.encode_completion(text)) == text
+
+
+@given(st.lists(st.sampled_from(["<eos>", "<pad>", "1", " ", "\n", "<"]), max_size=6).map("".join))
+def test_control_tokens_spelled_in_text_are_text(text):
+    ids = CHARACTERS.encode(text)
+    assert CHARACTERS.eos_token_id not in ids
+    assert CHARACTERS.decode(ids) == text
+
+
+@given(st.lists(st.text(alphabet=string.printable[:95], max_size=20), max_size=8))
+def test_batches_equal_one_by_one(texts):
+    assert CHARACTERS.encode_batch(texts) == [CHARACTERS.encode(text) for text in texts]
+    ids = CHARACTERS.encode_completions(texts)
+    assert ids == [CHARACTERS.encode_completion(text) for text in texts]
+    assert CHARACTERS.decode_batch(ids) == texts
+
+
+@given(st.text(max_size=30))
+def test_byte_level_text_comes_back(text):
+    tokenizer = byte_level()
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def byte_level() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>"])
+    return Tokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>"})
+
+
+def test_prompt_without_template_is_bos_when_configured_then_the_contents():
+    messages = [{"role": "system", "content": "ab"}, {"role": "user", "content": "c"}]
+    plain = byte_level()
+    contents = plain.encode("abc")
+    assert plain.encode_prompt(messages) == contents
+
+    configured = Tokenizer(plain._backend, {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True})
+    assert configured.encode_prompt(messages) == [configured.bos_token_id, *contents]
+
+    # Llama 3 says it with a post-processor.
+    plain._backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", plain.bos_token_id), ("</s>", plain.eos_token_id)]
+    )
+    processed = Tokenizer(plain._backend, {"bos_token": "<s>", "eos_token": "</s>"})
+    assert processed.encode_prompt(messages) == [processed.bos_token_id, *contents]
+    assert processed.encode("abc") == contents
+
+
+def test_saved_padding_and_truncation_are_switched_off(tmp_path):
+    CHARACTERS.save(tmp_path)
+    backend = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    backend.enable_padding(length=8)
+    backend.enable_truncation(2)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.load(tmp_path).encode("12345") == CHARACTERS.encode("12345")
+
+
+@pytest.mark.parametrize("text", ["café", "tab\t", "\ud800"])
+def test_a_character_outside_the_alphabet_is_named(text):
+    with pytest.raises(RequestError, match="cannot encode") as caught:
+        CHARACTERS.encode_batch(["fine", text])
+    assert repr(next(c for c in text if c not in PRINTABLE_ASCII)) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b'{"version": "1.0"}',
+        b'{"version": "1.0", "model": {"type": "Pickle"}}',
+        b'{"version": "1.0", "added_tokens": 3, "model": {"type": "BPE", "vocab": {}, "merges": []}}',
+        b'{"version": "1.0", "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "invert": false, '
+        b'"behavior": "Isolated"}, "model": {"type": "BPE", "vocab": {}, "merges": []}}',
+        b'{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}}',
+    ],
+)
+def test_malformed_tokenizer_json_is_named(tmp_path, content):
+    CHARACTERS.save(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(RequestError, match=r"tokenizer\.json: not a tokenizer"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("{", "tokenizer_config.json:1: not valid JSON"),
+        ("[]", "tokenizer_config.json: not a JSON object"),
+        ("{}", "no eos_token"),
+        ('{"eos_token": 3}', "eos_token is 3"),
+        ('{"eos_token": "<|end|>"}', "'<|end|>' is not in the vocabulary"),
+        ('{"eos_token": "<eos>", "chat_template": 3}', "chat_template is neither"),
+        (
+            '{"eos_token": "<eos>", "chat_template": "a\\n{% if %}"}',
+            "tokenizer_config.json:2: .*does not parse",
+        ),
+    ],
+)
+def test_malformed_configuration_is_named(tmp_path, config, message):
+    CHARACTERS.save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(RequestError, match=message.replace("|", r"\|")):
+        Tokenizer.load(tmp_path)
+
+
+def test_missing_tokenizer_is_named(tmp_path):
+    with pytest.raises(RequestError, match=r"no tokenizer\.json"):
+        Tokenizer.load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[0].content / 0 }}",
+        "{{ nothing.at.all }}",
+        "{{ range(10000000) | list }}",
+    ],
+)
+def test_a_hostile_or_refusing_template_is_an_error_and_nothing_more(tmp_path, template):
+    CHARACTERS.save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(RequestError, match=r"chat_template\.jinja: chat template cannot render"):
+        Tokenizer.load(tmp_path).encode_prompt([{"role": "user", "content": "1"}])
+
+
+def test_thousands_of_short_prompts_are_fast():
+    prompts = [[{"role": "user", "content": f"{number}+{number}="}] for number in range(5000)]
+    start = time.perf_counter()
+    CHARACTERS.encode_prompts(prompts)
+    # About 0.03 s on one idle core; the bound only catches encoding one by one through Python.
+    assert time.perf_counter() - start < 1.0
