@@ -1,0 +1,105 @@
+"""From a YAML file and `--set` overrides to a validated recipe, or one message that says what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from perilune.errors import RequestError
+from perilune.recipe.problems import Problem, nearest, raise_first
+from perilune.recipe.resolve import resolve
+from perilune.recipe.schema import Recipe
+from perilune.recipe.source import Document, KeyPath, parse_yaml
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read and validate the recipe at `path`.
+
+    Args:
+        path: YAML file.
+        overrides: "key.key=value", the value in YAML; a stage is reached by its name ("rl.steps=10").
+
+    Raises:
+        RequestError: file, line and key, what is wrong there and what is allowed.
+    """
+    document = parse_yaml(_read(path), str(path))
+    if not isinstance(document.value, dict):
+        raise RequestError(
+            "a recipe is a mapping of keys to values",
+            where=document.place(()) or str(path),
+            remedy=f"start from {bundled_recipe('quickstart')}",
+        )
+    for override in overrides:
+        _apply(document, override)
+    return resolve(document)
+
+
+def bundled_recipe(name: str) -> Path:
+    """Path of a recipe that ships with the package.
+
+    Raises:
+        RequestError: when there is none of that name.
+    """
+    path = _bundled_folder() / f"{name}.yaml"
+    if name not in bundled_recipes():
+        raise RequestError(
+            f"no bundled recipe is called '{name}'", remedy=f"one of: {', '.join(bundled_recipes())}"
+        )
+    return path
+
+
+def bundled_recipes() -> tuple[str, ...]:
+    """Names of the recipes that ship with the package."""
+    return tuple(sorted(path.stem for path in _bundled_folder().glob("*.yaml")))
+
+
+def _bundled_folder() -> Path:
+    return Path(str(resources.files("perilune").joinpath("recipes")))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        remedy = f"a path to a YAML file; bundled recipes: {', '.join(bundled_recipes())}"
+        raise RequestError("no such recipe", where=str(path), remedy=remedy) from None
+    except IsADirectoryError:
+        raise RequestError("a folder, not a recipe", where=str(path)) from None
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise RequestError("not UTF-8 text", where=f"{path}:{line}") from None
+    except OSError as error:
+        raise RequestError(f"cannot be read: {error.strerror}", where=str(path)) from None
+
+
+def _apply(document: Document, override: str) -> None:
+    """Write one "key.key=value" into the document."""
+    key, equals, text = override.partition("=")
+    place = f"--set {override}"
+    if not equals or not key.strip():
+        raise RequestError("not of the form key=value", where=place, remedy="--set rl.steps=10")
+    parsed = parse_yaml(text, place)
+    document.set(_key_path(document.value, key.strip().split("."), place), parsed.value, place)
+
+
+def _key_path(value: dict[str, Any], keys: list[str], place: str) -> KeyPath:
+    """Where in the document `keys` point; the names of stages become their positions."""
+    stages = value.get("stages")
+    listed = stages if isinstance(stages, list) else []
+    names = [stage.get("name") if isinstance(stage, dict) else None for stage in listed]
+    if keys[0] == "stages" and len(keys) > 1:
+        keys = keys[1:]
+        known = [str(name) for name in names if name]
+    elif keys[0] in Recipe.model_fields:
+        return tuple(keys)
+    else:
+        known = [*Recipe.model_fields, *(str(name) for name in names if name)]
+    if keys[0] in names and len(keys) > 1:
+        return ("stages", names.index(keys[0]), *keys[1:])
+    if keys[0] in names:
+        raise RequestError(f"{keys[0]} is a stage; name one of its fields", where=place)
+    problem = Problem((), f"no key or stage is called '{keys[0]}'", nearest(keys[0], known))
+    raise_first([problem], lambda _: place)
+    raise AssertionError("unreachable")

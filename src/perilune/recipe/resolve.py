@@ -1,0 +1,165 @@
+"""From a document to a recipe: each section checked by its owner, stages ordered by what they consume."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from pydantic import BaseModel
+
+from perilune.bundle.plugin import OutputKind, consumed_fields, load_plugin, plugin_names
+from perilune.errors import RequestError
+from perilune.recipe.problems import Problem, ProblemsError, nearest, raise_first, validate
+from perilune.recipe.schema import MODEL, Recipe, Stage
+from perilune.recipe.source import Document, KeyPath
+
+_BLANK_STAGE = {"name": "blank", "task": "blank"}
+
+
+def resolve(document: Document) -> Recipe:
+    """Validate a document and put its stages in an order in which they can run.
+
+    Raises:
+        RequestError: the first thing that is wrong, by position in the file, and how many more there are.
+    """
+    problems: list[Problem] = []
+    recipe: Recipe | None = None
+    value = dict(document.value)
+    for section, check, blank in (("environment", _environment, {}), ("stages", _stages, [_BLANK_STAGE])):
+        if section in value:
+            try:
+                value[section] = check(value[section])
+            except ProblemsError as found:
+                problems += found.problems
+                value[section] = blank  # so that the rest is still checked
+    try:
+        recipe = validate(Recipe, value, (), "")
+    except ProblemsError as found:
+        problems += found.problems
+    if problems:
+        raise_first(sorted(problems, key=lambda p: _order(document.place(p.path))), document.place)
+    assert recipe is not None
+    return recipe
+
+
+def _order(place: str) -> tuple[bool, int, str]:
+    """Sort key of a place: overrides first, then by line."""
+    line = place.rpartition(":")[2]
+    return (not place.startswith("--set"), int(line) if line.isdigit() else 0, place)
+
+
+def _environment(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ProblemsError([Problem(("environment",), "environment must be a section that has keys")])
+    # By name, not by import: the planes, which import this module, know nothing of environments.
+    registry = import_module("perilune.environments.registry")
+    ids = registry.environment_ids()
+    if "id" not in value:
+        raise ProblemsError([Problem(("environment",), "environment.id is missing", _listed(ids))])
+    if value["id"] not in ids:
+        what = f"no environment is called '{value['id']}'"
+        raise ProblemsError([Problem(("environment", "id"), what, nearest(str(value["id"]), ids))])
+    if not hasattr(registry, "environment_spec"):
+        return value
+    spec: type[BaseModel] = registry.environment_spec(value["id"])
+    return validate(spec, value, ("environment",), "environment").model_dump(mode="json")
+
+
+def _stages(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise ProblemsError([Problem(("stages",), "stages must be a list")])
+    problems: list[Problem] = []
+    stages: list[Stage] = []
+    positions: dict[str, int] = {}
+    for index, item in enumerate(value):
+        path = ("stages", index)
+        try:
+            stage = _stage(item, path)
+        except ProblemsError as found:
+            problems += found.problems
+            continue
+        if stage.name in positions:
+            problems.append(Problem((*path, "name"), f"two stages are called '{stage.name}'"))
+        elif stage.name in Recipe.model_fields:
+            problems.append(Problem((*path, "name"), f"'{stage.name}' is a key of the recipe, not a name"))
+        else:
+            positions[stage.name] = index
+            stages.append(stage)
+    if not problems:
+        problems = [problem for stage in stages for problem in _links(stage, stages, positions)]
+    if problems:
+        raise ProblemsError(problems)
+    return [stage.model_dump() for stage in _ordered(stages, positions)]
+
+
+def _stage(item: Any, path: KeyPath) -> Stage:
+    if not isinstance(item, dict):
+        raise ProblemsError([Problem(path, "a stage is a mapping with at least name and task")])
+    label = f"stages.{item.get('name', path[-1])}"
+    header = {key: item[key] for key in ("name", "task") if key in item}
+    stage = validate(Stage, header, path, label)
+    try:
+        spec = load_plugin(stage.task).spec
+    except RequestError as error:
+        raise ProblemsError(
+            [Problem((*path, "task"), error.what, nearest(stage.task, plugin_names()))]
+        ) from None
+    own = {key: value for key, value in item.items() if key not in header}
+    fields = validate(spec, own, path, label).model_dump(mode="json")
+    consumes = {field: fields[field] for field in consumed_fields(spec) if fields[field] is not None}
+    return stage.model_copy(update={"spec": fields, "consumes": consumes})
+
+
+def _links(stage: Stage, stages: list[Stage], positions: dict[str, int]) -> list[Problem]:
+    """What is wrong with what `stage` consumes."""
+    makes: dict[str, OutputKind] = {MODEL: "checkpoint"}
+    makes |= {other.name: load_plugin(other.task).produces for other in stages if other is not stage}
+    wanted = consumed_fields(load_plugin(stage.task).spec)
+    problems = []
+    for field, source in stage.consumes.items():
+        path = ("stages", positions[stage.name], field)
+        kind = wanted[field]
+        fitting = [name for name, made in makes.items() if made == kind]
+        key = f"stages.{stage.name}.{field}"
+        if source == stage.name:
+            problems.append(Problem(path, f"{key}: a stage cannot consume itself", _listed(fitting)))
+        elif source not in makes:
+            problems.append(Problem(path, f"{key}: no stage is called '{source}'", nearest(source, fitting)))
+        elif makes[source] != kind:
+            what = f"{key} wants a {kind}, and '{source}' makes a {makes[source]}"
+            problems.append(Problem(path, what, _listed(fitting)))
+    return problems
+
+
+def _ordered(stages: list[Stage], positions: dict[str, int]) -> list[Stage]:
+    """The stages, each after those it consumes, otherwise as written.
+
+    Raises:
+        ProblemsError: when some consume each other in a circle.
+    """
+    ready: list[Stage] = []
+    done = {MODEL}
+    waiting = list(stages)
+    while waiting:
+        free = next((stage for stage in waiting if done.issuperset(stage.consumes.values())), None)
+        if free is None:
+            circle = _circle(waiting)
+            what = f"stages consume each other in a circle: {' <- '.join(circle)}"
+            raise ProblemsError([Problem(("stages", positions[circle[0]]), what)])
+        waiting.remove(free)
+        ready.append(free)
+        done.add(free.name)
+    return ready
+
+
+def _circle(waiting: list[Stage]) -> list[str]:
+    """Names along one circle among stages none of which can run."""
+    needs = {stage.name: stage.consumes.values() for stage in waiting}
+    walk = [waiting[0].name]
+    while walk.count(walk[-1]) == 1:
+        walk.append(next(name for name in needs[walk[-1]] if name in needs))
+    return walk[walk.index(walk[-1]) :]
+
+
+def _listed(names: Any) -> str:
+    return f"one of: {', '.join(names)}"

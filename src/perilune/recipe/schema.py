@@ -1,0 +1,82 @@
+"""What a recipe is, once read: frozen, typed, every default filled in.
+
+A stage's own fields belong to its task plugin, the environment's to its adapter; this page holds the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from perilune.bundle.job import Frozen, Job, Resources
+
+MODEL = "model"  # the reserved stage name: the recipe's own model section
+NAME_PATTERN = r"^[A-Za-z][A-Za-z0-9_-]{0,63}$"
+
+
+class ModelSpec(Frozen):
+    """The model that training starts from: a fresh one by `preset`, or weights at `path`."""
+
+    preset: str | None = Field(None, description="name of a built-in architecture, trained from nothing")
+    path: str | None = Field(None, description="Hugging Face folder, or id of one in the local cache")
+    chat_template: str | None = Field(None, description="Jinja file that replaces the model's own template")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelSpec:
+        if (self.preset is None) == (self.path is None):
+            raise ValueError("needs exactly one of preset and path")
+        return self
+
+
+class Stage(Frozen):
+    """One step of a recipe.
+
+    Attributes:
+        name: unique within the recipe.
+        task: name of the task plugin.
+        spec: the plugin's own fields, every default filled in.
+        consumes: field of `spec` to the stage whose output it takes ("model" for the recipe's own model).
+    """
+
+    name: str = Field(pattern=NAME_PATTERN, description="name by which other stages refer to this one")
+    task: str = Field(description="kind of stage; the fields it takes are listed below")
+    spec: dict[str, Any] = Field(default_factory=dict)
+    consumes: dict[str, str] = Field(default_factory=dict)
+
+
+class Recipe(Frozen):
+    """What to make, validated; `stages` are in an order in which they can run."""
+
+    name: str = Field(pattern=NAME_PATTERN, description="name of the experiment")
+    seed: int = Field(0, ge=0, lt=2**63, description="the one seed that every random number derives from")
+    model: ModelSpec = Field(description="the model that training starts from")
+    environment: dict[str, Any] = Field(description="where episodes happen")
+    resources: Resources = Field(Resources(), description="what each stage may use")
+    secrets: tuple[str, ...] = Field((), description="names, never values, of environment variables")
+    stages: tuple[Stage, ...] = Field(min_length=1, description="what to do, ordered by what consumes what")
+
+    def stage(self, name: str) -> Stage:
+        """The stage called `name`.
+
+        Raises:
+            KeyError: when there is none.
+        """
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise KeyError(name)
+
+
+def job_for(recipe: Recipe, stage: Stage) -> Job:
+    """What one stage asks to be run; its inputs are filled in once the stages it consumes have finished."""
+    return Job(
+        task=stage.task,
+        stage=stage.name,
+        spec=stage.spec,
+        model=recipe.model.model_dump(),
+        environment=recipe.environment,
+        seed=recipe.seed,
+        resources=recipe.resources,
+        secrets=recipe.secrets,
+    )

@@ -1,0 +1,157 @@
+"""Reading YAML so that every value knows the line it came from.
+
+The accepted YAML is what JSON can say: mappings with text keys, lists, text, numbers, true, false, null.
+Words such as `yes` and `no` are text. Aliases and tags are refused, so a small file stays a small document.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from perilune.errors import RequestError
+
+MAX_BYTES = 1 << 18
+KeyPath = tuple[str | int, ...]
+
+_TAG = "tag:yaml.org,2002:"
+_CONTAINERS = (f"{_TAG}map", f"{_TAG}seq")
+
+
+@dataclass
+class Document:
+    """A value, and for every path inside it where it was written ("recipe.yaml:12" or "--set seed=1")."""
+
+    value: Any
+    places: dict[KeyPath, str] = field(default_factory=dict)
+
+    def place(self, path: Sequence[str | int]) -> str:
+        """Where the value at `path`, or else the nearest section around it, was written."""
+        for length in range(len(path), -1, -1):
+            if (found := self.places.get(tuple(path[:length]))) is not None:
+                return found
+        return ""
+
+    def set(self, path: KeyPath, value: Any, place: str) -> None:
+        """Replace the value at `path`; sections that are missing on the way are made.
+
+        Raises:
+            RequestError: when something on the way is not a section.
+        """
+        section = self.value
+        for key in path[:-1]:
+            section = section.setdefault(key, {}) if isinstance(section, dict) else section[key]
+        if not isinstance(section, dict):
+            raise RequestError(f"{dotted(path[:-1])} is not a section that has keys", where=place)
+        section[path[-1]] = value
+        self.places = {old: at for old, at in self.places.items() if old[: len(path)] != path}
+        self.places[path] = place
+
+
+def dotted(path: Sequence[str | int]) -> str:
+    """`("stages", 2, "steps")` as "stages.2.steps"."""
+    return ".".join(str(part) for part in path)
+
+
+def parse_yaml(text: str, name: str) -> Document:
+    """Read the YAML in `text`; `name` is what messages call it.
+
+    Raises:
+        RequestError: when it is too large, malformed, or says what JSON cannot.
+    """
+    if len(text.encode()) > MAX_BYTES:
+        raise RequestError(f"larger than {MAX_BYTES // 1024} KiB", where=name)
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+        document = Document(None)
+        document.value = _build(node, (), name, document.places) if node is not None else None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{name}:{mark.line + 1}" if mark else name
+        raise RequestError(f"not valid YAML: {error.problem or error.context}", where=where) from None
+    except yaml.YAMLError as error:
+        raise RequestError(f"not valid YAML: {error}", where=name) from None
+    except RecursionError:
+        raise RequestError("sections are nested too deeply", where=name) from None
+    return document
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with the scalars of JSON: no dates, no octal numbers, no `yes`; and `1e-3` is a number."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(None, None, "aliases (*name) are not part of a recipe", mark)
+        return super().compose_node(parent, index)
+
+
+_Loader.yaml_implicit_resolvers = {}
+for _kind, _pattern, _first in (
+    ("bool", r"true|True|false|False", "tTfF"),
+    ("null", r"~|null|", "~n\0"),
+    ("int", r"[-+]?(0|[1-9][0-9_]*)", "-+0123456789"),
+    ("float", r"[-+]?([0-9][0-9_]*\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?\.(inf|nan)", "-+.0123456789"),
+):
+    _Loader.add_implicit_resolver(
+        f"{_TAG}{_kind}", re.compile(rf"^(?:{_pattern})$"), ["" if c == "\0" else c for c in _first]
+    )
+
+
+def _build(node: yaml.Node, path: KeyPath, name: str, places: dict[KeyPath, str]) -> Any:
+    """The value of `node`; notes in `places` where it and everything inside it is written."""
+    places.setdefault(path, _place(node, name))
+    if isinstance(node, yaml.ScalarNode):
+        return _scalar(node, path, name)
+    if node.tag not in _CONTAINERS:
+        raise RequestError(f"the tag {node.tag} is not part of a recipe", where=_place(node, name))
+    if isinstance(node, yaml.SequenceNode):
+        return [_build(item, (*path, index), name, places) for index, item in enumerate(node.value)]
+    assert isinstance(node, yaml.MappingNode)
+    section: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        where = _place(key_node, name)
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise RequestError("a key must be text", where=where)
+        key = key_node.value
+        inner = (*path, key)
+        if key in section:
+            first = places[inner].rpartition(":")[2]
+            raise RequestError(f"{dotted(inner)} is written twice (first in line {first})", where=where)
+        places[inner] = where
+        section[key] = _build(value_node, inner, name, places)
+    return section
+
+
+def _scalar(node: yaml.ScalarNode, path: KeyPath, name: str) -> str | int | float | bool | None:
+    text = node.value
+    match node.tag.removeprefix(_TAG):
+        case "str":
+            return str(text)
+        case "null":
+            return None
+        case "bool":
+            return bool(text.lower() == "true")
+        case "int" if len(text) <= 32:
+            return int(text.replace("_", ""))
+        case "float" if math.isfinite(_number(text)):
+            return _number(text)
+        case "int" | "float":
+            raise RequestError(f"{dotted(path)}: {text} is not a finite number", where=_place(node, name))
+    raise RequestError(f"the tag {node.tag} is not part of a recipe", where=_place(node, name))
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text.replace("_", "").replace(".inf", "inf").replace(".nan", "nan"))
+    except ValueError:
+        return math.nan
+
+
+def _place(node: yaml.Node, name: str) -> str:
+    return f"{name}:{node.start_mark.line + 1}"

@@ -1,0 +1,65 @@
+"""Task plugins that exist only here, found through real entry points in a temporary folder."""
+
+import sys
+from importlib import invalidate_caches
+from pathlib import Path
+
+import pytest
+
+from perilune.bundle import plugin
+
+MODULE = """
+from typing import Annotated, Literal
+from pydantic import Field
+from perilune.bundle.job import Frozen
+from perilune.bundle.plugin import Consumes
+
+class Bake(Frozen):
+    flour: Annotated[str, Consumes("checkpoint")] = Field(description="what it is made of")
+    eggs: Annotated[str | None, Consumes("dataset")] = Field(None, description="optional")
+    minutes: int = Field(30, gt=0, description="time in the oven")
+    heat: float = Field(0.5, ge=0, le=1, description="how hot")
+    style: Literal["plain", "fancy"] = Field("plain", description="looks")
+    tags: tuple[str, ...] = Field((), description="labels")
+
+class Lay(Frozen):
+    hen: str = Field("brown", description="which hen")
+    after: Annotated[str | None, Consumes("checkpoint")] = Field(None, description="what she waits for")
+
+class Plugin:
+    def __init__(self, name, spec, produces):
+        self.name, self.spec, self.produces, self.output = name, spec, produces, "artifacts/x"
+    def plan(self, job):
+        return {}
+    def run(self, workspace):
+        return {}
+
+bake = Plugin("bake", Bake, "checkpoint")
+lay = Plugin("lay", Lay, "dataset")
+"""
+
+
+@pytest.fixture(scope="session")
+def kitchen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that, on sys.path, installs the tasks `bake` and `lay`."""
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "kitchen_tasks.py").write_text(MODULE)
+    info = folder / "kitchen-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kitchen\nVersion: 1.0\n")
+    points = "[perilune.tasks]\nbake = kitchen_tasks:bake\nlay = kitchen_tasks:lay\n"
+    (info / "entry_points.txt").write_text(points)
+    return folder
+
+
+@pytest.fixture
+def tasks(kitchen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install `bake` and `lay` for one test."""
+    monkeypatch.syspath_prepend(str(kitchen))
+    invalidate_caches()
+    plugin.plugin_names.cache_clear()
+    plugin.load_plugin.cache_clear()
+    yield
+    plugin.plugin_names.cache_clear()
+    plugin.load_plugin.cache_clear()
+    sys.modules.pop("kitchen_tasks", None)
