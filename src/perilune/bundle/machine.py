@@ -1,0 +1,210 @@
+"""What the machine under us is: the facts that stay the same from one run to the next.
+
+Cores are counted three ways, because they differ in every container: what the machine has, what this
+process may be scheduled on (affinity), and what its control groups let it use. Threads beyond the last
+figure only wait for one another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+# Instruction sets that decide which kernels a numerical library picks, and so the last bits of a result.
+_SIMD = (
+    *("sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni"),
+    *("avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
+    *("amx_tile", "amx_int8", "amx_bf16"),
+    *("asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve", "sve2", "sme"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """The CPU. `usable_cores` is what affinity and control groups leave; a fraction is a quota."""
+
+    model: str
+    architecture: str
+    physical_cores: int
+    logical_cores: int
+    usable_cores: float
+    simd: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Main memory in bytes; `usable` is the smaller of the machine's and its control groups' limit."""
+
+    total: int
+    usable: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One NVIDIA device as its driver reports it; `memory` in bytes."""
+
+    name: str
+    memory: int
+    driver: str
+    compute_capability: str
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Everything above, and the system it runs."""
+
+    system: str
+    kernel: str
+    libc: str
+    processor: Processor
+    memory: Memory
+    gpus: tuple[Gpu, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What control groups allow: cores and bytes, None where they set no limit."""
+
+    cores: float | None
+    memory: int | None
+
+
+def describe_machine() -> dict[str, Any]:
+    """The facts of `observe_machine` as JSON has them (lists, not tuples), for provenance."""
+    facts: dict[str, Any] = json.loads(json.dumps(asdict(observe_machine())))
+    return facts
+
+
+def observe_machine() -> Machine:
+    """Look at the machine. Takes some milliseconds; never raises for a fact it cannot see."""
+    import psutil
+
+    limits = control_group_limits()
+    logical = psutil.cpu_count(logical=True) or 1
+    total = psutil.virtual_memory().total
+    cores = float(_cores_by_affinity(logical))
+    return Machine(
+        system=platform.system(),
+        kernel=platform.release(),
+        libc=" ".join(platform.libc_ver()).strip(),
+        processor=Processor(
+            model=_processor_model(),
+            architecture=platform.machine(),
+            physical_cores=psutil.cpu_count(logical=False) or logical,
+            logical_cores=logical,
+            usable_cores=cores if limits.cores is None else min(cores, limits.cores),
+            simd=_simd(),
+        ),
+        memory=Memory(total, total if limits.memory is None else min(total, limits.memory)),
+        gpus=tuple(_nvidia_gpus()),
+    )
+
+
+def usable_threads(machine: Machine | None = None) -> int:
+    """Threads worth starting: usable cores rounded down, at least one."""
+    processor = (machine or observe_machine()).processor
+    return max(1, int(min(processor.usable_cores, processor.physical_cores)))
+
+
+def control_group_limits(root: Path = Path("/")) -> Limits:
+    """The tightest core and memory limits of this process's control groups, version 1 or 2.
+
+    A limit may sit on the group itself or on any group around it. Inside a container the path in
+    /proc/self/cgroup can be one that only the host sees; the mounted root then stands for it.
+
+    Args:
+        root: where /proc and /sys are found.
+    """
+    cores: list[float] = []
+    memory: list[int] = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        for controller in controllers.split(","):
+            mount = root / "sys/fs/cgroup" / controller
+            for group in _enclosing(mount, path):
+                quota, period = _cpu_quota(group)
+                if quota > 0 and period > 0:
+                    cores.append(quota / period)
+                for name in ("memory.max", "memory.limit_in_bytes"):
+                    limit = _read(group / name).strip()
+                    # Version 1 says "no limit" with a number near 2^63.
+                    if limit.isdigit() and int(limit) < 2**60:
+                        memory.append(int(limit))
+    return Limits(min(cores, default=None), min(memory, default=None))
+
+
+def _enclosing(mount: Path, path: str) -> Iterator[Path]:
+    group = Path(path.lstrip("/"))
+    yield from (mount / part for part in (group, *group.parents) if ".." not in part.parts)
+
+
+def _cpu_quota(group: Path) -> tuple[int, int]:
+    """Microseconds of CPU time a period, and the period; (0, 0) without a limit."""
+    words = _read(group / "cpu.max").split() or [
+        _read(group / "cpu.cfs_quota_us").strip(),
+        _read(group / "cpu.cfs_period_us").strip(),
+    ]
+    if len(words) == 2 and all(word.isdigit() for word in words):
+        return int(words[0]), int(words[1])
+    return 0, 0  # "max" or -1: unlimited
+
+
+def _cores_by_affinity(logical: int) -> int:
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux has it, macOS does not
+    return len(affinity(0)) if affinity else logical
+
+
+def _processor_model() -> str:
+    for line in _read(Path("/proc/cpuinfo")).splitlines():
+        if line.lower().startswith("model name"):
+            return line.partition(":")[2].strip()
+    if platform.system() == "Darwin":
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return platform.processor() or platform.machine()
+
+
+def _simd() -> tuple[str, ...]:
+    for line in _read(Path("/proc/cpuinfo")).splitlines():
+        name, _, flags = line.partition(":")
+        if name.strip().lower() in ("flags", "features"):
+            present = set(flags.split())
+            return tuple(flag for flag in _SIMD if flag in present)
+    return ("asimd",) if platform.machine() == "arm64" else ()
+
+
+def _nvidia_gpus() -> Iterator[Gpu]:
+    try:
+        import pynvml
+    except ImportError:
+        return
+    with contextlib.suppress(pynvml.NVMLError):  # no driver, or one that does not tell
+        pynvml.nvmlInit()
+        try:
+            driver = pynvml.nvmlSystemGetDriverVersion()
+            for index in range(pynvml.nvmlDeviceGetCount()):
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+                yield Gpu(
+                    name=pynvml.nvmlDeviceGetName(handle),
+                    memory=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+                    driver=driver,
+                    compute_capability=f"{major}.{minor}",
+                )
+        finally:
+            pynvml.nvmlShutdown()
+
+
+def _read(path: Path) -> str:
+    """The file's text, or nothing when it cannot be read: on this machine there is no such fact."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

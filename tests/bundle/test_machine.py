@@ -1,0 +1,99 @@
+"""What is seen of the machine: true here, and right in the containers it will meet."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from pathlib import Path
+
+import psutil
+import pytest
+
+from perilune.bundle.machine import Limits, control_group_limits, describe_machine, observe_machine
+
+GIB = 2**30
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return root
+
+
+def test_the_facts_are_those_of_this_machine():
+    machine = observe_machine()
+    processor = machine.processor
+    assert machine.system == platform.system()
+    assert 0 < processor.usable_cores <= processor.logical_cores == psutil.cpu_count()
+    assert 0 < machine.memory.usable <= machine.memory.total == psutil.virtual_memory().total
+    assert processor.model
+    if platform.machine() == "x86_64" and platform.system() == "Linux":
+        assert "sse4_2" in processor.simd
+
+
+def test_facts_are_stable_and_json():
+    assert describe_machine() == describe_machine()
+    assert json.loads(json.dumps(describe_machine()))["processor"]["model"]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
+def test_affinity_limits_cores():
+    allowed = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        assert observe_machine().processor.usable_cores <= 1
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def test_version_2_takes_the_tightest_of_the_enclosing_groups(tmp_path):
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/user.slice/job.scope\n",
+            "sys/fs/cgroup/user.slice/cpu.max": "150000 100000\n",
+            "sys/fs/cgroup/user.slice/memory.max": "max\n",
+            "sys/fs/cgroup/user.slice/job.scope/cpu.max": "max 100000\n",
+            "sys/fs/cgroup/user.slice/job.scope/memory.max": f"{4 * GIB}\n",
+        },
+    )
+    assert control_group_limits(root) == Limits(cores=1.5, memory=4 * GIB)
+
+
+def test_version_1_and_a_path_only_the_host_sees(tmp_path):
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:memory:/docker/a\n3:cpu,cpuacct:/docker/a\n1:name=systemd:/docker/a\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 * GIB}\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "50000\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+        },
+    )
+    assert control_group_limits(root) == Limits(cores=0.5, memory=2 * GIB)
+
+
+def test_no_limit_is_none(tmp_path):
+    assert control_group_limits(tmp_path) == Limits(None, None)
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:memory:/\n3:cpu:/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+        },
+    )
+    assert control_group_limits(root) == Limits(None, None)
+
+
+@pytest.mark.gpu
+def test_gpus_are_those_torch_sees():
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device and a CUDA build of torch")
+    pytest.importorskip("pynvml", reason="pip install 'perilune[gpu]'")
+    assert torch.cuda.get_device_name(0) in [gpu.name for gpu in observe_machine().gpus]
