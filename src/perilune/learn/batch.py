@@ -1,0 +1,214 @@
+"""Packing: weighted groups become flat token batches without padding, each group's prompt fed once.
+
+N tokens are fed; M tokens are learned, each predicted by a fed one. A completion's last token predicts
+nothing, so it is never fed; an episode without weight costs nothing. Each token's weight already carries
+the denominator of the whole step, so micro-batches add up to the batch loss whatever their sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from perilune.data.episode import Episode
+from perilune.errors import WorkFailedError
+from perilune.learn.weights import Component, GroupWeights
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """Where prompts and completions lie in the flat tokens: all prompts first, then all completions.
+
+    Attributes:
+        prompt_lengths: of each distinct prompt, in order.
+        completion_lengths: fed tokens of each episode (one less than it has), in order; may be 0.
+        prompt_of: index of each episode's prompt.
+    """
+
+    prompt_lengths: tuple[int, ...]
+    completion_lengths: tuple[int, ...]
+    prompt_of: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedBatch:
+    """One micro-batch.
+
+    Attributes:
+        token_ids: int64[N].
+        positions: int64[N], position of each token in its own sequence.
+        layout: what may attend to what.
+        rows: int64[M], index of the fed token that predicts each learned token.
+        targets: int64[M], the learned tokens.
+        old_logprobs: float32[M], of the sampling policy.
+        policy_version: int64[M], version of the weights that sampled each learned token.
+        policy_gradient, cross_entropy, reference_kl: float32[M] final weights, or None for all zero.
+        reference_logprobs: float32[M] of the frozen reference, needed where `reference_kl` is set.
+        temperature: of sampling; log-probs are of the policy at this temperature.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    layout: Layout
+    rows: Tensor
+    targets: Tensor
+    old_logprobs: Tensor
+    policy_version: Tensor
+    policy_gradient: Tensor | None
+    cross_entropy: Tensor | None
+    reference_kl: Tensor | None
+    reference_logprobs: Tensor | None = None
+    temperature: float = 1.0
+
+    def with_reference(self, logprobs: Tensor) -> Self:
+        """The same batch with the reference policy's log-probs float32[M]."""
+        return replace(self, reference_logprobs=logprobs)
+
+    def to(self, device: torch.device) -> Self:
+        """The same batch on `device`."""
+        if self.token_ids.device == device:
+            return self
+        moved = {
+            name: value.to(device)
+            for name in self.__slots__
+            if isinstance(value := getattr(self, name), Tensor)
+        }
+        return replace(self, **moved)  # type: ignore[arg-type]
+
+
+COMPONENTS = ("policy_gradient", "cross_entropy", "reference_kl")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Item:
+    """An episode that has something to teach, with its final float32[T] weights by component."""
+
+    episode: Episode
+    weights: dict[str, NDArray[np.float32]]
+
+    @property
+    def fed(self) -> int:
+        return len(self.episode.token_ids) - 1
+
+
+def pack(
+    groups: Iterable[GroupWeights], token_budget: int, *, temperature: float = 1.0
+) -> list[PackedBatch]:
+    """Pack all groups of one optimizer step into micro-batches of at most `token_budget` fed tokens.
+
+    A group stays together, so that its prompt is fed once, unless it alone exceeds the budget. An episode
+    longer than the budget gets a micro-batch of its own. Nothing to learn gives an empty list.
+
+    Raises:
+        WorkFailedError: naming an episode without a prompt token to predict its first token from.
+    """
+    groups = list(groups)
+    denominators = {name: _denominator(groups, name) for name in COMPONENTS}
+    bins: list[list[_Item]] = [[]]
+    room = token_budget
+    for group in groups:
+        for chunk, cost in _chunks(_items(group, denominators), token_budget):
+            if cost > room and bins[-1]:
+                bins.append([])
+                room = token_budget
+            bins[-1].extend(chunk)
+            room -= cost
+    return [_pack_bin(items, temperature) for items in bins if items]
+
+
+def _denominator(groups: Sequence[GroupWeights], name: str) -> float:
+    components: list[Component | None] = [getattr(group, name) for group in groups]
+    return sum(component.denominator for component in components if component is not None)
+
+
+def _items(group: GroupWeights, denominators: dict[str, float]) -> list[_Item]:
+    """Episodes of a group that carry weight, each weight divided by the denominator of the whole step."""
+    items = []
+    for index, episode in enumerate(group.episodes):
+        weights = {}
+        for name in COMPONENTS:
+            component: Component | None = getattr(group, name)
+            if component is not None and component.weights[index].any():
+                weights[name] = (component.weights[index] / denominators[name]).astype(np.float32)
+        if weights:
+            if len(episode.prompt_ids) == 0:
+                raise WorkFailedError(f"episode {episode.episode_id} has an empty prompt")
+            items.append(_Item(episode, weights))
+    return items
+
+
+def _chunks(items: list[_Item], token_budget: int) -> Iterable[tuple[list[_Item], int]]:
+    """Cut a group's items into pieces within the budget, each with its cost in fed tokens."""
+    chunk: list[_Item] = []
+    cost = 0
+    prompts: set[bytes] = set()
+    for item in items:
+        prompt = item.episode.prompt_ids
+        added = item.fed + (0 if prompt.tobytes() in prompts else len(prompt))
+        if chunk and cost + added > token_budget:
+            yield chunk, cost
+            chunk, cost, prompts = [], 0, set()
+            added = item.fed + len(prompt)
+        chunk.append(item)
+        cost += added
+        prompts.add(prompt.tobytes())
+    if chunk:
+        yield chunk, cost
+
+
+def _pack_bin(items: list[_Item], temperature: float) -> PackedBatch:
+    prompts: dict[bytes, int] = {}
+    prompt_ids: list[NDArray[np.int32]] = []
+    prompt_of: list[int] = []
+    for item in items:
+        key = item.episode.prompt_ids.tobytes()
+        if key not in prompts:
+            prompts[key] = len(prompt_ids)
+            prompt_ids.append(item.episode.prompt_ids)
+        prompt_of.append(prompts[key])
+    prompt_lengths = [len(ids) for ids in prompt_ids]
+    prompt_ends = np.cumsum(prompt_lengths)
+    starts = prompt_ends[-1] + np.concatenate([[0], np.cumsum([item.fed for item in items])])
+
+    completions = [item.episode.token_ids[:-1] for item in items]
+    positions = [np.arange(length) for length in prompt_lengths]
+    rows, masks = [], []
+    for item, prompt, start in zip(items, prompt_of, starts[:-1], strict=True):
+        length = prompt_lengths[prompt]
+        positions.append(length + np.arange(item.fed))
+        predictors = start - 1 + np.arange(item.fed + 1)
+        predictors[0] = prompt_ends[prompt] - 1
+        masks.append(item.episode.loss_mask)
+        rows.append(predictors[item.episode.loss_mask])
+
+    def learned(arrays: Iterable[NDArray[np.generic]], dtype: type[np.generic]) -> Tensor:
+        chosen = [array[mask] for array, mask in zip(arrays, masks, strict=True)]
+        return torch.from_numpy(np.concatenate(chosen).astype(dtype))
+
+    def weights(name: str) -> Tensor | None:
+        if not any(name in item.weights for item in items):
+            return None
+        zero = [np.zeros(item.fed + 1, np.float32) for item in items]
+        return learned(
+            (item.weights.get(name, none) for item, none in zip(items, zero, strict=True)), np.float32
+        )
+
+    return PackedBatch(
+        token_ids=torch.from_numpy(np.concatenate([*prompt_ids, *completions]).astype(np.int64)),
+        positions=torch.from_numpy(np.concatenate(positions).astype(np.int64)),
+        layout=Layout(tuple(prompt_lengths), tuple(item.fed for item in items), tuple(prompt_of)),
+        rows=torch.from_numpy(np.concatenate(rows).astype(np.int64)),
+        targets=learned((item.episode.token_ids for item in items), np.int64),
+        old_logprobs=learned((item.episode.logprobs for item in items), np.float32),
+        policy_version=learned((item.episode.policy_version for item in items), np.int64),
+        policy_gradient=weights("policy_gradient"),
+        cross_entropy=weights("cross_entropy"),
+        reference_kl=weights("reference_kl"),
+        temperature=temperature,
+    )

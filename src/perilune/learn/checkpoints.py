@@ -1,0 +1,116 @@
+"""Learner checkpoints: a directory that is complete or absent.
+
+    weights.safetensors, first_moments.safetensors, second_moments.safetensors, state.json, manifest.json
+
+Everything is written under a temporary name, fsynced, the manifest last, and the directory renamed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from perilune.errors import RequestError
+from perilune.files import fsync_directory, read_json, sha256_file, write_atomic, write_json
+
+MANIFEST = "manifest.json"
+
+
+def write(directory: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
+    """Write one safetensors file a name in `tensors`, and `state` as JSON; replaces an older checkpoint."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    temporary = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        for name, values in tensors.items():
+            payload = save({key: value.contiguous().cpu() for key, value in values.items()})
+            write_atomic(temporary / f"{name}.safetensors", payload)
+        write_json(temporary / "state.json", state)
+        files = {path.name: sha256_file(path) for path in sorted(temporary.iterdir())}
+        write_json(temporary / MANIFEST, {"files": files})
+        if directory.exists():
+            old = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.old")
+            directory.rename(old)
+            temporary.rename(directory)
+            shutil.rmtree(old)
+        else:
+            temporary.rename(directory)
+        fsync_directory(directory.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def read(
+    directory: Path, names: Iterable[str]
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """Read the named safetensors files and the state, each checked against the manifest.
+
+    Raises:
+        RequestError: naming the file that is missing or differs from what was written.
+    """
+    names = tuple(names)
+    files = read_json(directory / MANIFEST).get("files", {})
+    for file in ("state.json", *(f"{name}.safetensors" for name in names)):
+        path = directory / file
+        if not path.is_file() or sha256_file(path) != files.get(file):
+            raise RequestError(
+                f"{file} is missing or differs from the manifest",
+                where=str(directory),
+                remedy="delete this checkpoint; the one before it is used",
+            )
+    tensors = {}
+    for name in names:
+        try:
+            tensors[name] = load_file(directory / f"{name}.safetensors")
+        except SafetensorError as error:
+            raise RequestError(str(error), where=str(directory / f"{name}.safetensors")) from None
+    state: dict[str, Any] = read_json(directory / "state.json")
+    return tensors, state
+
+
+@torch.no_grad()
+def copy_into(own: Mapping[str, Tensor], loaded: Mapping[str, Tensor], directory: Path) -> None:
+    """Copy tensors by name, bits unchanged.
+
+    Raises:
+        RequestError: naming a tensor that is missing, too many, or of another shape or dtype.
+    """
+    odd = sorted(own.keys() ^ loaded.keys())
+    if odd:
+        side = "missing" if odd[0] in own else "not one of this model's"
+        raise RequestError(f"tensor {odd[0]} is {side}", where=str(directory))
+    for name, tensor in own.items():
+        other = loaded[name]
+        if other.shape != tensor.shape or other.dtype != tensor.dtype:
+            raise RequestError(
+                f"tensor {name} is {other.dtype} {list(other.shape)}, "
+                f"the model has {tensor.dtype} {list(tensor.shape)}",
+                where=str(directory),
+            )
+        tensor.copy_(other)
+
+
+def latest_complete(parent: Path) -> Path | None:
+    """The last checkpoint in `parent` by name (step-000020 after step-000010) whose every file is intact."""
+    if not parent.is_dir():
+        return None
+    for directory in sorted(parent.iterdir(), reverse=True):
+        if not directory.name.startswith(".") and is_complete(directory):
+            return directory
+    return None
+
+
+def is_complete(directory: Path) -> bool:
+    """Whether the manifest is there and every file it lists is what was written."""
+    try:
+        files = read_json(directory / MANIFEST)["files"]
+        return all(sha256_file(directory / name) == digest for name, digest in files.items())
+    except (RequestError, OSError, KeyError, TypeError, AttributeError):
+        return False

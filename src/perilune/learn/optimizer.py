@@ -1,0 +1,79 @@
+"""AdamW whose state is in the open: two moments a parameter, by name, and a step count.
+
+Written out rather than taken from torch.optim for the open state (checkpoints, carried moments) and because
+the first step of a torch optimizer imports the compiler, a second that a short run feels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from perilune.errors import WorkFailedError
+
+BETA1 = 0.9
+EPSILON = 1e-8
+
+
+class AdamW:
+    """Decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101), applied to matrices only.
+
+    Attributes:
+        parameters: by name; moments are float32 of the same shape.
+        step: updates done, which corrects the bias of the moments.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], *, beta2: float, weight_decay: float, grad_clip: float
+    ) -> None:
+        self.parameters = dict(parameters)
+        self.first = {name: _zeros(p) for name, p in self.parameters.items()}
+        self.second = {name: _zeros(p) for name, p in self.parameters.items()}
+        self.step = 0
+        self._beta2 = beta2
+        self._weight_decay = weight_decay
+        self._grad_clip = grad_clip
+
+    @torch.no_grad()
+    def update(self, lr: float) -> float:
+        """Clip the gradient's norm, take one step, forget the gradients; return the norm before clipping.
+
+        Raises:
+            WorkFailedError: when the norm is not finite; the parameters are as they were.
+        """
+        gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        norms = [torch.linalg.vector_norm(gradient) for gradient in gradients.values()]
+        norm = float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+        if not norm < float("inf"):
+            bad = [n for n, value in zip(gradients, norms, strict=True) if not torch.isfinite(value)]
+            raise WorkFailedError(
+                f"the gradient of {', '.join(bad[:3]) or 'the model'} is not finite",
+                where=f"update {self.step + 1}",
+                remedy="lower lr, or lengthen warmup",
+            )
+        scale = min(1.0, self._grad_clip / (norm + 1e-6))
+        self.step += 1
+        size = lr / (1 - BETA1**self.step)
+        correction = (1 - self._beta2**self.step) ** 0.5
+        for name, parameter in self.parameters.items():
+            first, second = self.first[name], self.second[name]
+            gradient = gradients.get(name)
+            if gradient is None:
+                first.mul_(BETA1)
+                second.mul_(self._beta2)
+            else:
+                gradient = gradient.float().mul_(scale) if scale < 1 else gradient.float()
+                first.lerp_(gradient, 1 - BETA1)
+                second.mul_(self._beta2).addcmul_(gradient, gradient, value=1 - self._beta2)
+            if self._weight_decay and parameter.ndim > 1:
+                parameter.mul_(1 - lr * self._weight_decay)
+            denominator = second.sqrt().div_(correction).add_(EPSILON)
+            parameter.sub_((first / denominator).mul_(size).to(parameter.dtype))
+            parameter.grad = None
+        return norm
+
+
+def _zeros(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter, dtype=torch.float32)

@@ -1,0 +1,32 @@
+"""What a user may say about learning. Defaults live here and nowhere else."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class AlgorithmSettings(BaseModel):
+    """How rewards become a loss."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    algorithm: Literal["grpo", "dr_grpo"] = Field("grpo", description="grpo or dr_grpo")
+    clip_low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped below 1 - clip_low")
+    clip_high: float = Field(0.28, gt=0, description="the ratio is clipped above 1 + clip_high")
+    kl: float = Field(0.0, ge=0, description="coefficient of the KL to the starting policy; 0 is off")
+
+
+class OptimizerSettings(BaseModel):
+    """AdamW and its learning rate."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    lr: float = Field(2e-4, gt=0, description="peak learning rate")
+    warmup: int = Field(10, ge=0, description="optimizer steps of linear warm-up")
+    final_lr: float = Field(1.0, ge=0, le=1, description="last learning rate over peak, reached by a cosine")
+    beta2: float = Field(0.99, gt=0, lt=1, description="decay of AdamW's second moments")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay, on matrices")
+    grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
+    token_budget: int = Field(4096, ge=1, description="tokens in one forward pass, a matter of memory")

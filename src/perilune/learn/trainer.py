@@ -1,0 +1,220 @@
+"""The learner: forward_backward, optim_step, save_state, load_state. It never asks which algorithm runs.
+
+A training step is
+    batches = pack([weights(group, max_tokens=...) for group in groups], token_budget)
+    figures = learner.forward_backward(batches)
+    figures |= learner.optim_step(lr)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.errors import RequestError
+from perilune.learn import checkpoints, losses
+from perilune.learn.attention import SharedPromptAttention
+from perilune.learn.batch import PackedBatch
+from perilune.learn.optimizer import AdamW
+from perilune.learn.settings import AlgorithmSettings, OptimizerSettings
+from perilune.models.decoder import Decoder
+
+
+class Learner:
+    """A decoder with an optimizer.
+
+    Args:
+        decoder: trained in place; an engine that holds the same object samples with the new weights.
+        optimizer: beta2, weight decay and gradient clip; the learning rate is given to each step.
+        loss: the clip range of the policy gradient.
+        dual_clip: bound c on the loss of tokens with negative weight, off by default.
+
+    Attributes:
+        version: updates done, the policy version of the weights.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        optimizer: OptimizerSettings | None = None,
+        loss: AlgorithmSettings | None = None,
+        *,
+        dual_clip: float | None = None,
+    ) -> None:
+        optimizer = optimizer or OptimizerSettings()
+        loss = loss or AlgorithmSettings()
+        self.decoder = decoder
+        self.version = 0
+        self._clip: dict[str, Any] = {
+            "clip_low": loss.clip_low,
+            "clip_high": loss.clip_high,
+            "dual_clip": dual_clip,
+        }
+        self.optimizer = AdamW(
+            dict(decoder.named_parameters()),
+            beta2=optimizer.beta2,
+            weight_decay=optimizer.weight_decay,
+            grad_clip=optimizer.grad_clip,
+        )
+
+    def forward_backward(self, batches: Sequence[PackedBatch]) -> dict[str, float]:
+        """Add the gradient of one step's loss, all its micro-batches, to the parameters.
+
+        Returns:
+            loss; tokens (learned from); and over those tokens: entropy (nats), and where sampled tokens are
+            learned from, clip_fraction, staleness (updates since they were sampled), kl_behaviour and
+            kl_behaviour_k3 (two estimates of KL(sampler || learner)), and logprob_gap_max and _mean,
+            |sampler - learner|, over tokens that the very same weights sampled. kl_reference (k3) where the
+            loss has it. What there was nothing to measure on is left out.
+
+        Raises:
+            RequestError: when a batch has reference_kl weights and no reference log-probs.
+        """
+        figures = _Figures()
+        for batch in (batch.to(self._device) for batch in batches):
+            if batch.reference_kl is not None and batch.reference_logprobs is None:
+                raise RequestError(
+                    "a KL to the reference without its log-probs",
+                    remedy="batch.with_reference(token_logprobs(reference, batch))",
+                )
+            logprobs, entropy = _forward(self.decoder, batch)
+            loss = self._loss(batch, logprobs, figures)
+            loss.backward()  # type: ignore[no-untyped-call]
+            figures.add_total("loss", loss.detach())
+            figures.add_mean("entropy", entropy)
+            self._observe(batch, logprobs.detach(), figures)
+        return figures.result()
+
+    def _loss(self, batch: PackedBatch, logprobs: Tensor, figures: _Figures) -> Tensor:
+        """The sum of the batch's components."""
+        total = logprobs.new_zeros(())
+        if batch.policy_gradient is not None:
+            loss, clipped = losses.policy_gradient(
+                logprobs, batch.old_logprobs, batch.policy_gradient, **self._clip
+            )
+            total = total + loss
+            figures.add_mean("clip_fraction", clipped)
+        if batch.cross_entropy is not None:
+            total = total + losses.cross_entropy(logprobs, batch.cross_entropy)
+        if batch.reference_kl is not None and batch.reference_logprobs is not None:
+            total = total + losses.reference_kl(logprobs, batch.reference_logprobs, batch.reference_kl)
+            figures.add_mean("kl_reference", losses.k3(logprobs.detach() - batch.reference_logprobs))
+        return total
+
+    def _observe(self, batch: PackedBatch, logprobs: Tensor, figures: _Figures) -> None:
+        """How far the learner is from the policy that sampled."""
+        if batch.policy_gradient is None:
+            return
+        difference = batch.old_logprobs - logprobs
+        figures.add_mean("kl_behaviour", difference)
+        figures.add_mean("kl_behaviour_k3", losses.k3(difference))
+        figures.add_mean("staleness", self.version - batch.policy_version)
+        same = difference[batch.policy_version == self.version].abs()
+        if len(same):
+            figures.add_mean("logprob_gap_mean", same)
+            figures.add_max("logprob_gap_max", same)
+
+    def optim_step(self, lr: float) -> dict[str, float]:
+        """Clip, update, forget the gradient; a step without gradient still decays the moments.
+
+        Raises:
+            WorkFailedError: when the gradient is not finite; weights are as they were.
+        """
+        norm = self.optimizer.update(lr)
+        self.version += 1
+        return {"grad_norm": norm, "lr": lr}
+
+    def save_state(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None:
+        """Write weights, moments and counters so that `directory` is complete or absent; `extra` is JSON."""
+        state = {"version": self.version, "optimizer_step": self.optimizer.step, "extra": dict(extra or {})}
+        tensors = {
+            "weights": {name: p.detach() for name, p in self.optimizer.parameters.items()},
+            "first_moments": self.optimizer.first,
+            "second_moments": self.optimizer.second,
+        }
+        checkpoints.write(directory, tensors, state)
+
+    def load_state(self, directory: Path) -> dict[str, Any]:
+        """Become the learner that was saved, bit for bit; return the `extra` it was saved with.
+
+        Raises:
+            RequestError: when files are missing or damaged, or tensors are not those of this decoder.
+        """
+        tensors, state = checkpoints.read(directory, ("weights", "first_moments", "second_moments"))
+        checkpoints.copy_into(self.optimizer.parameters, tensors["weights"], directory)
+        checkpoints.copy_into(self.optimizer.first, tensors["first_moments"], directory)
+        checkpoints.copy_into(self.optimizer.second, tensors["second_moments"], directory)
+        self.version = int(state["version"])
+        self.optimizer.step = int(state["optimizer_step"])
+        return dict(state["extra"])
+
+    def carry_second_moments(self, directory: Path) -> None:
+        """Start from the second moments (and step count) of another run's state, first moments zero.
+
+        The first steps of an AdamW that has seen no gradient are as long as lr allows in every direction,
+        and were seen to destroy a policy in one update; scales learned in SFT keep them in proportion.
+
+        Raises:
+            RequestError: as `load_state`.
+        """
+        tensors, state = checkpoints.read(directory, ("second_moments",))
+        checkpoints.copy_into(self.optimizer.second, tensors["second_moments"], directory)
+        self.optimizer.step = int(state["optimizer_step"])
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.optimizer.parameters.values())).device
+
+
+@torch.no_grad()
+def token_logprobs(decoder: Decoder, batch: PackedBatch) -> Tensor:
+    """Log-probs float32[M] of the learned tokens under `decoder`, a frozen reference for instance."""
+    device = next(decoder.parameters()).device
+    return _forward(decoder, batch.to(device))[0]
+
+
+def _forward(decoder: Decoder, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    """Log-probs (differentiable) and entropies float32[M]; logits only where something is learned."""
+    attention = SharedPromptAttention(batch.layout, batch.token_ids.device)
+    hidden = decoder(batch.token_ids, batch.positions, attention)
+    logits = decoder.logits(hidden.index_select(0, batch.rows))
+    return losses.token_logprobs(logits, batch.targets, batch.temperature)
+
+
+class _Figures:
+    """Sums over micro-batches, kept on the device until the end: means are over the whole step's tokens."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = {}
+        self._tokens = 0
+
+    def add_total(self, name: str, value: Tensor) -> None:
+        self._totals[name] = self._totals.get(name, 0) + value.double()
+
+    def add_mean(self, name: str, values: Tensor) -> None:
+        self.add_total(name, values.sum(dtype=torch.float64))
+        self._counts[name] = self._counts.get(name, 0) + len(values)
+
+    def add_max(self, name: str, values: Tensor) -> None:
+        largest = values.max().double()
+        held = self._totals.get(name)
+        self._totals[name] = largest if held is None else torch.maximum(held, largest)
+
+    def result(self) -> dict[str, float]:
+        values = torch.stack(list(self._totals.values())).tolist() if self._totals else []
+        found = dict(zip(self._totals, values, strict=True))
+        figures = {name: value / self._counts.get(name, 1) for name, value in found.items()}
+        return {"loss": 0.0, **figures, "tokens": float(self._counts.get("entropy", 0))}
+
+
+def with_reference(batches: Iterable[PackedBatch], reference: Decoder) -> list[PackedBatch]:
+    """The batches with the log-probs of a frozen `reference` where their loss asks for them."""
+    return [
+        batch if batch.reference_kl is None else batch.with_reference(token_logprobs(reference, batch))
+        for batch in batches
+    ]
