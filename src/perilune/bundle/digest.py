@@ -1,0 +1,152 @@
+"""What a tree of files is: its entries, and the one number that stands for them."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from perilune.errors import RequestError
+from perilune.files import canonical_json, read_json, sha256_bytes, sha256_file
+
+FROZEN = ("inputs", "job.json", "scripts")  # what the digest of a bundle covers
+OBSERVED = ("artifacts", "runtime")  # what one attempt leaves
+BUNDLE_FILE = "bundle.json"  # the list of frozen entries, and their digest
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Entry:
+    """One file: path relative to its root with "/" between parts, size in bytes, hex SHA-256, mode "0444"."""
+
+    path: str
+    size: int
+    sha256: str
+    mode: str
+
+    def document(self) -> dict[str, Any]:
+        """The entry as it stands in bundle.json."""
+        return {"path": self.path, "size": self.size, "sha256": self.sha256, "mode": self.mode}
+
+
+def walk(root: Path, prefix: str = "") -> Iterator[tuple[str, os.stat_result]]:
+    """Yield everything below `root` that is not a directory with contents: relative path and lstat.
+
+    Links are never followed; empty directories are yielded. In order of name within each directory.
+
+    Raises:
+        RequestError: on a name that is not UTF-8.
+    """
+    with os.scandir(root) as entries:
+        children = sorted(entries, key=lambda entry: entry.name)
+    for child in children:
+        try:
+            child.name.encode()
+        except UnicodeEncodeError:
+            raise RequestError(f"a file name is not UTF-8: {child.name!r}", where=str(root)) from None
+        path = prefix + child.name
+        if child.is_dir(follow_symlinks=False):
+            inside = list(walk(Path(child.path), path + "/"))
+            yield from inside or [(path, child.stat(follow_symlinks=False))]
+        else:
+            yield path, child.stat(follow_symlinks=False)
+
+
+def describe(path: Path, relative: str, status: os.stat_result) -> Entry:
+    """The entry of the regular file at `path`."""
+    return Entry(relative, status.st_size, sha256_file(path), f"{stat.S_IMODE(status.st_mode):04o}")
+
+
+def entries_digest(entries: Iterable[Entry]) -> str:
+    """SHA-256 of the canonical JSON of `entries`, sorted by path."""
+    return sha256_bytes(canonical_json([entry.document() for entry in sorted(entries)]))
+
+
+def frozen_entries(bundle: Path) -> list[Entry]:
+    """Entries of the frozen part of a bundle as it lies on disk now, sorted by path.
+
+    Raises:
+        RequestError: when something frozen is neither a file nor a directory, or `job.json` is missing.
+    """
+    if not (bundle / "job.json").is_file():
+        raise RequestError("not a bundle: no job.json", where=str(bundle))
+    entries = []
+    for relative, status in walk(bundle):
+        if relative.split("/", 1)[0] not in FROZEN or stat.S_ISDIR(status.st_mode):
+            continue
+        if not stat.S_ISREG(status.st_mode):
+            raise RequestError("a bundle is made of plain files", where=str(bundle / relative))
+        entries.append(describe(bundle / relative, relative, status))
+    return sorted(entries)
+
+
+def bundle_digest(bundle: Path) -> str:
+    """The identity of a bundle, computed from the files on disk (not read from bundle.json)."""
+    return entries_digest(frozen_entries(bundle))
+
+
+def bundle_document(entries: Collection[Entry]) -> bytes:
+    """The bytes of bundle.json: the frozen entries and their digest."""
+    files = [entry.document() for entry in sorted(entries)]
+    document = {"schema_version": SCHEMA_VERSION, "digest": entries_digest(entries), "files": files}
+    return canonical_json(document) + b"\n"
+
+
+def recorded_digest(bundle: Path) -> str:
+    """The digest a bundle claims in bundle.json; `verify` says whether it is true.
+
+    Raises:
+        RequestError: when there is no bundle, or its bundle.json is damaged.
+    """
+    document = read_json(bundle / BUNDLE_FILE)
+    if not isinstance(document, dict) or not isinstance(document.get("digest"), str):
+        raise RequestError("bundle.json names no digest", where=str(bundle), remedy="freeze the bundle again")
+    digest: str = document["digest"]
+    return digest
+
+
+def source_files(source: Path) -> list[tuple[str, Path]]:
+    """The plain files of an input: ("relative/path", where its bytes are), sorted; (".", source) for a file.
+
+    A link is followed when it stays inside `source`, or, in a Hugging Face cache
+    (`snapshots/REVISION`), inside the `blobs` folder beside it.
+
+    Raises:
+        RequestError: when the input is missing, leads elsewhere, or holds something that is not a file.
+    """
+    if source.is_file():
+        return [(".", source)]
+    if not source.is_dir():
+        raise RequestError("no such input", where=str(source), remedy="check the path")
+    root = source.resolve()
+    homes = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
+    found = []
+    for relative, status in walk(source):
+        path = source / relative
+        if stat.S_ISDIR(status.st_mode):
+            continue
+        if stat.S_ISLNK(status.st_mode):
+            path = path.resolve()
+            if not path.is_file() or not any(path.is_relative_to(home) for home in homes):
+                raise RequestError(
+                    f"the link {relative} leads out of the input or nowhere: {path}",
+                    where=str(source),
+                    remedy="put the file itself there",
+                )
+        elif not stat.S_ISREG(status.st_mode):
+            raise RequestError(f"{relative} is not a plain file", where=str(source))
+        found.append((relative, path))
+    return sorted(found)
+
+
+def tree_digest(source: Path) -> str:
+    """SHA-256 over the names and contents of a file or folder; modes, times and location do not count."""
+    return contents_digest((relative, sha256_file(path)) for relative, path in source_files(source))
+
+
+def contents_digest(contents: Iterable[tuple[str, str]]) -> str:
+    """SHA-256 over (relative path, hex SHA-256) pairs."""
+    return sha256_bytes(canonical_json(sorted(list(pair) for pair in contents)))

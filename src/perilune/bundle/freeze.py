@@ -1,0 +1,170 @@
+"""From a job and its inputs to a bundle: a directory that says all of what is to be run and never changes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from perilune.bundle.digest import (
+    BUNDLE_FILE,
+    FROZEN,
+    OBSERVED,
+    bundle_document,
+    contents_digest,
+    entries_digest,
+    frozen_entries,
+    recorded_digest,
+    source_files,
+)
+from perilune.bundle.job import Job
+from perilune.bundle.scripts import write_scripts
+from perilune.bundle.storage import built_beside, place, publish, storage_errors
+from perilune.bundle.verify import require_verified, verify
+from perilune.errors import RequestError
+from perilune.files import canonical_json, sha256_file
+
+READ_ONLY = 0o444
+SHORTEST_SECRET = 4  # characters; anything shorter occurs in every file
+
+
+def freeze(job: Job, inputs: Mapping[str, Path], destination: Path) -> str:
+    """Build the bundle of `job` at `destination` and return its digest.
+
+    Everything is built beside `destination` and renamed into place. The same job, inputs, code and
+    installed packages give the same digest on any machine and at any time.
+
+    Args:
+        job: what to run. Every reference in `job.inputs` must be given in `inputs`; its digest is checked,
+            or filled in when empty.
+        inputs: name of the input, and the file or folder to stage.
+        destination: a path that does not exist, or already holds this very bundle.
+
+    Raises:
+        RequestError: on a missing or changed input, a secret's value in the bundle, a full or
+            unwritable disk, or another bundle at `destination`. Nothing is left behind.
+    """
+    references = {reference.name: reference for reference in job.inputs}
+    if references.keys() != inputs.keys():
+        odd = ", ".join(sorted(references.keys() ^ inputs.keys()))
+        raise RequestError(f"the job and its inputs disagree about: {odd}", where=f"stage {job.stage}")
+    with storage_errors("freeze the bundle", destination), built_beside(destination) as building:
+        for directory in ("inputs", "scripts", *OBSERVED):
+            (building / directory).mkdir()
+        digests = {
+            name: _stage(source, building / references[name].path, references[name].digest)
+            for name, source in sorted(inputs.items())
+        }
+        staged = tuple(ref.model_copy(update={"digest": digests[ref.name]}) for ref in job.inputs)
+        _write(building / "job.json", job_document(job.model_copy(update={"inputs": staged})))
+        write_scripts(job, building / "scripts")
+        _refuse_secrets(job, building)
+        entries = frozen_entries(building)
+        digest = entries_digest(entries)
+        _write(building / BUNDLE_FILE, bundle_document(entries))
+        try:
+            publish(building, destination)
+        except FileExistsError:
+            _require_same(destination, digest)
+    return digest
+
+
+def attempt_copy(bundle: Path, destination: Path) -> None:
+    """Make an attempt's own copy of a frozen bundle at `destination`, with runtime/ and artifacts/ empty.
+
+    Raises:
+        RequestError: when the copy is not what was frozen, when something is already at `destination`, or
+            when the disk is full or not writable. Nothing is left behind.
+    """
+    digest = recorded_digest(bundle)
+    with storage_errors("copy the bundle", destination), built_beside(destination) as building:
+        for directory in ("inputs", "scripts", *OBSERVED):
+            (building / directory).mkdir()
+        for name in (*FROZEN, BUNDLE_FILE):
+            for relative, source in source_files(bundle / name):
+                target = building / name if relative == "." else building / name / relative
+                place(source, target, source.stat().st_mode & 0o777)
+        require_verified(building, digest)
+        publish(building, destination)
+
+
+def job_document(job: Job) -> bytes:
+    """The bytes of job.json."""
+    try:
+        return canonical_json(job.model_dump(mode="json")) + b"\n"
+    except ValueError as error:
+        raise RequestError(
+            f"the job cannot be written as JSON: {error}", where=f"stage {job.stage}"
+        ) from None
+
+
+def _stage(source: Path, target: Path, promised: str) -> str:
+    """Copy one input into the bundle; return the digest of what was copied."""
+    contents = []
+    for relative, path in source_files(source):
+        copy = target if relative == "." else target / relative
+        place(path, copy, READ_ONLY)
+        contents.append((relative, sha256_file(copy)))
+    if not contents:
+        raise RequestError("the input is an empty folder", where=str(source))
+    digest = contents_digest(contents)
+    if promised and digest != promised:
+        raise RequestError(
+            f"the input is not the one the job names: its digest is {digest}, not {promised}",
+            where=str(source),
+            remedy="it changed after the job was made; submit the stage again",
+        )
+    return digest
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+    path.chmod(READ_ONLY)
+
+
+def _require_same(destination: Path, digest: str) -> None:
+    """Freezing twice is freezing once; freezing over something else is refused."""
+    if not destination.is_dir() or verify(destination, digest):
+        raise RequestError(
+            "something else is already here", where=str(destination), remedy="choose another destination"
+        )
+
+
+def _refuse_secrets(job: Job, building: Path) -> None:
+    """Search the bundle for the value of any secret the job names (plain, and as JSON writes it)."""
+    needles: dict[bytes, str] = {}
+    for name in job.secrets:
+        value = os.environ.get(name, "")
+        if not value:
+            continue
+        if len(value) < SHORTEST_SECRET:
+            raise RequestError(
+                f"the secret {name} has {len(value)} characters: too short to be kept out of files",
+                remedy=f"use a value of at least {SHORTEST_SECRET} characters",
+            )
+        needles[os.fsencode(value)] = name
+        needles[canonical_json(value)[1:-1]] = name
+    if not needles:
+        return
+    for relative, path in source_files(building):
+        found = _first_inside(path, needles)
+        if found is not None:
+            raise RequestError(
+                f"the value of the secret {found} stands in {relative}",
+                where=f"stage {job.stage}",
+                remedy=f"write its name, {found}, in place of its value; then replace it, for it has leaked",
+            )
+
+
+def _first_inside(path: Path, needles: Mapping[bytes, str]) -> str | None:
+    """Name of the first needle that occurs in a file, read in bounded memory."""
+    overlap = max(map(len, needles)) - 1
+    tail = b""
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            window = tail + block
+            for needle, name in needles.items():
+                if needle in window:
+                    return name
+            tail = window[-overlap:] if overlap else b""
+    return None

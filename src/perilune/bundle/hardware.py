@@ -1,0 +1,234 @@
+"""What the machine and one process tree are doing, once a second, as JSON lines.
+
+Only the standard library is needed: psutil and nvidia-ml-py add figures where they are installed. The same
+file travels in every bundle as scripts/hardware_sampler.py: `python hardware_sampler.py FILE PID`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+try:
+    import psutil
+except ImportError:  # on a bare machine
+    psutil = None  # type: ignore[assignment]
+
+
+class HardwareSampler:
+    """Appends one line of figures to a file every `interval` seconds, from a thread, until stopped.
+
+    Use as a context manager, or `start()` and `stop()`. Sampling never ends the work it watches: what cannot
+    be read is left out of the line, and when the file itself cannot be written sampling ends, with the
+    reason in `error`.
+
+    Args:
+        path: the JSON Lines file, appended to.
+        pid: root of the process tree to watch; None watches the machine alone.
+        interval: seconds between two lines.
+    """
+
+    def __init__(self, path: Path, pid: int | None = None, interval: float = 1.0) -> None:
+        self.path = path
+        self.interval = interval
+        self.error: OSError | None = None
+        self._tree = _ProcessTree(pid) if pid is not None and psutil is not None else None
+        self._gpus = _Gpus()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hardware", daemon=True)
+
+    def start(self) -> None:
+        """Begin sampling."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Take a last sample and end."""
+        self._stopped.set()
+        self._thread.join()
+        self._gpus.close()
+
+    def __enter__(self) -> HardwareSampler:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _run(self) -> None:
+        if psutil is not None:
+            psutil.cpu_percent(percpu=True)  # the first reading only sets the baseline
+        due = time.monotonic() + self.interval
+        while not self._stopped.wait(max(0.0, due - time.monotonic())):
+            due = max(due + self.interval, time.monotonic())
+            if not self._append():
+                return
+        self._append()
+
+    def _append(self) -> bool:
+        line = json.dumps(self.sample(), sort_keys=True, separators=(",", ":")) + "\n"
+        try:
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                os.write(descriptor, line.encode())
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            self.error = error
+            return False
+        return True
+
+    def sample(self) -> dict[str, Any]:
+        """One line of figures; sizes in bytes, utilisation in percent, `time` in seconds since the epoch.
+
+        cpu_percent (all cores, 0 to 100), cpu_per_core, load (1, 5, 15 minutes), memory_used,
+        memory_total, swap_used, disk_free (where the file lies), disk_read and disk_write (since boot),
+        tree: {processes, rss, cpu_percent (of one core), rss_by_pid}, gpus: [{...}].
+        """
+        figures: dict[str, Any] = {"time": time.time(), "load": list(os.getloadavg())}
+        figures["disk_free"] = _disk_free(self.path.parent)
+        if psutil is not None:
+            figures |= _machine()
+        if self._tree is not None:
+            figures["tree"] = self._tree.sample()
+        gpus = self._gpus.sample()
+        if gpus:
+            figures["gpus"] = gpus
+        return figures
+
+
+def _disk_free(directory: Path) -> int | None:
+    try:
+        room = os.statvfs(directory)
+    except OSError:
+        return None
+    return room.f_bavail * room.f_frsize
+
+
+def _machine() -> dict[str, Any]:
+    cores = psutil.cpu_percent(percpu=True)
+    memory = psutil.virtual_memory()
+    figures = {
+        "cpu_percent": round(sum(cores) / len(cores), 1) if cores else None,
+        "cpu_per_core": cores,
+        "memory_used": memory.total - memory.available,
+        "memory_total": memory.total,
+        "swap_used": psutil.swap_memory().used,
+    }
+    disk = psutil.disk_io_counters()
+    if disk is not None:
+        figures |= {"disk_read": disk.read_bytes, "disk_write": disk.write_bytes}
+    return figures
+
+
+class _ProcessTree:
+    """A process and its descendants; process objects are kept, for CPU figures are differences."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._known: dict[int, psutil.Process] = {}
+
+    def sample(self) -> dict[str, Any]:
+        sizes: dict[str, int] = {}
+        percent = 0.0
+        for process in self._processes():
+            try:
+                with process.oneshot():
+                    percent += process.cpu_percent()
+                    sizes[str(process.pid)] = process.memory_info().rss
+            except psutil.Error:  # it ended just now
+                self._known.pop(process.pid, None)
+        return {
+            "processes": len(sizes),
+            "rss": sum(sizes.values()),
+            "cpu_percent": round(percent, 1),
+            "rss_by_pid": sizes,
+        }
+
+    def _processes(self) -> list[psutil.Process]:
+        try:
+            root = self._known.get(self._pid) or psutil.Process(self._pid)
+            if not root.is_running():  # its number may belong to another process by now
+                return []
+            found = [root, *root.children(recursive=True)]
+        except psutil.Error:
+            return []
+        self._known = {process.pid: self._known.get(process.pid, process) for process in found}
+        return list(self._known.values())
+
+
+class _Gpus:
+    """NVIDIA devices by nvidia-ml-py (module pynvml), when both library and driver are there."""
+
+    def __init__(self) -> None:
+        self._nvml: Any = None
+        self._devices: list[Any] = []
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            count = pynvml.nvmlDeviceGetCount()
+            self._devices = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+            self._nvml = pynvml
+        except Exception:  # no library, no driver, no device: nothing to report
+            self._devices = []
+
+    def sample(self) -> list[dict[str, Any]]:
+        return [self._device(index, device) for index, device in enumerate(self._devices)]
+
+    def _device(self, index: int, device: Any) -> dict[str, Any]:
+        nvml = self._nvml
+        readings = {
+            "utilisation": lambda: nvml.nvmlDeviceGetUtilizationRates(device).gpu,
+            "memory_used": lambda: nvml.nvmlDeviceGetMemoryInfo(device).used,
+            "memory_total": lambda: nvml.nvmlDeviceGetMemoryInfo(device).total,
+            "power_watts": lambda: nvml.nvmlDeviceGetPowerUsage(device) / 1000,
+            "temperature": lambda: nvml.nvmlDeviceGetTemperature(device, nvml.NVML_TEMPERATURE_GPU),
+        }
+        figures: dict[str, Any] = {"index": index}
+        for name, read in readings.items():
+            try:
+                figures[name] = read()
+            except nvml.NVMLError:  # this device does not tell
+                continue
+        return figures
+
+    def close(self) -> None:
+        if self._devices:
+            self._devices = []
+            self._nvml.nvmlShutdown()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def main(arguments: list[str]) -> int:
+    """Sample until the watched process is gone."""
+    path, pid = Path(arguments[0]), int(arguments[1])
+    with HardwareSampler(path, pid):
+        while _alive(pid):
+            time.sleep(0.5)
+    return 0
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: hardware_sampler.py FILE PID")
+    sys.exit(main(sys.argv[1:]))

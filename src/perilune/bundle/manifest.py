@@ -1,0 +1,46 @@
+"""artifacts/manifest.json: what one attempt left, by full relative path; written last, so it means whole."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from typing import Any
+
+from perilune.bundle.digest import describe, walk
+from perilune.bundle.storage import storage_errors
+from perilune.errors import WorkFailedError
+from perilune.files import canonical_json, sha256_bytes, write_atomic
+
+MANIFEST = "manifest.json"
+SCHEMA_VERSION = 1
+
+
+def write_manifest(bundle: Path) -> str:
+    """Hash everything under artifacts/ and write artifacts/manifest.json; return the SHA-256 of that file.
+
+    Raises:
+        WorkFailedError: when an artifact is a link or a special file: evidence is made of plain files.
+        RequestError: when the disk is full or not writable.
+    """
+    artifacts = bundle / "artifacts"
+    files: dict[str, Any] = {}
+    with storage_errors("write the manifest", artifacts):
+        for relative, status in walk(artifacts):
+            if relative == MANIFEST or stat.S_ISDIR(status.st_mode):
+                continue
+            if not stat.S_ISREG(status.st_mode):
+                raise WorkFailedError(
+                    "an artifact must be a plain file, not a link or a device",
+                    where=str(artifacts / relative),
+                    remedy="have the task write the file itself",
+                )
+            entry = describe(artifacts / relative, relative, status)
+            files[relative] = {"size": entry.size, "sha256": entry.sha256}
+        data = manifest_bytes(files)
+        write_atomic(artifacts / MANIFEST, data)
+    return sha256_bytes(data)
+
+
+def manifest_bytes(files: dict[str, Any]) -> bytes:
+    """The bytes of a manifest over `files`: {path: {"size", "sha256"}}."""
+    return canonical_json({"schema_version": SCHEMA_VERSION, "files": files}) + b"\n"

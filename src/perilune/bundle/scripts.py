@@ -1,0 +1,32 @@
+"""scripts/: all that a bare machine with Python needs to run the bundle."""
+
+from __future__ import annotations
+
+import shlex
+from importlib.resources import files
+from pathlib import Path
+
+from perilune.bundle.job import Job
+from perilune.bundle.lock import requirements_lock
+from perilune.bundle.wheel import build_wheel
+
+EXECUTABLE = 0o555
+READ_ONLY = 0o444
+
+
+def write_scripts(job: Job, directory: Path) -> None:
+    """Write entrypoint.sh, bootstrap.py, hardware_sampler.py, requirements.lock and our wheel."""
+    package = files("perilune.bundle")
+    name, wheel = build_wheel()
+    entrypoint = (package / "remote" / "entrypoint.sh").read_text(encoding="utf-8")
+    scripts = {
+        "entrypoint.sh": entrypoint.replace("@COMMAND@", shlex.join(job.entrypoint)).encode(),
+        "bootstrap.py": (package / "remote" / "bootstrap.py").read_bytes(),
+        "hardware_sampler.py": (package / "hardware.py").read_bytes(),
+        "requirements.lock": requirements_lock(job.task).encode(),
+        name: wheel,
+    }
+    for script, data in scripts.items():
+        path = directory / script
+        path.write_bytes(data)
+        path.chmod(EXECUTABLE if script == "entrypoint.sh" else READ_ONLY)

@@ -1,0 +1,121 @@
+"""Putting files down whole: directories built beside their destination, copies that share nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from perilune.errors import RequestError
+from perilune.files import fsync_directory
+
+SHARE_FROM = 16 << 20  # bytes; smaller files are copied, larger read-only ones may share an inode
+
+_REMEDIES = {
+    errno.ENOSPC: ("the disk is full", "free some space, or choose another disk with PERILUNE_HOME"),
+    errno.EDQUOT: ("the disk quota is used up", "free some space, or choose another disk with PERILUNE_HOME"),
+    errno.EFBIG: ("a file grew past the size limit of this process", "raise `ulimit -f`"),
+    errno.EACCES: ("no permission", "check the owner and mode, or choose another folder with PERILUNE_HOME"),
+    errno.EPERM: ("not permitted", "check the owner and mode, or choose another folder with PERILUNE_HOME"),
+    errno.EROFS: ("the file system is read-only", "choose another folder with PERILUNE_HOME"),
+    errno.ENOENT: ("no such file", "check the path"),
+    errno.ENOTDIR: ("not a directory", "check the path"),
+    errno.EISDIR: ("a directory where a file belongs", "check the path"),
+    errno.ENAMETOOLONG: ("the name is too long", "choose a shorter one"),
+}
+
+
+@contextmanager
+def storage_errors(doing: str, path: Path) -> Iterator[None]:
+    """Turn an `OSError` inside the block into a `RequestError` that says what to do about it."""
+    try:
+        yield
+    except OSError as error:
+        unknown = (error.strerror or str(error), "check the disk")
+        reason, remedy = _REMEDIES.get(error.errno or 0, unknown)
+        where = error.filename if isinstance(error.filename, str) else str(path)
+        raise RequestError(f"cannot {doing}: {reason}", where=where, remedy=remedy) from error
+
+
+@contextmanager
+def built_beside(destination: Path) -> Iterator[Path]:
+    """Give a new directory next to `destination`; whatever is left of it when the block ends is removed.
+
+    The block renames it into place when it is whole, so a reader never sees half of it.
+    """
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    building = destination.parent / f".{destination.name}.{secrets.token_hex(4)}.tmp"
+    building.mkdir()
+    try:
+        yield building
+    finally:
+        if building.exists():
+            remove_tree(building)
+
+
+def publish(building: Path, destination: Path) -> None:
+    """Make a finished directory durable and give it its name.
+
+    Raises:
+        FileExistsError: when something is already there.
+    """
+    for directory, _, files in os.walk(building, topdown=False):
+        for name in files:
+            with (Path(directory) / name).open("rb") as file:
+                os.fsync(file.fileno())
+        fsync_directory(Path(directory))
+    try:
+        building.rename(destination)
+    except OSError as error:
+        if error.errno in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}:
+            raise FileExistsError(errno.EEXIST, "something is already there", str(destination)) from None
+        raise
+    fsync_directory(destination.parent)
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a directory tree, read-only files included."""
+    shutil.rmtree(path, ignore_errors=False)
+
+
+def place(source: Path, target: Path, mode: int) -> None:
+    """Put the contents of `source` at `target` with permission bits `mode`.
+
+    A later edit of `source` must not reach `target`: the bytes are copied (copy-on-write where the file
+    system offers it). Only a large file that nobody may write, with the very same mode, shares its inode.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    status = source.stat()
+    if status.st_size >= SHARE_FROM and stat.S_IMODE(status.st_mode) == mode and not mode & 0o222:
+        try:
+            os.link(source, target)
+        except OSError:  # another file system, or links are not allowed: copying is always right
+            pass
+        else:
+            return
+    with source.open("rb") as reader, target.open("xb") as writer:
+        _copy(reader.fileno(), writer.fileno(), status.st_size)
+        if reader.seek(0, os.SEEK_CUR) < status.st_size:
+            shutil.copyfileobj(reader, writer, 1 << 20)
+    target.chmod(mode)
+
+
+def _copy(reader: int, writer: int, size: int) -> None:
+    """Copy inside the kernel, which shares blocks on file systems that can; stop where it cannot."""
+    if not hasattr(os, "copy_file_range"):
+        return
+    while size > 0:
+        try:
+            copied = os.copy_file_range(reader, writer, size)
+        except OSError as error:
+            if error.errno in {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ETXTBSY}:
+                return
+            raise
+        if copied == 0:
+            return
+        size -= copied

@@ -1,0 +1,194 @@
+"""Is a bundle what it says it is? Names each file that differs."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from perilune.bundle.digest import (
+    BUNDLE_FILE,
+    FROZEN,
+    OBSERVED,
+    Entry,
+    bundle_document,
+    describe,
+    entries_digest,
+    walk,
+)
+from perilune.bundle.manifest import MANIFEST, manifest_bytes
+from perilune.bundle.storage import storage_errors
+from perilune.errors import RequestError
+from perilune.files import sha256_file
+
+Kind = Literal["changed", "missing", "extra", "mode", "type"]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One file that is not what it was: path in the bundle, how it differs, what was expected and seen."""
+
+    path: str
+    kind: Kind
+    expected: str = ""
+    actual: str = ""
+
+    def __str__(self) -> str:
+        detail = f": expected {self.expected}, found {self.actual}" if self.expected and self.actual else ""
+        return f"{self.path} {_WORDS[self.kind]}{detail}"
+
+
+_WORDS = {
+    "changed": "has changed",
+    "missing": "is missing",
+    "extra": "was not there when the bundle was made",
+    "mode": "has another mode",
+    "type": "is not a plain file",
+}
+
+
+def verify(bundle: Path, expected: str | None = None) -> list[Difference]:
+    """Compare a bundle with its bundle.json, its artifacts with their manifest, and that with the result.
+
+    Args:
+        bundle: a frozen bundle or an attempt's copy of one.
+        expected: the digest the bundle must have, when it is known from elsewhere. Without it, a bundle
+            that was rewritten together with its bundle.json passes.
+
+    Returns:
+        What differs, the frozen part first, each part in order of path; empty when nothing does.
+
+    Raises:
+        RequestError: when there is no directory at `bundle`, or it cannot be read.
+    """
+    if not bundle.is_dir():
+        raise RequestError("no bundle here", where=str(bundle), remedy="give the folder that holds job.json")
+    with storage_errors("read the bundle", bundle):
+        return [*_frozen(bundle, expected), *_observed(bundle)]
+
+
+def require_verified(bundle: Path, expected: str | None = None) -> None:
+    """Refuse a bundle that differs, naming the first file.
+
+    Raises:
+        RequestError: when anything differs.
+    """
+    differences = verify(bundle, expected)
+    if differences:
+        more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
+        raise RequestError(
+            f"the bundle is not what was frozen: {differences[0]}{more}",
+            where=str(bundle),
+            remedy="fetch or freeze it again; `perilune bundle verify` lists the rest",
+        )
+
+
+def _frozen(bundle: Path, expected: str | None) -> Iterator[Difference]:
+    try:
+        data = (bundle / BUNDLE_FILE).read_bytes()
+    except FileNotFoundError:
+        yield Difference(BUNDLE_FILE, "missing")
+        return
+    recorded = _recorded(data)
+    if recorded is None:
+        yield Difference(BUNDLE_FILE, "changed")
+        return
+    digest = entries_digest(recorded.values())
+    if expected is not None and digest != expected:
+        yield Difference(BUNDLE_FILE, "changed", expected, digest)
+    yield from _compare(bundle, recorded, _present(bundle))
+
+
+def _recorded(data: bytes) -> dict[str, Entry] | None:
+    """The entries of bundle.json, or None when its bytes are not exactly what freezing writes."""
+    try:
+        document = json.loads(data)
+        entries = [Entry(**file) for file in document["files"]]
+        whole = data == bundle_document(entries)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    return {entry.path: entry for entry in entries} if whole else None
+
+
+def _present(bundle: Path) -> dict[str, Any]:
+    """lstat of what lies in the frozen part, and of anything that has no place in a bundle."""
+    return {
+        path: status
+        for path, status in walk(bundle)
+        if path.split("/", 1)[0] not in OBSERVED and not (path in FROZEN and stat.S_ISDIR(status.st_mode))
+    }
+
+
+def _compare(bundle: Path, recorded: dict[str, Entry], present: dict[str, Any]) -> Iterator[Difference]:
+    for path in sorted(recorded.keys() | present.keys()):
+        if path == BUNDLE_FILE:
+            continue
+        if path not in present:
+            yield Difference(path, "missing")
+        elif path not in recorded:
+            yield Difference(path, "extra")
+        elif not stat.S_ISREG(present[path].st_mode):
+            yield Difference(path, "type")
+        else:
+            was, now = recorded[path], describe(bundle / path, path, present[path])
+            if (was.size, was.sha256) != (now.size, now.sha256):
+                yield Difference(path, "changed", f"sha256 {was.sha256}", now.sha256)
+            elif was.mode != now.mode:
+                yield Difference(path, "mode", was.mode, now.mode)
+
+
+def _observed(bundle: Path) -> Iterator[Difference]:
+    """Differences of artifacts/ from its manifest, and of the manifest from runtime/result.json."""
+    path = bundle / "artifacts" / MANIFEST
+    name = f"artifacts/{MANIFEST}"
+    result = bundle / "runtime" / "result.json"
+    promised = _promised_digest(result) if result.exists() else None
+    if not path.exists():
+        if promised is not None:
+            yield Difference(name, "missing")
+        return
+    if promised is not None and sha256_file(path) != promised:
+        yield Difference(name, "changed", f"sha256 {promised}", sha256_file(path))
+    files = _manifest_files(path)
+    if files is None:
+        yield Difference(name, "changed")
+        return
+    yield from _compare_artifacts(bundle / "artifacts", files)
+
+
+def _promised_digest(result: Path) -> str | None:
+    try:
+        document = json.loads(result.read_bytes())
+        digest = document["manifest_digest"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return ""  # a result that cannot be read vouches for nothing
+    return digest if digest is None else str(digest)
+
+
+def _manifest_files(path: Path) -> dict[str, Any] | None:
+    data = path.read_bytes()
+    try:
+        files: dict[str, Any] = json.loads(data)["files"]
+        shaped = all(set(file) == {"size", "sha256"} for file in files.values())
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    return files if shaped and data == manifest_bytes(files) else None
+
+
+def _compare_artifacts(artifacts: Path, files: dict[str, Any]) -> Iterator[Difference]:
+    present = {path: status for path, status in walk(artifacts) if not stat.S_ISDIR(status.st_mode)}
+    for path in sorted((files.keys() | present.keys()) - {MANIFEST}):
+        name = f"artifacts/{path}"
+        if path not in present:
+            yield Difference(name, "missing")
+        elif path not in files:
+            yield Difference(name, "extra")
+        elif not stat.S_ISREG(present[path].st_mode):
+            yield Difference(name, "type")
+        elif files[path]["size"] != present[path].st_size:
+            yield Difference(name, "changed", f"{files[path]['size']} bytes", f"{present[path].st_size}")
+        elif (digest := sha256_file(artifacts / path)) != files[path]["sha256"]:
+            yield Difference(name, "changed", f"sha256 {files[path]['sha256']}", digest)

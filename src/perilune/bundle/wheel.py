@@ -1,0 +1,94 @@
+"""Our own wheel, built from the package as it is imported: the code half of a bundle.
+
+The same sources give the same bytes: sorted names, one fixed timestamp, nothing compressed (a compressor's
+output depends on its version). Binary distribution format: packaging.python.org/specifications.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import zipfile
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+
+import perilune
+from perilune.errors import WorkFailedError
+
+NAME = "perilune"
+_MOMENT = (1980, 1, 1, 0, 0, 0)  # the earliest time a zip file can say
+_REGULAR_FILE = 0o100644 << 16
+
+
+def build_wheel() -> tuple[str, bytes]:
+    """File name and bytes of a wheel of the running `perilune`.
+
+    Raises:
+        WorkFailedError: when perilune runs from a folder that was never installed.
+    """
+    try:
+        installed = distribution(NAME)
+    except PackageNotFoundError:
+        raise WorkFailedError(
+            "perilune is not installed, so its dependencies are unknown",
+            where=str(_package()),
+            remedy="pip install -e .",
+        ) from None
+    version = installed.metadata["Version"]
+    info = f"{NAME}-{version}.dist-info"
+    files = {f"{NAME}/{relative}": data for relative, data in package_files().items()}
+    files |= {f"{info}/{relative}": data for relative, data in _metadata(installed).items()}
+    files[f"{info}/RECORD"] = _record(files, f"{info}/RECORD")
+    return f"{NAME}-{version}-py3-none-any.whl", _archive(files)
+
+
+def package_files() -> dict[str, bytes]:
+    """Every file of the importable package, by path relative to it; caches and hidden files left out."""
+    root = _package()
+    found = {}
+    for path in sorted(root.rglob("*")):
+        relative = path.relative_to(root)
+        hidden = any(part.startswith(".") or part == "__pycache__" for part in relative.parts)
+        if path.is_file() and not hidden and path.suffix != ".pyc":
+            found[relative.as_posix()] = path.read_bytes()
+    return found
+
+
+def _package() -> Path:
+    return Path(perilune.__path__[0])
+
+
+def _metadata(installed: Distribution) -> dict[str, bytes]:
+    known = installed.metadata
+    lines = ["Metadata-Version: 2.1", f"Name: {NAME}", f"Version: {known['Version']}"]
+    lines += [f"{key}: {known[key]}" for key in ("Summary", "Requires-Python") if key in known]
+    lines += [f"Provides-Extra: {extra}" for extra in known.get_all("Provides-Extra") or []]
+    lines += [f"Requires-Dist: {need}" for need in known.get_all("Requires-Dist") or []]
+    files = {
+        "METADATA": "\n".join(lines) + "\n",
+        "WHEEL": f"Wheel-Version: 1.0\nGenerator: {NAME}\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "entry_points.txt": installed.read_text("entry_points.txt") or "",
+        "licenses/LICENSE": installed.read_text("licenses/LICENSE") or "",
+    }
+    return {name: text.encode() for name, text in files.items() if text}
+
+
+def _record(files: dict[str, bytes], own_name: str) -> bytes:
+    """RECORD: each file with its digest and size; its own line has neither."""
+    lines = []
+    for name, data in sorted(files.items()):
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        lines.append(f"{name},sha256={digest},{len(data)}")
+    return "\n".join([*lines, f"{own_name},,", ""]).encode()
+
+
+def _archive(files: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+        for name in sorted(files):
+            member = zipfile.ZipInfo(name, date_time=_MOMENT)
+            member.create_system = 3  # Unix, whatever built it
+            member.external_attr = _REGULAR_FILE
+            archive.writestr(member, files[name])
+    return buffer.getvalue()
