@@ -97,9 +97,7 @@ class _Item:
         return len(self.episode.token_ids) - 1
 
 
-def pack(
-    groups: Iterable[GroupWeights], token_budget: int, *, temperature: float = 1.0
-) -> list[PackedBatch]:
+def pack(groups: Iterable[GroupWeights], token_budget: int, *, temperature: float = 1.0) -> list[PackedBatch]:
     """Pack all groups of one optimizer step into micro-batches of at most `token_budget` fed tokens.
 
     A group stays together, so that its prompt is fed once, unless it alone exceeds the budget. An episode

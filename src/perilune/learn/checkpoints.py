@@ -47,9 +47,7 @@ def write(directory: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: M
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def read(
-    directory: Path, names: Iterable[str]
-) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+def read(directory: Path, names: Iterable[str]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """Read the named safetensors files and the state, each checked against the manifest.
 
     Raises:

@@ -17,9 +17,7 @@ from numpy.typing import NDArray
 from perilune.data.episode import Episode
 from perilune.errors import WorkFailedError
 
-Aggregation = Literal[
-    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
-]
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

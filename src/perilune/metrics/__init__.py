@@ -1,1 +1,1 @@
-"""pass@k, intervals, and what an estimator implicitly optimises."""
+"""What a run achieved, with error bars: pass@k, intervals over problems, what an estimator optimises."""

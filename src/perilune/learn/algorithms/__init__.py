@@ -5,7 +5,7 @@ Nothing here imports torch: what a token is worth is arithmetic on rewards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from perilune.data.episode import Episode
@@ -36,12 +36,6 @@ ALGORITHMS: dict[str, Algorithm] = {
     "dr_grpo": dr_grpo.weights,
     "sft": sft.weights,
 }
-
-OBJECTIVES: dict[str, Callable[[float], float]] = {
-    "grpo": grpo.objective_weight,
-    "dr_grpo": dr_grpo.objective_weight,
-}
-"""Implicit objective w(p) of the algorithms that compare rewards: the expected gradient is w(p) * grad p."""
 
 
 def algorithm(name: str) -> Algorithm:

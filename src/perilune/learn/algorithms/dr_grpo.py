@@ -28,8 +28,3 @@ def weights(group: Sequence[Episode], *, max_tokens: int, kl: float = 0.0) -> Gr
         advantages=advantages.astype(np.float32),
         dead=is_dead(scores),
     )
-
-
-def objective_weight(p: float) -> float:
-    """w(p) = 1: it climbs the pass rate itself."""
-    return 1.0

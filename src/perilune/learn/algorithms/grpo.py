@@ -6,7 +6,6 @@ each sequence would punish long wrong answers less a token, and so lengthen them
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -28,8 +27,3 @@ def weights(group: Sequence[Episode], *, max_tokens: int, kl: float = 0.0) -> Gr
         advantages=advantages.astype(np.float32),
         dead=is_dead(scores),
     )
-
-
-def objective_weight(p: float) -> float:
-    """w(p) = 1 / sqrt(p (1 - p)) for large groups: it climbs 2 arcsin(sqrt(p)), extremes first."""
-    return 1 / math.sqrt(p * (1 - p))

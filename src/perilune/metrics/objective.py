@@ -1,0 +1,79 @@
+"""What an estimator really climbs: its implicit objective, and which groups have anything to say.
+
+With binary rewards and pass rate p, a group of K samples gives an expected gradient w(p) * grad p. A
+success in a group with s successes has advantage A+(s), a failure A-(s); since
+E[grad log pi | success] = grad p / p and E[grad log pi | failure] = -grad p / (1 - p),
+
+    w(p) = sum over s of Binomial(K - 1, p)(s) * (A+(s + 1) - A-(s)).
+
+Advantages are asked of the algorithm itself, so the curve is of the code that runs, group size and dead
+groups included; equal response lengths are assumed. Limits for large K: 1 for Dr. GRPO (it climbs p),
+1 / sqrt(p (1 - p)) for GRPO (it climbs 2 arcsin sqrt p).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from perilune.data.episode import Episode
+from perilune.errors import RequestError
+from perilune.learn.algorithms import Algorithm, algorithm
+
+
+def objective_curve(name: str, group_size: int, points: int = 99) -> list[tuple[float, float]]:
+    """(p, w(p)) of the algorithm called `name` at `points` pass rates evenly inside (0, 1).
+
+    Raises:
+        RequestError: when there is no such algorithm, or it compares no rewards, or the group is of one.
+    """
+    if group_size < 2:
+        raise RequestError(
+            f"a group of {group_size} compares nothing", remedy="use at least 2 samples a prompt"
+        )
+    advantages = [_advantages(algorithm(name), s, group_size) for s in range(group_size + 1)]
+    slopes = np.array([advantages[s + 1][0] - advantages[s][1] for s in range(group_size)])
+    rest = group_size - 1
+    counts = np.array([math.comb(rest, s) for s in range(group_size)], dtype=np.float64)
+    successes = np.arange(group_size)
+    curve = []
+    for p in np.arange(1, points + 1) / (points + 1):
+        chance = counts * p**successes * (1 - p) ** (rest - successes)
+        curve.append((float(p), float(chance @ slopes)))
+    return curve
+
+
+def live_group_probability(p: float, group_size: int) -> float:
+    """q(p, K) = 1 - p^K - (1 - p)^K: how often K samples of a problem with pass rate p disagree."""
+    return 1.0 - p**group_size - (1 - p) ** group_size
+
+
+def _advantages(weights: Algorithm, successes: int, group_size: int) -> tuple[float, float]:
+    """Advantage of a success and of a failure in a group with so many successes; NaN where there is none."""
+    group = [_episode(index, float(index < successes)) for index in range(group_size)]
+    advantages = weights(group, max_tokens=1).advantages
+    if advantages is None:
+        raise RequestError("this algorithm compares no rewards, so it has no implicit objective")
+    success = float(advantages[0]) if successes else math.nan
+    failure = float(advantages[-1]) if successes < group_size else math.nan
+    return success, failure
+
+
+def _episode(index: int, reward: float) -> Episode:
+    one = np.zeros(1, np.int32)
+    return Episode(
+        episode_id=f"0/0/{index}",
+        group_id="0",
+        task_id="binary",
+        environment="binary",
+        seed=0,
+        messages=(),
+        prompt_ids=one,
+        token_ids=one,
+        loss_mask=np.ones(1, np.bool_),
+        logprobs=np.zeros(1, np.float32),
+        policy_version=one,
+        finish_reason="stop",
+        reward=reward,
+    )
