@@ -1,18 +1,21 @@
-"""Task plugins that exist only here, found through real entry points in a temporary folder."""
+"""Task plugins and an environment that exist only here, found through real entry points."""
 
 import sys
+from collections.abc import Iterator
 from importlib import invalidate_caches
 from pathlib import Path
 
 import pytest
 
 from perilune.bundle import plugin
+from perilune.environments import registry
 
 MODULE = """
 from typing import Annotated, Literal
 from pydantic import Field
 from perilune.bundle.job import Frozen
 from perilune.bundle.plugin import Consumes
+from perilune.errors import RequestError
 
 class Bake(Frozen):
     flour: Annotated[str, Consumes("checkpoint")] = Field(description="what it is made of")
@@ -34,6 +37,16 @@ class Plugin:
     def run(self, workspace):
         return {}
 
+class Kitchen(Frozen):
+    id: Literal["kitchen"] = Field(description="this environment")
+    meal: Literal["lunch", "dinner"] = Field("lunch", description="which meal")
+    guests: int = Field(2, ge=0, description="who comes")
+
+def kitchen(section):
+    if section["meal"] == "dinner" and section["guests"] > 4:
+        raise RequestError("too many", where="environment.guests", remedy="4 at most")
+
+kitchen.spec = Kitchen
 bake = Plugin("bake", Bake, "checkpoint")
 lay = Plugin("lay", Lay, "dataset")
 """
@@ -48,18 +61,22 @@ def kitchen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kitchen\nVersion: 1.0\n")
     points = "[perilune.tasks]\nbake = kitchen_tasks:bake\nlay = kitchen_tasks:lay\n"
+    points += "[perilune.environments]\nkitchen = kitchen_tasks:kitchen\n"
     (info / "entry_points.txt").write_text(points)
     return folder
 
 
 @pytest.fixture
-def tasks(kitchen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Install `bake` and `lay` for one test."""
+def tasks(kitchen: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Install the tasks `bake` and `lay` and the environment `kitchen` for one test."""
     monkeypatch.syspath_prepend(str(kitchen))
-    invalidate_caches()
-    plugin.plugin_names.cache_clear()
-    plugin.load_plugin.cache_clear()
+    _forget()
     yield
-    plugin.plugin_names.cache_clear()
-    plugin.load_plugin.cache_clear()
+    _forget()
     sys.modules.pop("kitchen_tasks", None)
+
+
+def _forget() -> None:
+    invalidate_caches()
+    for cached in (plugin.plugin_names, plugin.load_plugin, registry._factories):
+        cached.cache_clear()

@@ -29,7 +29,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         raise RequestError(
             "a recipe is a mapping of keys to values",
             where=document.place(()) or str(path),
-            remedy=f"start from {bundled_recipe('quickstart')}",
+            remedy=f"the recipes in {_bundled_folder()} show the form",
         )
     for override in overrides:
         _apply(document, override)
@@ -80,7 +80,10 @@ def _apply(document: Document, override: str) -> None:
     place = f"--set {override}"
     if not equals or not key.strip():
         raise RequestError("not of the form key=value", where=place, remedy="--set rl.steps=10")
-    parsed = parse_yaml(text, place)
+    try:
+        parsed = parse_yaml(text, place)
+    except RequestError as error:
+        raise RequestError(error.what, where=place) from None
     document.set(_key_path(document.value, key.strip().split("."), place), parsed.value, place)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from pydantic import BaseModel
-
 from perilune.bundle.plugin import OutputKind, consumed_fields, load_plugin, plugin_names
 from perilune.errors import RequestError
 from perilune.recipe.problems import Problem, ProblemsError, nearest, raise_first, validate
@@ -42,6 +40,14 @@ def resolve(document: Document) -> Recipe:
     return recipe
 
 
+def environment_registry() -> Any:
+    """The module that knows the environments.
+
+    Found by name: the planes, which import this module, know nothing of environments.
+    """
+    return import_module("perilune.environments.registry")
+
+
 def _order(place: str) -> tuple[bool, int, str]:
     """Sort key of a place: overrides first, then by line."""
     line = place.rpartition(":")[2]
@@ -49,20 +55,21 @@ def _order(place: str) -> tuple[bool, int, str]:
 
 
 def _environment(value: Any) -> dict[str, Any]:
+    """Check the section against the environment's own model, then against the environment itself."""
+    where = ("environment",)
     if not isinstance(value, dict):
-        raise ProblemsError([Problem(("environment",), "environment must be a section that has keys")])
-    # By name, not by import: the planes, which import this module, know nothing of environments.
-    registry = import_module("perilune.environments.registry")
-    ids = registry.environment_ids()
-    if "id" not in value:
-        raise ProblemsError([Problem(("environment",), "environment.id is missing", _listed(ids))])
-    if value["id"] not in ids:
-        what = f"no environment is called '{value['id']}'"
-        raise ProblemsError([Problem(("environment", "id"), what, nearest(str(value["id"]), ids))])
-    if not hasattr(registry, "environment_spec"):
-        return value
-    spec: type[BaseModel] = registry.environment_spec(value["id"])
-    return validate(spec, value, ("environment",), "environment").model_dump(mode="json")
+        raise ProblemsError([Problem(where, "environment must be a section that has keys")])
+    registry = environment_registry()
+    known = value.get("id") in registry.environment_ids()
+    checked: dict[str, Any] = value
+    try:
+        if known and (model := registry.environment_spec(value["id"])) is not None:
+            checked = validate(model, value, where, "environment").model_dump(mode="json")
+        registry.make_environment(checked)
+    except RequestError as error:
+        path = tuple(error.where.split(".")) if error.where.startswith("environment") else where
+        raise ProblemsError([Problem(path, f"{'.'.join(path)}: {error.what}", error.remedy)]) from None
+    return checked
 
 
 def _stages(value: Any) -> list[dict[str, Any]]:
@@ -102,7 +109,7 @@ def _stage(item: Any, path: KeyPath) -> Stage:
         spec = load_plugin(stage.task).spec
     except RequestError as error:
         raise ProblemsError(
-            [Problem((*path, "task"), error.what, nearest(stage.task, plugin_names()))]
+            [Problem((*path, "task"), f"{label}.task: {error.what}", nearest(stage.task, plugin_names()))]
         ) from None
     own = {key: value for key, value in item.items() if key not in header}
     fields = validate(spec, own, path, label).model_dump(mode="json")

@@ -96,7 +96,11 @@ for _kind, _pattern, _first in (
     ("bool", r"true|True|false|False", "tTfF"),
     ("null", r"~|null|", "~n\0"),
     ("int", r"[-+]?(0|[1-9][0-9_]*)", "-+0123456789"),
-    ("float", r"[-+]?([0-9][0-9_]*\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?\.(inf|nan)", "-+.0123456789"),
+    (
+        "float",
+        r"[-+]?((0|[1-9][0-9_]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?\.(inf|nan)",
+        "-+.0123456789",
+    ),
 ):
     _Loader.add_implicit_resolver(
         f"{_TAG}{_kind}", re.compile(rf"^(?:{_pattern})$"), ["" if c == "\0" else c for c in _first]

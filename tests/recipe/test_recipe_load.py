@@ -1,0 +1,267 @@
+"""What a good recipe becomes, and what each kind of bad one is told."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perilune.errors import RequestError
+from perilune.recipe.load import bundled_recipes, load_recipe
+from perilune.recipe.resolve import resolve
+from perilune.recipe.schema import Recipe, job_for
+from perilune.recipe.source import MAX_BYTES, parse_yaml
+
+pytestmark = pytest.mark.usefixtures("tasks")
+
+DINNER = """\
+name: dinner
+seed: 3
+model: {preset: tiny}
+environment: {id: kitchen}
+stages:
+  - {name: cake, task: bake, flour: bread, eggs: egg}
+  - {name: egg, task: lay}
+  - name: bread
+    task: bake
+    flour: model
+    heat: 1e-1
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write(text: str) -> Path:
+        path = tmp_path / "dinner.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def dinner(write) -> Path:
+    return write(DINNER)
+
+
+def test_stages_follow_what_they_consume_and_otherwise_stay_as_written(dinner: Path) -> None:
+    recipe = load_recipe(dinner)
+    assert [stage.name for stage in recipe.stages] == ["egg", "bread", "cake"]
+    assert recipe.stage("cake").consumes == {"flour": "bread", "eggs": "egg"}
+    assert recipe.stage("bread").consumes == {"flour": "model"}
+
+
+def test_every_default_is_filled_in(dinner: Path) -> None:
+    recipe = load_recipe(dinner)
+    assert recipe.stage("bread").spec == {
+        "flour": "model", "eggs": None, "minutes": 30, "heat": 0.1, "style": "plain", "tags": [],
+    }  # fmt: skip
+    assert recipe.environment == {"id": "kitchen", "meal": "lunch", "guests": 2}
+    assert recipe.resources.threads == 0
+
+
+def test_a_job_carries_its_stage_and_nothing_of_the_others(dinner: Path) -> None:
+    recipe = load_recipe(dinner)
+    job = job_for(recipe, recipe.stage("egg"))
+    assert (job.task, job.stage, job.seed, job.inputs) == ("lay", "egg", 3, ())
+    assert job.spec == {"hen": "brown", "after": None}
+    assert job.model["preset"] == "tiny"
+    assert job.environment == recipe.environment
+
+
+def test_reading_twice_gives_equal_recipes(dinner: Path) -> None:
+    recipe = load_recipe(dinner)
+    assert recipe == load_recipe(dinner)
+    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
+
+
+@pytest.mark.parametrize(
+    ("override", "read", "value"),
+    [
+        ("seed=7", lambda r: r.seed, 7),
+        ("bread.minutes=5", lambda r: r.stage("bread").spec["minutes"], 5),
+        ("stages.bread.minutes=5", lambda r: r.stage("bread").spec["minutes"], 5),
+        ("bread.heat=1e-2", lambda r: r.stage("bread").spec["heat"], 0.01),
+        ("bread.tags=[a, yes]", lambda r: r.stage("bread").spec["tags"], ["a", "yes"]),
+        ("cake.eggs=null", lambda r: r.stage("cake").consumes, {"flour": "bread"}),
+        ("resources.threads=1", lambda r: r.resources.threads, 1),
+        ("environment={id: kitchen, meal: dinner}", lambda r: r.environment["meal"], "dinner"),
+    ],
+)
+def test_set_replaces_one_key_with_a_typed_value(dinner: Path, override: str, read, value: object) -> None:
+    assert read(load_recipe(dinner, [override])) == value
+
+
+def test_the_last_override_wins(dinner: Path) -> None:
+    assert load_recipe(dinner, ["seed=1", "seed=2"]).seed == 2
+
+
+BAD = {  # (text replaced, by what): where, what is said
+    ("seed: 3", "seed: 3\nseeds: 4"): (":3:", "seeds is not a known key", "'seed'"),
+    ("heat: 1e-1", "haet: 0.1"): (":11:", "stages.bread.haet is not a known key", "'heat'"),
+    ("heat: 1e-1", "heat: 1.5"): (":11:", "stages.bread.heat is 1.5", "less than or equal to 1"),
+    ("heat: 1e-1", "heat: warm"): (":11:", 'stages.bread.heat is "warm"', "valid number"),
+    ("heat: 1e-1", "minutes: '5'"): (":11:", 'stages.bread.minutes is "5"', "valid integer"),
+    ("heat: 1e-1", "minutes: true"): (":11:", "stages.bread.minutes is true", "valid integer"),
+    ("heat: 1e-1", "style: gaudy"): (":11:", 'stages.bread.style is "gaudy"', "'plain' or 'fancy'"),
+    ("heat: 1e-1", "heat: .nan"): (":11:", "stages.2.heat", "not a finite number"),
+    ("heat: 1e-1", "flour: cake"): (":11:", "stages.2.flour is written twice", "line 10"),
+    ("task: lay}", "task: layy}"): (":7:", "no task called 'layy'", "'lay'"),
+    ("name: egg,", "name: bread,"): (":8:", "two stages are called 'bread'", ""),
+    ("name: egg,", "name: seed,"): (":7:", "'seed' is a key of the recipe", ""),
+    ("name: egg,", "name: 'e g',"): (":7:", "stages.e g.name", "pattern"),
+    ("eggs: egg", "eggs: egs"): (":6:", "no stage is called 'egs'", "'egg'"),
+    ("eggs: egg", "eggs: bread"): (":6:", "wants a dataset, and 'bread' makes a checkpoint", "one of: egg"),
+    ("eggs: egg", "eggs: model"): (":6:", "wants a dataset, and 'model' makes a checkpoint", "one of: egg"),
+    ("flour: bread", "flour: cake"): (":6:", "cannot consume itself", "one of: model, bread"),
+    ("flour: model", "flour: cake"): (":6:", "in a circle: cake <- bread <- cake", ""),
+    ("flour: model", "tags: []"): (":8:", "stages.bread.flour is missing", ""),
+    ("{preset: tiny}", "{}"): (":3:", "model needs exactly one of preset and path", ""),
+    ("{preset: tiny}", "{preset: 3}"): (":3:", "model.preset is 3", "string"),
+    ("{id: kitchen}", "{id: kitchn}"): (":4:", "no environment called 'kitchn'", "'kitchen'"),
+    ("{id: kitchen}", "{id: kitchen, meal: dinner,\n  guests: 9}"): (
+        ":5:",
+        "environment.guests: too many",
+        "4 at most",
+    ),
+    ("{id: kitchen}", "{id: kitchen, meal: tea}"): (
+        ":4:",
+        'environment.meal is "tea"',
+        "'lunch' or 'dinner'",
+    ),
+    ("{id: kitchen}", "{id: kitchen, meel: tea}"): (":4:", "environment.meel is not a known key", "'meal'"),
+    ("{id: kitchen}", "{}"): (":4:", "environment.id", "kitchen"),
+    ("{id: kitchen}", "[]"): (":4:", "environment must be a section", ""),
+    ("seed: 3", "seed: -1"): (":2:", "seed is -1", "greater than or equal to 0"),
+    ("seed: 3", "seed: *seed"): (":2:", "aliases", ""),
+    ("seed: 3", "seed: !!python/object/apply:os.getcwd []"): (":2:", "tag", ""),
+    ("seed: 3", "resources: {device: gpu}"): (":2:", "resources.device", "'cpu' or 'cuda'"),
+    ("seed: 3", "? [a, b]\n: 3"): (":2:", "a key must be text", ""),
+    ("seed: 3", "seed: {"): (":4:", "not valid YAML", ""),
+    ("name: dinner\n", ""): (":1:", "name is missing", ""),
+    (DINNER[DINNER.index("stages") :], "stages: []"): (":5:", "stages", "at least 1 item"),
+    (DINNER[DINNER.index("stages") :], "stages: cake"): (":5:", "stages must be a list", ""),
+    (DINNER[DINNER.index("stages") :], "stages: [cake]"): (":5:", "a stage is a mapping", ""),
+    (DINNER, "- a\n"): (":1:", "a recipe is a mapping", ""),
+    (DINNER, ""): ("dinner.yaml:", "a recipe is a mapping", ""),
+    (DINNER, "a: " + "[" * 5000): ("dinner.yaml:", "nested too deeply", ""),
+    (DINNER, "# " + "x" * MAX_BYTES): ("dinner.yaml:", "larger than", ""),
+}
+
+
+@pytest.mark.parametrize("change", BAD, ids=lambda change: change[1][:30])
+def test_a_bad_recipe_is_told_where_and_what(write, change: tuple[str, str]) -> None:
+    old, new = change
+    assert DINNER.count(old) == 1
+    with pytest.raises(RequestError) as caught:
+        load_recipe(write(DINNER.replace(old, new)))
+    where, *said = BAD[change]
+    message = str(caught.value)
+    assert where in message.splitlines()[0]
+    for part in said:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("sead=1", "no key or stage is called 'sead'"),
+        ("bred.heat=1", "no key or stage is called 'bred'"),
+        ("stages.bred.heat=1", "'bread'"),
+        ("bread.haet=1", "'heat'"),
+        ("bread.heat=2", "stages.bread.heat is 2"),
+        ("bread.heat=[", "not valid YAML"),
+        ("bread=2", "bread is a stage"),
+        ("bread", "key=value"),
+        ("=1", "key=value"),
+        ("seed.x=1", "seed is not a section"),
+        ("cake.flour=egg", "'egg' makes a dataset"),
+    ],
+)
+def test_a_bad_override_is_named(dinner: Path, override: str, said: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        load_recipe(dinner, ["seed=5", override])
+    assert str(caught.value).startswith(f"--set {override}: ")
+    assert said in str(caught.value)
+
+
+def test_all_problems_are_counted_and_the_topmost_is_told(write) -> None:
+    text = DINNER.replace("seed: 3", "seed: -1").replace("heat: 1e-1", "heat: 3").replace("kitchen", "kitch")
+    with pytest.raises(RequestError, match=r"dinner.yaml:2: seed is -1 .*\(and 2 more\)"):
+        load_recipe(write(text))
+
+
+def test_a_missing_recipe_names_the_bundled_ones(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="no such recipe") as caught:
+        load_recipe(tmp_path / "none.yaml")
+    assert all(name in str(caught.value) for name in bundled_recipes())
+    with pytest.raises(RequestError, match="a folder"):
+        load_recipe(tmp_path)
+
+
+def test_a_file_that_is_not_text_names_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "dinner.yaml"
+    path.write_bytes(b"name: dinner\nseed: \xff\n")
+    with pytest.raises(RequestError, match=r"dinner.yaml:2: not UTF-8"):
+        load_recipe(path)
+
+
+scalars = st.none() | st.booleans() | st.integers(-5, 5) | st.floats(-2, 2) | st.text(max_size=5)
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+)
+
+
+PLACES = [("seed",), ("model",), ("environment", "meal"), ("stages",), ("stages", 2, "heat")]
+
+
+@given(path=st.sampled_from(PLACES), value=values)
+def test_any_value_anywhere_gives_a_recipe_or_a_request_error(
+    path: tuple[str | int, ...], value: object
+) -> None:
+    document = parse_yaml(DINNER, "dinner.yaml")
+    section = document.value
+    for key in path[:-1]:
+        section = section[key]
+    section[path[-1]] = value
+    try:
+        recipe = resolve(document)
+    except RequestError as error:
+        assert error.where.startswith("dinner.yaml:")
+    else:
+        assert sorted(stage.name for stage in recipe.stages) == ["bread", "cake", "egg"]
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_a_document_or_a_request_error(text: str) -> None:
+    try:
+        parse_yaml(text, "x")
+    except RequestError as error:
+        assert error.where.startswith("x")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("yes", "yes"), ("no", "no"), ("true", True), ("1e-3", 0.001), ("20_000", 20000), ("-3", -3),
+        ("007", "007"), ("2024-01-01", "2024-01-01"), ("1:30", "1:30"), ("~", None), ("", None),
+        ("'3'", "3"), ("3.", 3.0), (".5", 0.5), ("-", [None]), ("null", None), ("1.5.2", "1.5.2"),
+    ],
+)  # fmt: skip
+def test_scalars_are_those_of_json(text: str, value: object) -> None:
+    read = parse_yaml(f"- {text}", "x").value[0] if text != "-" else parse_yaml("-", "x").value
+    assert read == value
+    assert type(read) is type(value)
+
+
+def test_reading_a_recipe_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from perilune.recipe.load import bundled_recipes, load_recipe, bundled_recipe\n"
+        "for name in bundled_recipes(): load_recipe(bundled_recipe(name))\n"
+        "print([m for m in ('torch', 'pyarrow', 'sqlalchemy', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
