@@ -66,7 +66,9 @@ class Episode:
         length = len(self.token_ids)
         for name in ("loss_mask", "logprobs", "policy_version"):
             if len(getattr(self, name)) != length:
-                raise ValueError(f"{self.episode_id}: {name} has {len(getattr(self, name))} of {length} tokens")
+                raise ValueError(
+                    f"{self.episode_id}: {name} has {len(getattr(self, name))} of {length} tokens"
+                )
         if self.failure and self.reward is not None:
             raise ValueError(f"{self.episode_id}: a failed episode has no reward")
 

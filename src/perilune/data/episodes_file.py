@@ -1,0 +1,152 @@
+"""Episodes as Parquet, one row an episode, readable by DuckDB, pandas and datasets.
+
+The bytes depend on the episodes and the pyarrow version only: no time stamps, no threads, fixed settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from perilune.data.episode import Episode
+from perilune.errors import RequestError
+from perilune.files import write_atomic
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_MESSAGE_KEYS = {"role", "content"}
+_ARRAYS = {
+    "prompt_ids": np.int32,
+    "token_ids": np.int32,
+    "loss_mask": np.bool_,
+    "logprobs": np.float32,
+    "policy_version": np.int32,
+}
+
+
+@cache
+def episode_schema() -> pa.Schema:
+    """Columns of an episodes file; `truncated` and `text` are views of other columns, for queries."""
+    import pyarrow as pa
+
+    message = pa.struct([("role", pa.string()), ("content", pa.string())])
+    return pa.schema(
+        [
+            ("episode_id", pa.string()),
+            ("group_id", pa.string()),
+            ("task_id", pa.string()),
+            ("environment", pa.string()),
+            ("seed", pa.int64()),
+            ("messages", pa.list_(message)),
+            ("prompt_ids", pa.list_(pa.int32())),
+            ("token_ids", pa.list_(pa.int32())),
+            ("loss_mask", pa.list_(pa.bool_())),
+            ("logprobs", pa.list_(pa.float32())),
+            ("policy_version", pa.list_(pa.int32())),
+            ("finish_reason", pa.string()),
+            ("truncated", pa.bool_()),
+            ("text", pa.string()),
+            ("reward", pa.float64()),
+            ("reward_terms", pa.map_(pa.string(), pa.float64())),
+            ("step_rewards", pa.list_(pa.float32())),
+            ("failure", pa.string()),
+            ("metrics", pa.map_(pa.string(), pa.float64())),
+            ("routed_experts", pa.list_(pa.uint16())),
+            ("routed_experts_shape", pa.list_(pa.int32())),
+            ("routed_experts_dtype", pa.string()),
+        ]
+    )
+
+
+def write_episodes(path: Path, episodes: Iterable[Episode]) -> int:
+    """Write `episodes` to `path`, whole or not at all; returns how many.
+
+    Raises:
+        ValueError: when a message has other keys than role and content.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [_row(episode) for episode in episodes]
+    table = pa.Table.from_pylist(rows, schema=episode_schema())
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd", use_dictionary=["environment", "finish_reason"])
+    write_atomic(path, sink.getvalue().to_pybytes())
+    return len(rows)
+
+
+def read_episodes(path: Path) -> list[Episode]:
+    """Read an episodes file.
+
+    Raises:
+        RequestError: when it is missing, no Parquet file, or lacks a column.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path, use_threads=False)
+    except FileNotFoundError:
+        raise RequestError("no such episodes file", where=str(path)) from None
+    except (pa.ArrowInvalid, OSError) as error:
+        raise RequestError(f"not a readable Parquet file: {error}", where=str(path)) from None
+    for field in episode_schema():
+        if field.name not in table.column_names:
+            raise RequestError(f"no column '{field.name}'", where=str(path))
+        if table.schema.field(field.name).type != field.type:
+            raise RequestError(
+                f"column '{field.name}' is {table.schema.field(field.name).type}, not {field.type}",
+                where=str(path),
+            )
+    columns = {name: _values(table, name) for name in episode_schema().names}
+    return [_episode({name: column[i] for name, column in columns.items()}) for i in range(len(table))]
+
+
+def _row(episode: Episode) -> dict[str, Any]:
+    for message in episode.messages:
+        if set(message) != _MESSAGE_KEYS:
+            raise ValueError(f"{episode.episode_id}: a message has the keys {sorted(message)}")
+    experts = episode.routed_experts
+    row: dict[str, Any] = {name: getattr(episode, name) for name in _ARRAYS}
+    for name in ("episode_id", "group_id", "task_id", "environment", "seed", "finish_reason", "truncated"):
+        row[name] = getattr(episode, name)
+    row |= {name: getattr(episode, name) for name in ("text", "reward", "step_rewards", "failure")}
+    row["messages"] = [dict(message) for message in episode.messages]
+    row["reward_terms"] = _pairs(episode.reward_terms)
+    row["metrics"] = _pairs(episode.metrics)
+    row["routed_experts"] = None if experts is None else experts.reshape(-1)
+    row["routed_experts_shape"] = None if experts is None else list(experts.shape)
+    row["routed_experts_dtype"] = None if experts is None else experts.dtype.name
+    return row
+
+
+def _pairs(figures: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted((name, float(value)) for name, value in figures.items())
+
+
+def _values(table: pa.Table, name: str) -> list[Any]:
+    column = table.column(name)
+    if name in _ARRAYS or name in ("step_rewards", "routed_experts"):
+        return [None if not item.is_valid else item.values.to_numpy(zero_copy_only=False) for item in column]
+    values: list[Any] = column.to_pylist()
+    return values
+
+
+def _episode(row: dict[str, Any]) -> Episode:
+    experts = row["routed_experts"]
+    if experts is not None:
+        experts = experts.astype(row["routed_experts_dtype"]).reshape(row["routed_experts_shape"])
+    return Episode(
+        **{name: np.asarray(row[name], dtype) for name, dtype in _ARRAYS.items()},
+        **{name: row[name] for name in ("episode_id", "group_id", "task_id", "environment", "seed")},
+        **{name: row[name] for name in ("finish_reason", "reward", "step_rewards", "failure")},
+        messages=tuple(row["messages"]),
+        reward_terms=dict(row["reward_terms"]),
+        metrics=dict(row["metrics"]),
+        routed_experts=experts,
+    )

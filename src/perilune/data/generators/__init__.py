@@ -1,0 +1,1 @@
+"""Teachers: who writes training traces, found by name."""

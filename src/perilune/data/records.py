@@ -1,0 +1,160 @@
+"""Trace records: the JSON Lines that supervised stages train on, and that people read and share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from perilune.errors import RequestError
+from perilune.files import canonical_json, sha256_bytes, write_atomic
+
+_ROLES = {"system", "user", "assistant", "tool"}
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRecord:
+    """One verified conversation.
+
+    Attributes:
+        messages: ({"role", "content"}, ...), the last one by the assistant.
+        environment: id of the environment that verified it.
+        task_id: the problem instance it answers.
+        score: the reward the environment gave it.
+        source: who wrote it, e.g. "arithmetic/scratchpad".
+        seed: seed it was drawn with.
+        digest: SHA-256 of the messages alone: equal conversations have equal digests.
+    """
+
+    messages: tuple[dict[str, str], ...]
+    environment: str
+    task_id: str
+    score: float
+    source: str
+    seed: int
+    digest: str
+
+
+def make_record(
+    messages: Iterable[dict[str, str]],
+    *,
+    environment: str,
+    task_id: str,
+    score: float,
+    source: str,
+    seed: int,
+) -> TraceRecord:
+    """A record of `messages` with its digest."""
+    turns = tuple({"role": m["role"], "content": m["content"]} for m in messages)
+    return TraceRecord(turns, environment, task_id, score, source, seed, _digest(turns))
+
+
+def write_records(path: Path, records: Iterable[TraceRecord]) -> int:
+    """Write records to `path`, one canonical JSON line each, whole or not at all; returns how many."""
+    lines = [canonical_json(asdict(record)) + b"\n" for record in records]
+    write_atomic(path, b"".join(lines))
+    return len(lines)
+
+
+def read_records(path: Path) -> list[TraceRecord]:
+    """Read a file of records, or a folder's records.jsonl.
+
+    Raises:
+        RequestError: when a row is broken, naming file, line and field.
+    """
+    file = path / "records.jsonl" if path.is_dir() else path
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise RequestError(f"cannot read records: {error.strerror}", where=str(file)) from None
+    return [
+        _parse(line, f"{file}:{number}") for number, line in enumerate(data.splitlines(), 1) if line.strip()
+    ]
+
+
+def deduplicate(records: Iterable[TraceRecord]) -> Iterator[TraceRecord]:
+    """Keep the first record of each content digest and of each (environment, task_id)."""
+    digests: set[str] = set()
+    tasks: set[tuple[str, str]] = set()
+    for record in records:
+        task = (record.environment, record.task_id)
+        if record.digest not in digests and task not in tasks:
+            digests.add(record.digest)
+            tasks.add(task)
+            yield record
+
+
+def split_by_task(
+    records: Sequence[TraceRecord], validation: float
+) -> tuple[list[TraceRecord], list[TraceRecord]]:
+    """Split into training and validation records; the task id alone decides, whatever the other rows.
+
+    Args:
+        validation: share of the space of task ids that goes to validation, in [0, 1).
+    """
+
+    def is_validation(record: TraceRecord) -> bool:
+        mixed = hashlib.sha256(f"validation:{record.task_id}".encode()).digest()
+        return int.from_bytes(mixed[:8], "big") < validation * 2**64
+
+    held = [is_validation(record) for record in records]
+    train = [record for record, out in zip(records, held, strict=True) if not out]
+    return train, [record for record, out in zip(records, held, strict=True) if out]
+
+
+def _digest(messages: Sequence[dict[str, str]]) -> str:
+    return sha256_bytes(canonical_json(list(messages)))
+
+
+def _parse(line: bytes, where: str) -> TraceRecord:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise RequestError(f"not valid JSON: {error}", where=where) from None
+    if not isinstance(row, dict):
+        raise RequestError("a record is a JSON object", where=where)
+    fields = TraceRecord.__slots__
+    for name in fields:
+        if name not in row:
+            raise RequestError(f"the field '{name}' is missing", where=where, remedy=_remedy(fields))
+    for name in row:
+        if name not in fields:
+            raise RequestError(f"unknown field '{name}'", where=where, remedy=_remedy(fields))
+    _check_messages(row["messages"], where)
+    for name in ("environment", "task_id", "source", "digest"):
+        _require(isinstance(row[name], str) and row[name] != "", name, "text that is not empty", row, where)
+    _require(type(row["seed"]) is int, "seed", "an integer", row, where)
+    score = row["score"]
+    finite = type(score) in (int, float) and abs(score) < float("inf")
+    _require(finite, "score", "a finite number", row, where)
+    messages = tuple(row["messages"])
+    if row["digest"] != _digest(messages):
+        raise RequestError("field 'digest' does not fit the messages: the row was changed", where=where)
+    return TraceRecord(**(row | {"messages": messages, "score": float(score)}))
+
+
+def _check_messages(messages: Any, where: str) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise RequestError("field 'messages' is no list of messages", where=where)
+    for index, message in enumerate(messages):
+        key = f"messages[{index}]"
+        if not isinstance(message, dict) or set(message) != {"role", "content"}:
+            raise RequestError(f"field '{key}' needs exactly role and content", where=where)
+        if message["role"] not in _ROLES or not isinstance(message["content"], str):
+            raise RequestError(
+                f"field '{key}': role is one of {', '.join(sorted(_ROLES))} and content is text", where=where
+            )
+    if messages[-1]["role"] != "assistant":
+        raise RequestError("field 'messages' does not end with the assistant's answer", where=where)
+
+
+def _require(holds: bool, name: str, kind: str, row: dict[str, Any], where: str) -> None:
+    if not holds:
+        raise RequestError(f"field '{name}' is {row[name]!r}, not {kind}"[:300], where=where)
+
+
+def _remedy(fields: Sequence[str]) -> str:
+    return f"a record has the fields {', '.join(fields)}"

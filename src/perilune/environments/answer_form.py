@@ -1,0 +1,61 @@
+"""The form an answer must have before a reasoning-gym scorer may see it.
+
+Several scorers hand the answer to Python's `eval` or to sympy's `parse_expr`, which runs code, and others
+give full or partial credit to text that is no answer at all. Each pattern here lets through what a right
+answer can look like, and nothing that could be a call, an attribute, a string or a tower of powers.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+_INTEGER = r"-?(?:0|[1-9]\d*|[1-9]\d{0,2}(?:,\d{3})+)"
+_DECIMAL = r"[+-]?\d+(?:\.\d+)?(?:[eE][+-]?\d{1,3})?"
+_FUNCTIONS = "exp|log|sqrt|sin|cos|tan|sec|csc|cot|asin|acos|atan|sinh|cosh|tanh"
+_POWER = r"\*\*\s*(?:\d{1,2}|\(\s*-?\d{1,2}(?:\s*/\s*\d{1,2})?\s*\))(?!\s*\*\*)"
+_VARIABLE = r"[A-Za-z](?![A-Za-z(_])"
+
+# Families whose scorer evaluates the answer; the pattern is all that stands between text and code.
+_EVALUATED: dict[str, str] = {
+    "binary_matrix": r"\d(?:[ \n]\d)*",
+    "countdown": r"(?:\d{1,6}|[-+/() ]|\*(?!\*))+",
+    "intermediate_integration": rf"(?:\d{{1,12}}(?:\.\d{{1,12}})?|(?:{_FUNCTIONS})(?=\()|E\*\*(?=\()|{_POWER}|{_VARIABLE}|[-+/() ]|\*(?!\*))+",
+    "n_queens": r"[Q_](?:[ \n][Q_])*",
+    "polynomial_multiplication": rf"(?:\d{{1,40}}|{_POWER}|{_VARIABLE}|[-+() ]|\*(?!\*))+",
+    "puzzle24": r"(?:\d{1,6}|[-+/() ]|\*(?!\*))+",
+    "simple_integration": rf"(?:\d{{1,12}}(?:\.\d{{1,12}})?|{_POWER}|{_VARIABLE}|[-+/() ]|\*(?!\*))+",
+    "spiral_matrix": r"-?\d+(?: -?\d+)*",
+    "string_insertion": r"[A-Z]+",
+}
+
+_CHOICES = (("true", "false"), ("yes", "no"))
+_LONGEST_WITHOUT_GOLD = 4096
+
+
+def well_formed(family: str, answer: str, gold: str | None) -> bool:
+    """Whether `answer` has the form of a right answer of this reasoning-gym family.
+
+    Integers must be written plainly (no sign but minus, no leading zeros), numbers must be numbers, a
+    choice must be one of the choices, and any other text must be printable and not much longer than the
+    expected answer `gold`, where there is one.
+    """
+    longest = _LONGEST_WITHOUT_GOLD if gold is None else 4 * len(gold) + 64
+    if not answer or len(answer) > longest:
+        return False
+    if family in _EVALUATED:
+        return _compiled(_EVALUATED[family]).fullmatch(answer) is not None
+    if gold is not None:
+        if _compiled(_INTEGER).fullmatch(gold):
+            return _compiled(_INTEGER).fullmatch(answer) is not None
+        if _compiled(_DECIMAL).fullmatch(gold):
+            return _compiled(_DECIMAL).fullmatch(answer) is not None
+        for choices in _CHOICES:
+            if gold.lower() in choices:
+                return answer.lower() in choices
+    return all(character.isprintable() or character in "\n\t" for character in answer)
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern, re.ASCII)

@@ -1,0 +1,126 @@
+"""Column arithmetic written out: the working that a teacher shows and a checker compares with.
+
+An expression is terms joined by + and -, or factors joined by *. Its working is a chain of column steps,
+each worked from the right, one group of characters a column:
+
+* sum         digit digit carry-in  two-digit sum         347+268  78015,46111,32106
+* difference  digit digit borrow-in borrow-out and digit  512-348  28014,14116,53101
+* product     digit digit carry-in  two-digit product     47*6     76042,46428
+
+Between two steps stands the value so far, between slashes: 1+2+3 is `12003/3/33006`. A brief working keeps
+only the last two characters of each column.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import zip_longest
+
+_SUM = re.compile(r"(-?\d+)((?:[+-]-?\d+)*)")
+_PRODUCT = re.compile(r"-?\d+(?:\*-?\d+)+")
+
+Step = tuple[list[str], int]  # columns, and the value reached after them
+
+
+def terms(expression: str) -> tuple[int, ...] | None:
+    """Signed terms of a sum without brackets: "5-3+2" is (5, -3, 2); None when it is anything else."""
+    match = _SUM.fullmatch(expression)
+    if match is None:
+        return None
+    rest = re.findall(r"([+-])(-?\d+)", match[2])
+    return (int(match[1]), *(int(number) if sign == "+" else -int(number) for sign, number in rest))
+
+
+def factors(expression: str) -> tuple[int, ...] | None:
+    """Factors of a product without brackets; None when it is anything else."""
+    if _PRODUCT.fullmatch(expression) is None:
+        return None
+    return tuple(int(number) for number in expression.split("*"))
+
+
+def working(expression: str, brief: bool = False) -> str | None:
+    """The whole working of an expression without spaces; None when it is no plain sum or product."""
+    if (numbers := terms(expression)) is not None:
+        steps = list(_sum_steps(numbers))
+    elif (numbers := factors(expression)) is not None:
+        steps = list(_product_steps(numbers))
+    else:
+        return None
+    parts: list[str] = []
+    for columns, value in steps:
+        parts.append(",".join(column[-2:] if brief else column for column in columns))
+        parts.append(str(value))
+    return "/".join(parts[:-1])  # the last value is the answer, which stands after the semicolon
+
+
+def carries(a: int, b: int) -> int:
+    """How many columns of a + b carry."""
+    columns, _ = _add(abs(a), abs(b))
+    return sum(column[-2] == "1" for column in columns)
+
+
+def _sum_steps(numbers: tuple[int, ...]) -> Iterator[Step]:
+    total = numbers[0]
+    for number in numbers[1:]:
+        yield _signed_add(total, number)
+        total += number
+
+
+def _signed_add(a: int, b: int) -> Step:
+    if (a < 0) == (b < 0):
+        columns, _ = _add(abs(a), abs(b))
+    else:
+        columns = _subtract(max(abs(a), abs(b)), min(abs(a), abs(b)))
+    return columns, a + b
+
+
+def _product_steps(numbers: tuple[int, ...]) -> Iterator[Step]:
+    total = numbers[0]
+    for number in numbers[1:]:
+        sign = -1 if (total < 0) != (number < 0) else 1
+        partial_sum = 0
+        for place, digit in enumerate(reversed(str(abs(number)))):
+            columns, product = _times_digit(abs(total), int(digit))
+            shifted = product * 10**place
+            yield columns, sign * shifted
+            if place > 0:
+                columns, partial_sum = _add(partial_sum, shifted)
+                yield columns, sign * partial_sum
+            else:
+                partial_sum = shifted
+        total *= number
+
+
+def _columns(a: int, b: int) -> Iterator[tuple[int, int]]:
+    pairs = zip_longest(reversed(str(a)), reversed(str(b)), fillvalue="0")
+    return ((int(x), int(y)) for x, y in pairs)
+
+
+def _add(a: int, b: int) -> tuple[list[str], int]:
+    written, carry = [], 0
+    for x, y in _columns(a, b):
+        column = x + y + carry
+        written.append(f"{x}{y}{carry}{column:02d}")
+        carry = column // 10
+    return written, a + b
+
+
+def _subtract(a: int, b: int) -> list[str]:
+    """Columns of a - b, for a >= b >= 0."""
+    written, borrow = [], 0
+    for x, y in _columns(a, b):
+        digit = x - y - borrow
+        owes = int(digit < 0)
+        written.append(f"{x}{y}{borrow}{owes}{digit + 10 * owes}")
+        borrow = owes
+    return written
+
+
+def _times_digit(a: int, digit: int) -> tuple[list[str], int]:
+    written, carry = [], 0
+    for x in map(int, reversed(str(a))):
+        column = x * digit + carry
+        written.append(f"{x}{digit}{carry}{column:02d}")
+        carry = column // 10
+    return written, a * digit

@@ -1,0 +1,92 @@
+"""The scorer's own process: builds one environment, confines itself, then answers line by line.
+
+Requests come on standard input, answers go to the descriptor that was standard output; both are JSON Lines.
+The first request is {"spec", "limits"} and is answered by {"ready"} or {"refused"}; every further one is
+{"items": [..]} and is answered by one line an item, in order, as soon as it is scored.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from typing import Any, BinaryIO
+
+from perilune.environments.protocol import Environment, Failure, Outcome, Score, Task, Transcript
+from perilune.environments.registry import make_environment
+from perilune.errors import RequestError
+from perilune.verifiers.confinement import Confinement, Limits
+
+_PR_SET_PDEATHSIG = 1
+_LONGEST_REASON = 300
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    _die_with_parent()
+    answers = os.fdopen(os.dup(1), "wb")
+    sink = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(sink, 1)  # what a scorer prints goes nowhere; standard error is read by the parent, bounded
+    requests = sys.stdin.buffer
+    opening = json.loads(requests.readline())
+    try:
+        environment = make_environment(opening["spec"])
+    except RequestError as error:
+        _answer(answers, {"refused": [error.what, error.where, error.remedy]})
+        return
+    confinement = Confinement(Limits(**opening["limits"]))
+    _answer(answers, {"ready": True})
+    for line in requests:
+        for index, item in enumerate(json.loads(line)["items"]):
+            _answer(answers, {"item": index} | _score(environment, item, confinement))
+
+
+def _score(environment: Environment, item: Mapping[str, Any], confinement: Confinement) -> dict[str, Any]:
+    task = Task(**item["task"])
+    transcript = Transcript(**item["transcript"])
+    confinement.allow_cpu()
+    confinement.armed = True
+    try:
+        outcome = environment.score(task, transcript)
+    except BaseException as error:  # SystemExit and MemoryError of a scorer are data too
+        outcome = Failure("verifier", f"scorer raised {type(error).__name__}: {error}")
+    finally:
+        confinement.armed = False
+    return _document(outcome)
+
+
+def _document(outcome: Outcome) -> dict[str, Any]:
+    if isinstance(outcome, Failure):
+        return {"failure": [str(outcome.boundary), str(outcome.reason)[:_LONGEST_REASON]]}
+    if not isinstance(outcome, Score):
+        return {"failure": ["verifier", f"scorer returned {type(outcome).__name__}, no outcome"]}
+    try:
+        reward, terms, metrics = float(outcome.reward), _figures(outcome.terms), _figures(outcome.metrics)
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:
+        return {"failure": ["verifier", f"scorer returned no figures: {error}"[:_LONGEST_REASON]]}
+    if not all(map(math.isfinite, (reward, *terms.values(), *metrics.values()))):
+        return {"failure": ["verifier", f"scorer returned a figure that is not finite (reward {reward})"]}
+    return {"reward": reward, "terms": terms, "metrics": metrics}
+
+
+def _figures(values: Mapping[str, float]) -> dict[str, float]:
+    return {str(name): float(value) for name, value in values.items()}
+
+
+def _answer(answers: BinaryIO, document: Mapping[str, Any]) -> None:
+    answers.write(json.dumps(document).encode() + b"\n")
+    answers.flush()
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    main()
