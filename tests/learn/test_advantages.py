@@ -1,0 +1,157 @@
+"""Advantages and aggregation against worked examples, and what hostile rewards do."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from learning_cases import episode, random_groups
+
+from perilune.errors import RequestError, WorkFailedError
+from perilune.learn.advantages import DEAD_STD, centred, is_dead, standardised
+from perilune.learn.algorithms import ALGORITHMS, algorithm
+from perilune.learn.settings import AlgorithmSettings
+from perilune.learn.weights import Aggregation, aggregate
+
+COMPARING = ("grpo", "dr_grpo")
+
+
+def test_worked_example() -> None:
+    r = np.array([1.0, 0, 0, 0])
+    assert standardised(r, epsilon=0) == pytest.approx([1.5, -0.5, -0.5, -0.5])
+    assert centred(r) == pytest.approx([0.75, -0.25, -0.25, -0.25])
+
+
+def test_a_trivial_difference_does_not_act_at_full_strength() -> None:
+    r = np.array([1.0] * 7 + [0.999])
+    std = r.std(ddof=1)
+    assert (r[-1] - r.mean()) / (std + 1e-6) == pytest.approx(-2.47, abs=5e-3)  # what the floor prevents
+    assert (r[-1] - r.mean()) / (std + 1e-4) == pytest.approx(-1.93, abs=5e-3)
+    assert standardised(r).tolist() == [0.0] * 8
+
+
+@given(st.lists(st.floats(-10, 10), min_size=1, max_size=12))
+def test_advantages_are_finite_and_sum_to_zero(values: list[float]) -> None:
+    r = np.array(values)
+    for advantages in (centred(r), standardised(r)):
+        assert np.isfinite(advantages).all()
+        assert abs(advantages.sum()) < 1e-6
+        ordered = advantages[np.argsort(r, kind="stable")]
+        assert (np.diff(ordered) >= -1e-12).all()
+    assert np.abs(standardised(r)).max() <= math.sqrt(len(r))
+    for tied in np.unique(r):
+        assert len(np.unique(standardised(r)[r == tied])) == 1
+
+
+@given(st.floats(-5, 5), st.integers(1, 8))
+def test_equal_rewards_and_singletons_are_dead(reward: float, size: int) -> None:
+    group = [episode(reward, name=f"0/0/{i}") for i in range(size)]
+    for name in COMPARING:
+        weighted = ALGORITHMS[name](group, max_tokens=4)
+        assert weighted.dead
+        assert weighted.advantages.tolist() == [0.0] * size
+        assert not any(w.any() for w in weighted.policy_gradient.weights)
+
+
+def test_continuous_rewards_are_dead_by_their_spread() -> None:
+    assert is_dead(np.array([0.5, 0.5 + DEAD_STD]))
+    assert not is_dead(np.array([0.5, 0.5 + 2 * DEAD_STD]))
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_a_failed_verifier_leaves_the_group(name: str) -> None:
+    alive = [episode(1.0, name="0/0/0"), episode(0.0, name="0/0/2"), episode(0.0, name="0/0/3")]
+    failed = episode(None, failure="verifier: timed out", name="0/0/1")
+    with_failure = ALGORITHMS[name]([alive[0], failed, *alive[1:]], max_tokens=4)
+    without = ALGORITHMS[name](alive, max_tokens=4)
+    assert not with_failure.policy_gradient.weights[1].any()
+    assert math.isnan(with_failure.advantages[1])
+    assert with_failure.policy_gradient.denominator == without.policy_gradient.denominator
+    kept = [with_failure.policy_gradient.weights[i] for i in (0, 2, 3)]
+    for left, right in zip(kept, without.policy_gradient.weights, strict=True):
+        assert left.tolist() == right.tolist()
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, None])
+@pytest.mark.parametrize("name", COMPARING)
+def test_rewards_that_are_no_numbers_are_refused_by_name(name: str, reward: float | None) -> None:
+    group = [episode(1.0), episode(reward, name="3/1/4")]
+    with pytest.raises(WorkFailedError, match=r"episode 3/1/4 of task task-7"):
+        ALGORITHMS[name](group, max_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("mode", "constant", "expected"),
+    [
+        ("token-mean", None, 0.6),
+        ("seq-mean-token-mean", None, 0.75),
+        ("seq-mean-token-sum", None, 3.0),
+        ("seq-mean-token-sum-norm", 16, 0.1875),
+    ],
+)
+def test_aggregation_worked_example(mode: Aggregation, constant: int | None, expected: float) -> None:
+    group = [episode(tokens=[1] * 2), episode(tokens=[1] * 8)]
+    component = aggregate(group, [1.0, 1.0], mode, constant=constant)
+    losses = [np.full(2, 1.0), np.full(8, 0.5)]
+    total = sum((w * loss).sum() for w, loss in zip(component.weights, losses, strict=True))
+    assert total / component.denominator == pytest.approx(expected)
+
+
+def test_masked_tokens_count_for_nothing() -> None:
+    group = [episode(tokens=[1, 2, 3, 4], mask=[True, False, False, True])]
+    component = aggregate(group, [2.0], "seq-mean-token-mean")
+    assert component.weights[0].tolist() == [1.0, 0.0, 0.0, 1.0]
+    assert aggregate(group, [2.0], "token-mean").denominator == 2
+
+
+def test_empty_and_truncated_responses_are_ordinary_members() -> None:
+    group = [
+        episode(0.0, tokens=[]),
+        episode(1.0, tokens=[1, 2]),
+        episode(0.0, tokens=[3] * 4, truncated=True),
+    ]
+    for name in COMPARING:
+        weighted = ALGORITHMS[name](group, max_tokens=4)
+        assert weighted.policy_gradient.weights[0].shape == (0,)
+        assert (weighted.policy_gradient.weights[2] < 0).all()
+        assert np.isfinite(weighted.advantages).all()
+
+
+@pytest.mark.parametrize(("mode", "constant"), [("seq-mean-token-sum-norm", None), ("token-mean", 4)])
+def test_the_constant_belongs_to_one_mode(mode: Aggregation, constant: int | None) -> None:
+    with pytest.raises(ValueError, match=mode):
+        aggregate([episode()], [1.0], mode, constant=constant)
+
+
+def test_dr_grpo_divides_by_the_fixed_constant_whatever_the_batch() -> None:
+    group = [episode(1.0, tokens=[1] * 3), episode(0.0, tokens=[1] * 5)]
+    first, second = ALGORITHMS["dr_grpo"](group, max_tokens=40).policy_gradient.weights
+    assert first.tolist() == pytest.approx([0.5 / 40] * 3)
+    assert second.tolist() == pytest.approx([-0.5 / 40] * 5)
+
+
+@given(st.integers(0, 10_000), st.randoms(use_true_random=False))
+def test_order_within_a_group_does_not_matter(seed: int, shuffler) -> None:
+    (group,) = random_groups(seed, groups=1, size=5)
+    order = list(range(5))
+    shuffler.shuffle(order)
+    for name in ALGORITHMS:
+        plain = ALGORITHMS[name](group, max_tokens=8, kl=0.1)
+        mixed = ALGORITHMS[name]([group[i] for i in order], max_tokens=8, kl=0.1)
+        for component in ("policy_gradient", "cross_entropy", "reference_kl"):
+            left, right = getattr(plain, component), getattr(mixed, component)
+            assert (left is None) == (right is None)
+            if left is not None:
+                assert left.denominator == right.denominator
+                for position, index in enumerate(order):
+                    np.testing.assert_allclose(
+                        right.weights[position], left.weights[index], rtol=1e-6, atol=1e-12
+                    )
+
+
+def test_names() -> None:
+    with pytest.raises(RequestError, match="'gpro'"):
+        algorithm("gpro")
+    offered = AlgorithmSettings.model_fields["algorithm"].annotation.__args__
+    assert set(offered) == set(COMPARING) <= set(ALGORITHMS)

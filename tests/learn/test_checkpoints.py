@@ -1,0 +1,127 @@
+"""Learner states: byte-identical resume, whole or absent, damage named."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from learning_cases import random_groups, small_decoder
+
+from perilune.errors import RequestError
+from perilune.learn import checkpoints
+from perilune.learn.algorithms import ALGORITHMS
+from perilune.learn.batch import pack
+from perilune.learn.trainer import Learner
+
+
+def train(learner: Learner, steps: range) -> None:
+    for step in steps:
+        groups = [ALGORITHMS["grpo"](group, max_tokens=8) for group in random_groups(step)]
+        learner.forward_backward(pack(groups, 30))
+        learner.optim_step(1e-2)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_resume_is_byte_identical(tmp_path: Path) -> None:
+    straight = Learner(small_decoder())
+    train(straight, range(6))
+    straight.save_state(tmp_path / "straight")
+
+    first = Learner(small_decoder())
+    train(first, range(3))
+    first.save_state(tmp_path / "half", {"step": 3})
+    second = Learner(small_decoder(seed=99))
+    assert second.load_state(tmp_path / "half") == {"step": 3}
+    assert second.version == 3
+    train(second, range(3, 6))
+    second.save_state(tmp_path / "resumed")
+    assert contents(tmp_path / "resumed") == contents(tmp_path / "straight")
+    assert contents(tmp_path / "resumed") != contents(tmp_path / "half")
+
+
+def test_a_kill_while_writing_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = Learner(small_decoder())
+    learner.save_state(tmp_path / "step-000001")
+    before = contents(tmp_path / "step-000001")
+    train(learner, range(1))
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoints, "write_json", killed)
+    for name in ("step-000001", "step-000002"):
+        with pytest.raises(KeyboardInterrupt):
+            learner.save_state(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+    assert contents(tmp_path / "step-000001") == before
+
+
+def test_a_state_can_be_written_again(tmp_path: Path) -> None:
+    learner = Learner(small_decoder())
+    learner.save_state(tmp_path / "a")
+    train(learner, range(1))
+    learner.save_state(tmp_path / "a")
+    assert Learner(small_decoder()).load_state(tmp_path / "a") == {}
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_the_latest_complete_one_is_found(tmp_path: Path) -> None:
+    assert checkpoints.latest_complete(tmp_path / "nothing") is None
+    learner = Learner(small_decoder())
+    for step in (5, 10, 15, 20):
+        learner.save_state(tmp_path / f"step-{step:06d}")
+    (tmp_path / "step-000020" / "manifest.json").unlink()
+    (tmp_path / "step-000015" / "weights.safetensors").write_bytes(b"flipped")
+    (tmp_path / ".step-000025.tmp").mkdir()
+    assert checkpoints.latest_complete(tmp_path) == tmp_path / "step-000010"
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    learner = Learner(small_decoder())
+    learner.save_state(tmp_path / "a")
+    path = tmp_path / "a" / "second_moments.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(RequestError, match=r"second_moments\.safetensors is missing or differs"):
+        learner.load_state(tmp_path / "a")
+
+
+@pytest.mark.parametrize("change", ["missing", "extra", "shape", "dtype"])
+def test_another_models_state_is_refused_by_tensor(tmp_path: Path, change: str) -> None:
+    learner = Learner(small_decoder())
+    weights = {name: p.detach().clone() for name, p in learner.optimizer.parameters.items()}
+    name = "model.norm.weight"
+    if change == "missing":
+        del weights[name]
+    elif change == "extra":
+        name = "model.extra.weight"
+        weights[name] = torch.zeros(1)
+    elif change == "shape":
+        weights[name] = torch.zeros(3)
+    else:
+        weights[name] = weights[name].double()
+    moments = {"first_moments": learner.optimizer.first, "second_moments": learner.optimizer.second}
+    checkpoints.write(tmp_path / "a", {"weights": weights, **moments}, {"version": 0})
+    with pytest.raises(RequestError, match=name):
+        learner.load_state(tmp_path / "a")
+
+
+def test_carried_second_moments_soften_the_first_step(tmp_path: Path) -> None:
+    teacher = Learner(small_decoder())
+    train(teacher, range(20))
+    teacher.save_state(tmp_path / "sft")
+
+    def first_move(learner: Learner) -> float:
+        before = [p.detach().clone() for p in learner.decoder.parameters()]
+        train(learner, range(50, 51))
+        moves = [(a - b).abs() for a, b in zip(before, learner.decoder.parameters(), strict=True)]
+        return torch.cat([m.flatten() for m in moves]).mean().item()
+
+    carried = Learner(small_decoder())
+    carried.carry_second_moments(tmp_path / "sft")
+    assert not any(m.any() for m in carried.optimizer.first.values())
+    assert carried.version == 0
+    assert first_move(carried) < 0.5 * first_move(Learner(small_decoder()))

@@ -1,0 +1,102 @@
+"""Loss components against worked examples and float64 references, values and gradients."""
+
+import math
+
+import pytest
+import torch
+
+from perilune.learn import losses
+
+
+def policy_loss(ratio: float, weight: float, dual_clip: float | None = 3.0) -> tuple[float, float, bool]:
+    logprob = torch.tensor([math.log(ratio)], requires_grad=True)
+    loss, clipped = losses.policy_gradient(
+        logprob, torch.zeros(1), torch.tensor([weight]), clip_low=0.2, clip_high=0.28, dual_clip=dual_clip
+    )
+    loss.backward()
+    return loss.item(), logprob.grad.item(), bool(clipped)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "weight", "loss", "clipped"),
+    [
+        (1.5, 1, -1.28, True),
+        (1.5, -1, 1.5, False),
+        (0.5, 1, -0.5, False),
+        (0.5, -1, 0.8, True),
+        (4, -1, 3, True),
+    ],
+)
+def test_policy_gradient_worked_examples(ratio: float, weight: float, loss: float, clipped: bool) -> None:
+    value, gradient, was_clipped = policy_loss(ratio, weight)
+    assert value == pytest.approx(loss)
+    assert was_clipped == clipped
+    assert gradient == pytest.approx(0.0 if clipped else -ratio * weight)
+
+
+def test_without_dual_clip_a_bad_token_costs_its_ratio() -> None:
+    assert policy_loss(4, -1, dual_clip=None)[0] == pytest.approx(4)
+
+
+def test_on_policy_the_gradient_is_the_weight() -> None:
+    for weight in (0.7, -0.7):
+        assert policy_loss(1.0, weight)[:2] == pytest.approx((-weight, -weight))
+
+
+def test_enormous_log_ratios_stay_finite() -> None:
+    for gap in (1e4, -1e4):
+        logprob = torch.tensor([gap], requires_grad=True)
+        loss, _ = losses.policy_gradient(
+            logprob, torch.zeros(1), torch.tensor([-1.0]), clip_low=0.2, clip_high=0.28
+        )
+        loss.backward()
+        assert torch.isfinite(loss)
+        assert torch.isfinite(logprob.grad).all()
+        assert torch.isfinite(losses.k3(torch.tensor([gap]))).all()
+
+
+def test_k3_worked_example() -> None:
+    p, reference = (
+        torch.tensor([0.6, 0.4], dtype=torch.float64),
+        torch.tensor([0.5, 0.5], dtype=torch.float64),
+    )
+    x = (p / reference).log()
+    kl = (p * x).sum().item()
+    assert kl == pytest.approx(0.020136, abs=5e-7)
+    assert (p * losses.k3(x)).sum().item() == pytest.approx(kl)
+    assert (losses.k3(torch.linspace(-3, 3, 41)) >= 0).all()
+
+
+def test_gradient_of_k3_is_that_of_the_forward_kl() -> None:
+    logits = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    logp = logits.log_softmax(0)
+    sampled = losses.reference_kl(logp, reference.log(), logp.detach().exp())
+    (gradient,) = torch.autograd.grad(sampled, logits, retain_graph=True)
+    forward_kl = (reference * (reference.log() - logp)).sum()
+    torch.testing.assert_close(gradient, torch.autograd.grad(forward_kl, logits)[0])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_token_logprobs_equal_a_float64_reference(temperature: float) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(50, 31, requires_grad=True)
+    targets, weights = torch.randint(0, 31, (50,)), torch.randn(50)
+    chosen, entropy = losses.token_logprobs(logits, targets, temperature)
+    (chosen * weights).sum().backward()
+
+    exact = logits.detach().double().requires_grad_()
+    logp = (exact / temperature).log_softmax(1)
+    expected = logp[torch.arange(50), targets]
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(chosen, expected.float(), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(entropy, -(logp.exp() * logp).sum(1).float(), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(logits.grad, exact.grad.float(), atol=1e-6, rtol=1e-5)
+    assert not entropy.requires_grad
+
+
+def test_token_logprobs_do_not_change_the_logits() -> None:
+    logits = torch.randn(4, 5)
+    before = logits.clone()
+    losses.token_logprobs(logits, torch.zeros(4, dtype=torch.int64))
+    assert torch.equal(logits, before)

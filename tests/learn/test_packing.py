@@ -1,0 +1,190 @@
+"""A step's loss and gradient do not depend on how it is packed; the plain definition says what they are."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from learning_cases import episode, plain_logprobs, plain_loss, random_groups, small_decoder
+
+from perilune.errors import RequestError, WorkFailedError
+from perilune.learn.algorithms import ALGORITHMS
+from perilune.learn.batch import pack
+from perilune.learn.settings import AlgorithmSettings
+from perilune.learn.trainer import Learner, token_logprobs, with_reference
+from perilune.learn.weights import GroupWeights
+
+CLIP = AlgorithmSettings()
+
+
+def weighted(name: str, seed: int, kl: float = 0.0, **shape: int) -> list[GroupWeights]:
+    return [ALGORITHMS[name](group, max_tokens=8, kl=kl) for group in random_groups(seed, **shape)]
+
+
+def gradient_of(groups: list[GroupWeights], budget: int, dtype=torch.float64, reference=None):
+    learner = Learner(small_decoder(dtype=dtype))
+    batches = pack(groups, budget)
+    if reference is not None:
+        batches = with_reference(batches, reference)
+    figures = learner.forward_backward(batches)
+    return figures, {n: p.grad for n, p in learner.decoder.named_parameters()}
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+@pytest.mark.parametrize("kl", [0.0, 0.05])
+def test_loss_and_gradient_equal_the_definition(name: str, kl: float) -> None:
+    groups = weighted(name, seed=3, kl=kl)
+    reference = small_decoder(seed=9, dtype=torch.float64)
+    figures, gradients = gradient_of(groups, 16, reference=reference)
+    decoder = small_decoder(dtype=torch.float64)
+    expected = plain_loss(decoder, groups, low=CLIP.clip_low, high=CLIP.clip_high, reference=reference)
+    expected.backward()
+    assert figures["loss"] == pytest.approx(expected.item(), rel=2e-6)
+    for parameter_name, parameter in decoder.named_parameters():
+        torch.testing.assert_close(gradients[parameter_name], parameter.grad, rtol=2e-5, atol=1e-7)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 1000), st.sampled_from(list(ALGORITHMS)), st.integers(1, 60), st.randoms())
+def test_cutting_and_ordering_change_nothing(seed: int, name: str, budget: int, shuffler) -> None:
+    groups = weighted(name, seed)
+    whole, expected = gradient_of(groups, 10_000)
+    shuffler.shuffle(groups)
+    cut, gradients = gradient_of(groups, budget)
+    assert cut["tokens"] == whole["tokens"]
+    assert cut["loss"] == pytest.approx(whole["loss"], abs=1e-6)
+    assert cut.get("entropy") == pytest.approx(whole.get("entropy"))
+    for parameter, gradient in expected.items():
+        if gradient is not None:
+            torch.testing.assert_close(gradients[parameter], gradient, rtol=1e-6, atol=1e-7)
+
+
+def test_a_micro_batch_keeps_to_its_budget_and_a_group_together() -> None:
+    groups = weighted("sft", seed=1, groups=8, size=4)
+    batches = pack(groups, 40)
+    assert all(len(batch.token_ids) <= 40 for batch in batches)
+    prompts = sum(len(batch.layout.prompt_lengths) for batch in batches)
+    assert prompts == 8
+    assert sum(len(batch.layout.completion_lengths) for batch in batches) == 32
+
+
+def test_a_prompt_is_fed_once_and_a_last_token_never() -> None:
+    group = [episode(float(i), prompt=[1, 2, 3], tokens=[4, 5 + i, 6], name=f"0/0/{i}") for i in range(2)]
+    (batch,) = pack([ALGORITHMS["grpo"](group, max_tokens=4)], 100)
+    assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 4, 6]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 4, 3, 4]
+    assert batch.rows.tolist() == [2, 3, 4, 2, 5, 6]
+    assert batch.targets.tolist() == [4, 5, 6, 4, 6, 6]
+
+
+def test_an_overlong_episode_gets_its_own_micro_batch() -> None:
+    group = [episode(float(i), tokens=[1] * 50) for i in range(2)]
+    assert len(pack([ALGORITHMS["grpo"](group, max_tokens=50)], 10)) == 2
+
+
+def test_single_token_answers_need_no_completion_fed() -> None:
+    group = [episode(float(i), tokens=[4 + i]) for i in range(2)]
+    groups = [ALGORITHMS["grpo"](group, max_tokens=4)]
+    (batch,) = pack(groups, 100)
+    assert len(batch.token_ids) == 3
+    expected = torch.stack([plain_logprobs(small_decoder(), one)[0] for one in group])
+    torch.testing.assert_close(token_logprobs(small_decoder(), batch), expected.detach())
+
+
+def test_dead_groups_cost_nothing_and_change_nothing() -> None:
+    live = [episode(float(i * i), tokens=[4, 5 + i], name=f"0/0/{i}") for i in range(3)]
+    dead = [episode(1.0, prompt=[7], tokens=[4, 5 + i], name=f"0/1/{i}") for i in range(3)]
+    groups = [ALGORITHMS["grpo"](group, max_tokens=4) for group in (live, dead)]
+    batches = pack(groups, 1000)
+    assert sum(len(batch.targets) for batch in batches) == 6
+    figures, gradients = gradient_of(groups, 1000)
+    decoder = small_decoder(dtype=torch.float64)
+    loss = torch.zeros(())
+    for group in groups:  # dead ones included, with their zero advantage
+        for one, weights in zip(group.episodes, group.policy_gradient.weights, strict=True):
+            ratio = torch.exp(plain_logprobs(decoder, one) - torch.from_numpy(one.logprobs))
+            weight = torch.from_numpy(weights)
+            loss = loss - torch.min(ratio * weight, ratio.clamp(0.8, 1.28) * weight).sum() / 12
+    loss.backward()
+    assert figures["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    for name, parameter in decoder.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=2e-5, atol=1e-7)
+
+
+def test_all_groups_dead_is_an_empty_step() -> None:
+    groups = [ALGORITHMS["grpo"]([episode(1.0), episode(1.0)], max_tokens=4)]
+    learner = Learner(small_decoder())
+    before = {n: p.clone() for n, p in learner.decoder.named_parameters()}
+    assert learner.forward_backward(pack(groups, 100)) == {"loss": 0.0, "tokens": 0.0}
+    assert learner.optim_step(1e-2)["grad_norm"] == 0
+    assert all(torch.equal(before[n], p) for n, p in learner.decoder.named_parameters())
+
+
+def test_packed_logprobs_equal_those_of_each_sequence_alone() -> None:
+    decoder = small_decoder()
+    groups = weighted("sft", seed=5)
+    found = torch.cat([token_logprobs(decoder, batch) for batch in pack(groups, 30)])
+    expected = torch.cat([
+        plain_logprobs(decoder, one)[torch.from_numpy(one.loss_mask)]
+        for group in groups
+        for one in group.episodes
+    ])  # fmt: skip
+    assert (found - expected).abs().max() <= 1e-6
+
+
+def test_temperature_divides_the_logits() -> None:
+    groups = weighted("sft", seed=5, groups=1)
+    decoder = small_decoder()
+    (batch,) = pack(groups, 1000, temperature=0.5)
+    (plain,) = pack(groups, 1000)
+    with torch.no_grad():
+        decoder.model.norm.weight.mul_(2)  # logits twice as large
+    hot = token_logprobs(decoder, plain)
+    with torch.no_grad():
+        decoder.model.norm.weight.div_(2)
+    torch.testing.assert_close(token_logprobs(decoder, batch), hot)
+
+
+def test_an_empty_prompt_is_refused_by_name() -> None:
+    groups = [ALGORITHMS["sft"]([episode(prompt=[], name="5/0/1")], max_tokens=4)]
+    with pytest.raises(WorkFailedError, match="5/0/1 has an empty prompt"):
+        pack(groups, 100)
+
+
+def test_a_reference_kl_needs_the_reference() -> None:
+    learner = Learner(small_decoder())
+    with pytest.raises(RequestError, match="without its log-probs"):
+        learner.forward_backward(pack(weighted("grpo", 3, kl=0.1), 100))
+
+
+def test_kl_to_itself_is_zero_and_pulls_nowhere() -> None:
+    groups = [replace(g, policy_gradient=None) for g in weighted("grpo", 3, kl=0.1)]
+    figures, gradients = gradient_of(groups, 100, reference=small_decoder(dtype=torch.float64))
+    assert figures["kl_reference"] == pytest.approx(0, abs=1e-12)
+    assert all(g.abs().max() < 1e-7 for g in gradients.values())
+
+
+def test_figures_say_how_far_the_sampler_was() -> None:
+    decoder = small_decoder()
+    groups = random_groups(2)
+    exact = [
+        [
+            replace(one, logprobs=plain_logprobs(decoder, one).detach().numpy() + np.float32(0.25))
+            for one in group
+        ]
+        for group in groups
+    ]
+    learner = Learner(decoder)
+    batches = pack([ALGORITHMS["grpo"](group, max_tokens=8) for group in exact], 20)
+    figures = learner.forward_backward(batches)
+    assert figures["logprob_gap_max"] == pytest.approx(0.25, abs=1e-5)
+    assert figures["logprob_gap_mean"] == pytest.approx(0.25, abs=1e-5)
+    assert figures["kl_behaviour"] == pytest.approx(0.25, abs=1e-5)
+    assert figures["kl_behaviour_k3"] == pytest.approx(np.exp(-0.25) - 0.75, abs=1e-5)
+    assert figures["staleness"] == 0
+    learner.optim_step(1e-3)
+    later = learner.forward_backward(batches)
+    assert later["staleness"] == 1
+    assert "logprob_gap_max" not in later

@@ -1,0 +1,46 @@
+"""Implicit objectives against closed forms and a simulated gradient."""
+
+import math
+
+import numpy as np
+import pytest
+
+from perilune.errors import RequestError
+from perilune.metrics.objective import live_group_probability, objective_curve
+
+
+def test_dr_grpo_climbs_the_pass_rate() -> None:
+    for _, w in objective_curve("dr_grpo", 8):
+        assert w == pytest.approx(1 - 1 / 8)
+
+
+def test_grpo_in_large_groups_climbs_the_arcsine() -> None:
+    for p, w in objective_curve("grpo", 250, points=9):
+        assert w == pytest.approx(1 / math.sqrt(p * (1 - p)), rel=0.03)
+
+
+def test_small_groups_agree_with_a_simulated_policy_gradient() -> None:
+    """A one-parameter Bernoulli policy: grad log pi is 1 / p or -1 / (1 - p), so grad p is 1."""
+    rng, K, p = np.random.default_rng(0), 4, 0.25
+    r = (rng.random((200_000, K)) < p).astype(float)
+    centred = r - r.mean(1, keepdims=True)
+    std = r.std(1, ddof=1, keepdims=True)
+    advantages = np.where(std > 0, centred / (std + 1e-4), 0)
+    gradient = (advantages * np.where(r > 0, 1 / p, -1 / (1 - p))).mean()
+    curve = dict(objective_curve("grpo", K, points=3))
+    assert curve[0.25] == pytest.approx(gradient, rel=0.01)
+
+
+def test_what_compares_no_rewards_has_no_objective() -> None:
+    with pytest.raises(RequestError, match="no implicit objective"):
+        objective_curve("sft", 8)
+    with pytest.raises(RequestError, match="group of 1"):
+        objective_curve("grpo", 1)
+
+
+@pytest.mark.parametrize(
+    ("K", "row"), [(8, [0.077, 0.337, 0.570, 0.942, 0.992]), (16, [0.149, 0.560, 0.815, 0.997, 1.0])]
+)
+def test_how_often_a_group_disagrees(K: int, row: list[float]) -> None:
+    found = [live_group_probability(p, K) for p in (0.01, 0.05, 0.1, 0.3, 0.5)]
+    assert found == pytest.approx(row, abs=6e-4)

@@ -1,0 +1,42 @@
+"""pass@k and pass^k against enumeration and worked examples."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perilune.errors import RequestError
+from perilune.metrics.pass_at_k import pass_at_k, pass_hat_k
+
+
+@pytest.mark.parametrize(("k", "expected"), [(1, 0.3), (2, 0.5333), (5, 0.91667)])
+def test_pass_at_k_worked_example(k: int, expected: float) -> None:
+    assert pass_at_k(10, 3, k) == pytest.approx(expected, abs=5e-5)
+
+
+def test_pass_hat_k_worked_example() -> None:
+    assert pass_hat_k(10, 3, 2) == pytest.approx(0.0667, abs=5e-5)
+
+
+@given(st.data())
+def test_both_equal_enumeration_over_subsets(data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, 8))
+    c = data.draw(st.integers(0, n))
+    k = data.draw(st.integers(1, n))
+    subsets = list(itertools.combinations([True] * c + [False] * (n - c), k))
+    assert pass_at_k(n, c, k) == pytest.approx(sum(any(s) for s in subsets) / len(subsets))
+    assert pass_hat_k(n, c, k) == pytest.approx(sum(all(s) for s in subsets) / len(subsets))
+
+
+def test_is_stable_where_binomials_overflow() -> None:
+    exact = 1 - math.comb(9_000, 500) / math.comb(10_000, 500)
+    assert pass_at_k(10_000, 1_000, 500) == pytest.approx(exact)
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 2, 5), (4, 2, 0)])
+def test_impossible_counts_are_refused(n: int, c: int, k: int) -> None:
+    for estimator in (pass_at_k, pass_hat_k):
+        with pytest.raises(RequestError):
+            estimator(n, c, k)
