@@ -1,5 +1,7 @@
 """AdamW and schedules against torch's own and by hand."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -26,17 +28,17 @@ def test_equals_torch(weight_decay: float, grad_clip: float) -> None:
     )
     for step in range(1, 20):
         lr = 1e-2 / step
-        for name in ours:
-            ours[name].grad = torch.randn(ours[name].shape)
-            theirs[name].grad = ours[name].grad.clone()
+        for name, parameter in ours.items():
+            parameter.grad = torch.randn(parameter.shape)
+            theirs[name].grad = parameter.grad.clone()
         norm = torch.nn.utils.clip_grad_norm_(theirs.values(), grad_clip)
         for group in other.param_groups:
             group["lr"] = lr
         other.step()
         assert mine.update(lr) == pytest.approx(norm.item(), rel=1e-5)
-        for name in ours:
-            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-7)
-            assert ours[name].grad is None
+        for name, parameter in ours.items():
+            torch.testing.assert_close(parameter, theirs[name], rtol=1e-5, atol=1e-7)
+            assert parameter.grad is None
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -56,7 +58,7 @@ def test_warm_up_then_cosine() -> None:
     rates = [learning_rate(settings, step, 14) for step in range(14)]
     assert rates[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
     assert rates[-1] == pytest.approx(0.1)
-    assert all(a >= b for a, b in zip(rates[4:], rates[5:], strict=False))
+    assert all(a >= b for a, b in pairwise(rates[4:]))
 
 
 def test_constant_by_default_and_short_runs_do_not_divide_by_zero() -> None:
