@@ -141,12 +141,7 @@ def _episode(row: dict[str, Any]) -> Episode:
     experts = row["routed_experts"]
     if experts is not None:
         experts = experts.astype(row["routed_experts_dtype"]).reshape(row["routed_experts_shape"])
-    return Episode(
-        **{name: np.asarray(row[name], dtype) for name, dtype in _ARRAYS.items()},
-        **{name: row[name] for name in ("episode_id", "group_id", "task_id", "environment", "seed")},
-        **{name: row[name] for name in ("finish_reason", "reward", "step_rewards", "failure")},
-        messages=tuple(row["messages"]),
-        reward_terms=dict(row["reward_terms"]),
-        metrics=dict(row["metrics"]),
-        routed_experts=experts,
-    )
+    fields = {name: value for name, value in row.items() if name in Episode.__slots__}
+    fields |= {name: np.asarray(row[name], dtype) for name, dtype in _ARRAYS.items()}
+    fields |= {name: dict(row[name]) for name in ("reward_terms", "metrics")}
+    return Episode(**(fields | {"messages": tuple(row["messages"]), "routed_experts": experts}))

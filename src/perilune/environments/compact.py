@@ -17,7 +17,8 @@ ANSWER_MARK = ";"
 
 
 def _arithmetic(entry: Entry) -> str:
-    return entry["metadata"]["expression"].replace(" ", "") + "="
+    expression: str = entry["metadata"]["expression"]
+    return expression.replace(" ", "") + "="
 
 
 def _numbers(function: str, key: str) -> Callable[[Entry], str]:

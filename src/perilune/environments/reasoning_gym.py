@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from perilune.environments import compact
 from perilune.environments.answer_form import well_formed
@@ -57,6 +57,8 @@ class ReasoningGymEnvironment:
     Raises:
         RequestError: when the family or a setting is unknown or impossible, or has no compact prompt.
     """
+
+    Spec = ReasoningGymSpec
 
     def __init__(self, spec: ReasoningGymSpec) -> None:
         self.spec = spec
@@ -203,36 +205,13 @@ class SingleTurn:
         return Step(messages=(), reward_terms={}, done=True)
 
 
-def make(spec: Mapping[str, Any]) -> ReasoningGymEnvironment:
-    """Build the environment from a recipe's section; the factory behind the id "reasoning_gym".
-
-    Raises:
-        RequestError: when a field is unknown, missing or impossible.
-    """
-    try:
-        checked = ReasoningGymSpec.model_validate(dict(spec))
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        unknown = first["type"] == "extra_forbidden"
-        raise RequestError(
-            f"no field '{key}'" if unknown else f"{key}: {first['msg']}",
-            where=f"environment.{key}",
-            remedy=did_you_mean(key, ReasoningGymSpec.model_fields) if unknown else "",
-        ) from None
-    return ReasoningGymEnvironment(checked)
-
-
-make.spec = ReasoningGymSpec  # type: ignore[attr-defined]  # what the registry shows to recipes and docs
-
-
 def task_families() -> tuple[str, ...]:
     """Names of all reasoning-gym families, sorted."""
     return tuple(sorted(_datasets()))
 
 
 def original_answer(text: str) -> str:
-    """The final answer in free text: inside the last <answer> tag, else what follows the thinking, else all."""
+    """The final answer in free text: in the last <answer> tag, else what follows </think>, else all."""
     _, opened, rest = text.rpartition("<answer>")
     if opened:
         return rest.partition("</answer>")[0].strip()
@@ -240,7 +219,7 @@ def original_answer(text: str) -> str:
 
 
 def encode(value: Any) -> Any:
-    """Make metadata JSON-able without loss: tuples, and mappings with keys that are no strings, are tagged."""
+    """Make metadata JSON-able without loss: tuples, and mappings whose keys are no strings, are tagged."""
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value):
             return {key: encode(item) for key, item in value.items()}

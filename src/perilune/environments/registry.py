@@ -1,20 +1,20 @@
-"""Environments by id: ours, and any that a package offers under the entry-point group `perilune.environments`.
+"""Environments by id: ours, and any that a package offers as an entry point of `perilune.environments`.
 
-An entry point is a callable that takes the environment section of a recipe (a mapping with `id`) and
-returns an Environment; it raises RequestError when the section is wrong. When it has an attribute `spec`,
-that is the pydantic model of the section, from which recipes are checked line by line and documented.
+An entry point is a class whose instances speak the Environment protocol. Its attribute `Spec`, a frozen
+pydantic model with the field `id`, says what the environment section of a recipe may hold, and the class
+takes one checked instance of it. A callable without `Spec` takes the section as it is.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from perilune.environments.protocol import Environment
 from perilune.errors import RequestError
@@ -22,18 +22,22 @@ from perilune.errors import RequestError
 ENVIRONMENT_GROUP = "perilune.environments"
 FACTORY_ID = "factory"
 
-Factory = Callable[[Mapping[str, Any]], Environment]
-
-
-@cache
-def _factories() -> dict[str, str]:
-    found = {point.name: point.value for point in entry_points(group=ENVIRONMENT_GROUP)}
-    return found | {"reasoning_gym": "perilune.environments.reasoning_gym:make"}
+_BUILT_IN = {"reasoning_gym": "perilune.environments.reasoning_gym:ReasoningGymEnvironment"}
 
 
 def environment_ids() -> tuple[str, ...]:
     """Ids that a recipe's `environment.id` may name, sorted."""
     return tuple(sorted(_factories()))
+
+
+def environment_spec(name: str) -> type[BaseModel] | None:
+    """Model of the section of the environment `name`, or None when it shows none.
+
+    Raises:
+        RequestError: when no such environment is installed.
+    """
+    model: type[BaseModel] | None = getattr(_factory({"id": name}), "Spec", None)
+    return model
 
 
 def make_environment(spec: Mapping[str, Any]) -> Environment:
@@ -43,47 +47,17 @@ def make_environment(spec: Mapping[str, Any]) -> Environment:
     entry point, for tests and notebooks.
 
     Raises:
-        RequestError: when the id is missing or unknown, or the section is wrong.
+        RequestError: when the id is missing or unknown, or a field is unknown, missing or impossible.
     """
-    name = spec.get("id")
-    if name == FACTORY_ID:
-        return _load(str(spec.get("factory", "")))(spec)
-    if not isinstance(name, str) or name not in _factories():
-        raise _unknown(name)
-    return _load(_factories()[name])(spec)
-
-
-def environment_spec(name: str) -> type[BaseModel] | None:
-    """Model of the section of the environment called `name`; None when its factory shows none.
-
-    Raises:
-        RequestError: when there is no such environment.
-    """
-    if name not in _factories():
-        raise _unknown(name)
-    model: type[BaseModel] | None = getattr(_load(_factories()[name]), "spec", None)
-    return model
-
-
-def _unknown(name: object) -> RequestError:
-    return RequestError(
-        f"no environment called {name!r} is installed",
-        where="environment.id",
-        remedy=did_you_mean(str(name), environment_ids()),
-    )
-
-
-def _load(reference: str) -> Factory:
-    module, _, function = reference.partition(":")
+    factory = _factory(spec)
+    model: type[BaseModel] | None = getattr(factory, "Spec", None)
     try:
-        factory: Factory = getattr(import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise RequestError(
-            f"cannot load the environment factory {reference!r}: {error}",
-            where="environment",
-            remedy="name it as module:function and install the package that has it",
-        ) from None
-    return factory
+        environment: Environment = factory(model.model_validate(dict(spec)) if model else spec)
+    except ValidationError as error:
+        if model is None:
+            raise
+        raise _explained(error, model) from None
+    return environment
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
@@ -91,3 +65,42 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
     choices = sorted(valid)
     close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
     return f"did you mean '{close[0]}'?" if close else f"one of: {', '.join(choices)}"
+
+
+@cache
+def _factories() -> dict[str, str]:
+    return {point.name: point.value for point in entry_points(group=ENVIRONMENT_GROUP)} | _BUILT_IN
+
+
+def _factory(spec: Mapping[str, Any]) -> Any:
+    name = spec.get("id")
+    if name == FACTORY_ID:
+        return _load(str(spec.get("factory", "")))
+    if name not in _factories():
+        raise RequestError(
+            f"no environment called {name!r} is installed",
+            where="environment.id",
+            remedy=did_you_mean(str(name), environment_ids()),
+        )
+    return _load(_factories()[str(name)])
+
+
+def _load(reference: str) -> Any:
+    module, _, function = reference.partition(":")
+    try:
+        return getattr(import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise RequestError(
+            f"cannot load the environment {reference!r}: {error}",
+            where="environment",
+            remedy="name it as module:function and install the package that has it",
+        ) from None
+
+
+def _explained(error: ValidationError, model: type[BaseModel]) -> RequestError:
+    first = error.errors()[0]
+    key = ".".join(map(str, first["loc"]))
+    where = f"environment.{key}" if key else "environment"
+    if first["type"] == "extra_forbidden":
+        return RequestError(f"no field '{key}'", where=where, remedy=did_you_mean(key, model.model_fields))
+    return RequestError(f"{key}: {first['msg']}", where=where)

@@ -14,12 +14,17 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-_START = "import json,sys; sys.path[:] = json.loads(sys.argv[1]); from perilune.verifiers.worker import main; main()"
+_START = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from perilune.verifiers.worker import main
+main()
+"""
 _READ = 65536
 _KEPT_ERROR = 2000  # bytes of standard error kept for the message
 
 
-class Broken(Exception):
+class BrokenScorerError(Exception):
     """The process can no longer be trusted: it hung, died, flooded or spoke nonsense. Says which."""
 
 
@@ -66,13 +71,13 @@ class Channel:
         """The next answer.
 
         Raises:
-            Broken: when none comes in time, or the process died, flooded or wrote no JSON object.
+            BrokenScorerError: when none comes in time, or the process died, flooded or wrote no JSON object.
         """
         until = time.monotonic() + seconds
         while b"\n" not in self._buffer:
             left = until - time.monotonic()
             if left <= 0:
-                raise Broken(f"no outcome within {seconds:g} s")
+                raise BrokenScorerError(f"no outcome within {seconds:g} s")
             for key, _ in self._selector.select(left):
                 self._move(key.fd)
         line, _, self._buffer = self._buffer.partition(b"\n")
@@ -81,7 +86,7 @@ class Channel:
         except ValueError:
             document = None
         if not isinstance(document, dict):
-            raise Broken("the scorer's process wrote an answer that is no outcome")
+            raise BrokenScorerError("the scorer's process wrote an answer that is no outcome")
         return document
 
     def close(self) -> None:
@@ -103,9 +108,11 @@ class Channel:
             data = os.read(descriptor, _READ)
             self._buffer += data
             if not data:
-                raise Broken(self._epitaph())
+                raise BrokenScorerError(self._epitaph())
             if len(self._buffer) > self._most and b"\n" not in self._buffer:
-                raise Broken(f"the scorer's process wrote more than {self._most} bytes for one outcome")
+                raise BrokenScorerError(
+                    f"the scorer's process wrote more than {self._most} bytes for one outcome"
+                )
         else:
             self._read_errors()
 
@@ -113,7 +120,7 @@ class Channel:
         try:
             sent = os.write(self._requests, self._unsent)
         except BrokenPipeError:
-            raise Broken(self._epitaph()) from None
+            raise BrokenScorerError(self._epitaph()) from None
         self._unsent = self._unsent[sent:]
         if not self._unsent:
             self._selector.unregister(self._requests)
@@ -126,7 +133,9 @@ class Channel:
         self._error = (self._error + data)[-_KEPT_ERROR:]
         self._error_bytes += len(data)
         if self._error_bytes > self._most:
-            raise Broken(f"the scorer's process wrote more than {self._most} bytes to standard error")
+            raise BrokenScorerError(
+                f"the scorer's process wrote more than {self._most} bytes to standard error"
+            )
 
     def _epitaph(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):

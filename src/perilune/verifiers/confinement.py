@@ -13,19 +13,20 @@ import resource
 import site
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from perilune.verifiers.landlock import give_up_files
 
-_REFUSED_EVENTS = frozenset(
-    {
-        "ctypes.dlopen", "ctypes.dlsym", "os.chmod", "os.chown", "os.exec", "os.fork", "os.forkpty", "os.kill",
-        "os.killpg", "os.link", "os.mkdir", "os.posix_spawn", "os.remove", "os.rename", "os.rmdir", "os.setxattr",
-        "os.spawn", "os.startfile", "os.symlink", "os.system", "os.truncate", "os.utime", "pty.spawn",
-        "resource.prlimit", "resource.setrlimit", "signal.pthread_kill", "socket.__new__", "socket.bind",
-        "socket.connect", "subprocess.Popen", "syslog.openlog",
-    }
-)  # fmt: skip
+# fmt: off
+_REFUSED_EVENTS = frozenset({
+    "ctypes.dlopen", "ctypes.dlsym", "os.chmod", "os.chown", "os.exec", "os.fork", "os.forkpty", "os.kill",
+    "os.killpg", "os.link", "os.mkdir", "os.posix_spawn", "os.remove", "os.rename", "os.rmdir", "os.setxattr",
+    "os.spawn", "os.startfile", "os.symlink", "os.system", "os.truncate", "os.utime", "pty.spawn",
+    "resource.prlimit", "resource.setrlimit", "signal.pthread_kill", "socket.__new__", "socket.bind",
+    "socket.connect", "subprocess.Popen", "syslog.openlog",
+})
+# fmt: on
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -93,8 +94,7 @@ def _lower(kind: int, value: int) -> None:
 def _address_space() -> int | None:
     """Bytes of address space this process takes; None where the system does not say."""
     try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[0]) * resource.getpagesize()
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:
         return None
 

@@ -9,6 +9,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same numbers on every architecture
 _PR_SET_NO_NEW_PRIVS = 38
@@ -54,9 +55,10 @@ def give_up_files(readable: Iterable[str]) -> bool:
         return False
     for path in readable:
         _allow_reading(libc, handle, path)
-    done = libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 and libc.syscall(_RESTRICT_SELF, handle, 0) == 0
+    sealed = libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+    restricted = sealed and libc.syscall(_RESTRICT_SELF, handle, 0) == 0
     os.close(handle)
-    return done
+    return bool(restricted)
 
 
 def _allow_reading(libc: ctypes.CDLL, handle: int, path: str) -> None:
@@ -64,7 +66,7 @@ def _allow_reading(libc: ctypes.CDLL, handle: int, path: str) -> None:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
         return  # a path that does not exist needs no permission
-    rights = _READ_FILE | _READ_DIR if os.path.isdir(path) else _READ_FILE
+    rights = _READ_FILE | _READ_DIR if Path(path).is_dir() else _READ_FILE
     rule = _PathBeneath(rights, descriptor)
     libc.syscall(_ADD_RULE, handle, _RULE_PATH_BENEATH, ctypes.byref(rule), 0)
     os.close(descriptor)

@@ -12,7 +12,7 @@ from typing import Any
 
 from perilune.environments.protocol import Failure, Outcome, Score, Task, Transcript
 from perilune.errors import RequestError, WorkFailedError
-from perilune.verifiers.channel import Broken, Channel
+from perilune.verifiers.channel import BrokenScorerError, Channel
 from perilune.verifiers.confinement import Limits
 
 Item = tuple[Task, Transcript]
@@ -110,7 +110,7 @@ class _Slot:
             left = min(self._limits.item_seconds, max(until - time.monotonic(), 0.0))
             try:
                 outcomes.append(_outcome(channel.receive(left), index))
-            except Broken as broken:
+            except BrokenScorerError as broken:
                 self.close()
                 self.restarts += 1
                 self._channel = self._start()
@@ -123,7 +123,7 @@ class _Slot:
         if not self._ready:
             try:
                 answer = self._channel.receive(self._limits.start_seconds)
-            except Broken as broken:
+            except BrokenScorerError as broken:
                 self.close()
                 raise WorkFailedError(f"the scorer's process cannot start: {broken}") from None
             if "refused" in answer:
@@ -145,14 +145,14 @@ def _fields(value: Task | Transcript) -> dict[str, Any]:
 def _outcome(answer: Mapping[str, Any], index: int) -> Outcome:
     """Check one answer: the process that wrote it may be hostile."""
     if answer.get("item") != index:
-        raise Broken("the scorer's process answered out of turn")
+        raise BrokenScorerError("the scorer's process answered out of turn")
     try:
         if "failure" in answer:
             boundary, reason = map(str, answer["failure"])
             return Failure(boundary, reason)
         score = Score(float(answer["reward"]), _figures(answer["terms"]), _figures(answer["metrics"]))
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise Broken("the scorer's process wrote an answer that is no outcome") from None
+        raise BrokenScorerError("the scorer's process wrote an answer that is no outcome") from None
     if not all(map(math.isfinite, (score.reward, *score.terms.values(), *score.metrics.values()))):
         return Failure("verifier", "the scorer returned a figure that is not finite")
     return score

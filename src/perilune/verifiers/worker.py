@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
-from perilune.environments.protocol import Environment, Failure, Outcome, Score, Task, Transcript
+from perilune.environments.protocol import Environment, Failure, Score, Task, Transcript
 from perilune.environments.registry import make_environment
 from perilune.errors import RequestError
 from perilune.verifiers.confinement import Confinement, Limits
@@ -50,7 +50,7 @@ def _score(environment: Environment, item: Mapping[str, Any], confinement: Confi
     confinement.allow_cpu()
     confinement.armed = True
     try:
-        outcome = environment.score(task, transcript)
+        outcome: Any = environment.score(task, transcript)
     except BaseException as error:  # SystemExit and MemoryError of a scorer are data too
         outcome = Failure("verifier", f"scorer raised {type(error).__name__}: {error}")
     finally:
@@ -58,7 +58,7 @@ def _score(environment: Environment, item: Mapping[str, Any], confinement: Confi
     return _document(outcome)
 
 
-def _document(outcome: Outcome) -> dict[str, Any]:
+def _document(outcome: Any) -> dict[str, Any]:
     if isinstance(outcome, Failure):
         return {"failure": [str(outcome.boundary), str(outcome.reason)[:_LONGEST_REASON]]}
     if not isinstance(outcome, Score):

@@ -1,1 +1,6 @@
-"""Teachers: who writes training traces, found by name."""
+"""Teachers: who writes training traces, found by name; and how their traces are verified."""
+
+from perilune.data.generators.registry import make_teacher, teacher_names
+from perilune.data.generators.teacher import Candidate, Rejected, Teacher, verified
+
+__all__ = ["Candidate", "Rejected", "Teacher", "make_teacher", "teacher_names", "verified"]

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 from perilune.data.generators.teacher import Candidate
 from perilune.environments.compact import ANSWER_MARK
 from perilune.environments.protocol import Task
-from perilune.errors import RequestError
 
 
 class GoldTeacher:
-    """Answers at once, and right."""
+    """Answers at once, and right; tasks that state no answer are left out."""
 
     name = "gold"
+    strategies = ("direct",)
+
+    def __init__(self, shares: Mapping[str, float]) -> None:
+        self.shares = dict(shares)
 
     def candidates(self, tasks: Iterable[Task], seed: int) -> Iterator[Candidate]:
         """One candidate for each task that states its answer."""
@@ -22,11 +24,4 @@ class GoldTeacher:
             answer = task.data.get("answer")
             if isinstance(answer, str):
                 compact = task.prompt[-1]["content"] == task.data.get("compact")
-                yield Candidate(task, ANSWER_MARK + answer if compact else answer, "gold")
-
-
-def make(spec: Mapping[str, Any]) -> GoldTeacher:
-    """Build the teacher; the factory behind the name "gold"."""
-    for key in set(spec) - {"name"}:
-        raise RequestError(f"the gold teacher has no field '{key}'", where=f"teacher.{key}")
-    return GoldTeacher()
+                yield Candidate(task, ANSWER_MARK + answer if compact else answer, "gold/direct")

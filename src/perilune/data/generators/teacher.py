@@ -1,4 +1,4 @@
-"""What a teacher is, how one is found, and how what it writes is verified before it is kept.
+"""What a teacher is, and how what it writes is verified before it is kept.
 
 A teacher proposes; the environment's own scorer decides. A rejected candidate is kept with its reason.
 """
@@ -7,18 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from importlib.metadata import entry_points
 from itertools import islice
-from typing import Any, Protocol
+from typing import Protocol
 
 from perilune.data.records import TraceRecord, make_record
 from perilune.environments.protocol import Failure, Outcome, Task, Transcript
-from perilune.environments.registry import did_you_mean
-from perilune.errors import RequestError
 
-TEACHER_GROUP = "perilune.teachers"
 BATCH = 512  # candidates verified together
 
 ScoreBatch = Callable[[Sequence[tuple[Task, Transcript]]], Sequence[Outcome]]
@@ -42,45 +36,21 @@ class Rejected:
 
 
 class Teacher(Protocol):
-    """Writes traces for tasks."""
+    """Writes traces for tasks.
+
+    Attributes:
+        name: what a recipe calls it.
+        strategies: the ways it can answer.
+        shares: share of the tasks that each strategy answers; sums to 1.
+    """
 
     name: str
+    strategies: tuple[str, ...]
+    shares: Mapping[str, float]
 
     def candidates(self, tasks: Iterable[Task], seed: int) -> Iterator[Candidate]:
         """At most one candidate a task, in the order of `tasks`; the same seed writes the same."""
         ...
-
-
-@cache
-def _factories() -> dict[str, str]:
-    found = {point.name: point.value for point in entry_points(group=TEACHER_GROUP)}
-    return found | {
-        "arithmetic": "perilune.data.generators.arithmetic:make",
-        "gold": "perilune.data.generators.gold:make",
-    }
-
-
-def teacher_names() -> tuple[str, ...]:
-    """Teachers that a recipe may name, sorted."""
-    return tuple(sorted(_factories()))
-
-
-def make_teacher(spec: Mapping[str, Any]) -> Teacher:
-    """Build the teacher that `spec` describes: its `name`, and the fields that this teacher takes.
-
-    Raises:
-        RequestError: when the name or a field is unknown, missing or impossible.
-    """
-    name = spec.get("name")
-    if name not in _factories():
-        raise RequestError(
-            f"no teacher called {name!r} is installed",
-            where="teacher.name",
-            remedy=did_you_mean(str(name), teacher_names()),
-        )
-    module, _, function = _factories()[str(name)].partition(":")
-    teacher: Teacher = getattr(import_module(module), function)(spec)
-    return teacher
 
 
 def verified(

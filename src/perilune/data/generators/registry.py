@@ -1,0 +1,73 @@
+"""Teachers by name: ours, and any that a package offers under the entry-point group `perilune.teachers`.
+
+An entry point is a class that takes the shares of its strategies and speaks the Teacher protocol; its
+attribute `strategies` names those it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+from perilune.data.generators.teacher import Teacher
+from perilune.environments.registry import did_you_mean
+from perilune.errors import RequestError
+
+TEACHER_GROUP = "perilune.teachers"
+
+_BUILT_IN = {
+    "arithmetic": "perilune.data.generators.arithmetic:ArithmeticTeacher",
+    "gold": "perilune.data.generators.gold:GoldTeacher",
+}
+
+
+def teacher_names() -> tuple[str, ...]:
+    """Teachers that a recipe may name, sorted."""
+    return tuple(sorted(_classes()))
+
+
+def make_teacher(name: str, strategies: Mapping[str, float] | None = None) -> Teacher:
+    """The teacher called `name`.
+
+    Args:
+        strategies: share of the tasks that each strategy answers; none given: all strategies alike.
+
+    Raises:
+        RequestError: when the name or a strategy is unknown, or the shares do not sum to 1.
+    """
+    if name not in _classes():
+        raise RequestError(
+            f"no teacher called '{name}' is installed",
+            where="teacher",
+            remedy=did_you_mean(name, teacher_names()),
+        )
+    module, _, attribute = _classes()[name].partition(":")
+    teacher_class: Any = getattr(import_module(module), attribute)
+    teacher: Teacher = teacher_class(_shares(name, strategies or {}, teacher_class.strategies))
+    return teacher
+
+
+@cache
+def _classes() -> dict[str, str]:
+    return {point.name: point.value for point in entry_points(group=TEACHER_GROUP)} | _BUILT_IN
+
+
+def _shares(name: str, asked: Mapping[str, float], known: tuple[str, ...]) -> dict[str, float]:
+    if not asked:
+        return dict.fromkeys(known, 1 / len(known))
+    for strategy in asked:
+        if strategy not in known:
+            raise RequestError(
+                f"the teacher '{name}' has no strategy '{strategy}'",
+                where=f"strategies.{strategy}",
+                remedy=did_you_mean(strategy, known),
+            )
+    if any(share < 0 for share in asked.values()) or abs(sum(asked.values()) - 1) > 1e-6:
+        raise RequestError(
+            f"shares of strategies are not negative and sum to 1, these sum to {sum(asked.values()):g}",
+            where="strategies",
+        )
+    return dict(asked)
