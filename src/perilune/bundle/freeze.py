@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from perilune.bundle.digest import (
     source_files,
 )
 from perilune.bundle.job import Job
+from perilune.bundle.redaction import find_secret, secret_values
 from perilune.bundle.scripts import write_scripts
 from perilune.bundle.storage import built_beside, place, publish, storage_errors
 from perilune.bundle.verify import require_verified, verify
@@ -25,7 +25,6 @@ from perilune.errors import RequestError
 from perilune.files import canonical_json, sha256_file
 
 READ_ONLY = 0o444
-SHORTEST_SECRET = 4  # characters; anything shorter occurs in every file
 
 
 def freeze(job: Job, inputs: Mapping[str, Path], destination: Path) -> str:
@@ -131,40 +130,13 @@ def _require_same(destination: Path, digest: str) -> None:
 
 
 def _refuse_secrets(job: Job, building: Path) -> None:
-    """Search the bundle for the value of any secret the job names (plain, and as JSON writes it)."""
-    needles: dict[bytes, str] = {}
-    for name in job.secrets:
-        value = os.environ.get(name, "")
-        if not value:
-            continue
-        if len(value) < SHORTEST_SECRET:
-            raise RequestError(
-                f"the secret {name} has {len(value)} characters: too short to be kept out of files",
-                remedy=f"use a value of at least {SHORTEST_SECRET} characters",
-            )
-        needles[os.fsencode(value)] = name
-        needles[canonical_json(value)[1:-1]] = name
-    if not needles:
-        return
+    """Search everything that is about to be frozen for the values of the secrets the job names."""
+    forms = secret_values(job)
     for relative, path in source_files(building):
-        found = _first_inside(path, needles)
+        found = find_secret(path, forms)
         if found is not None:
             raise RequestError(
                 f"the value of the secret {found} stands in {relative}",
                 where=f"stage {job.stage}",
                 remedy=f"write its name, {found}, in place of its value; then replace it, for it has leaked",
             )
-
-
-def _first_inside(path: Path, needles: Mapping[bytes, str]) -> str | None:
-    """Name of the first needle that occurs in a file, read in bounded memory."""
-    overlap = max(map(len, needles)) - 1
-    tail = b""
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            window = tail + block
-            for needle, name in needles.items():
-                if needle in window:
-                    return name
-            tail = window[-overlap:] if overlap else b""
-    return None

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -188,7 +189,7 @@ class _Gpus:
 
     def _device(self, index: int, device: Any) -> dict[str, Any]:
         nvml = self._nvml
-        readings = {
+        readings: dict[str, Callable[[], Any]] = {
             "utilisation": lambda: nvml.nvmlDeviceGetUtilizationRates(device).gpu,
             "memory_used": lambda: nvml.nvmlDeviceGetMemoryInfo(device).used,
             "memory_total": lambda: nvml.nvmlDeviceGetMemoryInfo(device).total,

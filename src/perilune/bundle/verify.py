@@ -29,16 +29,21 @@ Kind = Literal["changed", "missing", "extra", "mode", "type"]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One file that is not what it was: path in the bundle, how it differs, what was expected and seen."""
+    """One file that is not what it was: path in the bundle, how it differs, what was expected and seen.
+
+    `place` says where inside the file, when that is known: "metrics at step 20, reward".
+    """
 
     path: str
     kind: Kind
     expected: str = ""
     actual: str = ""
+    place: str = ""
 
     def __str__(self) -> str:
+        place = f" ({self.place})" if self.place else ""
         detail = f": expected {self.expected}, found {self.actual}" if self.expected and self.actual else ""
-        return f"{self.path} {_WORDS[self.kind]}{detail}"
+        return f"{self.path} {_WORDS[self.kind]}{place}{detail}"
 
 
 _WORDS = {

@@ -1,0 +1,161 @@
+"""A bundle as one file, and back. What comes out of an archive is hostile until it has been verified."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import tarfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from perilune.bundle.digest import source_files
+from perilune.bundle.storage import built_beside, publish, storage_errors
+from perilune.bundle.verify import require_verified
+from perilune.errors import RequestError
+
+_CHUNK = 1 << 20  # bytes moved at once; a header that wants more is an attack
+_LONGEST_PATH = 1024  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The most an archive may unpack to: number of files, bytes of one file, bytes in all."""
+
+    files: int = 100_000
+    file_bytes: int = 1 << 40
+    bytes: int = 1 << 41
+
+
+def pack(bundle: Path, archive: Path) -> None:
+    """Write the bundle, with whatever it has observed, to `archive` (.tar.gz).
+
+    Equal bundles give equal archives with the same zlib: names are sorted, owners and times are left out.
+
+    Raises:
+        RequestError: when the bundle is not whole, `archive` exists, or the disk is full or not writable.
+    """
+    require_verified(bundle)
+    if archive.exists():
+        raise RequestError("something is already here", where=str(archive), remedy="choose another name")
+    with storage_errors("pack the bundle", archive), built_beside(archive) as building:
+        whole = building / archive.name
+        with (
+            whole.open("xb") as file,
+            gzip.GzipFile(filename="", mode="wb", compresslevel=1, fileobj=file, mtime=0) as packed,
+            tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar,
+        ):
+            for relative, path in source_files(bundle):
+                member = tarfile.TarInfo(relative)
+                status = path.stat()
+                member.size, member.mode = status.st_size, status.st_mode & 0o777
+                with path.open("rb") as content:
+                    tar.addfile(member, content)
+        whole.rename(archive)
+
+
+def unpack(
+    archive: Path, destination: Path, *, digest: str | None = None, limits: Limits | None = None
+) -> None:
+    """Unpack a bundle to `destination`, which must not exist, and verify it before it gets its name.
+
+    Only plain files come out, below `destination`, each once, within `limits`; links, devices, absolute
+    paths and ".." are refused, and so is a bundle that differs from its own digest or from `digest`.
+
+    Raises:
+        RequestError: saying which member is wrong. Nothing is left behind.
+    """
+    bounds = limits or Limits()
+    with storage_errors("unpack the bundle", destination), built_beside(destination) as building:
+        try:
+            with archive.open("rb") as file, gzip.GzipFile(fileobj=file) as packed:
+                _extract(_Bounded(packed, bounds), building, bounds)
+        except RequestError as error:
+            raise RequestError(error.what, where=str(archive), remedy="get it from whom you trust") from None
+        except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, ValueError) as error:
+            raise RequestError(
+                f"the archive is damaged: {error}", where=str(archive), remedy="fetch it again"
+            ) from None
+        for directory in ("inputs", "scripts", "runtime", "artifacts"):
+            (building / directory).mkdir(exist_ok=True)
+        require_verified(building, digest)
+        publish(building, destination)
+
+
+class _Bounded(io.RawIOBase):
+    """A decompressed stream that ends in an error, not in a full memory or disk."""
+
+    def __init__(self, stream: gzip.GzipFile, limits: Limits) -> None:
+        self._stream = stream
+        self._most = limits.bytes + limits.files * 4096  # headers and padding come on top
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is None or size < 0 or size > _CHUNK:
+            raise RequestError("the archive has a header of more than 1 MiB")
+        data = self._stream.read(size)
+        self._check()
+        return data
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        if whence == io.SEEK_SET and offset > self._most:
+            raise RequestError("the archive unpacks to more than the limit")
+        return self._stream.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._stream.tell()
+
+    def _check(self) -> None:
+        if self._stream.tell() > self._most:
+            raise RequestError("the archive unpacks to more than the limit")
+
+
+def _extract(stream: _Bounded, root: Path, limits: Limits) -> None:
+    total = 0
+    with tarfile.open(fileobj=stream, mode="r:") as tar:
+        for number, member in enumerate(tar, start=1):
+            path = root / _safe(member)
+            total += member.size
+            if number > limits.files:
+                raise RequestError(f"the archive has more than {limits.files} members")
+            if member.size < 0 or member.size > limits.file_bytes or total > limits.bytes:
+                raise RequestError(f"{member.name!r} takes the archive over the limit on bytes")
+            if member.isdir():
+                path.mkdir(parents=True, exist_ok=True)
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                _write(tar, member, path)
+            except FileExistsError:
+                raise RequestError(f"{member.name!r} is in the archive twice") from None
+            path.chmod(member.mode & 0o755)
+    while stream.read(_CHUNK):  # to the end, where gzip keeps its checksum
+        pass
+
+
+def _safe(member: tarfile.TarInfo) -> PurePosixPath:
+    """The relative path of a member that may be unpacked."""
+    name = member.name
+    if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE) or member.issparse():
+        raise RequestError(f"{name!r} is a link or a special file; a bundle has none")
+    parts = name.split("/")
+    if (
+        len(name) > _LONGEST_PATH
+        or not name.isprintable()
+        or "\\" in name
+        or any(part in ("", ".", "..") for part in parts)
+    ):
+        raise RequestError(f"{name[:200]!r} is not a plain relative path")
+    return PurePosixPath(*parts)
+
+
+def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
+    content = tar.extractfile(member)
+    assert content is not None
+    left = member.size
+    with path.open("xb") as file, content:
+        while left > 0:
+            block = content.read(min(left, _CHUNK))
+            if not block:
+                raise EOFError(f"{member.name} ends early")
+            file.write(block)
+            left -= len(block)

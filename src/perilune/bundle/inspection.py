@@ -1,0 +1,75 @@
+"""A bundle at a glance."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from perilune.bundle.digest import frozen_entries, recorded_digest, source_files
+from perilune.bundle.job import Job
+from perilune.bundle.manifest import MANIFEST
+from perilune.errors import RequestError
+from perilune.files import read_json
+
+
+def inspect(bundle: Path) -> dict[str, Any]:
+    """What a bundle asks for and what it holds, as it says of itself (`verify` says whether that is true).
+
+    Keys: digest, task, stage, seed, entrypoint, resources, secrets (names), inputs [{name, kind, path,
+    digest, files, bytes}], frozen {files, bytes}, artifacts {files, bytes, manifest}, and result: the
+    contents of runtime/result.json, or None.
+
+    Raises:
+        RequestError: when there is no bundle at `bundle` or its documents are damaged.
+    """
+    job = read_job(bundle)
+    inputs = [{**reference.model_dump(), **_extent(bundle / reference.path)} for reference in job.inputs]
+    entries = frozen_entries(bundle)
+    result = bundle / "runtime" / "result.json"
+    return {
+        "path": str(bundle),
+        "digest": recorded_digest(bundle),
+        "task": job.task,
+        "stage": job.stage,
+        "seed": job.seed,
+        "entrypoint": list(job.entrypoint),
+        "resources": job.resources.model_dump(),
+        "secrets": list(job.secrets),
+        "inputs": inputs,
+        "frozen": {"files": len(entries), "bytes": sum(entry.size for entry in entries)},
+        "artifacts": {
+            **_extent(bundle / "artifacts"),
+            "manifest": (bundle / "artifacts" / MANIFEST).is_file(),
+        },
+        "result": read_json(result) if result.is_file() else None,
+    }
+
+
+def read_job(bundle: Path) -> Job:
+    """The job of a bundle.
+
+    Raises:
+        RequestError: when job.json is missing, malformed or of another schema, naming the key.
+    """
+    path = bundle / "job.json"
+    document = read_json(path)
+    try:
+        return Job.model_validate(document)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in first["loc"]) or "the document"
+        raise RequestError(
+            f"{key}: {first['msg']}",
+            where=str(path),
+            remedy="freeze the bundle with this version of perilune",
+        ) from None
+
+
+def _extent(path: Path) -> dict[str, int]:
+    """Number of files at or below `path`, and their bytes."""
+    if not path.exists():
+        return {"files": 0, "bytes": 0}
+    files = source_files(path)
+    return {"files": len(files), "bytes": sum(file.stat().st_size for _, file in files)}

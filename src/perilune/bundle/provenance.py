@@ -1,0 +1,218 @@
+"""What a run was really made of, observed from inside its process: what was loaded, not what was declared."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import perilune
+from perilune.bundle.machine import describe_machine
+from perilune.bundle.redaction import redact, secret_values
+from perilune.bundle.workspace import Workspace
+from perilune.files import sha256_bytes, write_atomic, write_json
+
+PATCH_LIMIT = 1 << 20  # bytes of a dirty checkout's patch that are kept
+_UNTRACKED_LIMIT = 100  # names
+_GIT_DEADLINE = 20  # seconds
+
+
+def record_precheck(workspace: Workspace) -> dict[str, Any]:
+    """Write artifacts/precheck.json, and artifacts/source.patch when the code runs from a dirty checkout.
+
+    Called by the task's process once its imports are done. Returns what was written to precheck.json.
+    """
+    facts = precheck()
+    if facts["git"] is not None and facts["git"]["dirty"]:
+        patch, whole = _patch(Path(facts["git"]["checkout"]))
+        patch = redact(patch, secret_values(workspace.job))
+        facts["git"]["patch"] = {"sha256": sha256_bytes(patch), "size": len(patch), "whole": whole}
+        write_atomic(workspace.artifacts / "source.patch", patch)
+    write_json(workspace.artifacts / "precheck.json", facts)
+    return facts
+
+
+def precheck() -> dict[str, Any]:
+    """Observe this process: {python, packages, torch, machine, git, environment}.
+
+    packages: for each loaded top-level module outside the standard library, its file, and the version and
+    name of the distribution it came from (None where no distribution claims that file).
+    torch: None unless it is loaded; it is never imported from here.
+    git: None unless the package's files are tracked by a checkout.
+    environment: names of variables, never values.
+    """
+    return {
+        "python": {
+            "version": platform.python_version(),
+            "implementation": platform.python_implementation(),
+            "build": " ".join(platform.python_build()),
+            "compiler": platform.python_compiler(),
+            "executable": sys.executable,
+            "prefix": sys.prefix,
+            "optimize": sys.flags.optimize,
+            "hash_randomization": bool(sys.flags.hash_randomization),
+        },
+        "packages": loaded_packages(),
+        "torch": _torch(sys.modules.get("torch")),
+        "machine": describe_machine(),
+        "git": _git(Path(perilune.__path__[0]).resolve()),
+        "environment": sorted(os.environ),
+    }
+
+
+def loaded_packages() -> dict[str, dict[str, Any]]:
+    """Loaded top-level modules that are not Python's own: {name: {file, distribution, version, editable}}."""
+    modules = {}
+    for name, module in sys.modules.copy().items():
+        own = name in sys.stdlib_module_names or name.startswith(("__", "_sysconfigdata"))
+        file = _file(module)
+        if "." not in name and not own and file:
+            modules[name] = file
+    owners = _owners(set(modules))
+    return {
+        name: {"file": file, **_ownership(Path(file), owners.get(name, []))}
+        for name, file in sorted(modules.items())
+    }
+
+
+def _file(module: ModuleType) -> str:
+    """Where a module was loaded from; "" when it was not loaded from files."""
+    file = getattr(module, "__file__", None)
+    if file:
+        return str(file)
+    paths = list(getattr(module, "__path__", None) or [])
+    return str(paths[0]) if paths else ""
+
+
+def _owners(names: set[str]) -> dict[str, list[Distribution]]:
+    """Installed distributions that provide each of the modules `names`, in the order of sys.path."""
+    owners: dict[str, list[Distribution]] = {}
+    for installed in distributions():
+        for name in _top_level(installed) & names:
+            owners.setdefault(name, []).append(installed)
+    return owners
+
+
+def _top_level(installed: Distribution) -> set[str]:
+    """Names a distribution can be imported by."""
+    text = installed.read_text("top_level.txt")
+    if text:
+        return set(text.split())
+    names = {installed.name.replace("-", "_"), installed.name.replace("-", "_").lower()}
+    record = installed.read_text("RECORD") or ""
+    for line in record.splitlines():
+        first = line.split(",", 1)[0]
+        if first.startswith(("..", "/")):
+            continue
+        names.add(first.split("/", 1)[0].split(".", 1)[0])
+    return names
+
+
+def _ownership(file: Path, candidates: list[Distribution]) -> dict[str, Any]:
+    """The distribution a loaded file belongs to; one installed elsewhere does not vouch for it."""
+    for installed in candidates:
+        editable = _editable_root(installed)
+        home = editable or Path(str(installed.locate_file("")))
+        if _inside(file, home):
+            return {
+                "distribution": installed.name,
+                "version": installed.version,
+                "editable": editable is not None,
+            }
+    return {"distribution": None, "version": None, "editable": False}
+
+
+def _editable_root(installed: Distribution) -> Path | None:
+    text = installed.read_text("direct_url.json")
+    if text is None:
+        return None
+    origin = json.loads(text)
+    if not origin.get("dir_info", {}).get("editable"):
+        return None
+    return Path(str(origin["url"]).removeprefix("file://"))
+
+
+def _inside(file: Path, home: Path) -> bool:
+    return file.is_relative_to(home) or file.resolve().is_relative_to(home.resolve())
+
+
+def _torch(torch: Any) -> dict[str, Any] | None:
+    if torch is None:
+        return None
+    return {
+        "version": torch.__version__,
+        "git_version": torch.version.git_version,
+        "cuda": torch.version.cuda,
+        "threads": torch.get_num_threads(),
+        "interop_threads": torch.get_num_interop_threads(),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "default_dtype": str(torch.get_default_dtype()),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "mkldnn": torch.backends.mkldnn.is_available(),
+        "config": torch.__config__.show(),
+    }
+
+
+def _git(package: Path) -> dict[str, Any] | None:
+    """Commit and state of the checkout that the package runs from."""
+    if _run_git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None  # not a checkout, or an environment inside someone else's
+    checkout = _run_git(package, "rev-parse", "--show-toplevel")
+    commit = _run_git(package, "rev-parse", "HEAD")
+    status = _run_git(package, "status", "--porcelain")
+    if checkout is None or status is None:
+        return None
+    lines = status.splitlines()
+    untracked = [line[3:] for line in lines if line.startswith("??")]
+    return {
+        "checkout": checkout.strip(),
+        "commit": commit.strip() if commit else None,  # None before the first commit
+        "dirty": bool(lines),
+        "changed": len(lines) - len(untracked),
+        "untracked": untracked[:_UNTRACKED_LIMIT],
+    }
+
+
+def _patch(checkout: Path) -> tuple[bytes, bool]:
+    """Tracked changes against HEAD, cut at `PATCH_LIMIT` bytes, and whether that is all of them."""
+    command = [*_GIT, "-C", str(checkout), "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=_git_environment()
+    ) as git:
+        assert git.stdout is not None
+        patch = git.stdout.read(PATCH_LIMIT + 1)
+        git.kill()  # it has ended, or what it would still say is not kept
+    return patch[:PATCH_LIMIT], len(patch) <= PATCH_LIMIT
+
+
+# Reading must not take the index lock, nor run a program that the repository's settings name.
+_GIT = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false")
+
+
+def _run_git(directory: Path, *arguments: str) -> str | None:
+    """What git prints, or None when there is no git or it refuses."""
+    try:
+        done = subprocess.run(
+            [*_GIT, "-C", str(directory), *arguments],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_GIT_DEADLINE,
+            check=False,
+            env=_git_environment(),
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _git_environment() -> Mapping[str, str]:
+    """Our environment without GIT_*: a hook's GIT_DIR would point at another repository."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}

@@ -1,0 +1,147 @@
+"""`perilune bundle`: freeze, verify and inspect bundles."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from perilune.errors import RequestError
+
+app = typer.Typer(
+    help="Freeze, verify and inspect bundles: what a run is made of.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+BundlePath = Annotated[Path, typer.Argument(metavar="PATH", help="Folder that holds job.json.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+@app.command(
+    epilog="Example: perilune bundle verify ~/.perilune/runs/01J9.../attempts/1",
+)
+def verify(
+    path: BundlePath,
+    digest: Annotated[str | None, typer.Option(help="The digest it must have, known from elsewhere.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check every file of a bundle; name the first that differs (exit code 1)."""
+    from perilune.bundle.verify import verify as differences_of
+
+    differences = differences_of(path, digest)
+    if as_json:
+        found = [asdict(difference) for difference in differences]
+        _print_json({"path": str(path), "verified": not found, "differences": found})
+    elif differences:
+        more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
+        typer.echo(f"differs: {differences[0]}{more}")
+    else:
+        from perilune.bundle.digest import recorded_digest
+
+        typer.echo(f"verified: {recorded_digest(path)}")
+    raise typer.Exit(1 if differences else 0)
+
+
+@app.command(
+    epilog="Example: perilune bundle inspect ~/.perilune/runs/01J9.../bundle --json",
+)
+def inspect(path: BundlePath, as_json: AsJson = False) -> None:
+    """Say what a bundle runs, on what, and what it holds."""
+    from perilune.bundle.inspection import inspect as summary_of
+
+    summary = summary_of(path)
+    if as_json:
+        _print_json(summary)
+        return
+    typer.echo(f"digest     {summary['digest']}")
+    typer.echo(f"runs       stage {summary['stage']}, task {summary['task']}, seed {summary['seed']}")
+    for given in summary["inputs"]:
+        typer.echo(f"input      {given['name']}: {given['kind']}, {_amount(given)}, {given['digest'][:12]}")
+    typer.echo(f"frozen     {_amount(summary['frozen'])}")
+    complete = "complete" if summary["artifacts"]["manifest"] else "no manifest"
+    typer.echo(f"artifacts  {_amount(summary['artifacts'])}, {complete}")
+    if summary["secrets"]:
+        typer.echo(f"secrets    {', '.join(summary['secrets'])} (names)")
+    if summary["result"] is not None:
+        typer.echo(f"result     exit code {summary['result'].get('exit_code')}")
+
+
+@app.command(
+    epilog="Example: perilune bundle freeze recipes/quickstart.yaml --stage collect --out /tmp/bundle",
+)
+def freeze(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file.")],
+    *,
+    stage: Annotated[str, typer.Option(help="Name of the stage to freeze.")],
+    out: Annotated[Path, typer.Option(help="Folder to make.")],
+    given: Annotated[
+        list[str] | None,
+        typer.Option("--input", metavar="FIELD=PATH", help="Output of an earlier stage that FIELD consumes."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the recipe.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Freeze one stage of a recipe into a bundle that `perilune worker` runs."""
+    from perilune.bundle.freeze import freeze as freeze_job
+    from perilune.bundle.job import InputReference
+    from perilune.bundle.plugin import consumed_fields, load_plugin
+    from perilune.recipe.load import load_recipe
+    from perilune.recipe.schema import MODEL, job_for
+
+    loaded = load_recipe(recipe, overrides or [])
+    try:
+        chosen = loaded.stage(stage)
+    except KeyError:
+        names = ", ".join(one.name for one in loaded.stages)
+        raise RequestError(
+            f"no stage is called '{stage}'", where=str(recipe), remedy=f"one of: {names}"
+        ) from None
+    wanted = {field: source for field, source in chosen.consumes.items() if source != MODEL}
+    inputs = _inputs(given or [], wanted)
+    kinds = consumed_fields(load_plugin(chosen.task).spec)
+    references = tuple(
+        InputReference(name=field, path=f"inputs/{field}", digest="", kind=kinds[field])
+        for field in sorted(inputs)
+    )
+    job = job_for(loaded, chosen).model_copy(update={"inputs": references})
+    digest = freeze_job(job, inputs, out)
+    if as_json:
+        _print_json({"path": str(out), "stage": stage, "digest": digest})
+    else:
+        typer.echo(f"frozen: {digest}\n  at {out}\n  next: perilune bundle verify {out}")
+
+
+def _inputs(given: list[str], wanted: dict[str, str]) -> dict[str, Path]:
+    """The --input options as {field: path}, exactly the fields that the stage consumes."""
+    inputs = {}
+    for option in given:
+        field, equals, path = option.partition("=")
+        if not equals or field not in wanted:
+            fields = ", ".join(sorted(wanted)) or "none"
+            raise RequestError(
+                f"--input {option} does not name a field that this stage consumes", remedy=f"fields: {fields}"
+            )
+        inputs[field] = Path(path)
+    for field, source in sorted(wanted.items()):
+        if field not in inputs:
+            raise RequestError(
+                f"{field} consumes the output of stage '{source}', which was not given",
+                remedy=f"--input {field}=PATH",
+            )
+    return inputs
+
+
+def _amount(extent: dict[str, int]) -> str:
+    return f"{extent['files']} files, {extent['bytes']:,} bytes"
+
+
+def _print_json(document: Any) -> None:
+    typer.echo(json.dumps(document, indent=2, sort_keys=True))
