@@ -42,11 +42,12 @@ class Kitchen(Frozen):
     meal: Literal["lunch", "dinner"] = Field("lunch", description="which meal")
     guests: int = Field(2, ge=0, description="who comes")
 
-def kitchen(section):
-    if section["meal"] == "dinner" and section["guests"] > 4:
-        raise RequestError("too many", where="environment.guests", remedy="4 at most")
+class KitchenEnvironment:
+    Spec = Kitchen
+    def __init__(self, spec):
+        if spec.meal == "dinner" and spec.guests > 4:
+            raise RequestError("too many", where="environment.guests", remedy="4 at most")
 
-kitchen.spec = Kitchen
 bake = Plugin("bake", Bake, "checkpoint")
 lay = Plugin("lay", Lay, "dataset")
 """
@@ -61,7 +62,7 @@ def kitchen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kitchen\nVersion: 1.0\n")
     points = "[perilune.tasks]\nbake = kitchen_tasks:bake\nlay = kitchen_tasks:lay\n"
-    points += "[perilune.environments]\nkitchen = kitchen_tasks:kitchen\n"
+    points += "[perilune.environments]\nkitchen = kitchen_tasks:KitchenEnvironment\n"
     (info / "entry_points.txt").write_text(points)
     return folder
 

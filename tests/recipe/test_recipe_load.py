@@ -86,12 +86,41 @@ def test_reading_twice_gives_equal_recipes(dinner: Path) -> None:
         ("bread.heat=1e-2", lambda r: r.stage("bread").spec["heat"], 0.01),
         ("bread.tags=[a, yes]", lambda r: r.stage("bread").spec["tags"], ["a", "yes"]),
         ("cake.eggs=null", lambda r: r.stage("cake").consumes, {"flour": "bread"}),
+        ("resources.device=cpu", lambda r: r.resources.device, "cpu"),
         ("resources.threads=1", lambda r: r.resources.threads, 1),
         ("environment={id: kitchen, meal: dinner}", lambda r: r.environment["meal"], "dinner"),
     ],
 )
 def test_set_replaces_one_key_with_a_typed_value(dinner: Path, override: str, read, value: object) -> None:
     assert read(load_recipe(dinner, [override])) == value
+
+
+def test_a_model_is_found_beside_the_recipe_or_in_the_cache(
+    write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = tmp_path / "hub" / "models--org--small" / "snapshots" / "0a1b"
+    for folder in (tmp_path / "here", tmp_path / "else" / "here", cached):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    (tmp_path / "hub" / "models--org--small" / "refs").mkdir()
+    (tmp_path / "hub" / "models--org--small" / "refs" / "main").write_text("0a1b")
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path / "else")
+
+    recipe = write(DINNER.replace("{preset: tiny}", "{path: here, chat_template: chat.jinja}"))
+    assert load_recipe(recipe).model.path == str(tmp_path / "here")
+    assert load_recipe(recipe).model.chat_template == "{{ messages }}"
+    assert load_recipe(recipe, ["model.path=here"]).model.path == str(tmp_path / "else" / "here")
+    assert load_recipe(recipe, ["model.path=org/small"]).model.path == str(cached)
+
+
+def test_presets_are_those_that_models_have() -> None:
+    from perilune.models.config import PRESETS
+    from perilune.recipe.schema import ModelSpec
+
+    known = ModelSpec.model_json_schema()["properties"]["preset"]["anyOf"][0]
+    assert set(known.get("enum", [known.get("const")])) == set(PRESETS)
 
 
 def test_the_last_override_wins(dinner: Path) -> None:
@@ -119,7 +148,10 @@ BAD = {  # (text replaced, by what): where, what is said
     ("flour: model", "flour: cake"): (":6:", "in a circle: cake <- bread <- cake", ""),
     ("flour: model", "tags: []"): (":8:", "stages.bread.flour is missing", ""),
     ("{preset: tiny}", "{}"): (":3:", "model needs exactly one of preset and path", ""),
-    ("{preset: tiny}", "{preset: 3}"): (":3:", "model.preset is 3", "string"),
+    ("{preset: tiny}", "{preset: tinny}"): (":3:", "model.preset is", "'tiny'"),
+    ("{preset: tiny}", "{path: nowhere}"): (":3:", "model.path: no folder /", "no model nowhere"),
+    ("{preset: tiny}", "{path: .}"): (":3:", "has no config.json", "Hugging Face format"),
+    ("{preset: tiny}", "{preset: tiny, chat_template: x}"): (":3:", "cannot be read", "No such file"),
     ("{id: kitchen}", "{id: kitchn}"): (":4:", "no environment called 'kitchn'", "'kitchen'"),
     ("{id: kitchen}", "{id: kitchen, meal: dinner,\n  guests: 9}"): (
         ":5:",
@@ -132,6 +164,7 @@ BAD = {  # (text replaced, by what): where, what is said
         "'lunch' or 'dinner'",
     ),
     ("{id: kitchen}", "{id: kitchen, meel: tea}"): (":4:", "environment.meel is not a known key", "'meal'"),
+    ("{id: kitchen}", "{id: kitchen, guests: -1}"): (":4:", "environment.guests is -1", "equal to 0"),
     ("{id: kitchen}", "{}"): (":4:", "environment.id", "kitchen"),
     ("{id: kitchen}", "[]"): (":4:", "environment must be a section", ""),
     ("seed: 3", "seed: -1"): (":2:", "seed is -1", "greater than or equal to 0"),
@@ -177,6 +210,7 @@ def test_a_bad_recipe_is_told_where_and_what(write, change: tuple[str, str]) -> 
         ("bread", "key=value"),
         ("=1", "key=value"),
         ("seed.x=1", "seed is not a section"),
+        ("stages.bread.tags.0=x", "tags.0"),
         ("cake.flour=egg", "'egg' makes a dataset"),
     ],
 )
@@ -228,7 +262,7 @@ def test_any_value_anywhere_gives_a_recipe_or_a_request_error(
         section = section[key]
     section[path[-1]] = value
     try:
-        recipe = resolve(document)
+        recipe = resolve(document, Path())
     except RequestError as error:
         assert error.where.startswith("dinner.yaml:")
     else:

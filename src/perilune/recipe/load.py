@@ -33,7 +33,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         )
     for override in overrides:
         _apply(document, override)
-    return resolve(document)
+    return resolve(document, path.parent)
 
 
 def bundled_recipe(name: str) -> Path:

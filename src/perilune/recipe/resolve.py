@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from perilune.bundle.plugin import OutputKind, consumed_fields, load_plugin, plugin_names
 from perilune.errors import RequestError
+from perilune.recipe.model_files import find_model, read_chat_template
 from perilune.recipe.problems import Problem, ProblemsError, nearest, raise_first, validate
-from perilune.recipe.schema import MODEL, Recipe, Stage
+from perilune.recipe.schema import MODEL, ModelSpec, Recipe, Stage
 from perilune.recipe.source import Document, KeyPath
 
 _BLANK_STAGE = {"name": "blank", "task": "blank"}
 
 
-def resolve(document: Document) -> Recipe:
+def resolve(document: Document, folder: Path) -> Recipe:
     """Validate a document and put its stages in an order in which they can run.
+
+    Args:
+        folder: what relative paths in the document are relative to.
 
     Raises:
         RequestError: the first thing that is wrong, by position in the file, and how many more there are.
@@ -32,11 +37,11 @@ def resolve(document: Document) -> Recipe:
                 value[section] = blank  # so that the rest is still checked
     try:
         recipe = validate(Recipe, value, (), "")
+        recipe = recipe.model_copy(update={"model": _located(recipe.model, document, folder)})
     except ProblemsError as found:
         problems += found.problems
-    if problems:
+    if problems or recipe is None:
         raise_first(sorted(problems, key=lambda p: _order(document.place(p.path))), document.place)
-    assert recipe is not None
     return recipe
 
 
@@ -52,6 +57,20 @@ def _order(place: str) -> tuple[bool, int, str]:
     """Sort key of a place: overrides first, then by line."""
     line = place.rpartition(":")[2]
     return (not place.startswith("--set"), int(line) if line.isdigit() else 0, place)
+
+
+def _located(model: ModelSpec, document: Document, folder: Path) -> ModelSpec:
+    """The model with its files found; what `--set` says is relative to where the command runs."""
+
+    def base(key: str) -> Path:
+        return Path.cwd() if document.place(("model", key)).startswith("--set") else folder
+
+    found: dict[str, str] = {}
+    if model.path is not None:
+        found["path"] = str(find_model(model.path, base("path")))
+    if model.chat_template is not None:
+        found["chat_template"] = read_chat_template(model.chat_template, base("chat_template"))
+    return model.model_copy(update=found)
 
 
 def _environment(value: Any) -> dict[str, Any]:

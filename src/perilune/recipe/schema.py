@@ -5,7 +5,7 @@ A stage's own fields belong to its task plugin, the environment's to its adapter
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -16,10 +16,13 @@ NAME_PATTERN = r"^[A-Za-z][A-Za-z0-9_-]{0,63}$"
 
 
 class ModelSpec(Frozen):
-    """The model that training starts from: a fresh one by `preset`, or weights at `path`."""
+    """The model that training starts from: a fresh one by `preset`, or weights at `path`.
 
-    preset: str | None = Field(None, description="name of a built-in architecture, trained from nothing")
-    path: str | None = Field(None, description="Hugging Face folder, or id of one in the local cache")
+    In a recipe that has been read, `path` is an absolute folder and `chat_template` the template's text.
+    """
+
+    preset: Literal["tiny"] | None = Field(None, description="built-in architecture, trained from nothing")
+    path: str | None = Field(None, description="Hugging Face folder, or id of a model in the local cache")
     chat_template: str | None = Field(None, description="Jinja file that replaces the model's own template")
 
     @model_validator(mode="after")

@@ -43,12 +43,16 @@ class Document:
         Raises:
             RequestError: when something on the way is not a section.
         """
-        section = self.value
-        for key in path[:-1]:
-            section = section.setdefault(key, {}) if isinstance(section, dict) else section[key]
-        if not isinstance(section, dict):
-            raise RequestError(f"{dotted(path[:-1])} is not a section that has keys", where=place)
-        section[path[-1]] = value
+        section: Any = self.value
+        parent: Any = None
+        for depth, key in enumerate(path):
+            if not isinstance(section, list if isinstance(key, int) else dict):
+                raise RequestError(f"{dotted(path[:depth])} is not a section that has keys", where=place)
+            if isinstance(key, str) and key not in section:
+                section[key] = {}
+                self.places[path[: depth + 1]] = place
+            parent, section = section, section[key]
+        parent[path[-1]] = value
         self.places = {old: at for old, at in self.places.items() if old[: len(path)] != path}
         self.places[path] = place
 

@@ -1,0 +1,49 @@
+"""What a recipe will do, derived before any work starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+
+from perilune.bundle.plugin import load_plugin
+from perilune.errors import RequestError
+from perilune.recipe.schema import job_for
+
+if TYPE_CHECKING:
+    from perilune.recipe.schema import Recipe
+
+
+def derive(recipe: Recipe) -> list[dict[str, Any]]:
+    """What each stage's plugin derives from its job, in the order in which stages run.
+
+    Raises:
+        RequestError: when a stage cannot work, naming the stage.
+    """
+    stages = []
+    for stage in recipe.stages:
+        try:
+            figures = dict(load_plugin(stage.task).plan(job_for(recipe, stage)))
+        except RequestError as error:
+            where = f"stages.{stage.name}" + (f": {error.where}" if error.where else "")
+            raise RequestError(error.what, where=where, remedy=error.remedy) from None
+        stages.append(
+            {"name": stage.name, "task": stage.task, "consumes": stage.consumes, "derived": figures}
+        )
+    return stages
+
+
+def print_plan(recipe: Recipe, stages: Sequence[dict[str, Any]], out: TextIO) -> None:
+    """Print what was derived, a block a stage."""
+    model = recipe.model.preset or recipe.model.path
+    environment = "/".join(
+        str(recipe.environment[key]) for key in ("id", "task") if key in recipe.environment
+    )
+    lines = [f"{recipe.name}, seed {recipe.seed}: model {model}, environment {environment}"]
+    labels = [name for stage in stages for name in stage["derived"]]
+    width = max((len(label) for label in labels), default=0)
+    for stage in stages:
+        taken = ", ".join(f"{field} from {source}" for field, source in stage["consumes"].items())
+        lines.append(f"  {stage['name']}: {stage['task']}" + (f" ({taken})" if taken else ""))
+        lines += [f"      {name:<{width}}  {value}" for name, value in stage["derived"].items()]
+    out.write("\n".join(lines) + "\n")
+    out.flush()

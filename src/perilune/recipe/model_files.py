@@ -1,0 +1,56 @@
+"""Where a recipe's model lies on this machine. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from perilune.recipe.problems import Problem, ProblemsError
+
+REQUIRED = "config.json"  # what makes a folder a Hugging Face model
+
+
+def find_model(path: str, base: Path) -> Path:
+    """The absolute folder of the model called `path`: a folder (relative to `base`), or an id in the cache.
+
+    Raises:
+        ProblemsError: when it is neither, or the folder is no Hugging Face model.
+    """
+    folder = (base / Path(path).expanduser()).absolute()
+    found = folder if folder.is_dir() else _cached(path)
+    if found is None:
+        what = f"model.path: no folder {folder}, and no model {path} in the Hugging Face cache"
+        raise ProblemsError([Problem(("model", "path"), what, f"hf download {path}")])
+    if not (found / REQUIRED).is_file():
+        what = f"model.path: {found} has no {REQUIRED}"
+        raise ProblemsError([Problem(("model", "path"), what, "a folder in Hugging Face format")])
+    return found
+
+
+def read_chat_template(path: str, base: Path) -> str:
+    """Text of the chat template in the file `path` (relative to `base`).
+
+    Raises:
+        ProblemsError: when it cannot be read.
+    """
+    file = (base / Path(path).expanduser()).absolute()
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        what = f"model.chat_template: {file} cannot be read: {reason}"
+        raise ProblemsError([Problem(("model", "chat_template"), what)]) from None
+
+
+def _cached(model_id: str) -> Path | None:
+    """The snapshot of `model_id` that the Hugging Face cache calls main, or None."""
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+    if model_id.startswith((".", "/", "~")) or ".." in model_id:
+        return None
+    model = cache / f"models--{model_id.replace('/', '--')}"
+    try:
+        snapshot = model / "snapshots" / (model / "refs" / "main").read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    return snapshot if snapshot.is_dir() else None
