@@ -1,1 +1,1 @@
-"""Runs a bundle somewhere and brings the evidence home; never learns what a task is."""
+"""Runs a bundle somewhere and brings the evidence home. Knows files and processes, never what a task is."""

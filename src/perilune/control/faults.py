@@ -1,0 +1,29 @@
+"""Named points between two durable writes, at which tests end the process as a power cut would."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+KILL_AT = "PERILUNE_KILL_AT"  # environment variable: the point at which to die
+
+POINTS = (
+    "submit.frozen",
+    "submit.published",
+    "submit.accepted",
+    "admit.committed",
+    "stage.intended",
+    "stage.done",
+    "stage.committed",
+    "start.intended",
+    "start.done",
+    "adopt.committed",
+    "finalize.begun",
+    "finalize.committed",
+)
+
+
+def reached(point: str) -> None:
+    """Die here, at once and without a trace, if a test asked for it."""
+    if os.environ.get(KILL_AT) == point:
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,135 @@
+"""The home directory: where state, experiments, bundles and attempts lie."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from perilune.bundle.storage import remove_tree
+from perilune.control.ids import new_ulid
+from perilune.errors import RequestError
+
+SWEEP_AFTER = 60.0  # seconds; a maker has locked its directory long before
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Paths under one home.
+
+    ```
+    state.db                       what was wanted and what was seen
+    experiments/<id>/              the recipe as submitted
+    runs/<run>/bundle/             frozen, read-only
+    runs/<run>/attempts/<N>/       working copy of the bundle, with what attempt N observed
+    tmp/<nonce>/                   being made; renamed into place when whole
+    ```
+    """
+
+    root: Path
+
+    @classmethod
+    def open(cls, root: Path | None = None) -> Home:
+        """Open, and where needed make, the home at `root`, else $PERILUNE_HOME, else ~/.perilune.
+
+        Raises:
+            RequestError: when it cannot be written to.
+        """
+        chosen = root or Path(os.environ.get("PERILUNE_HOME") or "~/.perilune")
+        home = cls(chosen.expanduser().absolute())
+        try:
+            for directory in (home.experiments, home.runs, home.temporary):
+                directory.mkdir(parents=True, exist_ok=True)
+            probe = home.temporary / f".{new_ulid()}"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise RequestError(
+                f"cannot write to the home directory ({error.strerror or error})",
+                where=str(home.root),
+                remedy="point PERILUNE_HOME at a directory that can be written to",
+            ) from None
+        return home
+
+    @property
+    def database(self) -> Path:
+        """The SQLite file."""
+        return self.root / "state.db"
+
+    @property
+    def experiments(self) -> Path:
+        """One directory an experiment."""
+        return self.root / "experiments"
+
+    @property
+    def runs(self) -> Path:
+        """One directory a run."""
+        return self.root / "runs"
+
+    @property
+    def temporary(self) -> Path:
+        """Directories being made, on the same file system as what they become."""
+        return self.root / "tmp"
+
+    def experiment(self, experiment_id: str) -> Path:
+        """Directory of an experiment."""
+        return self.experiments / experiment_id
+
+    def run(self, run_id: str) -> Path:
+        """Directory of a run."""
+        return self.runs / run_id
+
+    def bundle(self, run_id: str) -> Path:
+        """The frozen bundle of a run."""
+        return self.run(run_id) / "bundle"
+
+    def attempt(self, run_id: str, number: int) -> Path:
+        """Working copy of the bundle in which attempt `number` runs."""
+        return self.run(run_id) / "attempts" / str(number)
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """A new directory to prepare something in, locked until the block ends, then removed if still there.
+
+        Whoever renames it away keeps it (and the lock, until the block ends). One left by a killed
+        process is recognised by its free lock and swept.
+        """
+        path = self.temporary / new_ulid()
+        path.mkdir()
+        try:
+            with locked(path, wait=True):
+                yield path
+        finally:
+            if path.exists():
+                remove_tree(path)
+
+    def sweep(self) -> None:
+        """Remove scratch directories whose makers are dead."""
+        for path in self.temporary.iterdir():
+            if path.is_dir() and time.time() - path.stat().st_mtime > SWEEP_AFTER:
+                with locked(path) as mine:
+                    if mine:
+                        remove_tree(path)
+
+
+@contextmanager
+def locked(directory: Path, *, wait: bool = False) -> Iterator[bool]:
+    """Hold the flock on `directory`/lock; yields whether it was got. The kernel frees it when we die."""
+    try:
+        descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except FileNotFoundError:  # swept meanwhile
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,17 @@
+"""ULIDs: identifiers that sort by the time they were made."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"  # Crockford's base 32
+
+
+def new_ulid() -> str:
+    """A 26-character ULID: 48 bits of milliseconds since 1970, then 80 random bits.
+
+    Source: https://github.com/ulid/spec
+    """
+    value = (time.time_ns() // 1_000_000) << 80 | secrets.randbits(80)
+    return "".join(ALPHABET[value >> shift & 31] for shift in range(125, -1, -5))

@@ -1,0 +1,307 @@
+"""What was wanted and what was seen, in SQLite: projections, an append-only event log, and intents.
+
+Every change of a projection is made in the transaction that appends its event. States are guarded by the
+tables in `transitions`: assigning a state that may not follow raises. Transactions begin IMMEDIATE, so
+they never fail half-way for want of the write lock; `synchronous=FULL` keeps an acknowledged commit
+through a power cut.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from sqlalchemy import JSON, Engine, ForeignKey, ForeignKeyConstraint, create_engine, event, select
+from sqlalchemy.exc import DatabaseError
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, validates
+
+from perilune.control.home import Home
+from perilune.control.transitions import (
+    AttemptState,
+    Cleanup,
+    Reachability,
+    RunState,
+    check_attempt,
+    check_run,
+)
+from perilune.errors import PeriluneError, RequestError, WorkFailedError
+from perilune.files import canonical_json, sha256_bytes
+
+SCHEMA_VERSION = 1
+BUSY_SECONDS = 30.0
+
+
+class Base(DeclarativeBase):
+    """Base of all tables."""
+
+
+class Experiment(Base):
+    """One submission of a recipe; the same resolved recipe is the same experiment."""
+
+    __tablename__ = "experiments"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str]
+    recipe_digest: Mapped[str] = mapped_column(unique=True)
+    created: Mapped[float]
+    used: Mapped[float]  # when it was last submitted: the latest experiment is the largest
+
+
+class Stage(Base):
+    """Which run stands for a stage of an experiment. A run may serve stages of several experiments."""
+
+    __tablename__ = "stages"
+
+    experiment_id: Mapped[str] = mapped_column(ForeignKey("experiments.id"), primary_key=True)
+    position: Mapped[int] = mapped_column(primary_key=True)
+    name: Mapped[str]
+    run_id: Mapped[str | None] = mapped_column(ForeignKey("runs.id"))
+
+
+class Run(Base):
+    """What was wanted. `state` is the outcome and nothing else; `desired` is what the user asks for now."""
+
+    __tablename__ = "runs"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    submit_key: Mapped[str] = mapped_column(unique=True)
+    experiment_id: Mapped[str] = mapped_column(ForeignKey("experiments.id"), index=True)
+    stage: Mapped[str]
+    task: Mapped[str]
+    bundle_digest: Mapped[str] = mapped_column(index=True)
+    state: Mapped[str] = mapped_column(default=RunState.QUEUED.value)
+    desired: Mapped[str] = mapped_column(default=RunState.SUCCEEDED.value)
+    current_epoch: Mapped[int] = mapped_column(default=0)
+    manifest_digest: Mapped[str | None]  # of the committed result
+    retry_of: Mapped[str | None] = mapped_column(ForeignKey("runs.id"))
+    cause: Mapped[str] = mapped_column(default="")
+    message: Mapped[str] = mapped_column(default="")
+    not_before: Mapped[float] = mapped_column(default=0.0)
+    created: Mapped[float]
+    ended: Mapped[float | None]
+
+    @validates("state")
+    def _state_may_follow(self, _: str, new: str) -> str:
+        if self.state is not None:
+            check_run(RunState(self.state), RunState(new))
+        return new
+
+
+class Attempt(Base):
+    """One try on one machine. Outcome, reachability and cleanup are three fields; none overwrites another."""
+
+    __tablename__ = "attempts"
+
+    run_id: Mapped[str] = mapped_column(ForeignKey("runs.id"), primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True)  # the fencing epoch
+    state: Mapped[str] = mapped_column(default=AttemptState.PLANNED.value)
+    reachability: Mapped[str] = mapped_column(default=Reachability.UNKNOWN.value)
+    unreachable_since: Mapped[dict[str, Any] | None] = mapped_column(JSON)
+    cleanup: Mapped[str] = mapped_column(default=Cleanup.NONE.value)
+    placement: Mapped[str]
+    launcher: Mapped[str]
+    cause: Mapped[str] = mapped_column(default="")
+    message: Mapped[str] = mapped_column(default="")
+    exit_code: Mapped[int | None]
+    signal: Mapped[int | None]
+    manifest_digest: Mapped[str | None]
+    created: Mapped[float]
+    ended: Mapped[float | None]
+
+    @validates("state")
+    def _state_may_follow(self, _: str, new: str) -> str:
+        if self.state is not None:
+            check_attempt(AttemptState(self.state), AttemptState(new))
+        return new
+
+
+class Operation(Base):
+    """An effect on the world: its intent is committed before it happens, and it is findable by its key."""
+
+    __tablename__ = "operations"
+    __table_args__ = (ForeignKeyConstraint(["run_id", "epoch"], ["attempts.run_id", "attempts.number"]),)
+
+    key: Mapped[str] = mapped_column(primary_key=True)  # run/epoch/verb/ordinal
+    run_id: Mapped[str]
+    epoch: Mapped[int]
+    verb: Mapped[str]
+    status: Mapped[str] = mapped_column(default="intent")  # then "done"
+    created: Mapped[float]
+    ended: Mapped[float | None]
+
+
+class Event(Base):
+    """One thing that happened. Append-only; each row's hash covers the row before it."""
+
+    __tablename__ = "events"
+
+    seq: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    time: Mapped[float]
+    run_id: Mapped[str | None] = mapped_column(index=True)
+    epoch: Mapped[int | None]
+    kind: Mapped[str]
+    detail: Mapped[dict[str, Any]] = mapped_column(JSON)
+    hash: Mapped[str]
+
+
+APPEND_ONLY = [
+    f"CREATE TRIGGER events_no_{verb} BEFORE {verb} ON events BEGIN SELECT RAISE(ABORT, 'append-only'); END"
+    for verb in ("update", "delete")
+]
+
+
+class Store:
+    """The database of one home."""
+
+    def __init__(self, home: Home) -> None:
+        self.home = home
+        self.engine = _sqlite(home)
+        with self.transaction() as session:
+            connection = session.connection()
+            found = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
+            if found == 0:
+                Base.metadata.create_all(connection)
+                for statement in APPEND_ONLY:
+                    connection.exec_driver_sql(statement)
+                connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            elif found != SCHEMA_VERSION:
+                raise RequestError(
+                    f"state is of schema {found}; this version of perilune reads schema {SCHEMA_VERSION}",
+                    where=str(home.database),
+                    remedy="use the version that made it, or another PERILUNE_HOME",
+                )
+
+    @contextmanager
+    def transaction(self) -> Iterator[Session]:
+        """A session that holds the write lock; commits at the end, rolls back on any exception.
+
+        Rows stay readable after the block.
+
+        Raises:
+            WorkFailedError: the disk is full or the file is damaged.
+            RequestError: the file cannot be written to.
+        """
+        try:
+            with Session(self.engine, expire_on_commit=False) as session, session.begin():
+                yield session
+        except DatabaseError as error:
+            raise _explain(error, self.home) from error
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Session]:
+        """A session on one consistent state of the database; takes no write lock."""
+        reader = self.engine.execution_options(begin="DEFERRED")
+        try:
+            with Session(reader, expire_on_commit=False, autoflush=False) as session:
+                yield session
+        except DatabaseError as error:
+            raise _explain(error, self.home) from error
+
+    def close(self) -> None:
+        """Give back connections."""
+        self.engine.dispose()
+
+
+def record(
+    session: Session, kind: str, *, run_id: str | None = None, epoch: int | None = None, **detail: Any
+) -> None:
+    """Append an event in the caller's transaction."""
+    last = session.scalars(select(Event).order_by(Event.seq.desc()).limit(1)).first()
+    row = Event(time=time.time(), run_id=run_id, epoch=epoch, kind=kind, detail=detail)
+    row.hash = _event_hash(last.hash if last else "", row)
+    session.add(row)
+    session.flush()
+
+
+def verify_events(session: Session) -> int | None:
+    """Sequence number of the first event that does not follow from the one before it, or None."""
+    previous = ""
+    for row in session.scalars(select(Event).order_by(Event.seq)):
+        if row.hash != _event_hash(previous, row):
+            return row.seq
+        previous = row.hash
+    return None
+
+
+def move_run(session: Session, run: Run, state: RunState, *, cause: str = "", message: str = "") -> None:
+    """Give a run its next state, with the event that says so.
+
+    Raises:
+        IllegalTransitionError: when that state may not follow.
+    """
+    run.state = state.value
+    run.cause, run.message = cause, message
+    if state.terminal:
+        run.ended = time.time()
+    record(session, f"run.{state.value}", run_id=run.id, epoch=run.current_epoch, **_said(cause, message))
+
+
+def move_attempt(
+    session: Session, attempt: Attempt, state: AttemptState, *, cause: str = "", message: str = ""
+) -> None:
+    """Give an attempt its next state, with the event that says so.
+
+    Raises:
+        IllegalTransitionError: when that state may not follow.
+    """
+    attempt.state = state.value
+    if state.terminal:
+        attempt.cause, attempt.message, attempt.ended = cause, message, time.time()
+    record(
+        session,
+        f"attempt.{state.value}",
+        run_id=attempt.run_id,
+        epoch=attempt.number,
+        **_said(cause, message),
+    )
+
+
+def _said(cause: str, message: str) -> dict[str, str]:
+    return {name: text for name, text in (("cause", cause), ("message", message)) if text}
+
+
+def _event_hash(previous: str, row: Event) -> str:
+    content: Mapping[str, Any] = {
+        "previous": previous,
+        "time": row.time,
+        "run": row.run_id,
+        "epoch": row.epoch,
+        "kind": row.kind,
+        "detail": row.detail,
+    }
+    return sha256_bytes(canonical_json(content))
+
+
+def _sqlite(home: Home) -> Engine:
+    engine = create_engine(f"sqlite:///{home.database}", connect_args={"timeout": BUSY_SECONDS})
+
+    @event.listens_for(engine, "connect")
+    def _configure(connection: Any, _: Any) -> None:
+        connection.isolation_level = None  # we say BEGIN ourselves
+        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+            connection.execute(f"PRAGMA {pragma}")
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Any) -> None:
+        mode = connection.get_execution_options().get("begin", "IMMEDIATE")
+        connection.exec_driver_sql(f"BEGIN {mode}")
+
+    return engine
+
+
+def _explain(error: DatabaseError, home: Home) -> PeriluneError:
+    text = str(error.orig)
+    where = str(home.database)
+    if "full" in text:
+        return WorkFailedError("the disk is full; nothing was changed", where=where, remedy="free some space")
+    if "readonly" in text or "unable to open" in text:
+        return RequestError(f"cannot write the state database ({text})", where=where)
+    if "not a database" in text or "malformed" in text:
+        return WorkFailedError(f"the state database is damaged ({text})", where=where)
+    if "locked" in text:
+        return WorkFailedError(
+            f"another process has held the state database for {BUSY_SECONDS:.0f} s", where=where
+        )
+    return WorkFailedError(f"state database: {text}", where=where)

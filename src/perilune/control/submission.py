@@ -1,0 +1,122 @@
+"""From a job to an accepted run: frozen first, then recorded in one transaction, under an idempotency key."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from perilune.bundle.storage import storage_errors
+from perilune.control.faults import reached
+from perilune.control.home import Home
+from perilune.control.ids import new_ulid
+from perilune.control.reconcile import LIVE_RUNS
+from perilune.control.store import Run, Stage, Store, record
+from perilune.control.transitions import RunState
+from perilune.errors import RequestError
+from perilune.files import fsync_directory
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a submission asks for: a stage of an experiment, and optionally the run it repeats.
+
+    Attributes:
+        key: idempotency key; None takes one made of experiment, stage, digest and how often that was
+            tried, so that two commands asking for the same thing at once get one run.
+    """
+
+    experiment_id: str
+    stage: str
+    task: str
+    key: str | None = None
+    retry_of: str | None = None
+
+
+def submit(
+    home: Home,
+    store: Store,
+    wish: Wish,
+    freeze: Callable[[Path], str],
+    reusable: Callable[[Run], bool] = lambda run: False,
+) -> Run:
+    """Get the run that fulfils a wish: one that has succeeded or is under way with the same bundle, else new.
+
+    The bundle lies durable in its place before the run is recorded. A kill before that leaves a directory
+    that the next reconcile removes; a kill after it leaves an accepted run.
+
+    Args:
+        freeze: makes the bundle at the path it is given and returns its digest.
+        reusable: whether a succeeded run's evidence still is whole.
+
+    Raises:
+        RequestError: the key has been used for another bundle, or freezing failed.
+    """
+    with home.scratch() as scratch:
+        digest = freeze(scratch / "bundle")
+        reached("submit.frozen")
+        run_id = new_ulid()
+        with storage_errors("keep the bundle", home.runs):
+            scratch.rename(home.run(run_id))
+            fsync_directory(home.runs)
+        reached("submit.published")
+        try:
+            with store.transaction() as session:
+                run = _existing(session, wish, digest, reusable) or _accept(session, wish, digest, run_id)
+                _link(session, wish, run.id)
+        except BaseException:
+            home.run(run_id).rename(scratch)  # is removed with the block
+            raise
+        reached("submit.accepted")
+        if run.id != run_id:
+            home.run(run_id).rename(scratch)
+        return run
+
+
+def _existing(session: Session, wish: Wish, digest: str, reusable: Callable[[Run], bool]) -> Run | None:
+    if wish.key is not None:
+        run = session.scalars(select(Run).where(Run.submit_key == wish.key)).one_or_none()
+        if run is not None and run.bundle_digest != digest:
+            raise RequestError(
+                f"the key '{wish.key}' was used for another bundle (run {run.id})",
+                where=f"stage {wish.stage}",
+                remedy="use a new key, or submit exactly what was submitted before",
+            )
+        return run
+    same = list(session.scalars(select(Run).where(Run.bundle_digest == digest).order_by(Run.id.desc())))
+    for run in same:
+        if run.state in LIVE_RUNS and run.desired != RunState.CANCELLED:
+            return run
+    return next((run for run in same if run.state == RunState.SUCCEEDED and reusable(run)), None)
+
+
+def _accept(session: Session, wish: Wish, digest: str, run_id: str) -> Run:
+    mine = select(Run).where(Run.bundle_digest == digest, Run.experiment_id == wish.experiment_id)
+    before = list(session.scalars(mine.where(Run.stage == wish.stage).order_by(Run.id)))
+    run = Run(
+        id=run_id,
+        submit_key=wish.key or f"{wish.experiment_id}/{wish.stage}/{digest}/{len(before)}",
+        experiment_id=wish.experiment_id,
+        stage=wish.stage,
+        task=wish.task,
+        bundle_digest=digest,
+        retry_of=wish.retry_of or (before[-1].id if before else None),
+        created=time.time(),
+    )
+    session.add(run)
+    session.flush()
+    record(session, "run.queued", run_id=run_id, stage=wish.stage, digest=digest, key=run.submit_key)
+    return run
+
+
+def _link(session: Session, wish: Wish, run_id: str) -> None:
+    """From now on `run_id` stands for the stage of the experiment."""
+    query = select(Stage).where(Stage.experiment_id == wish.experiment_id, Stage.name == wish.stage)
+    stage = session.scalars(query).one()
+    if stage.run_id != run_id:
+        stage.run_id = run_id
+        record(session, "stage.linked", run_id=run_id, experiment=wish.experiment_id, stage=wish.stage)

@@ -1,0 +1,159 @@
+"""Who may run a bundle: at most one worker at a time, and never one of an older attempt than was seen."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from perilune.bundle.storage import storage_errors
+from perilune.errors import RequestError
+from perilune.execution.processes import Presence, ProcessIdentity, kill_all, marked
+from perilune.files import canonical_json, fsync_directory, read_json
+
+MARK = "PERILUNE_CLAIM"  # environment variable: every process of an attempt carries its claim's nonce
+LEFTOVER_GRACE = 2.0  # seconds between TERM and KILL for processes of an attempt whose worker is dead
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The right to run a bundle as attempt `epoch`, held by one process."""
+
+    epoch: int
+    host: str
+    boot_id: str
+    pid: int
+    starttime: int
+    nonce: str
+
+    @property
+    def process(self) -> ProcessIdentity:
+        """The worker that claimed it."""
+        return ProcessIdentity(self.host, self.boot_id, self.pid, self.starttime)
+
+    def end_leftovers(self, grace: float = LEFTOVER_GRACE) -> bool:
+        """End every process started under this claim; False when one cannot be ended.
+
+        For use once the worker itself is dead: it does not carry the mark.
+        """
+        return kill_all(lambda: marked(MARK, self.nonce), grace=grace)
+
+
+def read_claim(runtime: Path) -> Claim | None:
+    """The claim in force, or None when the bundle was never claimed.
+
+    Raises:
+        RequestError: when claim.json is damaged.
+    """
+    path = runtime / "claim.json"
+    if not path.exists():
+        return None
+    fields: dict[str, Any] = read_json(path)
+    try:
+        return Claim(**fields)
+    except TypeError:
+        raise RequestError("not a claim", where=str(path), remedy="run a fresh copy of the bundle") from None
+
+
+@contextmanager
+def claimed(bundle: Path, epoch: int | None = None) -> Iterator[Claim]:
+    """Claim the bundle for this process and hold it until the block ends.
+
+    Args:
+        epoch: number of the attempt; None takes the one after the last that was seen.
+
+    Raises:
+        RequestError: when a living worker holds it, when `epoch` was seen before or is older than one that
+            was, or when `epoch` is None and the bundle has a result.
+    """
+    runtime = bundle / "runtime"
+    with storage_errors("claim the bundle", runtime):
+        runtime.mkdir(exist_ok=True)
+        descriptor = os.open(runtime / "worker.lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _busy(bundle, read_claim(runtime)) from None
+        previous = read_claim(runtime)
+        number = _admit(bundle, epoch, previous)
+        if previous is not None:
+            _retire(bundle, previous)
+        with storage_errors("claim the bundle", runtime):
+            claim = _write(runtime, number)
+        yield claim
+    finally:
+        os.close(descriptor)
+
+
+def _admit(bundle: Path, epoch: int | None, previous: Claim | None) -> int:
+    seen = previous.epoch if previous else 0
+    if epoch is None:
+        if (bundle / "runtime" / "result.json").exists():
+            raise RequestError(
+                f"this bundle has been run to its end (attempt {seen})",
+                where=str(bundle),
+                remedy=f"run a fresh copy, or say --epoch {seen + 1} to run it again in place",
+            )
+        return seen + 1
+    if epoch < seen:
+        raise RequestError(
+            f"attempt {epoch} is out of date: attempt {seen} has begun",
+            where=str(bundle),
+            remedy="nothing to do; the newer attempt goes on",
+        )
+    if epoch == seen:
+        raise RequestError(
+            f"attempt {epoch} has been claimed already and cannot begin twice",
+            where=str(bundle),
+            remedy=f"--epoch {epoch + 1}",
+        )
+    return epoch
+
+
+def _busy(bundle: Path, holder: Claim | None) -> RequestError:
+    who = f"worker {holder.pid} (attempt {holder.epoch})" if holder else "another worker"
+    return RequestError(
+        f"{who} is running this bundle",
+        where=str(bundle),
+        remedy="wait for it, or stop it with `perilune cancel`",
+    )
+
+
+def _retire(bundle: Path, previous: Claim) -> None:
+    """Make room for a newer attempt: what is left of the older one ends, its verdict is kept aside."""
+    if previous.process.presence() is not Presence.UNKNOWN and not previous.end_leftovers():
+        raise RequestError(
+            f"processes of attempt {previous.epoch} cannot be ended",
+            where=str(bundle),
+            remedy="restart the machine, or run a fresh copy of the bundle",
+        )
+    (bundle / "artifacts" / "manifest.json").unlink(missing_ok=True)
+    for name in ("result", "claim"):
+        with contextlib.suppress(FileNotFoundError):
+            path = bundle / "runtime" / f"{name}.json"
+            path.rename(path.with_name(f"{name}.{previous.epoch}.json"))
+
+
+def _write(runtime: Path, epoch: int) -> Claim:
+    """Write claim.json whole, or fail when it exists (a hard link never replaces)."""
+    me = ProcessIdentity.of(os.getpid())
+    assert me is not None
+    claim = Claim(epoch, me.host, me.boot_id, me.pid, me.starttime, secrets.token_hex(16))
+    temporary = runtime / f".claim.{claim.nonce}.tmp"
+    try:
+        with temporary.open("wb") as file:
+            file.write(canonical_json(asdict(claim)) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        (runtime / "claim.json").hardlink_to(temporary)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_directory(runtime)
+    return claim

@@ -1,0 +1,1 @@
+"""How a worker is started: in a plain process, later in a container."""

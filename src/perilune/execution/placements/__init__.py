@@ -1,0 +1,1 @@
+"""Where a bundle runs: on this machine, later on others."""

@@ -1,0 +1,170 @@
+"""Processes: who one is beyond its number, whether it still lives, and how to end a whole family of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+POLL_SECONDS = 0.02
+UNKILLABLE_SECONDS = 10.0
+
+
+class Presence(StrEnum):
+    """What an observation says. UNKNOWN justifies nothing destructive."""
+
+    PRESENT = "present"
+    ABSENT = "absent"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """A process, told apart from later ones that are given the same number.
+
+    Attributes:
+        host: the machine and its process namespace; numbers mean nothing elsewhere.
+        boot_id: changes with every boot of the machine.
+        pid: process number.
+        starttime: clock ticks from boot to the process's start (not a wall clock).
+    """
+
+    host: str
+    boot_id: str
+    pid: int
+    starttime: int
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessIdentity | None:
+        """Identity of a process that lives now, or None; a zombie does not live."""
+        started = _starttime(pid)
+        return None if started is None else cls(host_id(), boot_id(), pid, started)
+
+    @classmethod
+    def parse(cls, fields: dict[str, Any]) -> ProcessIdentity:
+        """Read back what `asdict` wrote; further keys are ignored."""
+        return cls(str(fields["host"]), str(fields["boot_id"]), int(fields["pid"]), int(fields["starttime"]))
+
+    def asdict(self) -> dict[str, Any]:
+        """As JSON-able fields."""
+        return asdict(self)
+
+    def presence(self) -> Presence:
+        """Whether it lives; UNKNOWN when it belongs to another machine or process namespace."""
+        if self.host != host_id():
+            return Presence.UNKNOWN
+        if self.boot_id != boot_id():
+            return Presence.ABSENT
+        return Presence.PRESENT if _starttime(self.pid) == self.starttime else Presence.ABSENT
+
+    def send(self, number: signal.Signals) -> bool:
+        """Send a signal to exactly this process; False when it is gone or not ours to see."""
+        if self.presence() is not Presence.PRESENT:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+            return True
+        return False
+
+
+def host_id() -> str:
+    """This machine and process namespace: machine id, then the namespace's inode where there is one."""
+    machine = _first_line("/etc/machine-id", "/var/lib/dbus/machine-id") or os.uname().nodename
+    with contextlib.suppress(OSError):
+        return f"{machine}/{Path('/proc/self/ns/pid').readlink()}"
+    return machine
+
+
+def boot_id() -> str:
+    """A string that changes with every boot."""
+    return _first_line("/proc/sys/kernel/random/boot_id") or f"{psutil.boot_time():.0f}"
+
+
+def marked(variable: str, value: str) -> list[psutil.Process]:
+    """Processes of this user that were started with `variable=value` in their environment.
+
+    A child inherits the mark, also when it left its parent's process group and session.
+    """
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get(variable) == value:
+                found.append(process)
+    return found
+
+
+def kill_all(find: Callable[[], Iterable[psutil.Process]], *, grace: float) -> bool:
+    """End every process that `find` names: TERM, up to `grace` seconds, then KILL.
+
+    `find` is asked again after every round, so that processes started meanwhile do not escape. Exit
+    statuses are left to the parents.
+
+    Returns:
+        True when none is left; False when some outlived KILL for `UNKILLABLE_SECONDS` (a hung disk).
+    """
+    if not (victims := _living(find())):
+        return True
+    if grace > 0:
+        _signal(victims, signal.SIGTERM)
+    deadline = time.monotonic() + grace
+    while time.monotonic() < deadline:
+        if not _living(find()):
+            return True
+        time.sleep(POLL_SECONDS)
+    deadline = time.monotonic() + UNKILLABLE_SECONDS
+    while victims := _living(find()):
+        if time.monotonic() > deadline:
+            return False
+        _signal(victims, signal.SIGKILL)
+        time.sleep(POLL_SECONDS)
+    return True
+
+
+def _living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    living = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                living.append(process)
+    return living
+
+
+def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(number)
+
+
+def _starttime(pid: int) -> int | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return None if Path("/proc/self/stat").exists() else _starttime_without_proc(pid)
+    except (ProcessLookupError, PermissionError):
+        return None
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state in "ZX" else int(fields[18])
+
+
+def _starttime_without_proc(pid: int) -> int | None:
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else int(process.create_time() * 100)
+    except psutil.Error:
+        return None
+
+
+def _first_line(*paths: str) -> str:
+    for path in paths:
+        with contextlib.suppress(OSError):
+            if text := Path(path).read_text().strip():
+                return text
+    return ""

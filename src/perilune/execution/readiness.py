@@ -1,0 +1,263 @@
+"""What a machine needs before it runs anything, what it could use, and the command that brings each.
+
+Nothing is imported to be checked: a broken package must not break the doctor.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import runpy
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from packaging.requirements import Requirement
+
+from perilune.bundle.machine import Machine
+
+Status = Literal["ok", "advice", "missing"]
+
+_GIB = 2**30
+_MEMORY_NEEDED, _MEMORY_ADVISED = 1 * _GIB, 4 * _GIB  # the quickstart peaks below the first
+_DISK_NEEDED, _DISK_ADVISED = _GIB // 4, 2 * _GIB
+# SQLite's write-ahead log needs shared memory between its users, which these do not give.
+_NETWORK_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smbfs", "smb3", "9p", "afs", "fuse.sshfs"})
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        name: what.
+        status: "ok"; "advice", something works less well or not at all, and nothing depends on it here;
+            "missing", nothing runs before it is mended.
+        found: what was seen.
+        remedy: the command, or else the deed, that mends it; "" when ok.
+    """
+
+    name: str
+    status: Status
+    found: str
+    remedy: str = ""
+
+
+def examine(machine: Machine) -> Iterator[Finding]:
+    """Every finding about this machine and this installation, the necessary ones first."""
+    installed = _version("perilune") is not None
+    if installed:
+        yield from _packages()
+    else:
+        found = "not installed; only its source is on the path"
+        yield Finding("perilune", "missing", found, _pip_install("-e", "."))
+    yield from _processor(machine)
+    yield _memory(machine)
+    yield _gpu(machine)
+    yield from _programs()
+    if installed:
+        yield from _extras()
+
+
+def examine_home(home: Path) -> Iterator[Finding]:
+    """Room and kind of the file system that holds the writable directory `home`."""
+    free = shutil.disk_usage(home).free
+    found = f"{free / _GIB:.1f} GiB free in {home}"
+    remedy = "export PERILUNE_HOME=/a/folder/with/room"
+    if free < _DISK_NEEDED:
+        yield Finding("disk", "missing", found, remedy)
+    else:
+        yield (
+            Finding("disk", "ok", found)
+            if free >= _DISK_ADVISED
+            else Finding("disk", "advice", found, remedy)
+        )
+    kind = _file_system(home)
+    if kind in _NETWORK_FILE_SYSTEMS:
+        found = f"{home} is on a network file system ({kind}), where SQLite is not safe"
+        yield Finding("file system", "advice", found, "export PERILUNE_HOME=/a/local/folder")
+
+
+def package_versions() -> dict[str, str | None]:
+    """Installed version of every package Perilune requires, None where one is absent."""
+    installed = _version("perilune") is not None
+    return {need.name: _version(need.name) for need in _requirements()} if installed else {}
+
+
+def _packages() -> Iterator[Finding]:
+    yield Finding("perilune", "ok", f"{_version('perilune')}, Python {platform.python_version()}")
+    needs = _requirements()
+    wrong = []
+    for need in needs:
+        version = _version(need.name)
+        if version is None:
+            wrong.append((need, "absent"))
+        elif not need.specifier.contains(version, prereleases=True):
+            wrong.append((need, f"version {version}, needs {need.specifier}"))
+    for need, found in wrong:
+        yield Finding(need.name, "missing", found, _pip_install(f"{need.name}{need.specifier}"))
+    if not wrong:
+        yield Finding("packages", "ok", f"all {len(needs)} that are required, in versions that fit")
+    if not metadata.entry_points(group="perilune.tasks"):
+        yield Finding(
+            "tasks", "missing", "no task plugin is registered", _pip_install("--force-reinstall", "perilune")
+        )
+
+
+def _processor(machine: Machine) -> Iterator[Finding]:
+    processor = machine.processor
+    found = f"{processor.model}, {processor.usable_cores:g} of {processor.logical_cores} cores usable"
+    if processor.usable_cores < 1:
+        remedy = "give the container one core at least: docker run --cpus 1"
+        yield Finding("processor", "advice", found, remedy)
+    else:
+        yield Finding("processor", "ok", found)
+    if processor.architecture in ("x86_64", "AMD64") and "avx2" not in processor.simd:
+        found = "no AVX2, so kernels of several times less speed"
+        yield Finding("SIMD", "advice", found, "use a processor of 2015 or later")
+    else:
+        yield Finding("SIMD", "ok", ", ".join(processor.simd) or "not told by this system")
+
+
+def _memory(machine: Machine) -> Finding:
+    usable, total = machine.memory.usable, machine.memory.total
+    found = f"{usable / _GIB:.1f} GiB"
+    if usable < total:
+        found += f" allowed by the control group, of {total / _GIB:.1f} GiB"
+    if usable < _MEMORY_NEEDED:
+        return Finding("memory", "missing", found, "give the container 4 GiB: docker run --memory 4g")
+    if usable < _MEMORY_ADVISED:
+        return Finding("memory", "advice", found, "models beyond the tiny preset want 4 GiB or more")
+    return Finding("memory", "ok", found)
+
+
+def _gpu(machine: Machine) -> Finding:
+    build = _torch_build()
+    if machine.gpus:
+        found = ", ".join(f"{gpu.name} ({gpu.memory / _GIB:.0f} GiB)" for gpu in machine.gpus)
+        if build.get("cuda"):
+            return Finding("GPU", "ok", f"{found}; torch is built for CUDA {build['cuda']}")
+        return Finding("GPU", "advice", f"{found}; this torch is built for the CPU alone", _cuda_torch())
+    if Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi"):
+        found = "an NVIDIA driver that cannot be asked for its devices"
+        return Finding("GPU", "advice", found, _pip_install("perilune[gpu]"))
+    if build.get("hip"):
+        return Finding("GPU", "ok", f"torch is built for ROCm {build['hip']}")
+    return Finding("GPU", "ok", "none, and none is needed")
+
+
+def _programs() -> Iterator[Finding]:
+    yield _program("git", "bundles record the commit they ran from", "git")
+    yield _program("sshd", "tests of remote execution run", "openssh-server", beside="/usr/sbin/sshd")
+    chromium = (
+        _first_program("chromium", "chromium-browser", "google-chrome", "chrome") or _playwright_chromium()
+    )
+    if chromium:
+        yield Finding("Chromium", "ok", chromium)
+    else:
+        remedy = f"{_pip_install('playwright')} && {_python()} -m playwright install --with-deps chromium"
+        yield Finding("Chromium", "advice", "absent; with it tests of the report run", remedy)
+
+
+def _extras() -> Iterator[Finding]:
+    """What working on Perilune itself takes. (The extra `gpu` is a matter of the GPU.)"""
+    for extra, purpose in (("dev", "run the tests"), ("docs", "build the documentation")):
+        absent = [need.name for need in _requirements(extra) if _version(need.name) is None]
+        if absent:
+            found = f"absent: {', '.join(absent)}; with them you can {purpose}"
+            yield Finding(f"extra {extra}", "advice", found, _pip_install(f"perilune[{extra}]"))
+        else:
+            yield Finding(f"extra {extra}", "ok", "complete")
+
+
+def _requirements(extra: str = "") -> list[Requirement]:
+    """What Perilune requires on this platform; with `extra`, what that extra adds.
+
+    Raises:
+        PackageNotFoundError: when Perilune is not installed.
+    """
+    # Declared by the package itself, so that there is one list of what it needs.
+    parsed = [Requirement(text) for text in metadata.requires("perilune") or []]
+
+    def applies(need: Requirement, asked: str) -> bool:
+        return need.marker is None or need.marker.evaluate({"extra": asked})
+
+    return [need for need in parsed if applies(need, extra) and not (extra and applies(need, ""))]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _torch_build() -> dict[str, Any]:
+    """The variables of torch/version.py (cuda, hip), read without importing torch."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return {}
+    file = Path(spec.origin).with_name("version.py")
+    return runpy.run_path(str(file)) if file.is_file() else {}
+
+
+def _cuda_torch() -> str:
+    range_ = next((str(need.specifier) for need in _requirements() if need.name == "torch"), "")
+    # The index of record has CUDA builds for Linux; a machine that got a CPU build was pointed elsewhere.
+    return _pip_install("--force-reinstall", "--index-url", "https://pypi.org/simple", f"torch{range_}")
+
+
+def _pip_install(*arguments: str) -> str:
+    return f"{_python()} -m pip install {shlex.join(arguments)}"
+
+
+def _python() -> str:
+    """The interpreter that runs us, as short as it can be typed."""
+    found = shutil.which("python")
+    same = found is not None and Path(found).parent.samefile(Path(sys.executable).parent)
+    return "python" if same else sys.executable
+
+
+def _program(name: str, purpose: str, package: str, *, beside: str = "") -> Finding:
+    found = _first_program(name, beside)
+    if found:
+        return Finding(name, "ok", found)
+    return Finding(name, "advice", f"absent; with it {purpose}", _system_install(package))
+
+
+def _first_program(*names: str) -> str:
+    return next((path for name in names if name and (path := shutil.which(name))), "")
+
+
+def _playwright_chromium() -> str:
+    """Chromium as Playwright keeps it, outside the search path."""
+    default = "Library/Caches/ms-playwright" if platform.system() == "Darwin" else ".cache/ms-playwright"
+    folder = Path(os.environ.get("PLAYWRIGHT_BROWSERS_PATH") or Path.home() / default)
+    return next((str(path) for path in sorted(folder.glob("chromium*"), reverse=True)), "")
+
+
+def _system_install(package: str) -> str:
+    managers: dict[str, Callable[[str], str]] = {
+        "apt-get": lambda name: f"sudo apt-get install {name}",
+        "dnf": lambda name: f"sudo dnf install {name}",
+        "apk": lambda name: f"sudo apk add {name.replace('-server', '')}",
+        "pacman": lambda name: f"sudo pacman -S {name.replace('-server', '')}",
+        "brew": lambda name: f"brew install {name.replace('-server', '')}",
+    }
+    command = next((command for name, command in managers.items() if shutil.which(name)), None)
+    return command(package) if command else f"install {package} with this system's package manager"
+
+
+def _file_system(path: Path) -> str:
+    """Kind of the file system that `path` lies on: that of the longest mount point above it."""
+    import psutil
+
+    mounts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
+    above = [str(parent) for parent in (path, *path.parents) if str(parent) in mounts]
+    return mounts[above[0]] if above else ""

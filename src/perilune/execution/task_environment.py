@@ -1,0 +1,55 @@
+"""The environment variables of a task: few, chosen, and the same on every run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from perilune.bundle.job import Job
+from perilune.bundle.machine import usable_threads
+from perilune.errors import RequestError
+
+KEPT = frozenset(
+    {
+        "HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "PYTHONPATH", "SSL_CERT_DIR", "SSL_CERT_FILE",
+        "SYSTEMROOT", "TEMP", "TMP", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV", "XDG_CACHE_HOME",
+    }
+)  # fmt: skip
+KEPT_PREFIXES = ("COVERAGE_", "CUDA_", "HF_", "LC_", "NCCL_", "NVIDIA_", "PYTORCH_", "TORCH_", "XPU_")
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+# A variable that looks like a credential passes only when the job names it.
+WITHHELD = ("TOKEN", "SECRET", "PASSWORD", "KEY", "CREDENTIAL")
+
+
+def task_environment(job: Job, mark: Mapping[str, str]) -> dict[str, str]:
+    """Environment of the task process of `job`.
+
+    Args:
+        mark: further variables that tell its processes apart.
+
+    Raises:
+        RequestError: when a secret that the job names is not set here.
+    """
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in KEPT
+        or (name.startswith(KEPT_PREFIXES) and not any(word in name.upper() for word in WITHHELD))
+    }
+    missing = [name for name in job.secrets if not os.environ.get(name)]
+    if missing:
+        raise RequestError(
+            f"the run needs the secret {missing[0]}, which is not set here",
+            where=f"stage {job.stage}",
+            remedy=f"export {missing[0]} and submit again",
+        )
+    secrets = {name: os.environ[name] for name in job.secrets}
+    threads = str(job.resources.threads or usable_threads())
+    return {
+        **kept,
+        **dict.fromkeys(THREADS, threads),
+        "PYTHONHASHSEED": "0",
+        "PYTHONUNBUFFERED": "1",
+        **secrets,
+        **mark,
+    }

@@ -1,0 +1,96 @@
+"""The process in which a task runs: `python -m perilune.execution.task_process BUNDLE SUPERVISOR_PID`.
+
+It dies with its supervisor, so that no attempt goes on unseen, and leaves its last words in
+runtime/failure.json when it has the time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import FrameType
+
+from perilune.bundle.plugin import load_plugin
+from perilune.bundle.provenance import precheck
+from perilune.bundle.workspace import Workspace, summary_document
+from perilune.errors import PeriluneError, WorkFailedError
+from perilune.execution.verdict import LAST_WORDS, Cause, cause_of
+from perilune.files import write_atomic, write_json
+
+PR_SET_PDEATHSIG = 1
+ORPHAN_POLL_SECONDS = 0.5
+STOPPED_EXIT_CODE = 128 + signal.SIGTERM
+
+
+def run_task(bundle: Path) -> None:
+    """Run the bundle's task and write what it observed: precheck, then the task's own, then the summary.
+
+    Raises:
+        WorkFailedError: when the task returned without what it promises to produce.
+    """
+    workspace = Workspace(bundle)
+    write_json(workspace.artifacts / "precheck.json", precheck())
+    plugin = load_plugin(workspace.job.task)
+    summary = plugin.run(workspace)
+    if not (bundle / plugin.output).exists():
+        raise WorkFailedError(f"the task ended without making {plugin.output}") from _Missing()
+    write_atomic(workspace.artifacts / "summary.json", summary_document(summary))
+
+
+class _Missing(Exception):  # noqa: N818 - marks a cause, is never raised by itself
+    """The task did not make its output."""
+
+
+def main() -> None:
+    """Run the task of the bundle named on the command line; the exit code is 0, 1 or 2."""
+    bundle, supervisor = Path(sys.argv[1]), int(sys.argv[2])
+    _die_with(supervisor)
+    faulthandler.enable()
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to judge
+    try:
+        run_task(bundle)
+    except Exception as error:
+        cause = Cause.ARTIFACT_MISSING if isinstance(error.__cause__, _Missing) else cause_of(error)
+        if not isinstance(error, PeriluneError):
+            traceback.print_exc()
+        message = str(error) if isinstance(error, PeriluneError) else _short(error)
+        print(f"failed: {message}", file=sys.stderr, flush=True)
+        write_json(bundle / "runtime" / LAST_WORDS, {"cause": cause.value, "message": message})
+        sys.exit(error.exit_code if isinstance(error, PeriluneError) else 1)
+
+
+def _short(error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    sys.exit(STOPPED_EXIT_CODE)  # runs the task's own `finally` blocks
+
+
+def _die_with(supervisor: int) -> None:
+    """End this process as soon as its supervisor has ended, however that happened."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+    def watch() -> None:
+        while os.getppid() == supervisor:
+            time.sleep(ORPHAN_POLL_SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if os.getppid() != supervisor:  # it died before we could ask
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=watch, name="orphan-watch", daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()

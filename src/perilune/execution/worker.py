@@ -1,0 +1,258 @@
+"""The worker: takes a bundle, runs its task in a process of its own, and leaves a verdict.
+
+A light supervisor (no torch). At the end, in this order: the task's process and all its descendants are
+gone, logs are durable, outputs are hashed into artifacts/manifest.json, and runtime/result.json is written
+last, so that its presence proves everything before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+
+from perilune.bundle.hardware import HardwareSampler
+from perilune.bundle.job import Job
+from perilune.bundle.manifest import write_manifest
+from perilune.bundle.verify import require_verified
+from perilune.errors import PeriluneError, RequestError
+from perilune.execution.claim import MARK, Claim, claimed
+from perilune.execution.output import LogPump
+from perilune.execution.processes import kill_all
+from perilune.execution.task_environment import task_environment
+from perilune.execution.verdict import LAST_WORDS, Cause, Ending, Verdict, cause_of, ending_of, memory_kills
+from perilune.files import canonical_json, fsync_directory, read_json, write_json
+
+HEARTBEAT_SECONDS = 1.0
+STOP_GRACE = 10.0  # seconds between TERM and KILL
+RESERVE_BYTES = 1 << 16  # kept free for the verdict on a disk that the task fills
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def run_bundle(
+    bundle: Path, epoch: int | None = None, *, grace: float = STOP_GRACE, echo: bool = False
+) -> Verdict:
+    """Run the bundle at `bundle`, in place, to its verdict.
+
+    Must be called from the main thread: SIGTERM and SIGINT stop the task gracefully meanwhile.
+
+    Args:
+        epoch: number of the attempt; None takes the one after the last seen.
+        grace: seconds the task has to leave after it was asked to stop.
+        echo: copy the task's output to stdout.
+
+    Raises:
+        RequestError: when there is no bundle, or this attempt may not run here. A bundle that differs from
+            what was frozen, or a secret that is not set, gives a verdict instead.
+    """
+    bundle = bundle.absolute()
+    if not (bundle / "job.json").is_file():
+        raise RequestError("not a bundle: no job.json", where=str(bundle), remedy="give a bundle's folder")
+    with claimed(bundle, epoch) as claim:
+        return _Supervisor(bundle, claim, grace, echo).run()
+
+
+class _Supervisor:
+    """One attempt, from claim to verdict."""
+
+    def __init__(self, bundle: Path, claim: Claim, grace: float, echo: bool) -> None:
+        self.bundle, self.claim, self.grace, self.echo = bundle, claim, grace, echo
+        self.runtime, self.artifacts = bundle / "runtime", bundle / "artifacts"
+        self.log = self.runtime / "runtime.log"
+        self.reserve = self.runtime / ".reserve"
+        self.began = time.monotonic()
+        self.stopping = False
+
+    def run(self) -> Verdict:
+        _adopt_orphans()
+        with self._stop_on_signals(), self._heartbeat():
+            try:
+                self._prepare()
+                ending = self._run_task()
+            except (PeriluneError, OSError) as error:
+                ending = _refusal(error)
+            finally:
+                kill_all(_descendants, grace=0.0)
+            return self._conclude(ending)
+
+    def _prepare(self) -> None:
+        self.artifacts.mkdir(exist_ok=True)
+        self.reserve.write_bytes(bytes(RESERVE_BYTES))
+        (self.runtime / LAST_WORDS).unlink(missing_ok=True)
+        order = self.runtime / "run.json"
+        expected = read_json(order)["bundle_digest"] if order.exists() else None
+        try:
+            require_verified(self.bundle, expected)
+        except RequestError as error:
+            raise _RejectedError(error.what, where=error.where, remedy=error.remedy) from None
+        self.job = Job.model_validate(read_json(self.bundle / "job.json"))
+
+    def _run_task(self) -> Ending:
+        environment = task_environment(self.job, {MARK: self.claim.nonce})
+        secrets = {name: environment[name] for name in self.job.secrets}
+        command = [
+            sys.executable,
+            "-m",
+            "perilune.execution.task_process",
+            str(self.bundle),
+            str(os.getpid()),
+        ]
+        kills_before = memory_kills()
+        pump = LogPump(self.log, secrets, echo=self.echo)
+        try:
+            task = subprocess.Popen(
+                command,
+                cwd=self.bundle,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=pump.writer,
+                stderr=pump.writer,
+                start_new_session=True,
+            )
+            with HardwareSampler(self.artifacts / "hardware.jsonl", task.pid):
+                status = self._wait(task)
+        finally:
+            kill_all(_descendants, grace=0.0)
+            pump.close()
+        return ending_of(
+            status,
+            self.runtime / LAST_WORDS,
+            stopped=self.stopping,
+            memory_kill=memory_kills() > kills_before,
+        )
+
+    def _wait(self, task: subprocess.Popen[bytes]) -> int:
+        """Wait for the task; once we are asked to stop, ask it and all its descendants, then insist."""
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return task.wait(timeout=0.1)
+            if self.stopping:
+                kill_all(_descendants, grace=self.grace)
+                return task.wait()
+
+    def _conclude(self, ending: Ending) -> Verdict:
+        """Make the evidence durable and whole, then write the verdict."""
+        self.reserve.unlink(missing_ok=True)
+        digest = None
+        try:
+            if self.log.exists():
+                shutil.copyfile(self.log, self.artifacts / "task.log")
+            _make_durable(self.artifacts)
+            digest = write_manifest(self.bundle)
+        except (PeriluneError, OSError) as error:
+            if ending.cause is Cause.NONE:
+                full = cause_of(error) is Cause.DISK_FULL
+                cause = Cause.DISK_FULL if full else Cause.ARTIFACT_INVALID
+                ending = Ending(ending.exit_code, ending.signal, cause, str(error))
+        if ending.cause is Cause.NONE and not (self.artifacts / "summary.json").exists():
+            ending = Ending(0, None, Cause.ARTIFACT_MISSING, "the task left without a summary")
+        verdict = Verdict(
+            self.claim.epoch,
+            ending.exit_code,
+            ending.signal,
+            ending.cause.value,
+            ending.message,
+            digest,
+            round(time.monotonic() - self.began, 3),
+        )
+        write_json(self.runtime / "result.json", verdict.document())
+        return verdict
+
+    @contextmanager
+    def _stop_on_signals(self) -> Iterator[None]:
+        def stop(number: int, frame: FrameType | None) -> None:
+            self.stopping = True
+
+        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def _heartbeat(self) -> Iterator[None]:
+        """Count seconds in runtime/heartbeat.json for as long as the block lasts."""
+        ended = threading.Event()
+        path, temporary = self.runtime / "heartbeat.json", self.runtime / ".heartbeat.tmp"
+
+        def beat() -> None:
+            count = 0
+            while not ended.is_set():
+                count += 1
+                with contextlib.suppress(OSError):  # a full disk does not end the work
+                    temporary.write_bytes(canonical_json({"count": count, "epoch": self.claim.epoch}))
+                    temporary.replace(path)
+                ended.wait(HEARTBEAT_SECONDS)
+
+        thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+
+class _RejectedError(RequestError):
+    """The bundle is not what was frozen."""
+
+
+def _refusal(error: PeriluneError | OSError) -> Ending:
+    """The ending of an attempt whose task never began."""
+    if isinstance(error, _RejectedError):
+        return Ending(None, None, Cause.BUNDLE_REJECTED, str(error))
+    return Ending(None, None, cause_of(error), str(error))
+
+
+def _descendants() -> list[psutil.Process]:
+    """Every process below us; as subreaper we inherit those whose parents have left."""
+    return psutil.Process().children(recursive=True)
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent has left (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _make_durable(root: Path) -> None:
+    for directory, _, names in os.walk(root):
+        for name in names:
+            path = Path(directory) / name
+            if path.is_file() and not path.is_symlink():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+        fsync_directory(Path(directory))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """`python -m perilune.execution.worker BUNDLE --epoch N`: what a launcher starts."""
+    parser = argparse.ArgumentParser(prog="perilune worker")
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--epoch", type=int, default=None)
+    given: Any = parser.parse_args(arguments)
+    try:
+        verdict = run_bundle(given.bundle, given.epoch)
+    except PeriluneError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0 if verdict.succeeded else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

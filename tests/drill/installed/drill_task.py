@@ -1,0 +1,137 @@
+"""A task for drills: it counts, writes checkpoints, and fails in the ways real tasks fail, on demand."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from perilune.bundle.job import Job
+from perilune.bundle.plugin import Consumes, OutputKind
+from perilune.bundle.workspace import Workspace
+from perilune.errors import RequestError, WorkFailedError
+from perilune.files import canonical_json, read_json, write_json
+
+How = Literal[
+    "", "raise", "request", "work", "exit7", "quit0", "segv", "kill", "enospc", "memory", "hang", "stubborn",
+    "daemon", "nothing", "link",
+]  # fmt: skip
+
+
+class DrillSpec(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    data: Annotated[str | None, Consumes("dataset")] = None
+    steps: int = 3
+    seconds: float = 0.0
+    checkpoint_every: int = 1
+    fail_at: int = -1
+    how: How = ""
+    fresh_only: bool = False  # fail only when not resumed from a checkpoint
+    say: str = ""
+    gate: str = ""  # wait at the first step until this file exists
+
+
+class Drill:
+    name = "drill"
+    spec = DrillSpec
+    produces: OutputKind = "dataset"
+    output = "artifacts/data"
+
+    def plan(self, job: Job) -> Mapping[str, str]:
+        return {"steps": str(job.spec["steps"])}
+
+    def run(self, workspace: Workspace) -> Mapping[str, Any]:
+        spec = DrillSpec.model_validate(workspace.job.spec)
+        total = 0
+        if workspace.has_input("data"):
+            total = read_json(workspace.input("data") / "total.json")["total"]
+        start, total = self._resume(workspace, total)
+        workspace.log(f"begins at step {start}; {spec.say}")
+        if spec.how == "link":
+            (workspace.artifacts / "link").symlink_to("/etc/hostname")
+        for step in range(start, spec.steps):
+            while spec.gate and not Path(spec.gate).exists():
+                time.sleep(0.02)
+            if step == spec.fail_at and not (spec.fresh_only and start > 0):
+                self._fail(workspace, spec.how)
+            time.sleep(spec.seconds)
+            total += (step + 1) * (workspace.job.seed + 1)
+            workspace.metric(step + 1, total=total)
+            if (step + 1) % spec.checkpoint_every == 0:
+                self._checkpoint(workspace, step + 1, total)
+            workspace.progress(step + 1, spec.steps, sum=total)
+        if spec.how != "nothing":
+            write_json(workspace.artifacts / "data" / "total.json", {"total": total})
+        return {"kind": "dataset", "total": total, "began_at": start}
+
+    def _resume(self, workspace: Workspace, total: int) -> tuple[int, int]:
+        found = sorted(workspace.checkpoints.glob("step-*"))
+        if not found:
+            workspace.rewind(0)
+            return 0, total
+        state = read_json(found[-1] / "state.json")
+        workspace.rewind(state["step"])
+        return state["step"], state["total"]
+
+    def _checkpoint(self, workspace: Workspace, step: int, total: int) -> None:
+        whole = workspace.checkpoints / f"step-{step:06d}"
+        half = whole.with_name(f".{whole.name}.tmp")
+        half.mkdir(parents=True)
+        (half / "state.json").write_bytes(canonical_json({"step": step, "total": total}))
+        half.rename(whole)
+
+    def _fail(self, workspace: Workspace, how: How) -> None:  # noqa: C901
+        match how:
+            case "raise":
+                raise KeyError("no such thing")
+            case "request":
+                raise RequestError("the dataset is not one", where="data.jsonl:3", remedy="write another")
+            case "work":
+                raise WorkFailedError("nothing was learnt")
+            case "exit7":
+                sys.exit(7)
+            case "quit0":
+                os._exit(0)
+            case "segv":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "enospc":
+                with Path("/dev/full").open("wb", buffering=0) as full:
+                    full.write(b"x")
+            case "memory":
+                raise MemoryError
+            case "hang":
+                workspace.event("hangs")
+                time.sleep(600)
+            case "stubborn":
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                workspace.event("hangs")
+                time.sleep(600)
+            case "daemon":
+                code = (
+                    "import os, signal, sys, time\n"
+                    "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+                    "if os.fork(): os._exit(0)\n"
+                    "os.setsid()\n"
+                    "if os.fork(): os._exit(0)\n"
+                    "open(sys.argv[1], 'w').write(str(os.getpid()))\n"
+                    "time.sleep(600)\n"
+                )
+                pid_file = workspace.runtime / "daemon.pid"
+                subprocess.run([sys.executable, "-c", code, str(pid_file)], check=True)
+                while not (pid_file.exists() and pid_file.read_text()):
+                    time.sleep(0.01)
+                workspace.event("hangs")
+                time.sleep(600)
+
+
+plugin = Drill()
