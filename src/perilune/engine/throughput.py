@@ -1,0 +1,65 @@
+"""How fast this machine samples: the engine itself, on rollouts shaped like those of a climb."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from perilune.engine.engine import Engine
+from perilune.engine.sampling import Prompt, SamplingParams
+from perilune.models.decoder import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """Sampled tokens and the wall seconds they took; prompts are computed in that time but not counted."""
+
+    tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Sampled tokens a second."""
+        return self.tokens / self.seconds
+
+
+def measure_throughput(
+    decoder: Decoder,
+    *,
+    seconds: float,
+    groups: int = 32,
+    samples: int = 8,
+    prompt_tokens: int = 8,
+    max_tokens: int = 40,
+) -> Throughput:
+    """Sample `groups` prompts `samples` times each, again and again, for `seconds`.
+
+    Nothing stops a sample early, so every round is the same work. A short round that pays for memory and
+    for the choice of kernels goes first and is not counted. The last round is cut off when the time is
+    over, so that a slow machine does not take longer than a fast one.
+    """
+    engine = Engine(decoder, slots=groups * samples)
+    ids = np.random.default_rng(0).integers(decoder.config.vocab_size, size=(groups, prompt_tokens)).tolist()
+    prompts = [Prompt(row, (0, 0, group)) for group, row in enumerate(ids)]
+    engine.sample(prompts, samples, SamplingParams(max_tokens=2))
+
+    tokens = 0
+    start = time.perf_counter()
+
+    def count(finished: int, total: int) -> None:
+        nonlocal tokens
+        tokens += total  # all samples are in flight, and each has grown by one token
+        if time.perf_counter() - start >= seconds:
+            raise _TimeIsOver
+
+    with contextlib.suppress(_TimeIsOver):
+        while True:
+            engine.sample(prompts, samples, SamplingParams(max_tokens=max_tokens), count)
+    return Throughput(tokens, time.perf_counter() - start)
+
+
+class _TimeIsOver(Exception):  # noqa: N818 - nothing went wrong
+    pass

@@ -1,0 +1,184 @@
+"""The doctor sees what is there, names what is not with the command for it, and measures what it says."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from rich.console import Console
+
+from perilune.bundle.machine import Gpu, Machine, observe_machine
+from perilune.cli.doctor import Diagnosis, Rollouts, _threads, diagnose, show
+from perilune.errors import WorkFailedError
+from perilune.execution import readiness
+from perilune.execution.readiness import Finding, examine, examine_home
+
+GIB = 2**30
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture(scope="module")
+def machine() -> Machine:
+    return observe_machine()
+
+
+def doctor(*options: str, home: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "perilune.cli.main", "doctor", *options]
+    environment = {**os.environ, "PERILUNE_HOME": str(home)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def finding(findings, name: str) -> Finding:
+    return next(one for one in findings if one.name == name)
+
+
+def test_json_is_one_document_about_this_machine(home):
+    done = doctor("--quick", "--json", home=home)
+    document = json.loads(done.stdout)
+    assert (done.returncode, document["usable"], document["rollouts"]) == (0, True, [])
+    assert document["machine"]["memory"]["total"] == psutil.virtual_memory().total
+    assert document["packages"]["torch"] == metadata.version("torch")
+    assert {"packages", "memory", "disk", "GPU", "Chromium", "sshd"} <= {
+        f["name"] for f in document["findings"]
+    }
+
+
+def test_an_unusable_home_is_missing_and_exits_with_1(tmp_path):
+    (tmp_path / "file").touch()
+    done = doctor("--quick", home=tmp_path / "file" / "home")
+    assert done.returncode == 1
+    assert "missing" in done.stdout
+    assert "point PERILUNE_HOME at a directory that can be written to" in done.stdout
+    assert "not ready" in done.stdout
+
+
+def test_rollouts_are_measured_in_the_time_they_were_given(home):
+    start = time.monotonic()
+    diagnosis = diagnose(0.6)
+    assert diagnosis.usable
+    assert {one.threads for one in diagnosis.rollouts if one.device == "cpu"} >= {1}
+    for one in diagnosis.rollouts:
+        assert one.tokens_per_second == pytest.approx(one.tokens / one.seconds)
+        assert one.tokens % 256 == 0
+        assert one.tokens > 0
+    speeds = [one.tokens_per_second for one in diagnosis.rollouts]
+    assert speeds == sorted(speeds, reverse=True)
+    assert time.monotonic() - start < 30
+
+
+def test_packages_absent_or_of_the_wrong_version_are_missing(machine, monkeypatch):
+    wants = ["numpy<1", "no-such-package>=2", "psutil", 'other; extra == "dev"', 'old; python_version < "3"']
+    monkeypatch.setattr(metadata, "requires", lambda name: wants)
+    findings = list(examine(machine))
+    assert finding(findings, "numpy").status == "missing"
+    assert "needs <1" in finding(findings, "numpy").found
+    assert finding(findings, "numpy").remedy.endswith("-m pip install 'numpy<1'")
+    assert finding(findings, "no-such-package").found == "absent"
+    assert "other" in finding(findings, "extra dev").found
+    assert finding(findings, "extra dev").status == "advice"
+    assert not [one for one in findings if one.name in ("psutil", "packages", "old", "other")]
+
+
+def test_a_package_the_doctor_needs_is_named(home, monkeypatch):
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    with pytest.raises(WorkFailedError, match="psutil is not installed"):
+        diagnose(0)
+
+
+def test_a_torch_that_cannot_be_imported_is_missing(home, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    diagnosis = diagnose(0.1)
+    assert not diagnosis.usable
+    assert finding(diagnosis.findings, "torch").status == "missing"
+    assert diagnosis.rollouts == ()
+
+
+def test_absent_programs_come_with_a_command(machine, monkeypatch, tmp_path):
+    monkeypatch.setenv("PLAYWRIGHT_BROWSERS_PATH", str(tmp_path))
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/apt-get" if name == "apt-get" else None)
+    findings = list(examine(machine))
+    assert finding(findings, "git").remedy == "sudo apt-get install git"
+    assert finding(findings, "sshd").remedy == "sudo apt-get install openssh-server"
+    assert finding(findings, "Chromium").remedy.endswith("-m playwright install --with-deps chromium")
+    assert all(one.status != "missing" for one in findings)
+
+    (tmp_path / "chromium-1200").mkdir()
+    assert finding(examine(machine), "Chromium").found == str(tmp_path / "chromium-1200")
+
+
+def test_a_gpu_asks_for_a_build_of_torch_that_knows_it(machine, monkeypatch):
+    gpus = (Gpu("NVIDIA H200", 141 * GIB, "570.1", "9.0"),)
+    monkeypatch.setattr(readiness, "_torch_build", lambda: {"cuda": None})
+    found = finding(examine(replace(machine, gpus=gpus)), "GPU")
+    assert found.status == "advice"
+    assert "torch<2.14,>=2.6" in found.remedy
+    monkeypatch.setattr(readiness, "_torch_build", lambda: {"cuda": "12.8"})
+    assert finding(examine(replace(machine, gpus=gpus)), "GPU").status == "ok"
+
+
+def test_torch_tells_its_build_without_being_imported():
+    torch = pytest.importorskip("torch")
+    assert readiness._torch_build()["cuda"] == torch.version.cuda
+    assert readiness._torch_build()["__version__"] == torch.__version__
+
+
+def test_too_little_memory_or_processor(machine):
+    small = replace(
+        machine,
+        memory=replace(machine.memory, usable=GIB // 2, total=GIB),
+        processor=replace(machine.processor, usable_cores=0.5, simd=("sse4_2",), architecture="x86_64"),
+    )
+    findings = list(examine(small))
+    assert finding(findings, "memory").status == "missing"
+    assert "allowed by the control group" in finding(findings, "memory").found
+    assert finding(findings, "SIMD").status == "advice"
+    assert finding(findings, "processor").status == "advice"
+
+
+@pytest.mark.parametrize(("free", "status"), [(GIB // 10, "missing"), (GIB, "advice"), (9 * GIB, "ok")])
+def test_room_on_the_disk(tmp_path, monkeypatch, free, status):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    assert finding(examine_home(tmp_path), "disk").status == status
+
+
+def test_a_network_file_system_is_told(tmp_path, monkeypatch):
+    root = SimpleNamespace(mountpoint="/", fstype="ext4")
+    nfs = SimpleNamespace(mountpoint=str(tmp_path), fstype="nfs4")
+    inside = tmp_path / "home"
+    inside.mkdir()
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: [root, nfs])
+    assert "(nfs4)" in finding(examine_home(inside), "file system").found
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: [root])
+    assert [one.name for one in examine_home(inside)] == ["disk"]
+
+
+def test_threads_that_get_in_each_others_way():
+    one, two = Rollouts("cpu", 1, 40000.0, 1, 1.0), Rollouts("cpu", 2, 10000.0, 1, 1.0)
+    assert "4.0 times slower on 2 threads" in next(_threads([one, two])).found
+    assert not list(_threads([one, replace(two, tokens_per_second=60000.0)]))
+    assert not list(_threads([one]))
+
+
+def test_commands_can_be_pasted_from_a_narrow_terminal():
+    command = "python -m pip install --force-reinstall --index-url https://pypi.org/simple 'torch<2.14,>=2.6'"
+    findings = (Finding("GPU", "advice", "a [bold]device[/bold]", command),)
+    output = io.StringIO()
+    show(Diagnosis(True, {}, {}, findings, ()), Console(file=output, width=40))
+    assert command in output.getvalue()
+    assert "[bold]" in output.getvalue()
