@@ -12,21 +12,31 @@ from functools import cache
 
 _INTEGER = r"-?(?:0|[1-9]\d*|[1-9]\d{0,2}(?:,\d{3})+)"
 _DECIMAL = r"[+-]?\d+(?:\.\d+)?(?:[eE][+-]?\d{1,3})?"
-_FUNCTIONS = "exp|log|sqrt|sin|cos|tan|sec|csc|cot|asin|acos|atan|sinh|cosh|tanh"
-_POWER = r"\*\*\s*(?:\d{1,2}|\(\s*-?\d{1,2}(?:\s*/\s*\d{1,2})?\s*\))(?!\s*\*\*)"
+_FUNCTION = r"(?:exp|log|sqrt|sin|cos|tan|sec|csc|cot|asin|acos|atan|sinh|cosh|tanh)(?=\()|E(?=\*\*\()"
+_POWER = r"\*\*(?:\d{1,2}|\(-?\d{1,2}(?:/\d{1,2})?\)|(?<=E\*\*)(?=\())(?!\d|\*\*)"
 _VARIABLE = r"[A-Za-z](?![A-Za-z(_])"
+_NUMBER = r"\d{1,40}(?:\.\d{1,12})?(?![\d.])"
+_SIGN = r"[-+/() ]|\*(?!\*)"
 
-# Families whose scorer evaluates the answer; the pattern is all that stands between text and code.
-_EVALUATED: dict[str, str] = {
-    "binary_matrix": r"\d(?:[ \n]\d)*",
-    "countdown": r"(?:\d{1,6}|[-+/() ]|\*(?!\*))+",
-    "intermediate_integration": rf"(?:\d{{1,12}}(?:\.\d{{1,12}})?|(?:{_FUNCTIONS})(?=\()|E\*\*(?=\()|{_POWER}|{_VARIABLE}|[-+/() ]|\*(?!\*))+",
-    "n_queens": r"[Q_](?:[ \n][Q_])*",
-    "polynomial_multiplication": rf"(?:\d{{1,40}}|{_POWER}|{_VARIABLE}|[-+() ]|\*(?!\*))+",
-    "puzzle24": r"(?:\d{1,6}|[-+/() ]|\*(?!\*))+",
-    "simple_integration": rf"(?:\d{{1,12}}(?:\.\d{{1,12}})?|{_POWER}|{_VARIABLE}|[-+/() ]|\*(?!\*))+",
-    "spiral_matrix": r"-?\d+(?: -?\d+)*",
-    "string_insertion": r"[A-Z]+",
+
+def _expression(*parts: str) -> str:
+    return rf"(?>{'|'.join(parts)})++"  # atomic and possessive: no text makes it try twice
+
+
+# Families whose scorer evaluates the answer, where the pattern is all that stands between text and code;
+# and families whose scorer raises on text it does not expect.
+_PATTERNS: dict[str, str] = {
+    "binary_matrix": r"\d(?:[ \n]\d)*+",
+    "boxnet": r"[\[{].*[\]}]",
+    "countdown": _expression(r"\d{1,6}(?!\d)", _SIGN),
+    "intermediate_integration": _expression(_FUNCTION, _POWER, _NUMBER, _VARIABLE, _SIGN),
+    "n_queens": r"[Q_](?:[ \n][Q_])*+",
+    "polynomial_multiplication": _expression(_POWER, _NUMBER, _VARIABLE, _SIGN),
+    "prime_factorization": r"\d{1,12}(?: ?[×x*] ?\d{1,12})*+",
+    "puzzle24": _expression(r"\d{1,6}(?!\d)", _SIGN),
+    "simple_integration": _expression(_POWER, _NUMBER, _VARIABLE, _SIGN),
+    "spiral_matrix": r"-?\d++(?: -?\d++)*+",
+    "string_insertion": r"[A-Z]++",
 }
 
 _CHOICES = (("true", "false"), ("yes", "no"))
@@ -43,8 +53,8 @@ def well_formed(family: str, answer: str, gold: str | None) -> bool:
     longest = _LONGEST_WITHOUT_GOLD if gold is None else 4 * len(gold) + 64
     if not answer or len(answer) > longest:
         return False
-    if family in _EVALUATED:
-        return _compiled(_EVALUATED[family]).fullmatch(answer) is not None
+    if family in _PATTERNS:
+        return _compiled(_PATTERNS[family]).fullmatch(answer) is not None
     if gold is not None:
         if _compiled(_INTEGER).fullmatch(gold):
             return _compiled(_INTEGER).fullmatch(answer) is not None
@@ -58,4 +68,4 @@ def well_formed(family: str, answer: str, gold: str | None) -> bool:
 
 @cache
 def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern, re.ASCII)
+    return re.compile(pattern, re.ASCII | re.DOTALL)

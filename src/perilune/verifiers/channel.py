@@ -38,7 +38,7 @@ class Channel:
     def __init__(self, answer_bytes: int) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="perilune-scorer-")
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-B", "-c", _START, json.dumps(sys.path)],
+            [sys.executable, "-P", "-s", "-B", "-c", _START, json.dumps(sys.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -1,0 +1,154 @@
+"""An environment whose scorer does whatever the transcript says: the worst that could come along."""
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import time
+
+from perilune.environments.protocol import Failure, Score
+from perilune.errors import RequestError
+
+LIBC = ctypes.CDLL(None)  # looked up before the process is confined, as a compiled library's would be
+C_FORK, C_OPEN = LIBC.fork, LIBC.open
+
+
+def make(spec):
+    mode = spec.get("mode")
+    if mode == "refuse":
+        raise RequestError("no such mode", where="environment.mode", remedy="another mode")
+    if mode == "die":
+        raise SystemExit("cannot start")
+    return HostileEnvironment()
+
+
+class HostileEnvironment:
+    id = "hostile"
+
+    def tasks(self, split, seed):
+        return iter(())
+
+    def score(self, task, transcript):
+        action, _, argument = transcript.text.partition(" ")
+        return getattr(self, action)(argument)
+
+    def good(self, argument):
+        return Score(float(argument or 1.0), {"raw": 1.0}, {"strategy/direct": 1.0})
+
+    def failure(self, argument):
+        return Failure("environment", "the world ended")
+
+    def spin(self, argument):
+        while True:
+            pass
+
+    def sleep(self, argument):
+        time.sleep(float(argument))
+        return Score(1.0)
+
+    def ignore_signals_and_sleep(self, argument):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(60)
+
+    def exit(self, argument):
+        os._exit(3)
+
+    def leave(self, argument):
+        sys.exit(0)
+
+    def crash(self, argument):
+        faulthandler._sigsegv()
+
+    def throw(self, argument):
+        raise ValueError(argument)
+
+    def nothing(self, argument):
+        return None
+
+    def number(self, argument):
+        return Score(float(argument))
+
+    def metric(self, argument):
+        return Score(1.0, {}, {"x": float(argument)})
+
+    def word(self, argument):
+        return Score(argument)
+
+    def memory(self, argument):
+        hoard = []
+        while True:
+            hoard.append(bytearray(64 << 20))
+
+    def fork(self, argument):
+        os.fork()
+        return Score(1.0)
+
+    def fork_in_c(self, argument):
+        pid = C_FORK()
+        if pid == 0:
+            time.sleep(60)
+            os._exit(0)
+        return Failure("sandbox", str(pid))
+
+    def spawn(self, argument):
+        os.system(f"touch {argument}")
+        return Score(1.0)
+
+    def print(self, argument):
+        sys.stdout.write("x" * 10_000_000)
+        sys.stdout.flush()
+        return Score(1.0)
+
+    def flood_errors(self, argument):
+        while True:
+            os.write(2, b"x" * 65536)
+
+    def flood_answers(self, argument):
+        while True:
+            for descriptor in range(3, 16):
+                try:
+                    os.write(descriptor, b"x" * 65536)
+                except OSError:
+                    continue
+
+    def babble(self, argument):
+        for descriptor in range(3, 16):
+            try:
+                os.write(descriptor, argument.encode() + b"\n")
+            except OSError:
+                continue
+        return Score(1.0)
+
+    def write(self, argument):
+        with open(argument, "w") as file:
+            file.write("gotcha")
+        return Score(1.0)
+
+    def write_in_c(self, argument):
+        descriptor = C_OPEN(argument.encode(), os.O_WRONLY | os.O_CREAT, 0o644)
+        return Failure("sandbox", str(descriptor))
+
+    def delete(self, argument):
+        os.remove(argument)
+        return Score(1.0)
+
+    def read(self, argument):
+        with open(argument) as file:
+            return Failure("sandbox", file.read())
+
+    def connect(self, argument):
+        import socket
+
+        socket.create_connection(("127.0.0.1", int(argument)))
+        return Score(1.0)
+
+    def kill_parent(self, argument):
+        os.kill(os.getppid(), signal.SIGTERM)
+        return Score(1.0)
+
+    def environment(self, argument):
+        return Failure("sandbox", repr(dict(os.environ)))
+
+    def session(self, argument):
+        return Failure("sandbox", f"{os.getsid(0)} {os.getpid()} {os.getcwd()}")

@@ -1,0 +1,226 @@
+"""The scorer's process against scorers that hang, die, fork, hoard, flood, lie and reach out."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from perilune.environments.protocol import Failure, Score, Task, Transcript
+from perilune.errors import RequestError, WorkFailedError
+from perilune.verifiers import Limits, Scorer
+from perilune.verifiers.landlock import landlock_version
+
+SPEC = {"id": "factory", "factory": "hostile_environment:make"}
+TASK = Task("t", ({"role": "user", "content": "?"},), {})
+LIMITS = Limits(item_seconds=5.0, memory_bytes=128 << 20)
+
+needs_landlock = pytest.mark.skipif(landlock_version() == 0, reason="needs a Linux kernel with Landlock")
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with Scorer(SPEC, LIMITS) as scorer:
+        yield scorer
+
+
+def judge(scorer, *texts):
+    return scorer.score([(TASK, Transcript(text)) for text in texts])
+
+
+def reason(scorer, text):
+    (outcome,) = judge(scorer, text)
+    assert isinstance(outcome, Failure), outcome
+    assert outcome.boundary == "verifier"
+    return outcome.reason
+
+
+def test_scores_come_back_in_order_with_terms_and_metrics(shared):
+    outcomes = judge(shared, *(f"good {i}" for i in range(200)))
+    assert [outcome.reward for outcome in outcomes] == list(range(200))
+    assert outcomes[7] == Score(7.0, {"raw": 1.0}, {"strategy/direct": 1.0})
+
+
+def test_an_empty_batch_is_no_work(shared):
+    assert shared.score([]) == []
+
+
+def test_each_bad_item_fails_alone_and_order_is_kept():
+    with Scorer(SPEC, Limits(item_seconds=0.4)) as scorer:
+        texts = ["good 1", "spin", "good 2", "exit", "good 3", "throw oops", "good 4", "crash", "good 5"]
+        outcomes = judge(scorer, *texts)
+        assert [o.reward if isinstance(o, Score) else None for o in outcomes] == [
+            1, None, 2, None, 3, None, 4, None, 5,
+        ]  # fmt: skip
+        assert scorer.restarts == 3  # raising does not cost the process
+        assert "no outcome within 0.4 s" in outcomes[1].reason
+        assert "exit code 3" in outcomes[3].reason
+        assert "ValueError: oops" in outcomes[5].reason
+        assert "SIGSEGV" in outcomes[7].reason
+
+
+def test_a_hang_that_ignores_signals_is_killed_on_time():
+    with Scorer(SPEC, Limits(item_seconds=0.3)) as scorer:
+        judge(scorer, "good")
+        begun = time.monotonic()
+        assert "no outcome" in reason(scorer, "ignore_signals_and_sleep")
+        assert time.monotonic() - begun < 3.0
+
+
+def test_a_batch_has_a_deadline_of_its_own():
+    with Scorer(SPEC, Limits(item_seconds=5.0, batch_seconds=0.6)) as scorer:
+        judge(scorer, "good")
+        begun = time.monotonic()
+        outcomes = judge(scorer, *["sleep 0.25"] * 20)
+        assert time.monotonic() - begun < 3.0
+        assert isinstance(outcomes[0], Score)
+        assert isinstance(outcomes[-1], Failure) and "the batch took more than 0.6 s" in outcomes[-1].reason
+        assert len(outcomes) == 20
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("throw boom", "ValueError: boom"),
+        ("leave", "SystemExit"),
+        ("nothing", "NoneType"),
+        ("number nan", "not finite"),
+        ("number inf", "not finite"),
+        ("metric nan", "not finite"),
+        ("word high", "no figures"),
+        ("memory", "MemoryError"),
+        ("flood_errors", "standard error"),
+        ("flood_answers", "bytes for one outcome"),
+        ('babble {"item": 7, "reward": 1}', "out of turn"),
+        ("babble [1, 2]", "no outcome"),
+        ("babble {", "no outcome"),
+        ('babble {"item": 0, "reward": {}}', "no outcome"),
+    ],
+)
+def test_a_bad_scorer_is_a_failure_and_never_a_zero(shared, text, expected):
+    assert expected in reason(shared, text)
+    assert judge(shared, "good") == [Score(1.0, {"raw": 1.0}, {"strategy/direct": 1.0})]
+
+
+def test_a_failure_of_the_environment_passes_through(shared):
+    assert judge(shared, "failure") == [Failure("environment", "the world ended")]
+
+
+def test_what_a_scorer_prints_disturbs_nothing(shared):
+    assert judge(shared, "print", "good 2") == [Score(1.0), Score(2.0, {"raw": 1.0}, {"strategy/direct": 1.0})]
+
+
+def test_no_process_file_signal_or_connection_leaves_the_scorer(shared, tmp_path):
+    kept = tmp_path / "kept"
+    kept.write_text("kept")
+    new = tmp_path / "new"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        for text in (f"write {new}", f"write {kept}", f"delete {kept}", f"spawn {new}", "fork", "kill_parent"):
+            assert "may not" in reason(shared, text), text
+        assert "may not" in reason(shared, f"connect {port}")
+    assert not new.exists()
+    assert kept.read_text() == "kept"
+
+
+@needs_landlock
+def test_the_kernel_refuses_what_goes_around_python(shared, tmp_path):
+    new = tmp_path / "new"
+    assert judge(shared, f"write_in_c {new}") == [Failure("sandbox", "-1")]
+    assert not new.exists()
+
+
+@needs_landlock
+def test_no_file_outside_pythons_own_can_be_read(shared, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("hunter2")
+    assert "PermissionError" in reason(shared, f"read {secret}")
+    assert "PermissionError" in reason(shared, f"read /proc/{os.getpid()}/environ")
+
+
+def test_no_secret_is_inherited(monkeypatch):
+    monkeypatch.setenv("PERILUNE_TEST_TOKEN", "hunter2")
+    with Scorer(SPEC, LIMITS) as scorer:
+        (outcome,) = judge(scorer, "environment")
+    assert "hunter2" not in outcome.reason and "PERILUNE_TEST_TOKEN" not in outcome.reason
+
+
+def test_the_process_has_a_session_and_a_working_directory_of_its_own(shared):
+    (outcome,) = judge(shared, "session")
+    session, pid, directory = outcome.reason.split()
+    assert session == pid != str(os.getsid(0))
+    assert directory != str(Path.cwd())
+
+
+def test_a_process_forked_behind_pythons_back_does_not_outlive_the_scorer():
+    with Scorer(SPEC, LIMITS) as scorer:
+        (outcome,) = judge(scorer, "fork_in_c")
+        pid = int(outcome.reason)
+    if pid > 0:  # root is not bound by the limit on processes
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline and _runs(pid):
+            time.sleep(0.02)
+        assert not _runs(pid)
+
+
+def test_the_process_dies_with_its_parent(tmp_path):
+    code = (
+        "import sys, time; from perilune.verifiers import Scorer; "
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r}); s = Scorer({SPEC!r}); "
+        "print(s._slots[0]._channel._process.pid, flush=True); time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    pid = int(parent.stdout.readline())
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and _runs(pid):
+        time.sleep(0.02)
+    assert not _runs(pid)
+
+
+def test_a_wrong_section_is_the_requests_fault():
+    with Scorer(SPEC | {"mode": "refuse"}) as scorer, pytest.raises(RequestError) as caught:
+        judge(scorer, "good")
+    assert (caught.value.what, caught.value.where) == ("no such mode", "environment.mode")
+
+
+def test_a_process_that_cannot_start_is_reported_with_its_last_words():
+    with Scorer(SPEC | {"mode": "die"}) as scorer, pytest.raises(WorkFailedError, match="cannot start"):
+        judge(scorer, "good")
+
+
+def test_several_workers_keep_the_order():
+    with Scorer(SPEC, Limits(item_seconds=0.5), workers=2) as scorer:
+        outcomes = judge(scorer, *("exit" if i in (3, 9) else f"good {i}" for i in range(12)))
+    assert [getattr(o, "reward", None) for o in outcomes] == [
+        None if i in (3, 9) else float(i) for i in range(12)
+    ]
+
+
+def test_large_transcripts_travel(shared):
+    text = "good 1"
+    data = {"metadata": "y" * 300_000}
+    task = Task("t", ({"role": "user", "content": "?"},), data)
+    assert len(shared.score([(task, Transcript(text))] * 100)) == 100
+
+
+def test_cpu_time_is_granted_anew_to_every_item():
+    with Scorer(SPEC, Limits(item_seconds=0.2)) as scorer:
+        judge(scorer, "good")
+        for _ in range(3):
+            assert isinstance(judge(scorer, "sleep 0.05")[0], Score)
+        assert scorer.restarts == 0
+
+
+def _runs(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
