@@ -6,7 +6,6 @@ run computed must be the same byte for byte; what it took (times, hardware, logs
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
@@ -15,6 +14,7 @@ from typing import Any
 
 from perilune.bundle.digest import source_files
 from perilune.bundle.verify import Difference
+from perilune.bundle.wheel import wheel_members
 from perilune.errors import RequestError
 from perilune.files import read_json, read_json_lines, sha256_file
 
@@ -181,29 +181,16 @@ def _scripts(run: _Evidence) -> dict[str, Any]:
     scripts: dict[str, Any] = {}
     for name, path in source_files(run.root / "scripts"):
         wheel = name.endswith(".whl")
-        scripts["source" if wheel else name] = _wheel_members(path) if wheel else sha256_file(path)
+        scripts["source" if wheel else name] = wheel_members(path) if wheel else sha256_file(path)
     return scripts
 
 
-def _wheel_members(wheel: Path) -> dict[str, str]:
-    """Path and checksum of each source file in a wheel, by its directory alone: nothing is unpacked."""
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            return {
-                member.filename: f"{member.CRC:08x}"
-                for member in archive.infolist()
-                if ".dist-info/" not in member.filename
-            }
-    except (zipfile.BadZipFile, OSError) as error:
-        raise RequestError(f"not a wheel: {error}", where=str(wheel)) from None
-
-
 def _checkout(run: _Evidence) -> dict[str, Any]:
-    git = run.precheck.get("git")
-    if not git:
-        return {}
-    patch = git.get("patch") or {}
-    return {"git": {"commit": git.get("commit"), "dirty": git.get("dirty"), "patch": patch.get("sha256")}}
+    """State of the git checkout, and what ran that was not in the bundle."""
+    git = run.precheck.get("git") or {}
+    state = {key: git.get(key) for key in ("commit", "dirty")}
+    state["patch"] = (git.get("patch") or {}).get("sha256")
+    return {"git": state, **run.precheck.get("code", {})}
 
 
 def _packages(run: _Evidence) -> dict[str, str]:

@@ -23,7 +23,7 @@ class InputReference(Frozen):
     """
 
     name: str
-    path: str
+    path: str = Field(pattern=r"^inputs/[A-Za-z0-9_][A-Za-z0-9._-]*$")
     digest: str
     kind: Literal["checkpoint", "dataset", "evaluation"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, entry_points
 
 from perilune.bundle.plugin import PLUGIN_GROUP
@@ -10,6 +11,7 @@ from perilune.bundle.wheel import NAME
 from perilune.errors import WorkFailedError
 
 
+@cache
 def requirements_lock(task: str) -> str:
     """Lines "name==version" for the installed dependencies of perilune and of the plugin that owns `task`.
 

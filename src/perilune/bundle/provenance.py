@@ -16,6 +16,7 @@ from typing import Any
 import perilune
 from perilune.bundle.machine import describe_machine
 from perilune.bundle.redaction import redact, secret_values
+from perilune.bundle.wheel import differing_files
 from perilune.bundle.workspace import Workspace
 from perilune.files import sha256_bytes, write_atomic, write_json
 
@@ -27,9 +28,13 @@ _GIT_DEADLINE = 20  # seconds
 def record_precheck(workspace: Workspace) -> dict[str, Any]:
     """Write artifacts/precheck.json, and artifacts/source.patch when the code runs from a dirty checkout.
 
-    Called by the task's process once its imports are done. Returns what was written to precheck.json.
+    Called by the task's process once its imports are done; calling it again observes again. To the facts of
+    `precheck` it adds `code`: the source files that are not as they are in the bundle's wheel.
+    Returns what was written to precheck.json.
     """
     facts = precheck()
+    wheels = sorted((workspace.root / "scripts").glob("*.whl"))
+    facts["code"] = {"differs_from_bundle": [name for wheel in wheels for name in differing_files(wheel)]}
     if facts["git"] is not None and facts["git"]["dirty"]:
         patch, whole = _patch(Path(facts["git"]["checkout"]))
         patch = redact(patch, secret_values(workspace.job))

@@ -10,6 +10,8 @@ import base64
 import hashlib
 import io
 import zipfile
+import zlib
+from functools import cache
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -21,8 +23,11 @@ _MOMENT = (1980, 1, 1, 0, 0, 0)  # the earliest time a zip file can say
 _REGULAR_FILE = 0o100644 << 16
 
 
+@cache
 def build_wheel() -> tuple[str, bytes]:
     """File name and bytes of a wheel of the running `perilune`.
+
+    Built once a process, so that all bundles of one command carry the same code.
 
     Raises:
         WorkFailedError: when perilune runs from a folder that was never installed.
@@ -41,6 +46,30 @@ def build_wheel() -> tuple[str, bytes]:
     files |= {f"{info}/{relative}": data for relative, data in _metadata(installed).items()}
     files[f"{info}/RECORD"] = _record(files, f"{info}/RECORD")
     return f"{NAME}-{version}-py3-none-any.whl", _archive(files)
+
+
+def differing_files(wheel: Path) -> list[str]:
+    """Files of the running package that are not as they are in `wheel`, or only in one of the two.
+
+    Raises:
+        WorkFailedError: when `wheel` is not a wheel.
+    """
+    running = {f"{NAME}/{name}": zlib.crc32(data) for name, data in package_files().items()}
+    frozen = {name: crc for name, crc in wheel_members(wheel).items() if name.startswith(f"{NAME}/")}
+    return sorted(name for name in running.keys() | frozen.keys() if running.get(name) != frozen.get(name))
+
+
+def wheel_members(wheel: Path) -> dict[str, int]:
+    """CRC-32 of each member, from the wheel's directory alone: nothing is unpacked.
+
+    Raises:
+        WorkFailedError: when it is not a wheel.
+    """
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            return {member.filename: member.CRC for member in archive.infolist()}
+    except (zipfile.BadZipFile, ValueError) as error:
+        raise WorkFailedError(f"not a wheel: {error}", where=str(wheel)) from None
 
 
 def package_files() -> dict[str, bytes]:

@@ -1,0 +1,236 @@
+"""Archives: a bundle survives the journey, and a hostile archive gets nowhere."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perilune.bundle.archive import Limits, pack, unpack
+from perilune.bundle.digest import bundle_digest
+from perilune.bundle.manifest import write_manifest
+from perilune.bundle.verify import verify
+from perilune.errors import RequestError
+
+Member = tuple[tarfile.TarInfo, bytes]
+
+
+def member(name: str, data: bytes = b"", **fields: object) -> Member:
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    for field, value in fields.items():
+        setattr(info, field, value)
+    return info, data
+
+
+def archive_of(path: Path, members: list[Member]) -> Path:
+    with tarfile.open(path, "w:gz") as tar:
+        for info, data in members:
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+@pytest.fixture(scope="module")
+def packed(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("packed") / "bundle.tar.gz"
+    pack(pristine, path)
+    return path
+
+
+def refuses(archive: Path, tmp_path: Path, message: str, **options: object) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(RequestError, match=message):
+        unpack(archive, tmp_path / "out", **options)  # type: ignore[arg-type]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_there_and_back(make_attempt: Callable[[str], Path], tmp_path: Path) -> None:
+    attempt = make_attempt("1")
+    (attempt / "artifacts" / "checkpoints").mkdir()
+    (attempt / "artifacts" / "checkpoints" / "model").write_bytes(b"\0" * 3_000_000)
+    (attempt / "runtime" / "runtime.log").write_text("hello\n")
+    write_manifest(attempt)
+    pack(attempt, tmp_path / "a.tar.gz")
+    unpack(tmp_path / "a.tar.gz", tmp_path / "back", digest=bundle_digest(attempt))
+    assert verify(tmp_path / "back") == []
+    for path in attempt.rglob("*"):
+        if path.is_file():
+            copy = tmp_path / "back" / path.relative_to(attempt)
+            assert copy.read_bytes() == path.read_bytes()
+    assert (tmp_path / "back" / "scripts" / "entrypoint.sh").stat().st_mode & 0o111
+
+
+def test_equal_bundles_give_equal_archives(
+    pristine: Path, bundle: Path, packed: Path, tmp_path: Path
+) -> None:
+    pack(bundle, tmp_path / "other.tar.gz")
+    assert (tmp_path / "other.tar.gz").read_bytes() == packed.read_bytes()
+
+
+def test_packing_needs_a_whole_bundle_and_a_free_name(bundle: Path, packed: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    with pytest.raises(RequestError, match="already here"):
+        pack(bundle, tmp_path / "taken")
+    (bundle / "job.json").unlink()
+    with pytest.raises(RequestError, match=r"job\.json is missing"):
+        pack(bundle, tmp_path / "a.tar.gz")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "taken"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../out",
+        "/etc/x",
+        "inputs/../../x",
+        "a//b",
+        "./a",
+        "a/.",
+        "..",
+        ".",
+        "a\\b",
+        "a\nb",
+        "x" * 2000,
+        "a/../b",
+    ],
+)
+def test_a_path_that_is_not_plain_is_refused(name: str, tmp_path: Path) -> None:
+    archive = archive_of(tmp_path / "a.tar.gz", [member(name, b"x")])
+    refuses(archive, tmp_path, "not a plain relative path")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE, tarfile.CONTTYPE],
+)
+def test_links_and_devices_are_refused(kind: bytes, tmp_path: Path) -> None:
+    archive = archive_of(tmp_path / "a.tar.gz", [member("inputs/x", type=kind, linkname="/etc/passwd")])
+    refuses(archive, tmp_path, "link or a special file")
+
+
+def test_a_file_cannot_be_written_through_a_link(tmp_path: Path) -> None:
+    link = member("inputs", type=tarfile.SYMTYPE, linkname=str(tmp_path))
+    archive = archive_of(tmp_path / "a.tar.gz", [link, member("inputs/planted", b"x")])
+    refuses(archive, tmp_path, "link or a special file")
+
+
+def test_a_sparse_file_is_refused(tmp_path: Path) -> None:
+    sparse = member("inputs/x", b"1\n0\n5\n" + b"\0" * 506)
+    sparse[0].pax_headers = {
+        "GNU.sparse.major": "1",
+        "GNU.sparse.minor": "0",
+        "GNU.sparse.realsize": "9" * 15,
+    }
+    archive = archive_of(tmp_path / "a.tar.gz", [sparse])
+    refuses(archive, tmp_path, "link or a special file")
+
+
+def test_a_duplicate_is_refused(tmp_path: Path) -> None:
+    archive = archive_of(tmp_path / "a.tar.gz", [member("job.json", b"1"), member("job.json", b"2")])
+    refuses(archive, tmp_path, "in the archive twice")
+
+
+def test_a_file_that_is_also_a_folder_is_refused(tmp_path: Path) -> None:
+    archive = archive_of(tmp_path / "a.tar.gz", [member("inputs", b"1"), member("inputs/x", b"2")])
+    refuses(archive, tmp_path, "cannot unpack")
+
+
+def test_limits_are_held(packed: Path, tmp_path: Path) -> None:
+    refuses(packed, tmp_path, "more than 3 members", limits=Limits(files=3))
+    refuses(packed, tmp_path, "over the limit on bytes", limits=Limits(file_bytes=1000))
+    refuses(packed, tmp_path, "over the limit on bytes", limits=Limits(bytes=100_000))
+
+
+def test_a_bomb_is_refused_before_it_fills_the_disk(tmp_path: Path) -> None:
+    """300 MB of zeros in some 300 kB; the size is told in the header."""
+    path = tmp_path / "bomb.tar.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        info = tarfile.TarInfo("inputs/zeros")
+        info.size = 300 << 20
+        file.write(info.tobuf())
+        for _ in range(300):
+            file.write(b"\0" * (1 << 20))
+    refuses(path, tmp_path, "over the limit on bytes", limits=Limits(bytes=1 << 20))
+
+
+def test_padding_without_end_is_refused(tmp_path: Path) -> None:
+    """Nothing but zeros after the end of the archive."""
+    path = tmp_path / "bomb.tar.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        for _ in range(50):
+            file.write(b"\0" * (1 << 20))
+    refuses(path, tmp_path, "more than the limit", limits=Limits(files=10, bytes=1 << 20))
+
+
+def test_an_oversized_header_is_refused_before_it_fills_the_memory(tmp_path: Path) -> None:
+    """A pax header that claims 8 GiB."""
+    path = tmp_path / "a.tar.gz"
+    header = tarfile.TarInfo("././@PaxHeader")
+    header.type = tarfile.XHDTYPE
+    header.size = (8 << 30) - 1
+    with gzip.open(path, "wb") as file:
+        file.write(header.tobuf(tarfile.GNU_FORMAT) + b"\0" * 1024)
+    refuses(path, tmp_path, "header of more than 1 MiB")
+
+
+def test_a_negative_size_is_refused(tmp_path: Path) -> None:
+    info = tarfile.TarInfo("inputs/x")
+    raw = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    raw[124:136] = b"\xff" * 11 + b"\0"  # base 256, -256
+    raw[148:156] = b" " * 8
+    raw[148:156] = b"%06o\0 " % sum(raw)
+    path = tmp_path / "a.tar.gz"
+    path.write_bytes(gzip.compress(bytes(raw) + b"\0" * 1024))
+    refuses(path, tmp_path, "limit on bytes|damaged")
+
+
+def test_set_user_id_does_not_survive(packed: Path, tmp_path: Path) -> None:
+    members = []
+    with tarfile.open(packed) as tar:
+        for info in tar:
+            content = tar.extractfile(info)
+            assert content is not None
+            info.mode |= 0o6000
+            members.append((info, content.read()))
+    unpack(archive_of(tmp_path / "a.tar.gz", members), tmp_path / "out")
+    assert not any(path.stat().st_mode & 0o6000 for path in (tmp_path / "out").rglob("*"))
+
+
+def test_what_is_not_an_archive_is_refused(tmp_path: Path) -> None:
+    for name, content in [("empty", b""), ("text", b"hello"), ("gzip", gzip.compress(b"hello" * 200))]:
+        (tmp_path / name).write_bytes(content)
+        refuses(tmp_path / name, tmp_path, "damaged|more than")
+    refuses(tmp_path / "absent", tmp_path, "no such file")
+
+
+def test_another_digest_is_refused(packed: Path, tmp_path: Path) -> None:
+    refuses(packed, tmp_path, "bundle.json has changed", digest="0" * 64)
+
+
+def test_unpacking_does_not_replace(packed: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    refuses(packed, tmp_path, "already there")
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_a_damaged_archive_is_refused(
+    packed: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Any byte flipped or any tail cut off; gzip's own first ten bytes carry nothing that matters."""
+    tmp_path = tmp_path_factory.mktemp("damaged")
+    content = bytearray(packed.read_bytes())
+    position = data.draw(st.integers(10, len(content) - 1))
+    if data.draw(st.booleans()):
+        content[position] ^= data.draw(st.integers(1, 255))
+    else:
+        del content[position:]
+    (tmp_path / "a.tar.gz").write_bytes(content)
+    refuses(tmp_path / "a.tar.gz", tmp_path, ".")

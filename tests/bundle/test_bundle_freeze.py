@@ -1,0 +1,303 @@
+"""Freezing: the layout, one digest for one meaning, and nothing that should not be inside."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from bundle_cases import make_inputs, make_job
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perilune.bundle import storage
+from perilune.bundle.digest import bundle_digest, recorded_digest, source_files, tree_digest
+from perilune.bundle.freeze import attempt_copy, freeze
+from perilune.bundle.job import InputReference, Job
+from perilune.bundle.verify import verify
+from perilune.bundle.workspace import Workspace
+from perilune.errors import RequestError
+from perilune.files import canonical_json, sha256_bytes
+
+
+def test_the_layout_is_the_documented_one(pristine: Path) -> None:
+    assert sorted(path.name for path in pristine.iterdir()) == [
+        *("artifacts", "bundle.json", "inputs", "job.json", "runtime", "scripts"),
+    ]
+    assert sorted(path.name for path in (pristine / "inputs").iterdir()) == ["checkpoint", "data"]
+    scripts = sorted(path.name for path in (pristine / "scripts").iterdir())
+    assert scripts[:2] + scripts[3:] == [
+        *("bootstrap.py", "entrypoint.sh"),
+        *("perilune-0.1.0-py3-none-any.whl", "requirements.lock"),
+    ]
+    assert not list((pristine / "runtime").iterdir()) + list((pristine / "artifacts").iterdir())
+
+
+def test_frozen_files_are_read_only_and_only_the_entrypoint_runs(pristine: Path) -> None:
+    for path in pristine.rglob("*"):
+        if path.is_file():
+            expected = 0o555 if path.name == "entrypoint.sh" else 0o444
+            assert stat.S_IMODE(path.stat().st_mode) == expected, path
+
+
+def test_the_digest_is_that_of_the_listed_entries(pristine: Path) -> None:
+    document = json.loads((pristine / "bundle.json").read_bytes())
+    assert document["digest"] == sha256_bytes(canonical_json(document["files"]))
+    assert document["digest"] == bundle_digest(pristine) == recorded_digest(pristine)
+    listed = {file["path"]: file for file in document["files"]}
+    data = pristine / "inputs" / "data"
+    assert listed["inputs/data"] == {
+        "path": "inputs/data",
+        "size": data.stat().st_size,
+        "sha256": sha256_bytes(data.read_bytes()),
+        "mode": "0444",
+    }
+
+
+def test_the_workspace_finds_its_inputs_with_their_digests(bundle: Path, inputs: dict[str, Path]) -> None:
+    workspace = Workspace(bundle)
+    for reference in workspace.job.inputs:
+        assert reference.digest == tree_digest(inputs[reference.name])
+        assert tree_digest(workspace.input(reference.name)) == reference.digest
+
+
+def test_same_job_inputs_and_code_give_the_same_digest_wherever_and_whenever(
+    tmp_path: Path, pristine: Path
+) -> None:
+    """Another process, with another hash seed, umask, time zone, folder, source mode and source time."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    inputs = make_inputs(folder)
+    for path in folder.rglob("*"):
+        os.utime(path, (1, 1))
+        path.chmod(0o700)
+    code = (
+        "import os, sys; os.umask(0o077); sys.path.insert(0, sys.argv[1])\n"
+        "from pathlib import Path\nfrom bundle_cases import make_job\n"
+        "from perilune.bundle.freeze import freeze\n"
+        "inputs = {'checkpoint': Path('a checkpoint'), 'data': Path('rows.jsonl')}\n"
+        "print(freeze(make_job(), inputs, Path('b')))"
+    )
+    other = {"PYTHONHASHSEED": "99", "TZ": "Asia/Tokyo", "HOME": str(tmp_path), "LC_ALL": "C"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(Path(__file__).parent)],
+        cwd=folder,
+        env=os.environ | other,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == recorded_digest(pristine)
+    assert inputs.keys() == {"checkpoint", "data"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"seed": 8}, {"stage": "other"}, {"spec": {"steps": 4, "lr": 0.003}}, {"secrets": ("HF_TOKEN",)}],
+)
+def test_another_job_has_another_digest(
+    changes: dict[str, object], inputs: dict[str, Path], tmp_path: Path, pristine: Path
+) -> None:
+    assert freeze(make_job(**changes), inputs, tmp_path / "b") != recorded_digest(pristine)
+
+
+def test_another_input_has_another_digest(
+    job: Job, inputs: dict[str, Path], tmp_path: Path, pristine: Path
+) -> None:
+    inputs["data"].write_text('{"messages": [1]}\n')
+    assert freeze(job, inputs, tmp_path / "b") != recorded_digest(pristine)
+
+
+def test_freezing_twice_is_freezing_once(job: Job, inputs: dict[str, Path], tmp_path: Path) -> None:
+    first = freeze(job, inputs, tmp_path / "b")
+    inode = (tmp_path / "b" / "job.json").stat().st_ino
+    assert freeze(job, inputs, tmp_path / "b") == first
+    assert (tmp_path / "b" / "job.json").stat().st_ino == inode
+
+
+def test_freezing_over_something_else_is_refused(job: Job, inputs: dict[str, Path], tmp_path: Path) -> None:
+    freeze(job, inputs, tmp_path / "b")
+    with pytest.raises(RequestError, match="something else"):
+        freeze(make_job(seed=8), inputs, tmp_path / "b")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(RequestError, match="something else"):
+        freeze(job, inputs, tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_a_promised_digest_is_held_to(job: Job, inputs: dict[str, Path], tmp_path: Path) -> None:
+    references = tuple(one.model_copy(update={"digest": tree_digest(inputs[one.name])}) for one in job.inputs)
+    promised = job.model_copy(update={"inputs": references})
+    assert freeze(promised, inputs, tmp_path / "b") == freeze(job, inputs, tmp_path / "c")
+    (inputs["checkpoint"] / "config.json").write_text("{}")
+    with pytest.raises(RequestError, match="not the one the job names"):
+        freeze(promised, inputs, tmp_path / "d")
+    assert not (tmp_path / "d").exists()
+
+
+def test_job_and_inputs_must_agree(job: Job, inputs: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="disagree about: data"):
+        freeze(job, {"checkpoint": inputs["checkpoint"]}, tmp_path / "b")
+    with pytest.raises(RequestError, match="disagree about: dta"):
+        freeze(job, inputs | {"dta": inputs["data"]}, tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    "path", ["inputs/../../x", "/etc/x", "inputs", "inputs/..", "scripts/x", "inputs/a/b"]
+)
+def test_an_input_lies_in_inputs(path: str) -> None:
+    with pytest.raises(ValueError, match="path"):
+        InputReference(name="data", path=path, digest="", kind="dataset")
+
+
+def test_missing_and_empty_inputs_are_refused(job: Job, inputs: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for wrong, message in [(tmp_path / "absent", "no such input"), (tmp_path / "empty", "empty folder")]:
+        with pytest.raises(RequestError, match=message):
+            freeze(job, inputs | {"data": wrong}, tmp_path / "b")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "sources"]
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_later_edit_of_the_source_does_not_reach_the_bundle(
+    large: bool, job: Job, inputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if large:
+        monkeypatch.setattr(storage, "SHARE_FROM", 0)
+    freeze(job, inputs, tmp_path / "b")
+    with inputs["data"].open("a") as file:
+        file.write("more\n")
+    assert verify(tmp_path / "b") == []
+
+
+def test_large_files_that_nobody_may_write_share_their_inode(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "SHARE_FROM", 1000)
+    attempt_copy(bundle, tmp_path / "attempt")
+    large, small = Path("inputs/checkpoint/model.safetensors"), Path("inputs/checkpoint/config.json")
+    assert (tmp_path / "attempt" / large).samefile(bundle / large)
+    assert not (tmp_path / "attempt" / small).samefile(bundle / small)
+
+
+def test_links_inside_an_input_are_followed_and_links_out_of_it_refused(
+    job: Job, inputs: dict[str, Path], tmp_path: Path
+) -> None:
+    (inputs["checkpoint"] / "link").symlink_to("config.json")
+    freeze(job, inputs, tmp_path / "b")
+    assert not (tmp_path / "b" / "inputs" / "checkpoint" / "link").is_symlink()
+    (inputs["checkpoint"] / "out").symlink_to("/etc/passwd")
+    with pytest.raises(RequestError, match="the link out leads out of the input"):
+        freeze(job, inputs, tmp_path / "c")
+
+
+def test_a_hugging_face_cache_is_followed_into_its_blobs(tmp_path: Path) -> None:
+    cache = tmp_path / "models--a--b"
+    (cache / "blobs").mkdir(parents=True)
+    (cache / "blobs" / "123").write_text("weights")
+    revision = cache / "snapshots" / "abc"
+    revision.mkdir(parents=True)
+    (revision / "model.safetensors").symlink_to("../../blobs/123")
+    assert source_files(revision) == [("model.safetensors", cache / "blobs" / "123")]
+    (revision / "other").symlink_to("../../../../../etc/passwd")
+    with pytest.raises(RequestError, match="leads out"):
+        source_files(revision)
+
+
+def test_a_special_file_is_refused(job: Job, inputs: dict[str, Path], tmp_path: Path) -> None:
+    os.mkfifo(inputs["checkpoint"] / "pipe")
+    with pytest.raises(RequestError, match="pipe is not a plain file"):
+        freeze(job, inputs, tmp_path / "b")
+
+
+@pytest.mark.parametrize("value", ["canary-4711", 'qu"oted\\canary', "canarié-∂"])
+def test_a_secret_that_stands_in_the_job_is_refused(
+    value: str, inputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", value)
+    job = make_job(secrets=("HF_TOKEN",), spec={"token": f"x{value}y"})
+    with pytest.raises(RequestError, match=r"the secret HF_TOKEN stands in job\.json") as caught:
+        freeze(job, inputs, tmp_path / "b")
+    assert value not in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["sources"]
+
+
+@pytest.mark.parametrize("offset", [0, (1 << 20) - 5, 3 << 20])
+def test_a_secret_that_stands_in_an_input_is_refused(
+    offset: int, inputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it lies across two of the blocks that are read at once."""
+    monkeypatch.setenv("HF_TOKEN", "canary-4711")
+    inputs["data"].write_bytes(b"." * offset + b"canary-4711" + b".")
+    with pytest.raises(RequestError, match="HF_TOKEN stands in inputs/data"):
+        freeze(make_job(secrets=("HF_TOKEN",)), inputs, tmp_path / "b")
+
+
+def test_a_secret_too_short_to_search_for_is_refused(
+    inputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIN", "12")
+    with pytest.raises(RequestError, match="too short"):
+        freeze(make_job(secrets=("PIN",)), inputs, tmp_path / "b")
+
+
+def test_only_named_secrets_are_searched_for(
+    inputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNRELATED", "hidden_size")
+    freeze(make_job(secrets=("NOT_SET",)), inputs, tmp_path / "b")
+
+
+def test_an_attempt_is_a_bundle_of_its_own(pristine: Path, tmp_path: Path) -> None:
+    attempt_copy(pristine, tmp_path / "attempts" / "1")
+    attempt = tmp_path / "attempts" / "1"
+    assert verify(attempt, recorded_digest(pristine)) == []
+    (attempt / "artifacts" / "note").write_text("mine")
+    assert verify(attempt) == []
+    assert not list((pristine / "artifacts").iterdir())
+
+
+def test_a_damaged_bundle_is_not_copied(bundle: Path, tmp_path: Path) -> None:
+    damaged = bundle / "inputs" / "data"
+    damaged.chmod(0o644)
+    damaged.write_text("other")
+    damaged.chmod(0o444)
+    with pytest.raises(RequestError, match="inputs/data has changed"):
+        attempt_copy(bundle, tmp_path / "attempt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle"]
+
+
+def test_an_attempt_does_not_replace_another(pristine: Path, tmp_path: Path) -> None:
+    attempt_copy(pristine, tmp_path / "1")
+    with pytest.raises(RequestError, match="already there"):
+        attempt_copy(pristine, tmp_path / "1")
+
+
+def test_freezing_is_quick(job: Job, inputs: dict[str, Path], tmp_path: Path) -> None:
+    start = time.monotonic()
+    freeze(job, inputs, tmp_path / "b")
+    assert time.monotonic() - start < 10  # some 0.15 s on an idle core
+
+
+@given(
+    st.dictionaries(st.text("abc/é", min_size=1, max_size=5), st.binary(max_size=20), min_size=1, max_size=5)
+)
+def test_tree_digest_depends_on_names_and_contents_alone(
+    tmp_path_factory: pytest.TempPathFactory, files: dict[str, bytes]
+) -> None:
+    files = {name.replace("/", "_"): data for name, data in files.items()}
+    folders = [tmp_path_factory.mktemp("tree") for _ in range(2)]
+    for folder, names in zip(folders, (sorted(files), sorted(files, reverse=True)), strict=True):
+        for name in names:
+            (folder / name).write_bytes(files[name])
+    (folders[1] / "empty folder").mkdir()
+    assert tree_digest(folders[0]) == tree_digest(folders[1])
+    name = min(files)
+    (folders[1] / name).write_bytes(files[name] + b"!")
+    assert tree_digest(folders[0]) != tree_digest(folders[1])
