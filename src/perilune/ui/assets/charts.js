@@ -1,0 +1,617 @@
+// Small SVG charts without dependencies: lines (with intervals, linked crosshairs, log scales), bars
+// (stacked, grouped or mirrored) and rows (dumbbells, forests, waterfalls, time lines).
+// Data reaches the page as text nodes and numbers only: nothing here parses HTML.
+"use strict";
+
+// Make an element; strings among `children` become text nodes, null and false are skipped.
+function h(name, properties = {}, ...children) {
+  const element = document.createElement(name);
+  for (const [key, value] of Object.entries(properties)) {
+    if (value === undefined || value === null || value === false) continue;
+    if (key === "class") element.className = value;
+    else if (key === "on") for (const [event, handler] of Object.entries(value)) element.addEventListener(event, handler);
+    else if (key in element && key !== "list" && key !== "form") element[key] = value;
+    else element.setAttribute(key, value);
+  }
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+}
+
+const Format = {
+  number(value, digits = 4) {
+    if (value === null || value === undefined || Number.isNaN(value)) return "–";
+    if (value === 0) return "0";
+    const size = Math.abs(value);
+    if (size >= 1e6 || size < 1e-3) {
+      const [mantissa, power] = value.toExponential(Math.max(0, digits - 2)).split("e");
+      return `${mantissa.includes(".") ? mantissa.replace(/\.?0+$/, "") : mantissa}e${Number(power)}`.replace("-", "−");
+    }
+    if (size >= 1000) return Math.round(value).toLocaleString("en-US").replace("-", "−");
+    return String(Number(value.toPrecision(digits))).replace("-", "−");
+  },
+  percent: (value) => (value === null || value === undefined || Number.isNaN(value) ? "–" : `${(100 * value).toFixed(1)}%`.replace("-", "−")),
+  percentTick: (value) => `${Number((100 * value).toFixed(4))}%`.replace("-", "−"),
+  points(value) {
+    if (value === null || value === undefined || Number.isNaN(value)) return "–";
+    return `${value < 0 ? "−" : "+"}${Math.abs(100 * value).toFixed(1)}`;
+  },
+  seconds(value) {
+    if (value === null || value === undefined || Number.isNaN(value)) return "–";
+    if (value < 1) return `${Format.number(1000 * value, 3)} ms`;
+    if (value < 60) return `${Format.number(value, 3)} s`;
+    const whole = Math.round(value);
+    if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+    return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
+  },
+  integer: (value) => (value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en-US").replace("-", "−")),
+};
+
+const Charts = (() => {
+  const groups = new Map(); // name of a linked x axis -> the charts that share its crosshair
+  const smoothed = new Set(); // charts that follow the smoothing slider
+  let smoothing = 0;
+
+  function s(name, attributes = {}, ...children) {
+    const element = document.createElementNS("http://www.w3.org/2000/svg", name);
+    for (const [key, value] of Object.entries(attributes)) if (value !== undefined && value !== null) element.setAttribute(key, value);
+    element.append(...children.filter((child) => child !== null && child !== undefined));
+    return element;
+  }
+
+  const round = (value) => Math.round(value * 100) / 100;
+  const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
+  const color = (index) => `var(--c${index})`;
+
+  // ------------------------------------------------------------------------------------- scales
+  function niceTicks(low, high, count) {
+    const span = high - low;
+    if (!(span > 0)) return [low];
+    const rough = span / Math.max(1, count);
+    const power = 10 ** Math.floor(Math.log10(rough));
+    const step = power * ([1, 2, 2.5, 5, 10].find((multiple) => multiple * power >= rough * 0.999) || 10);
+    const ticks = [];
+    for (let index = Math.ceil(low / step - 1e-9); index * step <= high + step * 1e-9; index += 1) ticks.push(Number((index * step).toPrecision(12)));
+    return ticks;
+  }
+
+  function logTicks(low, high, count) {
+    const first = Math.floor(Math.log10(low) + 1e-9);
+    const last = Math.ceil(Math.log10(high) - 1e-9);
+    const stride = Math.max(1, Math.ceil((last - first) / Math.max(2, count)));
+    const ticks = [];
+    for (let power = first; power <= last; power += stride) ticks.push(10 ** power);
+    const inside = ticks.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
+    return inside.length > 1 ? inside : niceTicks(low, high, count);
+  }
+
+  function scale(low, high, from, to, log = false) {
+    const map = log ? Math.log10 : (value) => value;
+    const [start, end] = [map(low), map(high)];
+    const ratio = end === start ? 0 : (to - from) / (end - start);
+    const position = (value) => (ratio === 0 ? (from + to) / 2 : from + (map(value) - start) * ratio);
+    position.invert = (pixel) => (ratio === 0 ? low : log ? 10 ** (start + (pixel - from) / ratio) : start + (pixel - from) / ratio);
+    return position;
+  }
+
+  // Domain of the y axis: padded, anchored at zero when `zero`, never empty.
+  function domainOf(values, axis, log) {
+    if (axis.domain && !log) return axis.domain;
+    let low = Infinity;
+    let high = -Infinity;
+    for (const value of values) {
+      if (!isNumber(value) || (log && value <= 0)) continue;
+      if (value < low) low = value;
+      if (value > high) high = value;
+    }
+    if (low > high) return log ? [0.1, 1] : [0, 1];
+    if (log) return low === high ? [low / 3, high * 3] : [low / 1.3, high * 1.3];
+    if (axis.zero !== false) [low, high] = [Math.min(0, low), Math.max(0, high)];
+    if (low === high) return low === 0 ? [0, 1] : [low - Math.abs(low) / 2, high + Math.abs(high) / 2];
+    const pad = (high - low) * 0.06;
+    return [low === 0 ? 0 : low - pad, high === 0 ? 0 : high + pad];
+  }
+
+  // ------------------------------------------------------------------------------------ tooltip
+  const tooltip = h("div", { class: "tooltip", role: "status", hidden: true });
+  document.body.append(tooltip);
+
+  function showTooltip(clientX, clientY, title, rows) {
+    tooltip.replaceChildren(
+      h("div", { class: "tooltip-title" }, title),
+      ...rows.map((row) => h("div", { class: "tooltip-row" }, swatch(row), h("span", { class: "tooltip-name" }, row.name), h("b", {}, row.value))),
+    );
+    tooltip.hidden = false;
+    const box = tooltip.getBoundingClientRect();
+    const right = clientX + 14 + box.width < document.documentElement.clientWidth;
+    tooltip.style.left = `${Math.max(4, right ? clientX + 14 : clientX - box.width - 14)}px`;
+    tooltip.style.top = `${Math.max(4, Math.min(clientY - box.height - 10, window.innerHeight - box.height - 4))}px`;
+  }
+
+  function hideTooltip() {
+    tooltip.hidden = true;
+  }
+
+  function swatch({ color: index, hollow, dash }) {
+    if (index === undefined) return null;
+    const mark = h("i", { class: `swatch${hollow ? " hollow" : ""}${dash ? " dashed" : ""}` });
+    mark.style.setProperty("--swatch", color(index));
+    return mark;
+  }
+
+  // -------------------------------------------------------------------------------- chart figure
+  // The chrome every chart shares: title, tools, legend with live values, drawing, caption.
+  // `draw(width)` returns an svg element; it is called again whenever the width changes.
+  function figure(spec, draw) {
+    const legendItems = new Map();
+    const legend = h("div", { class: "legend" });
+    for (const entry of spec.legend || []) {
+      const value = h("b", {});
+      legendItems.set(entry.name, value);
+      legend.append(h("span", { class: "legend-item" }, swatch(entry), entry.name, value));
+    }
+    const tools = h("div", { class: "chart-tools" });
+    const stage = h("div", { class: "chart-stage" });
+    const element = h(
+      "figure",
+      { class: `chart ${spec.class || ""}` },
+      h("div", { class: "chart-head" }, spec.title && h("h4", {}, spec.title), tools),
+      (spec.legend || []).length ? legend : null,
+      stage,
+      spec.note ? h("figcaption", {}, spec.note) : null,
+    );
+    if (spec.key) element.dataset.chart = spec.key;
+    const chart = { element, stage, tools, legendItems, width: 0 };
+    chart.redraw = () => {
+      if (chart.width < 40) return;
+      const drawing = draw(chart.width, chart);
+      stage.replaceChildren(drawing);
+    };
+    new ResizeObserver(([entry]) => {
+      const width = Math.floor(entry.contentRect.width);
+      if (Math.abs(width - chart.width) < 1) return;
+      chart.width = width;
+      chart.redraw();
+    }).observe(stage);
+    return chart;
+  }
+
+  function canvas(width, height, label) {
+    return s("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label, tabindex: 0, class: "plot" });
+  }
+
+  function emptyDrawing(width, height, message) {
+    const root = canvas(width, height, message);
+    root.removeAttribute("tabindex");
+    root.append(s("text", { x: width / 2, y: height / 2, class: "empty", "text-anchor": "middle" }, message));
+    return root;
+  }
+
+  // Axes with horizontal gridlines; returns the scales of the plotting area.
+  function frame(root, width, height, { xTicks, xFormat, xLabel, xScaleOf, yDomain, yFormat, yLog, yCount }) {
+    const ticks = (yLog ? logTicks : niceTicks)(yDomain[0], yDomain[1], yCount || Math.max(2, Math.round(height / 48)));
+    const labels = ticks.map((tick) => yFormat(tick));
+    const left = Math.max(22, 10 + 6.3 * Math.max(0, ...labels.map((label) => label.length)));
+    const area = { left, right: width - 8, top: 10, bottom: height - (xLabel ? 34 : 22) };
+    const y = scale(yDomain[0], yDomain[1], area.bottom, area.top, yLog);
+    const x = xScaleOf(area.left, area.right);
+    ticks.forEach((tick, index) => {
+      const at = round(y(tick));
+      root.append(
+        s("line", { x1: area.left, x2: area.right, y1: at, y2: at, class: tick === 0 ? "gridline zero" : "gridline" }),
+        s("text", { x: area.left - 7, y: at + 3.5, class: "tick", "text-anchor": "end" }, labels[index]),
+      );
+    });
+    let lastEnd = -Infinity;
+    for (const tick of xTicks(x)) {
+      const text = xFormat(tick);
+      const at = x(tick);
+      const half = text.length * 3.1;
+      if (at - half < lastEnd + 6) continue;
+      const anchor = at + half > width ? "end" : at - half < 0 ? "start" : "middle";
+      lastEnd = at + half;
+      root.append(s("text", { x: round(anchor === "end" ? width : at), y: area.bottom + 15, class: "tick", "text-anchor": anchor }, text));
+    }
+    if (xLabel) root.append(s("text", { x: (area.left + area.right) / 2, y: height - 4, class: "axis-label", "text-anchor": "middle" }, xLabel));
+    return { x, y, area };
+  }
+
+  // ---------------------------------------------------------------------------------- line chart
+  // Exponential moving average without the pull towards its start.
+  function ema(values, weight) {
+    let total = 0;
+    let norm = 0;
+    return values.map((value) => {
+      if (!isNumber(value)) return null;
+      total = weight * total + (1 - weight) * value;
+      norm = weight * norm + (1 - weight);
+      return total / norm;
+    });
+  }
+
+  // Path through the points; thousands of points keep the extremes of every pixel column.
+  function pathOf(xs, ys, x, y, width, log) {
+    const usable = (value) => isNumber(value) && !(log && value <= 0);
+    let path = "";
+    let open = false;
+    const draw = (px, py) => {
+      path += `${open ? "L" : "M"}${round(px)},${round(py)}`;
+      open = true;
+    };
+    const dense = xs.length > 3 * width;
+    let column = null;
+    const flush = () => {
+      if (!column) return;
+      draw(column.px, column.low);
+      if (column.high !== column.low) draw(column.px, column.high);
+      column = null;
+    };
+    for (let index = 0; index < xs.length; index += 1) {
+      if (!usable(ys[index])) {
+        flush();
+        open = false;
+        continue;
+      }
+      const [px, py] = [x(xs[index]), y(ys[index])];
+      if (!dense) draw(px, py);
+      else if (column && Math.floor(px) === column.pixel) {
+        column.low = Math.min(column.low, py);
+        column.high = Math.max(column.high, py);
+      } else {
+        flush();
+        column = { pixel: Math.floor(px), px, low: py, high: py };
+      }
+    }
+    flush();
+    return path;
+  }
+
+  function nearestIndex(xs, target) {
+    let [low, high] = [0, xs.length - 1];
+    while (high - low > 1) {
+      const middle = (low + high) >> 1;
+      if (xs[middle] < target) low = middle;
+      else high = middle;
+    }
+    return Math.abs(xs[low] - target) <= Math.abs(xs[high] - target) ? low : high;
+  }
+
+  /* lines(spec): series {name, x, y, low?, high?, color, dash?, points?, format?} over one x axis.
+     x: {label, categories?, format?}; y: {format, tick, zero, domain, log: offer a log scale?}.
+     group: charts of one group share the crosshair; smooth: follow the slider; pick(x): on click. */
+  function lines(spec) {
+    const y = { format: Format.number, zero: true, ...spec.y };
+    const height = spec.height || 168;
+    const series = spec.series.filter((one) => one.y.some(isNumber));
+    const xs = [...new Set(series.flatMap((one) => one.x))].sort((a, b) => a - b);
+    const categories = spec.x.categories;
+    const formatX = categories ? (value) => categories[value] : spec.x.format || Format.integer;
+    let log = y.log === "on";
+    let hovered = null; // index into xs
+    let state = null;
+
+    const chart = figure({ ...spec, legend: spec.legend || (spec.series.length > 1 || spec.showLegend ? spec.series : []) }, (width) => {
+      if (!xs.length) return emptyDrawing(width, Math.min(height, 90), spec.empty || "no data yet");
+      const ys = series.flatMap((one) => [...one.y, ...(one.low || []), ...(one.high || [])]);
+      const domain = domainOf(ys, y, log);
+      const root = canvas(width, height, describe());
+      const pad = categories ? 0.35 : 0;
+      const [first, last] = [xs[0], xs[xs.length - 1]];
+      const { x, y: toY, area } = frame(root, width, height, {
+        xTicks: () => (categories ? xs : niceTicks(first, last, Math.max(2, Math.round(width / 90))).filter((tick) => !spec.x.integer || Number.isInteger(tick))),
+        xFormat: spec.x.tick || formatX,
+        xLabel: spec.x.label,
+        xScaleOf: (from, to) => scale(first - pad, last + pad, from, to),
+        yDomain: domain,
+        yFormat: y.tick || y.format,
+        yLog: log,
+        yCount: y.ticks,
+      });
+      const endLabels = [];
+      series.forEach((one, position) => {
+        const stroke = color(one.color);
+        const values = spec.smooth && smoothing > 0 ? ema(one.y, smoothing) : one.y;
+        const dodge = categories && one.low ? (position - (series.length - 1) / 2) * 7 : 0;
+        const xOf = (value) => x(value) + dodge;
+        if (spec.smooth && smoothing > 0) root.append(s("path", { d: pathOf(one.x, one.y, xOf, toY, width, log), class: "line raw", stroke }));
+        root.append(s("path", { d: pathOf(one.x, values, xOf, toY, width, log), class: `line${one.dash ? " dashed" : ""}${categories ? " thin" : ""}`, stroke }));
+        one.x.forEach((value, index) => {
+          if (!isNumber(one.y[index])) return;
+          const isAlone = !isNumber(one.y[index - 1]) && !isNumber(one.y[index + 1]);
+          if (one.low && isNumber(one.low[index])) {
+            const [at, top, bottom] = [round(xOf(value)), round(toY(one.high[index])), round(toY(one.low[index]))];
+            root.append(s("path", { d: `M${at},${top}V${bottom}M${at - 3},${top}h6M${at - 3},${bottom}h6`, class: "whisker", stroke }));
+          }
+          if (one.points || isAlone) root.append(s("circle", { cx: round(xOf(value)), cy: round(toY(values[index])), r: one.points ? 4 : 3, class: "dot", fill: one.hollow ? "var(--surface)" : stroke, stroke }));
+        });
+        if (spec.valueLabels) {
+          one.x.forEach((value, index) => isNumber(one.y[index]) && endLabels.push({ at: value, x: xOf(value), y: toY(one.y[index]), text: y.format(one.y[index]), stroke, bold: position === 0 }));
+        }
+      });
+      placeLabels(root, endLabels, area);
+      const crosshair = s("line", { y1: area.top, y2: area.bottom, class: "crosshair", visibility: "hidden" });
+      const dots = s("g", {});
+      root.append(crosshair, dots);
+      if (log) noteHidden(root, series, area);
+      state = { root, x, toY, crosshair, dots, area, width };
+      listen(root);
+      show(hovered);
+      return root;
+    });
+
+    function placeLabels(root, labels, area) {
+      const columns = new Map();
+      for (const label of labels) columns.set(label.at, [...(columns.get(label.at) || []), label]);
+      for (const column of columns.values()) {
+        column.sort((a, b) => a.y - b.y);
+        column.forEach((label, index) => {
+          label.top = Math.max(area.top + 4, index ? Math.max(label.y, column[index - 1].top + 13) : label.y);
+        });
+        const right = Math.max(...column.map((label) => label.x)) + 9;
+        const isLast = right + 44 > area.right;
+        const left = Math.min(...column.map((label) => label.x)) - 9;
+        for (const label of column)
+          root.append(s("text", { x: round(isLast ? left : right), y: round(label.top + 4), class: `value-label${label.bold ? " strong" : ""}`, "text-anchor": isLast ? "end" : "start", fill: label.stroke }, label.text));
+      }
+    }
+
+    function noteHidden(root, shown, area) {
+      const hidden = shown.reduce((total, one) => total + one.y.filter((value) => isNumber(value) && value <= 0).length, 0);
+      if (hidden) root.append(s("text", { x: area.right, y: area.top + 2, class: "axis-label", "text-anchor": "end" }, `${hidden} zero values not on this scale`));
+    }
+
+    function describe() {
+      const parts = series.map((one) => {
+        const known = one.y.filter(isNumber);
+        return `${one.name} from ${y.format(known[0])} to ${y.format(known[known.length - 1])}`;
+      });
+      return `${spec.title || ""}: ${parts.join("; ")}. Arrow keys read single points.`;
+    }
+
+    function rowsAt(index) {
+      const rows = [];
+      for (const one of series) {
+        const at = one.x.length === xs.length ? index : one.x.indexOf(xs[index]);
+        if (at < 0 || !isNumber(one.y[at])) continue;
+        const format = one.format || y.format;
+        const range = one.low && isNumber(one.low[at]) ? ` (${format(one.low[at])} to ${format(one.high[at])})` : "";
+        rows.push({ name: one.name, value: format(one.y[at]) + range, color: one.color, dash: one.dash, hollow: one.hollow, y: one.y[at] });
+      }
+      return rows;
+    }
+
+    // Show the crosshair at xs[index]; null goes back to the last point in the legend.
+    function show(index) {
+      hovered = index;
+      if (!state) return;
+      const { crosshair, dots, x, toY } = state;
+      const rows = xs.length ? rowsAt(index === null ? xs.length - 1 : index) : [];
+      for (const [name, element] of chart.legendItems) {
+        const row = rows.find((one) => one.name === name);
+        element.textContent = row && !spec.quietLegend ? row.value.split(" (")[0] : "";
+      }
+      dots.replaceChildren();
+      crosshair.setAttribute("visibility", index === null ? "hidden" : "visible");
+      if (index === null) return;
+      const at = round(x(xs[index]));
+      crosshair.setAttribute("x1", at);
+      crosshair.setAttribute("x2", at);
+      if (!categories) for (const row of rows) if (!(log && row.y <= 0)) dots.append(s("circle", { cx: at, cy: round(toY(row.y)), r: 3.2, class: "dot", fill: color(row.color), stroke: "var(--surface)" }));
+    }
+
+    chart.showAt = (value) => show(value === null || !xs.length ? null : nearestIndex(xs, value));
+
+    function announce(index, clientX, clientY) {
+      const value = index === null ? null : xs[index];
+      for (const other of spec.group ? groups.get(spec.group) : [chart]) other.showAt(value);
+      if (index === null) return hideTooltip();
+      const label = `${spec.x.name ? `${spec.x.name} ` : ""}${formatX(value)}`;
+      return showTooltip(clientX, clientY, label, rowsAt(index));
+    }
+
+    function listen(root) {
+      const indexAt = (event) => {
+        const box = root.getBoundingClientRect();
+        return nearestIndex(xs, state.x.invert(((event.clientX - box.left) * state.width) / box.width));
+      };
+      root.addEventListener("pointermove", (event) => announce(indexAt(event), event.clientX, event.clientY));
+      root.addEventListener("pointerleave", () => announce(null));
+      root.addEventListener("blur", () => announce(null));
+      root.addEventListener("keydown", (event) => {
+        const last = xs.length - 1;
+        const current = hovered === null ? last : hovered;
+        const moves = { ArrowLeft: current - 1, ArrowRight: hovered === null ? last : current + 1, Home: 0, End: last, PageUp: current - 10, PageDown: current + 10 };
+        if (event.key === "Escape") return announce(null);
+        if (event.key === "Enter" && spec.pick && hovered !== null) return spec.pick(xs[hovered]);
+        if (!(event.key in moves)) return undefined;
+        event.preventDefault();
+        const index = Math.max(0, Math.min(last, moves[event.key]));
+        const box = root.getBoundingClientRect();
+        return announce(index, box.left + (state.x(xs[index]) * box.width) / state.width, box.top + 30);
+      });
+      if (spec.pick) {
+        root.classList.add("pickable");
+        root.addEventListener("click", (event) => spec.pick(xs[indexAt(event)]));
+      }
+    }
+
+    if (y.log && series.some((one) => one.y.some((value) => value > 0))) {
+      const button = h("button", { type: "button", class: "chip", ariaPressed: String(log), title: "Logarithmic scale" }, "log");
+      button.addEventListener("click", () => {
+        log = !log;
+        button.ariaPressed = String(log);
+        chart.redraw();
+      });
+      chart.tools.append(button);
+    }
+    if (spec.group) groups.set(spec.group, [...(groups.get(spec.group) || []), chart]);
+    if (spec.smooth) smoothed.add(chart);
+    return chart.element;
+  }
+
+  // ----------------------------------------------------------------------------------- bar chart
+  /* bars(spec): series {name, values, color} over x.centers, mode "stacked", "grouped" or "mirrored"
+     (the second series hangs below zero). x: {label, centers, width, format}; y: {format}. */
+  function bars(spec) {
+    const { centers } = spec.x;
+    const height = spec.height || 180;
+    const format = spec.y.format || Format.number;
+    const formatX = spec.x.format || Format.number;
+    const mode = spec.mode || "stacked";
+    const sign = (position) => (mode === "mirrored" && position === 1 ? -1 : 1);
+
+    const chart = figure({ ...spec, legend: spec.series }, (width) => {
+      if (!centers.length) return emptyDrawing(width, Math.min(height, 90), spec.empty || "no data yet");
+      const root = canvas(width, height, `${spec.title || ""}: ${spec.series.map((one) => one.name).join(", ")} by ${spec.x.label || "group"}`);
+      const sums = centers.map((_, index) => spec.series.map((one) => one.values[index] || 0));
+      const tops = sums.map((row) => (mode === "stacked" ? row.reduce((a, b) => a + b, 0) : Math.max(...(mode === "mirrored" ? [row[0]] : row))));
+      const depth = mode === "mirrored" ? Math.max(...sums.map((row) => row[1])) : 0;
+      const domain = spec.y.domain || [-depth * 1.05, Math.max(...tops, depth ? 0 : 1e-9) * 1.05];
+      const half = spec.x.width / 2;
+      const { x, y, area } = frame(root, width, height, {
+        xTicks: () => spec.x.ticks || niceTicks(centers[0], centers[centers.length - 1], Math.max(2, Math.round(width / 80))),
+        xFormat: spec.x.tick || formatX,
+        xLabel: spec.x.label,
+        xScaleOf: (from, to) => scale(centers[0] - half, centers[centers.length - 1] + half, from, to),
+        yDomain: domain,
+        yFormat: spec.y.tick || ((value) => format(Math.abs(value))),
+      });
+      const slot = x(centers[0] + half) - x(centers[0] - half);
+      const gap = slot > 6 ? Math.min(4, slot * 0.16) : 0;
+      centers.forEach((center, index) => {
+        const from = x(center - half) + gap / 2;
+        const full = Math.max(0.5, slot - gap);
+        let base = 0;
+        spec.series.forEach((one, position) => {
+          const value = sums[index][position];
+          if (!value) return;
+          const grouped = mode === "grouped";
+          const bottom = grouped || mode === "mirrored" ? 0 : base;
+          const top = bottom + sign(position) * value;
+          base = top;
+          const [y1, y2] = [y(Math.max(bottom, top)), y(Math.min(bottom, top))];
+          const share = grouped ? full / spec.series.length : full;
+          root.append(s("rect", { x: round(from + (grouped ? share * position : 0)), y: round(y1), width: round(Math.max(0.5, share - (grouped && share > 4 ? 1 : 0))), height: round(Math.max(0.5, y2 - y1)), class: "mark", fill: color(one.color) }));
+        });
+      });
+      if (mode === "mirrored") root.append(s("line", { x1: area.left, x2: area.right, y1: y(0), y2: y(0), class: "gridline zero" }));
+      const highlight = s("rect", { y: area.top, height: area.bottom - area.top, width: round(slot), class: "highlight", visibility: "hidden" });
+      root.prepend(highlight);
+      interact(root, {
+        count: centers.length,
+        indexAt: (px) => nearestIndex(centers, x.invert(px)),
+        show: (index) => {
+          highlight.setAttribute("visibility", index === null ? "hidden" : "visible");
+          if (index !== null) highlight.setAttribute("x", round(x(centers[index] - half)));
+        },
+        anchor: (index) => x(centers[index]),
+        title: (index) => `${spec.x.name ? `${spec.x.name} ` : ""}${formatX(centers[index])}`,
+        rows: (index) => [
+          ...spec.series.map((one) => ({ name: one.name, color: one.color, value: format(one.values[index] || 0) })),
+          ...(spec.total ? [{ name: "total", value: format(sums[index].reduce((a, b) => a + b, 0)) }] : []),
+        ],
+        width,
+      });
+      return root;
+    });
+    return chart.element;
+  }
+
+  // Hover and arrow keys over a row of numbered positions.
+  function interact(root, { count, indexAt, show, anchor, title, rows, width }) {
+    let current = null;
+    const set = (index, clientX, clientY) => {
+      current = index;
+      show(index);
+      if (index === null) hideTooltip();
+      else showTooltip(clientX, clientY, title(index), rows(index));
+    };
+    root.addEventListener("pointermove", (event) => {
+      const box = root.getBoundingClientRect();
+      set(indexAt(((event.clientX - box.left) * width) / box.width, ((event.clientY - box.top) * width) / box.width), event.clientX, event.clientY);
+    });
+    root.addEventListener("pointerleave", () => set(null));
+    root.addEventListener("blur", () => set(null));
+    root.addEventListener("keydown", (event) => {
+      const moves = { ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1 };
+      if (event.key === "Escape") return set(null);
+      if (!(event.key in moves)) return undefined;
+      event.preventDefault();
+      const index = current === null ? 0 : Math.max(0, Math.min(count - 1, current + moves[event.key]));
+      const box = root.getBoundingClientRect();
+      return set(index, box.left + (anchor(index) * box.width) / width, box.top + 30);
+    });
+  }
+
+  // ----------------------------------------------------------------------------------- row chart
+  /* rows(spec): one line per row {label, marks, value, details}; a mark is {bar: [from, to]},
+     {dot: at} or {whisker: [low, high]} with a color. x: {domain, format, label, zero}. */
+  function rows(spec) {
+    const rowHeight = spec.rowHeight || 30;
+    const chart = figure(spec, (width) => {
+      if (!spec.rows.length) return emptyDrawing(width, 70, spec.empty || "no data yet");
+      const height = spec.rows.length * rowHeight + (spec.x.label ? 40 : 28);
+      const root = canvas(width, height, `${spec.title || ""}: ${spec.rows.map((row) => `${row.label} ${row.value || ""}`).join("; ")}`);
+      const left = Math.min(width * 0.42, 12 + 6.6 * Math.max(...spec.rows.map((row) => row.label.length)));
+      const right = width - (spec.rows.some((row) => row.value) ? 12 + 6.6 * Math.max(...spec.rows.map((row) => (row.value || "").length)) : 12);
+      const x = scale(spec.x.domain[0], spec.x.domain[1], left, right);
+      const bottom = spec.rows.length * rowHeight + 4;
+      for (const tick of niceTicks(spec.x.domain[0], spec.x.domain[1], Math.max(2, Math.round((right - left) / 70)))) {
+        const at = round(x(tick));
+        root.append(s("line", { x1: at, x2: at, y1: 2, y2: bottom, class: tick === 0 && spec.x.zero ? "gridline zero" : "gridline" }));
+        root.append(s("text", { x: at, y: bottom + 14, class: "tick", "text-anchor": "middle" }, (spec.x.tick || spec.x.format)(tick)));
+      }
+      if (spec.x.label) root.append(s("text", { x: (left + right) / 2, y: height - 3, class: "axis-label", "text-anchor": "middle" }, spec.x.label));
+      const highlight = s("rect", { x: 0, width, height: rowHeight, class: "highlight", visibility: "hidden" });
+      root.prepend(highlight);
+      spec.rows.forEach((row, index) => {
+        const middle = 2 + rowHeight * (index + 0.5);
+        const label = s("text", { x: left - 10, y: middle + 4, class: `row-label${row.strong ? " strong" : ""}`, "text-anchor": "end" }, clip(row.label, left - 10));
+        root.append(label);
+        if (row.value) root.append(s("text", { x: width - 2, y: middle + 4, class: "row-value", "text-anchor": "end" }, row.value));
+        for (const mark of row.marks) {
+          const paint = color(mark.color || 1);
+          if (mark.bar) {
+            const [from, to] = [x(Math.min(...mark.bar)), x(Math.max(...mark.bar))];
+            root.append(s("rect", { x: round(from), y: middle - (mark.thin ? 1.5 : rowHeight * 0.3), width: round(Math.max(1, to - from)), height: mark.thin ? 3 : rowHeight * 0.6, rx: mark.thin ? 1.5 : 2, class: "mark", fill: paint, opacity: mark.faint ? 0.35 : undefined }));
+          } else if (mark.whisker) {
+            const [from, to] = mark.whisker.map((value) => round(x(value)));
+            root.append(s("path", { d: `M${from},${middle}H${to}M${from},${middle - 4}v8M${to},${middle - 4}v8`, class: "whisker", stroke: paint }));
+          } else if (isNumber(mark.dot)) {
+            root.append(s("circle", { cx: round(x(mark.dot)), cy: middle, r: 5, class: "dot", fill: mark.hollow ? "var(--surface)" : paint, stroke: paint }));
+          }
+        }
+      });
+      interact(root, {
+        count: spec.rows.length,
+        indexAt: (_, py) => Math.max(0, Math.min(spec.rows.length - 1, Math.floor((py - 2) / rowHeight))),
+        show: (index) => {
+          highlight.setAttribute("visibility", index === null ? "hidden" : "visible");
+          if (index !== null) highlight.setAttribute("y", 2 + index * rowHeight);
+        },
+        anchor: () => left,
+        title: (index) => spec.rows[index].label,
+        rows: (index) => spec.rows[index].details || [{ name: "value", value: spec.rows[index].value || "" }],
+        width,
+      });
+      return root;
+    });
+    return chart.element;
+  }
+
+  function clip(text, pixels) {
+    const room = Math.max(4, Math.floor(pixels / 6.4));
+    return text.length > room ? `${text.slice(0, room - 1)}…` : text;
+  }
+
+  return {
+    lines,
+    bars,
+    rows,
+    showTooltip,
+    hideTooltip,
+    smooth(weight) {
+      smoothing = weight;
+      for (const chart of smoothed) chart.redraw();
+    },
+  };
+})();

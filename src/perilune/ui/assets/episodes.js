@@ -1,0 +1,380 @@
+// The browser of episodes: choose a stage and a step, search, filter, sort, and read one episode token by
+// token beside the other samples of its group. Each step's episodes are a JSON block parsed when first read.
+// What models wrote is shown through text nodes only (`h` in charts.js), never as markup.
+"use strict";
+
+const Episodes = (() => {
+  const index = JSON.parse(document.getElementById("episodes-index").textContent);
+  const PAGE = 60; // rows added to the list at a time
+  const parsed = new Map(); // script id -> episodes of that set, each with its group, set and tokens
+  const state = { stage: null, set: 0, all: false, shown: PAGE, current: null, found: [] };
+  const view = {};
+
+  const has = (stage) => index.stages.some((one) => one.stage === stage && one.sets.length);
+
+  function load(set, stage) {
+    if (!parsed.has(set.script)) {
+      const groups = JSON.parse(document.getElementById(set.script).textContent);
+      const vocabulary = index.vocabularies[stage.vocabulary] || null;
+      const episodes = groups.flatMap((group) => {
+        const members = group.episodes.map((episode) => Object.assign(episode, { group, set, vocabulary }));
+        for (const episode of members) {
+          episode.length = episode.logprobs.length;
+          episode.prompt = group.prompt.map((message) => message.content).join("\n");
+          episode.strategies = Object.keys(episode.metrics).filter((name) => name.startsWith("strategy/") && episode.metrics[name] > 0).map((name) => name.slice(9));
+          episode.meanLogprob = episode.length ? episode.logprobs.reduce((sum, value) => sum + value, 0) / episode.length / 1000 : 0;
+        }
+        group.members = members;
+        return members;
+      });
+      parsed.set(set.script, episodes);
+    }
+    return parsed.get(set.script);
+  }
+
+  // ------------------------------------------------------------------------------------- filters
+  const REWARDS = {
+    any: () => true,
+    right: (episode) => episode.reward !== null && episode.reward >= index.right,
+    partial: (episode) => episode.reward !== null && episode.reward > 0 && episode.reward < index.right,
+    wrong: (episode) => episode.reward !== null && episode.reward <= 0,
+    failed: (episode) => episode.failure !== "",
+  };
+  const SORTS = {
+    "as sampled": null,
+    "reward, high first": (a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity),
+    "reward, low first": (a, b) => (a.reward ?? Infinity) - (b.reward ?? Infinity),
+    "advantage, high first": (a, b) => (b.advantage ?? -Infinity) - (a.advantage ?? -Infinity),
+    "longest first": (a, b) => b.length - a.length,
+    "shortest first": (a, b) => a.length - b.length,
+    "least likely first": (a, b) => a.meanLogprob - b.meanLogprob,
+  };
+
+  function select(label, options, onChange) {
+    const element = h("select", { "aria-label": label, on: { change: onChange } }, options.map(([value, text]) => h("option", { value }, text)));
+    return element;
+  }
+
+  function matches() {
+    const stage = state.stage;
+    const sets = state.all ? stage.sets : [stage.sets[state.set]];
+    const words = view.search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const least = Number(view.least.value) || 0;
+    const most = Number(view.most.value) || Infinity;
+    const found = sets.flatMap((set) => load(set, stage)).filter((episode) => {
+      if (!REWARDS[view.reward.value](episode)) return false;
+      if (view.strategy.value === "none" ? episode.strategies.length : view.strategy.value && !episode.strategies.includes(view.strategy.value.slice(2))) return false;
+      if (view.finish.value && episode.finish !== view.finish.value) return false;
+      if (episode.length < least || episode.length > most) return false;
+      if (view.group.value && episode.group.id !== view.group.value.trim()) return false;
+      if (!words.length) return true;
+      const text = `${episode.text}\n${episode.prompt}\n${episode.group.task}\n${episode.id}\n${episode.failure}`.toLowerCase();
+      return words.every((word) => text.includes(word));
+    });
+    const order = SORTS[view.sort.value];
+    return order ? found.map((episode, place) => [episode, place]).sort((a, b) => order(a[0], b[0]) || a[1] - b[1]).map(([episode]) => episode) : found;
+  }
+
+  // ---------------------------------------------------------------------------------------- list
+  function rewardBadge(episode) {
+    if (episode.failure) return h("span", { class: "reward failure", title: episode.failure }, "failed");
+    if (episode.reward === null) return h("span", { class: "reward failure" }, "none");
+    const kind = REWARDS.right(episode) ? "right" : episode.reward <= 0 ? "wrong" : "";
+    return h("span", { class: `reward ${kind}` }, Format.number(episode.reward, 3));
+  }
+
+  const oneLine = (text) => text.replace(/\s+/g, " ").trim().slice(0, 160) || "(empty)";
+
+  function refresh(keepSelection = false) {
+    state.found = matches();
+    state.shown = PAGE;
+    const stage = state.stage;
+    const sets = state.all ? stage.sets : [stage.sets[state.set]];
+    const embedded = sets.reduce((sum, set) => sum + set.embedded, 0);
+    const total = sets.reduce((sum, set) => sum + set.total, 0);
+    const coverage = embedded < total ? `${Format.integer(embedded)} of ${Format.integer(total)} are in this file` : `all ${Format.integer(total)} are in this file`;
+    view.count.textContent = `${Format.integer(state.found.length)} ${state.found.length === 1 ? "episode" : "episodes"} · ${coverage}`;
+    drawList();
+    if (!keepSelection || !state.found.includes(state.current)) choose(state.found[0] || null);
+  }
+
+  function drawList() {
+    const rows = state.found.slice(0, state.shown).map((episode) => {
+      const button = h(
+        "button",
+        { type: "button", class: "episode", on: { click: () => choose(episode) } },
+        rewardBadge(episode),
+        h("span", { class: "text" }, h("span", { class: "asked" }, `${oneLine(lastLine(episode.prompt)).slice(-60)} `), oneLine(episode.text)),
+        h("span", { class: "meta" }, `${episode.length} tokens`),
+        h("span", { class: "meta" }, [state.all ? `${episode.set.label} · ` : "", `group ${episode.group.id.split("/").pop()}`, ...episode.strategies.map((name) => ` · ${name}`), episode.finish === "length" ? " · truncated" : ""].join("")),
+        h("span", { class: "meta" }, episode.advantage === null ? "" : `A ${signed(episode.advantage)}`),
+      );
+      if (episode === state.current) button.setAttribute("aria-current", "true");
+      return h("li", {}, button);
+    });
+    view.list.replaceChildren(...(rows.length ? rows : [h("li", { class: "list-more muted" }, "No episode matches these filters.")]));
+    if (state.found.length > state.shown) {
+      view.list.append(h("li", { class: "list-more" }, h("button", { type: "button", class: "plain", on: { click: () => { state.shown += PAGE * 4; drawList(); } } }, `Show more (${Format.integer(state.found.length - state.shown)} left)`)));
+    }
+  }
+
+  const lastLine = (text) => text.trim().split("\n").pop() || "";
+  const signed = (value) => (value === 0 ? "0" : `${value > 0 ? "+" : "−"}${Format.number(Math.abs(value), 3)}`);
+
+  function moveFocus(event) {
+    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (!step) return;
+    const buttons = [...view.list.querySelectorAll("button.episode")];
+    const next = buttons[buttons.indexOf(document.activeElement) + step];
+    if (!next) return;
+    event.preventDefault();
+    next.focus();
+    next.click();
+  }
+
+  // -------------------------------------------------------------------------------------- detail
+  function choose(episode) {
+    state.current = episode;
+    for (const [place, button] of [...view.list.querySelectorAll("button.episode")].entries()) {
+      if (state.found[place] === episode) button.setAttribute("aria-current", "true");
+      else button.removeAttribute("aria-current");
+    }
+    view.detail.replaceChildren(...(episode ? detail(episode) : [h("div", { class: "card muted" }, "Nothing selected.")]));
+  }
+
+  function detail(episode) {
+    const { group, set } = episode;
+    const place = state.found.indexOf(episode);
+    const step = (by) => () => state.found[place + by] && choose(state.found[place + by]);
+    const turn = (text, by) => h("button", { type: "button", class: "plain", disabled: !state.found[place + by], on: { click: step(by) } }, text);
+    const fields = [
+      ["reward", rewardBadge(episode)],
+      ["advantage", episode.advantage === null ? null : signed(episode.advantage)],
+      ["length", `${episode.length} tokens`],
+      ["ended by", episode.finish === "stop" ? "end of sequence" : episode.finish === "length" ? "token limit" : episode.finish],
+      ["weights", versionLabel(episode)],
+      ["strategy", episode.strategies.join(", ")],
+      ["mean log-prob", Format.number(episode.meanLogprob, 3)],
+    ];
+    const terms = Object.entries(episode.terms);
+    const figures = Object.entries(episode.metrics).filter(([name]) => !name.startsWith("strategy/"));
+    return [
+      h(
+        "div",
+        { class: "card" },
+        h("div", { class: "chart-head" }, h("h3", {}, `${set.label} · group ${group.id.split("/").pop()} · sample ${episode.id.split("/").pop()}`), h("div", { class: "chart-tools" }, turn("Previous", -1), turn("Next", 1))),
+        h("dl", { class: "fields" }, fields.filter(([, value]) => value !== null && value !== "").map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
+        episode.failure ? h("p", { class: "notice" }, h("b", {}, "No score. "), episode.failure) : null,
+        h("h4", {}, "Prompt"),
+        h("div", { class: "prose", tabindex: 0 }, group.prompt.map((message) => [group.prompt.length > 1 || message.role !== "user" ? h("span", { class: "role" }, message.role) : null, h("span", {}, message.content), "\n"])),
+        group.rendered ? [h("h4", {}, "Prompt as the model saw it"), h("div", { class: "prose", tabindex: 0 }, group.rendered)] : null,
+        h("h4", {}, "Answer"),
+        tokens(episode),
+        terms.length || figures.length ? h("dl", { class: "fields" }, [...terms.map(([name, value]) => h("div", {}, h("dt", {}, `reward: ${name}`), h("dd", {}, Format.number(value)))), ...figures.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, Format.number(value))))]) : null,
+      ),
+      siblings(group, episode),
+    ];
+  }
+
+  function versionLabel(episode) {
+    const { versions } = episode;
+    if (typeof versions === "number") return `version ${versions}`;
+    return versions && versions.length ? `versions ${versions[0][0]} to ${versions[versions.length - 1][0]}` : null;
+  }
+
+  function versionAt(episode, place) {
+    if (typeof episode.versions === "number") return episode.versions;
+    let end = 0;
+    for (const [version, count] of episode.versions || []) if (place < (end += count)) return version;
+    return null;
+  }
+
+  // Depth of colour of a token: none when it was certain, full at a probability of one in a thousand.
+  const heat = (logprob) => Math.min(1, Math.max(0, -logprob / 6.9)) ** 0.7 * 0.72;
+
+  const VISIBLE = { "\n": "⏎\n", "\t": "⇥\t", "": "·" };
+
+  function tokens(episode) {
+    if (!episode.tokens) return [h("div", { class: "prose", tabindex: 0 }, episode.text || "(empty)"), h("p", { class: "heat-key" }, "The tokenizer of this run was not found, so the answer is shown whole, without its tokens.")];
+    const pieces = episode.tokens.map((token) => (typeof token === "string" ? [token, 0] : episode.vocabulary[token]));
+    const holder = h("div", { class: "tokens", tabindex: 0, role: "group", "aria-label": "Answer, token by token; arrow keys move" });
+    const elements = pieces.map(([text, special], place) => {
+      const masked = episode.masked && episode.masked[place];
+      const element = h("span", { class: `token${special ? " special" : ""}${masked ? " masked" : ""}` }, special ? text : VISIBLE[text] !== undefined ? [h("span", { class: "invisible" }, VISIBLE[text][0]), VISIBLE[text].slice(1)] : text);
+      if (!masked) element.style.setProperty("--heat-alpha", heat(episode.logprobs[place] / 1000).toFixed(3));
+      return element;
+    });
+    holder.append(...elements);
+    let current = null;
+    const show = (place) => {
+      if (current !== null) elements[current].classList.remove("current");
+      current = place;
+      if (place === null) return Charts.hideTooltip();
+      const element = elements[place];
+      element.classList.add("current");
+      const logprob = episode.logprobs[place] / 1000;
+      const box = element.getClientRects()[0] || element.getBoundingClientRect();
+      const version = versionAt(episode, place);
+      const probability = Math.exp(logprob);
+      return Charts.showTooltip(box.left + box.width / 2, box.top, `token ${place + 1} of ${pieces.length}`, [
+        { name: "token", value: JSON.stringify(pieces[place][0]) },
+        ...(episode.masked && episode.masked[place]
+          ? [{ name: "written by", value: "environment, not the policy" }]
+          : [
+              { name: "log-prob", value: Format.number(logprob, 4) },
+              { name: "probability", value: probability > 0.9995 ? "> 99.9%" : probability < 1e-4 ? Format.number(probability, 3) : Format.percent(probability) },
+            ]),
+        ...(version === null ? [] : [{ name: "sampled by", value: `weights version ${version}` }]),
+      ]);
+    };
+    holder.addEventListener("pointerover", (event) => {
+      const place = elements.indexOf(event.target.closest(".token"));
+      show(place < 0 ? null : place);
+    });
+    holder.addEventListener("pointerleave", () => show(null));
+    holder.addEventListener("blur", () => show(null));
+    holder.addEventListener("keydown", (event) => {
+      const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+      if (event.key === "Escape") show(null);
+      if (!by) return;
+      event.preventDefault();
+      show(Math.max(0, Math.min(elements.length - 1, current === null ? 0 : current + by)));
+    });
+    const key = h("p", { class: "heat-key" }, "How sure the policy was of each token:");
+    for (const [label, probability] of [["certain", 1], ["50%", 0.5], ["10%", 0.1], ["1%", 0.01], ["0.1%", 0.001]]) {
+      const sample = h("span", { class: "token" }, label);
+      sample.style.setProperty("--heat-alpha", heat(Math.log(probability)).toFixed(3));
+      key.append(sample);
+    }
+    return [holder, key];
+  }
+
+  function advantageBar(value, largest) {
+    const bar = h("i", {});
+    const size = (50 * Math.abs(value)) / (largest || 1);
+    bar.style.setProperty("--from", value < 0 ? `${50 - size}%` : "50%");
+    bar.style.setProperty("--size", `${size}%`);
+    bar.style.setProperty("--bar", value < 0 ? "var(--c2)" : "var(--c3)");
+    return h("span", { class: "advantage", "aria-hidden": "true" }, value ? bar : null);
+  }
+
+  function siblings(group, current) {
+    const members = group.members;
+    const isTraining = members.some((episode) => episode.advantage !== null);
+    const largest = Math.max(0, ...members.map((episode) => Math.abs(episode.advantage || 0)));
+    const scored = members.filter((episode) => episode.reward !== null);
+    const right = scored.filter(REWARDS.right).length;
+    const summary = `${members.length === 1 ? "One sample" : `${members.length} samples`} of task ${group.task}, ${right} right${group.dead ? ". A dead group: equal rewards, so no advantage and nothing to learn from." : "."}`;
+    const rows = members.map((episode) => {
+      const row = h(
+        "tr",
+        {},
+        h("td", {}, h("button", { type: "button", "aria-label": `Read sample ${episode.id.split("/").pop()}`, on: { click: () => choose(episode) } }, episode.id.split("/").pop())),
+        h("td", {}, rewardBadge(episode)),
+        isTraining ? h("td", {}, episode.advantage === null ? "–" : [advantageBar(episode.advantage, largest), " ", signed(episode.advantage)]) : null,
+        h("td", {}, String(episode.length)),
+        h("td", { class: "words" }, oneLine(episode.text)),
+      );
+      if (episode === current) row.setAttribute("aria-current", "true");
+      return row;
+    });
+    return h(
+      "div",
+      { class: "card" },
+      h("h3", {}, "Its group"),
+      h("p", { class: "muted" }, summary),
+      h("div", { class: "scroll", tabindex: 0 }, h("table", { class: "siblings" }, h("thead", {}, h("tr", {}, h("th", {}, "Sample"), h("th", {}, "Reward"), isTraining ? h("th", {}, "Advantage") : null, h("th", {}, "Tokens"), h("th", { class: "text" }, "Answer"))), h("tbody", {}, rows))),
+    );
+  }
+
+  // -------------------------------------------------------------------------------------- picker
+  function setStage(name, step) {
+    const stage = index.stages.find((one) => one.stage === name);
+    const isNew = stage !== state.stage;
+    state.stage = stage;
+    view.stage.value = name;
+    if (isNew) {
+      const strategies = stage.strategies;
+      view.strategy.replaceChildren(h("option", { value: "" }, "any strategy"), ...strategies.map((one) => h("option", { value: `s:${one}` }, one)), strategies.length ? h("option", { value: "none" }, "no strategy seen") : "");
+      view.strategy.hidden = !strategies.length;
+      view.group.value = "";
+      drawPicker();
+    }
+    const places = stage.sets.map((set) => set.step);
+    const wanted = step === undefined ? (stage.task === "rl" ? stage.sets.length - 1 : 0) : places.reduce((best, value, place) => (Math.abs(value - step) < Math.abs(places[best] - step) ? place : best), 0);
+    setPlace(wanted);
+  }
+
+  function setPlace(place) {
+    state.set = place;
+    const set = state.stage.sets[place];
+    view.step.max = state.stage.sets.length - 1;
+    view.step.value = place;
+    view.stepLabel.textContent = set.label;
+    view.step.ariaValueText = set.label;
+    view.all.checked = state.all;
+    view.stepControl.hidden = state.stage.sets.length < 2;
+    view.allControl.hidden = state.stage.sets.length < 2;
+    refresh();
+  }
+
+  function drawPicker() {
+    const { stage } = state;
+    const rated = stage.sets.filter((set) => set.mean_reward !== null);
+    if (stage.sets.length < 4 || rated.length < 4) return view.picker.replaceChildren();
+    return view.picker.replaceChildren(
+      Charts.lines({
+        key: "picker",
+        title: `Mean reward of every step of ${stage.stage} that was kept; click one to read it`,
+        height: 104,
+        x: { name: "step", integer: true },
+        y: { format: (value) => Format.number(value, 3), ticks: 2 },
+        series: [{ name: "mean reward", x: rated.map((set) => set.step), y: rated.map((set) => set.mean_reward), color: 1 }],
+        pick: (step) => setStage(stage.stage, step),
+      }),
+    );
+  }
+
+  function open(stage, step) {
+    state.all = false;
+    setStage(stage, step);
+    document.getElementById("episodes").scrollIntoView();
+  }
+
+  function section(make) {
+    if (!index.stages.length) return null;
+    const again = () => refresh(true);
+    view.stage = select("Stage", index.stages.map((one) => [one.stage, one.stage]), () => setStage(view.stage.value));
+    view.step = h("input", { type: "range", min: 0, max: 0, step: 1, value: 0, "aria-label": "Step", on: { input: () => { state.all = false; setPlace(Number(view.step.value)); } } });
+    view.stepLabel = h("output", {}, "");
+    view.stepControl = h("label", { class: "control" }, view.step, view.stepLabel);
+    view.all = h("input", { type: "checkbox", on: { change: () => { state.all = view.all.checked; refresh(); } } });
+    view.allControl = h("label", { class: "control" }, view.all, "all steps");
+    view.search = h("input", { type: "search", placeholder: "Search text, prompt, task", "aria-label": "Search", on: { input: again } });
+    view.reward = select("Reward", [["any", "any reward"], ["right", "right"], ["partial", "partial"], ["wrong", "wrong"], ["failed", "verifier failed"]], again);
+    view.strategy = select("Strategy", [["", "any strategy"]], again);
+    view.finish = select("How it ended", [["", "any ending"], ["stop", "end of sequence"], ["length", "token limit"], ["aborted", "aborted"]], again);
+    view.least = h("input", { type: "number", min: 0, placeholder: "min", "aria-label": "Shortest length", on: { input: again } });
+    view.most = h("input", { type: "number", min: 0, placeholder: "max", "aria-label": "Longest length", on: { input: again } });
+    view.group = h("input", { type: "search", placeholder: "group, e.g. 20/3", "aria-label": "Group", on: { input: again } });
+    view.sort = select("Order", Object.keys(SORTS).map((name) => [name, name]), again);
+    view.count = h("span", { role: "status" });
+    view.list = h("ol", { on: { keydown: moveFocus } });
+    view.detail = h("div", { class: "detail" });
+    view.picker = h("div", { class: "picker" });
+    const element = make(
+      "episodes",
+      "Episodes",
+      index.lead,
+      h("div", { class: "toolbar" }, h("label", { class: "control" }, "Stage", view.stage), view.stepControl, view.allControl),
+      view.picker,
+      h("div", { class: "toolbar" }, view.search, view.reward, view.strategy, view.finish, view.group, h("label", { class: "control" }, "tokens", view.least, view.most), view.sort),
+      h("div", { class: "browser" }, h("div", { class: "episode-list" }, h("div", { class: "list-head" }, view.count), view.list), view.detail),
+    );
+    const trained = index.stages.filter((one) => one.task === "rl");
+    setStage((trained[trained.length - 1] || index.stages[index.stages.length - 1]).stage);
+    return element;
+  }
+
+  return { has, open, section };
+})();

@@ -1,0 +1,166 @@
+"""What one attempt left behind, read with patience: it may still be running, or have died half-way.
+
+A file that is not there is an empty fact. A file that is damaged is an empty fact and a line in `damage`,
+which the report shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from perilune.bundle.digest import BUNDLE_FILE
+from perilune.data.episode import Episode
+from perilune.data.episodes_file import read_episodes
+from perilune.errors import RequestError
+from perilune.files import read_json, read_json_lines
+
+T = TypeVar("T")
+Columns = dict[str, list[Any]]
+
+LOG_LINES = 30
+LOG_CHARACTERS = 6000
+
+
+@dataclass
+class Attempt:
+    """One attempt directory (`root` is None before the first attempt)."""
+
+    root: Path | None
+    damage: list[str] = field(default_factory=list)
+
+    @cached_property
+    def job(self) -> Mapping[str, Any]:
+        """job.json."""
+        return self._document("job.json")
+
+    @cached_property
+    def summary(self) -> Mapping[str, Any]:
+        """artifacts/summary.json; empty until the task has ended well."""
+        return self._document("artifacts/summary.json")
+
+    @cached_property
+    def precheck(self) -> Mapping[str, Any]:
+        """artifacts/precheck.json: what the run was really made of."""
+        return self._document("artifacts/precheck.json")
+
+    @cached_property
+    def verdict(self) -> Mapping[str, Any]:
+        """runtime/result.json; empty while the run goes on."""
+        return self._document("runtime/result.json")
+
+    @cached_property
+    def progress(self) -> Mapping[str, Any]:
+        """runtime/progress.json."""
+        return self._document("runtime/progress.json")
+
+    @cached_property
+    def digest(self) -> str:
+        """The bundle's digest, or ""."""
+        return str(self._document(BUNDLE_FILE).get("digest", ""))
+
+    @cached_property
+    def metrics(self) -> Columns:
+        """artifacts/metrics.jsonl as columns, None where a step has no such figure."""
+        return columns_of(self._lines("artifacts/metrics.jsonl"))
+
+    @cached_property
+    def timings(self) -> Columns:
+        """artifacts/timings.jsonl as columns."""
+        return columns_of(self._lines("artifacts/timings.jsonl"))
+
+    @cached_property
+    def hardware(self) -> list[Mapping[str, Any]]:
+        """artifacts/hardware.jsonl."""
+        return self._lines("artifacts/hardware.jsonl")
+
+    @property
+    def episode_files(self) -> list[Path]:
+        """Files of episodes in order of step."""
+        return sorted((self.root / "artifacts" / "episodes").glob("step-*.parquet")) if self.root else []
+
+    @property
+    def greedy_file(self) -> Path | None:
+        """The greedy episodes of an evaluation."""
+        path = None if self.root is None else self.root / "artifacts" / "episodes" / "greedy.parquet"
+        return path if path is not None and path.exists() else None
+
+    @property
+    def model_folders(self) -> list[Path]:
+        """Checkpoint folders that the attempt made or was given, its own first."""
+        if self.root is None:
+            return []
+        made = self.root / "artifacts" / "checkpoints"
+        given = sorted((self.root / "inputs").glob("*/"))
+        folders = [made / "final", *sorted(made.glob("step-*"), reverse=True), *given]
+        return [folder for folder in folders if folder.is_dir()]
+
+    @property
+    def began(self) -> float | None:
+        """When a worker claimed it, seconds since the epoch."""
+        return self._modified("runtime/claim.json")
+
+    @property
+    def ended(self) -> float | None:
+        """When its verdict was written."""
+        return self._modified("runtime/result.json")
+
+    @property
+    def seconds(self) -> float | None:
+        """From claim to verdict; of a run that goes on, from claim to its last sign of progress."""
+        if "seconds" in self.verdict:
+            return float(self.verdict["seconds"])
+        if "seconds" in self.summary:
+            return float(self.summary["seconds"])
+        began, latest = self.began, self.progress.get("time")
+        return max(0.0, float(latest) - began) if began is not None and latest is not None else None
+
+    def log_tail(self) -> str:
+        """The last lines of its log."""
+        for name in ("artifacts/task.log", "runtime/runtime.log"):
+            path = None if self.root is None else self.root / name
+            if path is not None and path.exists():
+                with path.open("rb") as file:
+                    file.seek(max(0, path.stat().st_size - 4 * LOG_CHARACTERS))
+                    text = file.read().decode("utf-8", errors="replace")
+                return "\n".join(text.splitlines()[-LOG_LINES:])[-LOG_CHARACTERS:]
+        return ""
+
+    def episodes(self, path: Path) -> list[Episode]:
+        """Episodes of one of its files."""
+        return self._unless_damaged(lambda: read_episodes(path)) or []
+
+    def document(self, path: Path) -> Mapping[str, Any]:
+        """The JSON object in one of its files."""
+        found = self._unless_damaged(lambda: read_json(path)) if path.exists() else None
+        return found if isinstance(found, dict) else {}
+
+    def _unless_damaged(self, read: Callable[[], T]) -> T | None:
+        try:
+            return read()
+        except RequestError as error:
+            if str(error) not in self.damage:
+                self.damage.append(str(error))
+            return None
+
+    def _document(self, name: str) -> Mapping[str, Any]:
+        return {} if self.root is None else self.document(self.root / name)
+
+    def _lines(self, name: str) -> list[Mapping[str, Any]]:
+        path = None if self.root is None else self.root / name
+        return [] if path is None else self._unless_damaged(lambda: list(read_json_lines(path))) or []
+
+    def _modified(self, name: str) -> float | None:
+        path = None if self.root is None else self.root / name
+        return path.stat().st_mtime if path is not None and path.exists() else None
+
+
+def columns_of(rows: list[Mapping[str, Any]]) -> Columns:
+    """Rows with the same kind of keys as columns of equal length; the last row of a step counts."""
+    by_step = {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
+    ordered = [by_step[step] for step in sorted(by_step)]
+    names = dict.fromkeys(name for row in ordered for name in row)
+    return {name: [row.get(name) for row in ordered] for name in names}

@@ -1,0 +1,339 @@
+"""From attempt directories to everything the report shows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
+
+import perilune
+from perilune.learn.algorithms import ALGORITHMS
+from perilune.metrics.objective import objective_curve
+from perilune.ui.attempt import Attempt
+from perilune.ui.comparisons import Comparison, Evaluation, compare, read_evaluation
+from perilune.ui.curves import HARDWARE_POINTS, Hardware, Training, hardware_of, totals_of, training_of
+from perilune.ui.distributions import Lengths, Rates, lengths_of, rates_of
+from perilune.ui.episodes import RIGHT, EpisodeLibrary, Source, collect_episodes
+from perilune.ui.headline import ALGORITHM_NAMES, Headline, write_headline
+from perilune.ui.provenance import (
+    Pairs,
+    Provenance,
+    model_of,
+    provenance_of,
+    readable,
+    stage_facts,
+)
+from perilune.ui.view import ExperimentView, StageView
+
+T = TypeVar("T")
+Fact = tuple[str, str, str]  # name, value, detail
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One run as the provenance section shows it."""
+
+    name: str
+    task: str
+    run_id: str
+    state: str
+    attempts: int
+    cause: str
+    digest: str
+    seconds: float | None
+    facts: Pairs
+    summary: str
+    spec: str
+    log: str
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something the reader must know before the figures: `kind` is "failed", "active" or "damage"."""
+
+    kind: str
+    title: str
+    text: str = ""
+    log: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """Implicit objective of the estimator: weight w(p) of a task with pass rate p."""
+
+    label: str
+    note: str
+    p: list[float]
+    w: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class TimedEvaluation:
+    """Seconds of an evaluation by part."""
+
+    stage: str
+    totals: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What the report is of."""
+
+    name: str
+    state: str
+    date: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class ReportData:
+    """Everything the page is drawn from. The field names are those report.js reads."""
+
+    experiment: Identity
+    headline: Headline
+    facts: list[Fact]
+    notices: list[Notice]
+    stages: list[Stage]
+    evaluations: list[Evaluation]
+    comparisons: list[Comparison]
+    climb: Comparison | None
+    lengths: Lengths
+    rates: Rates
+    objective: Objective | None
+    training: list[Training]
+    timed_evaluations: list[TimedEvaluation]
+    hardware: list[Hardware]
+    hardware_points: int
+    machine_sentence: str
+    provenance: Provenance
+    footer: str
+    library: EpisodeLibrary
+
+
+def collect(view: ExperimentView) -> ReportData:
+    """Read what every stage of `view` has left so far."""
+    pairs = [(stage, Attempt(stage.attempt_dir)) for stage in view.stages]
+    attempts = [attempt for _, attempt in pairs]
+    evaluations = _present(_evaluation(stage, attempt) for stage, attempt in pairs)
+    trainings = _present(_training(stage, attempt) for stage, attempt in pairs)
+    labels = {one.stage: one.label for one in evaluations}
+    climb, trained = _climb(view.stages, evaluations, trainings)
+    lengths = lengths_of([(labels[stage.name], attempt) for stage, attempt in pairs if stage.name in labels])
+    library = collect_episodes([Source(stage.name, stage.task, attempt) for stage, attempt in pairs])
+    provenance = provenance_of(view, attempts)
+    facts = _facts(view, attempts, provenance)
+    stages = [_stage(stage, attempt) for stage, attempt in pairs]
+    return ReportData(
+        experiment=Identity(view.name, _state(view.stages), _date(attempts), view.seed),
+        headline=write_headline(evaluations, climb, trained, _said(pairs)),
+        facts=facts,
+        notices=_notices(pairs),  # last: only now is it known which files are damaged
+        stages=stages,
+        evaluations=evaluations,
+        comparisons=[compare(before, after) for before, after in pairwise(evaluations)],
+        climb=climb,
+        lengths=lengths,
+        rates=rates_of(evaluations),
+        objective=_objective(pairs),
+        training=trainings,
+        timed_evaluations=[
+            TimedEvaluation(stage.name, totals)
+            for stage, attempt in pairs
+            if stage.task == "evaluate" and (totals := totals_of(attempt.timings)) is not None
+        ],
+        hardware=_present(hardware_of(stage.name, attempt) for stage, attempt in pairs),
+        hardware_points=HARDWARE_POINTS,
+        machine_sentence=_machine_sentence(stages, provenance),
+        provenance=provenance,
+        footer=f"Written by Perilune {perilune.__version__} on {_day(time.time())}."
+        " This file is whole: everything it shows is inside it, and it loads nothing from anywhere.",
+        library=library,
+    )
+
+
+def _present(found: Iterable[T | None]) -> list[T]:
+    return [one for one in found if one is not None]
+
+
+def _training(stage: StageView, attempt: Attempt) -> Training | None:
+    if stage.task in ("collect", "evaluate"):
+        return None
+    return training_of(stage.name, stage.task, _description(stage, attempt), attempt)
+
+
+def _evaluation(stage: StageView, attempt: Attempt) -> Evaluation | None:
+    if not attempt.summary:
+        return None
+    answers = attempt.episodes(attempt.greedy_file) if attempt.greedy_file else []
+    greedy = {one.task_id: one.reward >= RIGHT for one in answers if one.reward is not None}
+    return read_evaluation(stage.name, _label(stage, attempt), attempt.summary, greedy)
+
+
+def _label(stage: StageView, attempt: Attempt) -> str:
+    """What an evaluation judged."""
+    judged = (attempt.job.get("spec") or {}).get("checkpoint")
+    if judged is None:
+        return stage.name
+    if judged != "model":
+        return f"after {judged}"
+    return "untrained" if (attempt.job.get("model") or {}).get("preset") else "base model"
+
+
+def _climb(
+    stages: Sequence[StageView], evaluations: Sequence[Evaluation], trainings: Sequence[Training]
+) -> tuple[Comparison | None, Training | None]:
+    """The evaluations around the training the report is about: the last rl, else the last with both."""
+    order = [stage.name for stage in stages]
+    for training in sorted(
+        trainings, key=lambda one: (one.task == "rl", order.index(one.stage)), reverse=True
+    ):
+        place = order.index(training.stage)
+        before = [one for one in evaluations if order.index(one.stage) < place]
+        after = [one for one in evaluations if order.index(one.stage) > place]
+        if before and after:
+            return compare(before[-1], after[0]), training
+    if len(evaluations) > 1:
+        return compare(evaluations[-2], evaluations[-1]), None
+    return None, max(trainings, key=lambda one: one.task == "rl", default=None)
+
+
+def _description(stage: StageView, attempt: Attempt) -> str:
+    spec, summary = attempt.job.get("spec") or {}, attempt.summary
+    algorithm = str(summary.get("algorithm") or spec.get("algorithm") or stage.task)
+    name = ALGORITHM_NAMES.get(algorithm, algorithm)
+    planned = int(spec.get("steps") or 0)
+    done = len(attempt.metrics.get("step", []))
+    steps = f"{done} of {planned} steps" if planned > done else f"{done} steps"
+    return f"{steps} of {name}."
+
+
+def _objective(pairs: Sequence[tuple[StageView, Attempt]]) -> Objective | None:
+    """What the last rl stage's estimator climbs, as it recorded or as its algorithm and group size imply."""
+    for stage, attempt in reversed(pairs):
+        spec = attempt.job.get("spec") or {}
+        algorithm = str(attempt.summary.get("algorithm") or spec.get("algorithm") or "")
+        if stage.task != "rl" or not algorithm:
+            continue
+        samples = int(spec.get("samples") or 0)
+        curve = attempt.summary.get("implicit_objective")
+        if curve is None:
+            curve = objective_curve(algorithm, samples) if samples > 1 and algorithm in ALGORITHMS else None
+        if curve:
+            label = ALGORITHM_NAMES.get(algorithm, algorithm)
+            note = (
+                f"Weight w(p) that a task with pass rate p has in the expected gradient, w(p)·∇p, with groups "
+                f"of {samples} and right-or-wrong rewards. A flat line would be climbing pass@1 itself. Read it "
+                "against the figure of how often tasks are solved."
+            )
+            return Objective(label, note, [point[0] for point in curve], [point[1] for point in curve])
+    return None
+
+
+def _stage(stage: StageView, attempt: Attempt) -> Stage:
+    facts = stage_facts(stage, attempt)
+    if stage.task == "collect" and "rows" in attempt.summary:
+        facts.append(
+            ("Traces", f"{attempt.summary['rows']:,} kept, {attempt.summary.get('rejected', 0):,} rejected")
+        )
+    return Stage(
+        name=stage.name,
+        task=stage.task,
+        run_id=stage.run_id,
+        state=stage.state,
+        attempts=stage.attempts,
+        cause=stage.cause,
+        digest=attempt.digest,
+        seconds=attempt.seconds,
+        facts=facts,
+        summary=readable(attempt.summary),
+        spec=readable(attempt.job),
+        log=attempt.log_tail(),
+    )
+
+
+def _state(stages: Sequence[StageView]) -> str:
+    states = {stage.state for stage in stages}
+    for state in ("failed", "cancelled", "active", "queued"):
+        if state in states:
+            return state
+    return "succeeded"
+
+
+def _notices(pairs: Sequence[tuple[StageView, Attempt]]) -> list[Notice]:
+    notices = []
+    for stage, attempt in pairs:
+        if stage.state in ("failed", "cancelled"):
+            title = f"Stage {stage.name} {'failed' if stage.state == 'failed' else 'was cancelled'}."
+            cause = stage.cause or str(attempt.verdict.get("message") or "")
+            notices.append(
+                Notice("failed", title, f"{cause} What it left until then is shown.", attempt.log_tail())
+            )
+        elif stage.state == "active":
+            done, total, unit = (attempt.progress.get(key) for key in ("done", "total", "unit"))
+            text = f"{done} of {total} {unit} were done when this was written." if total else ""
+            notices.append(Notice("active", f"Stage {stage.name} is still running.", text))
+        notices += [
+            Notice("damage", f"A file of stage {stage.name} is damaged and left out.", one)
+            for one in attempt.damage
+        ]
+    waiting = [stage.name for stage, _ in pairs if stage.state == "queued"]
+    if waiting:
+        notices.append(Notice("active", f"Not begun: {', '.join(waiting)}."))
+    return notices
+
+
+def _said(pairs: Sequence[tuple[StageView, Attempt]]) -> list[str]:
+    """What stages without curves did."""
+    return [
+        f"Stage {stage.name} made {attempt.summary['rows']:,} verified traces and rejected "
+        f"{attempt.summary.get('rejected', 0):,} candidates."
+        for stage, attempt in pairs
+        if stage.task == "collect" and "rows" in attempt.summary
+    ]
+
+
+def _facts(view: ExperimentView, attempts: Sequence[Attempt], provenance: Provenance) -> list[Fact]:
+    jobs = [attempt.job for attempt in attempts if attempt.job]
+    environment = dict(jobs[-1].get("environment") or {}) if jobs else {}
+    task = "/".join(str(environment[key]) for key in ("id", "task") if environment.get(key))
+    facts: list[Fact] = []
+    if (model := model_of(attempts)) is not None:
+        facts.append(
+            ("Model", f"{model.parameters:,} parameters" if model.parameters else "unknown size", model.shape)
+        )
+    if task:
+        facts.append(("Environment", task, ""))
+    if provenance.machine_name:
+        threads = next((value for name, value in provenance.machine if name == "Cores"), "")
+        facts.append(("Machine", provenance.machine_name, threads.split(",")[0]))
+    seconds = [one.seconds for one in attempts if one.seconds is not None]
+    if seconds:
+        facts.append(("Time", _duration(sum(seconds)), f"over {len(seconds)} stages"))
+    if date := _date(attempts):
+        facts.append(("Date", date, ""))
+    facts.append(("Seed", str(view.seed), ""))
+    return facts
+
+
+def _machine_sentence(stages: Sequence[Stage], provenance: Provenance) -> str:
+    seconds = [stage.seconds for stage in stages if stage.seconds is not None]
+    where = f" on {provenance.machine_name}" if provenance.machine_name else ""
+    return f"All stages together took {_duration(sum(seconds))}{where}." if seconds else ""
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _date(attempts: Sequence[Attempt]) -> str:
+    times = [attempt.began for attempt in attempts if attempt.began is not None]
+    return _day(min(times)) if times else ""
+
+
+def _day(moment: float) -> str:
+    return time.strftime("%-d %B %Y, %H:%M UTC", time.gmtime(moment))

@@ -1,0 +1,187 @@
+"""What changed between two evaluations, and what the change is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from perilune.metrics.bootstrap import Interval, paired_difference
+from perilune.metrics.pass_at_k import pass_at_k
+
+UNRECOGNISED = "unrecognised"
+NEGLIGIBLE = 1e-6  # a share below this is rounding
+
+Bounds = tuple[float, float | None, float | None]  # mean, low, high of a 95% interval
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One evaluation: `measures` are "pass@1", "pass@8", ..., "greedy", in the order the report shows them.
+
+    Attributes:
+        label: what was judged, for the reader ("untrained", "after sft").
+        by_difficulty: (difficulty, tasks, pass@1).
+        strategies: (share, accuracy; None when never chosen) by name.
+        solved: (samples, right samples) by task id.
+        greedy: whether the greedy answer was right, by task id.
+    """
+
+    stage: str
+    label: str
+    environment: str
+    tasks: int
+    samples: int
+    measures: Mapping[str, Bounds]
+    mean_length: float | None
+    truncated: float | None
+    failures: int | None
+    tokens_per_second: float | None
+    seconds: float | None
+    by_difficulty: Sequence[tuple[float, int, float]] = ()
+    strategies: Mapping[str, tuple[float, float | None]] = field(default_factory=dict)
+    solved: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    greedy: Mapping[str, bool] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one strategy adds to a difference in pass@1; pairs are (before, after)."""
+
+    strategy: str
+    share: tuple[float, float]
+    accuracy: tuple[float | None, float | None]
+    from_share: float
+    from_accuracy: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two evaluations, the later minus the earlier.
+
+    `differences` is empty when they do not judge the same tasks: then no paired statement can be made.
+    """
+
+    before: str
+    after: str
+    before_label: str
+    after_label: str
+    tasks: int
+    accuracy: tuple[float, float]
+    differences: Mapping[str, Interval]
+    contributions: Sequence[Contribution]
+
+
+def read_evaluation(
+    stage: str, label: str, summary: Mapping[str, Any], greedy: Mapping[str, bool]
+) -> Evaluation | None:
+    """The evaluation of a summary.json, or None when it is of another kind. Figures it lacks are None."""
+    if not isinstance(summary.get("pass@1"), Mapping):
+        return None
+    names = sorted((key for key in summary if key.startswith("pass@")), key=lambda key: int(key[5:]))
+    length = summary.get("length")
+    return Evaluation(
+        stage=stage,
+        label=label,
+        environment=str(summary.get("environment", "")),
+        tasks=int(summary.get("tasks", 0)),
+        samples=int(summary.get("samples", 0)),
+        measures={key: _bounds(summary[key]) for key in [*names, "greedy"] if summary.get(key)},
+        mean_length=length.get("mean") if isinstance(length, Mapping) else length,
+        truncated=summary.get("truncated"),
+        failures=summary.get("failures"),
+        tokens_per_second=summary.get("tokens_per_second"),
+        seconds=summary.get("seconds"),
+        by_difficulty=tuple(
+            (float(row["difficulty"]), int(row["tasks"]), _bounds(row["pass@1"])[0])
+            for row in summary.get("by_difficulty") or ()
+            if row.get("difficulty") is not None
+        ),
+        strategies={
+            str(name): (float(row["share"]), row.get("accuracy"))
+            for name, row in (summary.get("strategies") or {}).items()
+        },
+        solved={str(task): (int(n), int(c)) for task, n, c in summary.get("correct_per_task") or ()},
+        greedy=greedy,
+    )
+
+
+def _bounds(value: Any) -> Bounds:
+    if isinstance(value, Mapping):
+        return (float(value["mean"]), value.get("low"), value.get("high"))
+    return (float(value), None, None)
+
+
+def compare(before: Evaluation, after: Evaluation) -> Comparison:
+    """The later evaluation minus the earlier, paired by task where both judge the same tasks."""
+    return Comparison(
+        before=before.stage,
+        after=after.stage,
+        before_label=before.label,
+        after_label=after.label,
+        tasks=len(after.solved),
+        accuracy=(before.measures["pass@1"][0], after.measures["pass@1"][0]),
+        differences=_differences(before, after),
+        contributions=decompose(before, after),
+    )
+
+
+def _differences(before: Evaluation, after: Evaluation) -> dict[str, Interval]:
+    found = {}
+    for name in after.measures:
+        earlier, later = _per_task(before, name), _per_task(after, name)
+        if earlier and earlier.keys() == later.keys():
+            found[name] = paired_difference(earlier, later)
+    return found
+
+
+def _per_task(evaluation: Evaluation, measure: str) -> dict[str, float]:
+    """The measure of each task; empty when some task has too few samples for it."""
+    if measure == "greedy":
+        return {task: float(right) for task, right in evaluation.greedy.items()}
+    k = int(measure.removeprefix("pass@"))
+    if any(n < k for n, _ in evaluation.solved.values()):
+        return {}
+    return {task: pass_at_k(n, c, k) for task, (n, c) in evaluation.solved.items()}
+
+
+def decompose(before: Evaluation, after: Evaluation) -> tuple[Contribution, ...]:
+    """Split the difference in pass@1 into choice of strategy and accuracy within strategies.
+
+    pass@1 = sum over strategies s of share_s * accuracy_s, so the difference is exactly
+
+        sum of (share change) * (mean accuracy)  +  sum of (accuracy change) * (mean share),
+
+    means being over before and after: neither side is favoured. A strategy that was never chosen on one
+    side has no accuracy there; the other side's stands in, and its whole contribution is choice.
+    """
+    sides = [_with_rest(evaluation) for evaluation in (before, after)]
+    if not any(sides):
+        return ()
+    contributions = []
+    for name in dict.fromkeys([*sides[0], *sides[1]]):
+        (share0, known0), (share1, known1) = (side.get(name, (0.0, None)) for side in sides)
+        accuracy0 = known0 if known0 is not None else known1 or 0.0
+        accuracy1 = known1 if known1 is not None else accuracy0
+        contributions.append(
+            Contribution(
+                strategy=name,
+                share=(share0, share1),
+                accuracy=(known0, known1),
+                from_share=(share1 - share0) * (accuracy0 + accuracy1) / 2,
+                from_accuracy=(accuracy1 - accuracy0) * (share0 + share1) / 2,
+            )
+        )
+    return tuple(contributions)
+
+
+def _with_rest(evaluation: Evaluation) -> dict[str, tuple[float, float | None]]:
+    """Strategies with what no strategy accounts for, so that shares sum to 1 and the parts to pass@1."""
+    if not evaluation.strategies:
+        return {}
+    found = dict(evaluation.strategies)
+    share = 1.0 - sum(part for part, _ in found.values())
+    if share > NEGLIGIBLE:
+        rest = evaluation.measures["pass@1"][0] - sum(part * (right or 0.0) for part, right in found.values())
+        found[UNRECOGNISED] = (share, min(1.0, max(0.0, rest / share)))
+    return found

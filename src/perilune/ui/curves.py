@@ -1,0 +1,135 @@
+"""Columns the charts draw: training figures, seconds and hardware, thinned to what a screen can show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from perilune.ui.attempt import Attempt, Columns
+
+MOST_STEPS = 2000
+HARDWARE_POINTS = 400
+PARTS = ("sampling", "scoring", "learning", "other")
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """Figures of one stage by step; `totals` are seconds by part, over all steps."""
+
+    stage: str
+    task: str
+    description: str
+    steps_total: int
+    steps_kept: int
+    columns: Columns
+    timings: Columns
+    totals: Mapping[str, float] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What the machine did during one stage: seconds since its first sample, percent, bytes."""
+
+    stage: str
+    columns: Columns
+
+
+def training_of(stage: str, task: str, description: str, attempt: Attempt) -> Training | None:
+    """The curves of a stage, or None when it recorded no step."""
+    metrics = attempt.metrics
+    if not metrics.get("step"):
+        return None
+    timings = _with_throughput(attempt.timings)
+    kept = thin(metrics, MOST_STEPS)
+    return Training(
+        stage=stage,
+        task=task,
+        description=description,
+        steps_total=len(metrics["step"]),
+        steps_kept=len(kept["step"]),
+        columns=_rounded(kept),
+        timings=_rounded(thin(timings, MOST_STEPS)),
+        totals=totals_of(timings),
+    )
+
+
+def totals_of(timings: Columns) -> dict[str, float] | None:
+    """Seconds by part, summed over the steps."""
+    totals = {part: math.fsum(value or 0.0 for value in timings.get(part, [])) for part in PARTS}
+    return totals if any(totals.values()) else None
+
+
+def _with_throughput(timings: Columns) -> Columns:
+    """Timings whose tokens a second are of the whole step where nothing was sampled."""
+    if any(timings.get("tokens_per_second", [])) or "tokens" not in timings:
+        return timings
+    rates: list[float | None] = []
+    for index, tokens in enumerate(timings["tokens"]):
+        seconds = math.fsum(timings[part][index] or 0.0 for part in PARTS if part in timings)
+        rates.append(tokens / seconds if tokens and seconds else None)
+    return timings | {"tokens_per_second": rates}
+
+
+def thin(columns: Columns, most: int) -> Columns:
+    """At most `most` rows, evenly spaced, the first and the last among them."""
+    rows = len(columns.get("step", []))
+    if rows <= most:
+        return columns
+    places = sorted({round(index * (rows - 1) / (most - 1)) for index in range(most)})
+    return {name: [values[place] for place in places] for name, values in columns.items()}
+
+
+def hardware_of(stage: str, attempt: Attempt) -> Hardware | None:
+    """The stage's hardware samples, averaged over equal slices of time; None when there are none."""
+    rows = [row for row in attempt.hardware if isinstance(row.get("time"), int | float)]
+    if not rows:
+        return None
+    begun = rows[0]["time"]
+    columns = columns_of_samples([{"seconds": row["time"] - begun, **_readings(row)} for row in rows])
+    size = math.ceil(len(rows) / HARDWARE_POINTS)
+    averaged = {name: [_mean(part) for part in _slices(values, size)] for name, values in columns.items()}
+    return Hardware(stage, _rounded(averaged))
+
+
+def _readings(row: Mapping[str, Any]) -> dict[str, float | None]:
+    cores = len(row.get("cpu_per_core") or ()) or None
+    tree = row.get("tree") or {}
+    busy = tree.get("cpu_percent")
+    readings = {
+        "cpu": row.get("cpu_percent"),
+        "process_cpu": busy / cores if busy is not None and cores else None,
+        "rss": tree.get("rss"),
+        "memory": row.get("memory_used"),
+    }
+    for gpu in row.get("gpus") or ():
+        readings[f"gpu{gpu['index']}_utilisation"] = gpu.get("utilisation")
+        readings[f"gpu{gpu['index']}_memory"] = gpu.get("memory_used")
+    return readings
+
+
+def columns_of_samples(rows: Sequence[Mapping[str, float | None]]) -> Columns:
+    """Columns of the figures that at least one row has."""
+    names = dict.fromkeys(name for row in rows for name, value in row.items() if value is not None)
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def _slices(values: list[Any], size: int) -> list[list[Any]]:
+    return [values[start : start + size] for start in range(0, len(values), size)]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known else None
+
+
+def _rounded(columns: Columns) -> Columns:
+    """Seven significant digits: more than a reader can use, fewer bytes than all of them."""
+    return {name: [_short(value) for value in values] for name, values in columns.items()}
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, float):
+        return value if isinstance(value, int) else None
+    return float(f"{value:.7g}") if math.isfinite(value) else None

@@ -1,0 +1,267 @@
+"""Which episodes the report carries: whole groups, chosen the same way every time, within a budget."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from perilune.data.episode import Episode
+from perilune.files import sha256_bytes
+from perilune.ui.attempt import Attempt
+from perilune.ui.pieces import Piece, Vocabulary
+
+BUDGET = 5_000_000  # bytes of JSON
+MOST_STEPS = 160  # steps of one stage that are looked into
+RIGHT = 1.0  # a reward that counts as a right answer
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A stage whose episodes are to be shown."""
+
+    stage: str
+    task: str
+    attempt: Attempt
+
+
+@dataclass
+class EpisodeSet:
+    """The episodes of one step (or of one part of an evaluation) that are embedded, as JSON text."""
+
+    label: str
+    step: int
+    total: int
+    embedded: int
+    mean_reward: float | None
+    json: str
+
+
+@dataclass
+class StageEpisodes:
+    """The sets of one stage; `vocabulary` indexes `EpisodeLibrary.vocabularies`, or is None."""
+
+    stage: str
+    task: str
+    vocabulary: int | None
+    sets: list[EpisodeSet] = field(default_factory=list)
+    strategies: list[str] = field(default_factory=list)
+
+
+@dataclass
+class EpisodeLibrary:
+    """Everything the browser of episodes can show."""
+
+    stages: list[StageEpisodes] = field(default_factory=list)
+    vocabularies: list[list[tuple[str, bool]]] = field(default_factory=list)
+    steps_left_out: int = 0
+
+    @property
+    def total(self) -> int:
+        """Episodes in the steps that were looked into."""
+        return sum(one.total for stage in self.stages for one in stage.sets)
+
+    @property
+    def embedded(self) -> int:
+        """Episodes in this file."""
+        return sum(one.embedded for stage in self.stages for one in stage.sets)
+
+
+@dataclass(frozen=True, eq=False)
+class _File:
+    source: Source
+    path: Path
+    label: str
+    step: int
+
+
+def collect_episodes(sources: Sequence[Source], budget: int = BUDGET) -> EpisodeLibrary:
+    """Embed episodes of every source in at most about `budget` bytes of JSON.
+
+    Files share the budget evenly, small files first, so that what they leave goes to larger ones. Within a
+    file whole groups are taken in the order of the SHA-256 of their ids.
+    """
+    library = EpisodeLibrary()
+    tokenizers = _Tokenizers(sources)
+    files: list[_File] = []
+    for source in sources:
+        steps, left_out = _evenly(list(_files(source)), MOST_STEPS)
+        library.steps_left_out += left_out
+        files += steps
+    chosen: dict[_File, tuple[EpisodeSet, set[str]]] = {}
+    spent = 0
+    for place, file in enumerate(sorted(files, key=lambda one: (one.path.stat().st_size, str(one.path)))):
+        episodes = file.source.attempt.episodes(file.path)
+        if episodes:
+            share = max(0, budget - spent) // (len(files) - place)
+            chosen[file] = _embed(file, episodes, tokenizers.find(file.source.stage, episodes), share)
+            spent += len(chosen[file][0].json)
+    for source in sources:
+        mine = [chosen[file] for file in files if file in chosen and file.source is source]
+        if mine:
+            library.stages.append(
+                StageEpisodes(
+                    stage=source.stage,
+                    task=source.task,
+                    vocabulary=tokenizers.number(source.stage),
+                    sets=[one for one, _ in mine],
+                    strategies=sorted({name for _, names in mine for name in names}),
+                )
+            )
+    library.vocabularies = [vocabulary.table for vocabulary in tokenizers.loaded]
+    return library
+
+
+def _files(source: Source) -> Iterator[_File]:
+    is_evaluation = source.task == "evaluate"
+    for path in source.attempt.episode_files:
+        step = int(path.stem.removeprefix("step-"))
+        yield _File(source, path, "samples" if is_evaluation else f"step {step}", step)
+    if source.attempt.greedy_file is not None:
+        yield _File(source, source.attempt.greedy_file, "greedy answers", 1)
+
+
+def _evenly(files: list[_File], most: int) -> tuple[list[_File], int]:
+    """At most `most` of the files, evenly spaced, first and last among them; and how many are left out."""
+    if len(files) <= most:
+        return files, 0
+    places = sorted({round(index * (len(files) - 1) / (most - 1)) for index in range(most)})
+    return [files[place] for place in places], len(files) - len(places)
+
+
+def _embed(
+    file: _File, episodes: list[Episode], vocabulary: Vocabulary | None, budget: int
+) -> tuple[EpisodeSet, set[str]]:
+    groups = [list(members) for _, members in groupby(episodes, key=lambda one: one.group_id)]
+    order = sorted(range(len(groups)), key=lambda place: sha256_bytes(groups[place][0].group_id.encode()))
+    taken: dict[int, str] = {}
+    size = 0
+    for place in order:
+        text = _json(_group(groups[place], vocabulary))
+        if size + len(text) > budget and taken:
+            break
+        if len(text) > budget:  # one group is too much: keep what was said, leave the tokens out
+            text = _json(_group(groups[place], None))
+        if len(text) > budget:
+            break
+        taken[place] = text
+        size += len(text) + 1
+    rewards = [one.reward for one in episodes if one.reward is not None]
+    strategies = {
+        name.removeprefix("strategy/")
+        for place in taken
+        for one in groups[place]
+        for name, value in one.metrics.items()
+        if name.startswith("strategy/") and value > 0
+    }
+    chosen = EpisodeSet(
+        label=file.label,
+        step=file.step,
+        total=len(episodes),
+        embedded=sum(len(groups[place]) for place in taken),
+        mean_reward=sum(rewards) / len(rewards) if rewards else None,
+        json="[" + ",".join(taken[place] for place in sorted(taken)) + "]",
+    )
+    return chosen, strategies
+
+
+def _group(group: list[Episode], vocabulary: Vocabulary | None) -> dict[str, Any]:
+    first = group[0]
+    prompt = [{"role": message["role"], "content": message["content"]} for message in first.messages[:-1]]
+    rendered = vocabulary.prompt(first.prompt_ids.tolist()) if vocabulary else ""
+    advantages = [one.metrics.get("advantage") for one in group]
+    return {
+        "id": first.group_id,
+        "task": first.task_id,
+        "prompt": prompt,
+        "rendered": "" if rendered == "".join(message["content"] for message in prompt) else rendered,
+        "dead": any(value is not None for value in advantages) and not any(advantages),
+        "episodes": [_episode(one, vocabulary) for one in group],
+    }
+
+
+def _episode(episode: Episode, vocabulary: Vocabulary | None) -> dict[str, Any]:
+    tokens: list[Piece] | None = None
+    if vocabulary is not None:
+        tokens = vocabulary.pieces(episode.token_ids.tolist(), episode.text)
+    return {
+        "id": episode.episode_id,
+        "text": episode.text,
+        "tokens": tokens,
+        "logprobs": [round(1000 * max(-1000.0, float(value))) for value in episode.logprobs],
+        "masked": None if episode.loss_mask.all() else [int(not chosen) for chosen in episode.loss_mask],
+        "versions": _versions(episode),
+        "reward": _short(episode.reward),
+        "terms": {name: _short(value) for name, value in episode.reward_terms.items()},
+        "metrics": {name: _short(value) for name, value in episode.metrics.items() if name != "advantage"},
+        "finish": episode.finish_reason,
+        "failure": episode.failure,
+        "advantage": _short(episode.metrics.get("advantage")),
+    }
+
+
+def _versions(episode: Episode) -> int | list[tuple[int, int]]:
+    """The policy version of all tokens, or (version, tokens) runs when weights changed on the way."""
+    runs = [(int(version), len(list(run))) for version, run in groupby(episode.policy_version.tolist())]
+    return runs[0][0] if len(runs) == 1 else runs
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+class _Tokenizers:
+    """The tokenizer of each stage: its own folder's, or another stage's that spells its answers exactly."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        folders = {source.stage: source.attempt.model_folders for source in sources}
+        self._candidates = {
+            stage: [
+                *mine,
+                *(folder for other, theirs in folders.items() if other != stage for folder in theirs),
+            ]
+            for stage, mine in folders.items()
+        }
+        self._by_digest: dict[str, Vocabulary | None] = {}
+        self._chosen: dict[str, Vocabulary | None] = {}
+
+    @property
+    def loaded(self) -> list[Vocabulary]:
+        """Vocabularies in the order of their numbers."""
+        return list(dict.fromkeys(one for one in self._chosen.values() if one is not None))
+
+    def number(self, stage: str) -> int | None:
+        """Place of the stage's vocabulary in `loaded`."""
+        vocabulary = self._chosen.get(stage)
+        return None if vocabulary is None else self.loaded.index(vocabulary)
+
+    def find(self, stage: str, episodes: Sequence[Episode]) -> Vocabulary | None:
+        """The vocabulary that spells these episodes, or None."""
+        if stage not in self._chosen:
+            loaded = map(self._load, self._candidates[stage])
+            self._chosen[stage] = next((one for one in loaded if one and _spells(one, episodes)), None)
+        return self._chosen[stage]
+
+    def _load(self, folder: Path) -> Vocabulary | None:
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            return None
+        digest = sha256_bytes(file.read_bytes())
+        if digest not in self._by_digest:
+            try:
+                self._by_digest[digest] = Vocabulary(file)
+            except ValueError:
+                self._by_digest[digest] = None
+        return self._by_digest[digest]
+
+
+def _spells(vocabulary: Vocabulary, episodes: Sequence[Episode]) -> bool:
+    return all(vocabulary.pieces(one.token_ids.tolist(), one.text) is not None for one in episodes[:16])

@@ -1,0 +1,155 @@
+"""What happened, in sentences that say no more than the figures do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from perilune.metrics.bootstrap import Interval
+from perilune.ui.comparisons import Comparison, Evaluation
+from perilune.ui.curves import Training
+
+ALGORITHM_NAMES = {"grpo": "GRPO", "dr_grpo": "Dr. GRPO", "sft": "supervised fine-tuning"}
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """`title` is the finding; `paragraphs` say on what it rests; `explanation` what the change is made of."""
+
+    title: str
+    paragraphs: tuple[str, ...]
+    explanation: str = ""
+
+
+def write_headline(
+    evaluations: Sequence[Evaluation],
+    climb: Comparison | None,
+    trained: Training | None,
+    other: Sequence[str],
+) -> Headline:
+    """The report's finding.
+
+    Args:
+        climb: the two evaluations around the training that the report is about.
+        trained: the curves of that training.
+        other: what the remaining stages did, for an experiment that evaluated nothing.
+    """
+    if climb is not None:
+        by_stage = {one.stage: one for one in evaluations}
+        return _of_climb(climb, by_stage[climb.before], by_stage[climb.after], trained)
+    if evaluations:
+        return _of_one(evaluations[-1])
+    if trained is not None and (found := _of_curve(trained)) is not None:
+        return found
+    return Headline("No results yet" if not other else "Nothing was evaluated", tuple(other))
+
+
+def _of_climb(climb: Comparison, before: Evaluation, after: Evaluation, trained: Training | None) -> Headline:
+    start, end = climb.accuracy
+    change = climb.differences.get("pass@1")
+    if change is None:
+        title = f"pass@1 was {_percent(start)}, then {_percent(end)} on other tasks"
+    elif change.low > 0:
+        title = f"pass@1 rose from {_percent(start)} to {_percent(end)}"
+    elif change.high < 0:
+        title = f"pass@1 fell from {_percent(start)} to {_percent(end)}"
+    else:
+        title = f"pass@1 went from {_percent(start)} to {_percent(end)}: no clear change"
+    paragraphs = [_basis(climb, change, after, trained)]
+    if explained := _explained(climb, before, after):
+        paragraphs.append(explained)
+    return Headline(title, tuple(paragraphs), _explanation(climb))
+
+
+def _basis(climb: Comparison, change: Interval | None, after: Evaluation, trained: Training | None) -> str:
+    what = f"On {after.tasks} held-out tasks"
+    if trained is not None and trained.task != "evaluate":
+        what += f", after {trained.description[0].lower() + trained.description[1:].rstrip('.')}"
+    if change is None:
+        return (
+            f"{what}. The two evaluations judged different tasks, so their difference is not a measurement."
+        )
+    return (
+        f"{what}: {_points(change.mean)} points, 95% interval {_points(change.low)} to {_points(change.high)}, "
+        f"paired by task over {climb.tasks} tasks."
+    )
+
+
+def _explained(climb: Comparison, before: Evaluation, after: Evaluation) -> str:
+    sentences = []
+    parts = _parts(climb)
+    if parts is not None:
+        share, accuracy = parts
+        total = share + accuracy
+        if abs(total) >= 0.01 and share * total >= 0 and accuracy * total >= 0:
+            moved = max(climb.contributions, key=lambda one: one.share[1] - one.share[0])
+            sentences.append(
+                f"{share / total:.0%} of the change is choosing “{moved.strategy}” more often "
+                f"({_percent(moved.share[0], 0)} → {_percent(moved.share[1], 0)} of answers), "
+                f"{accuracy / total:.0%} is better accuracy within strategies."
+                if total > 0
+                else f"{share / total:.0%} of the loss is choice of strategy, {accuracy / total:.0%} accuracy within strategies."
+            )
+    for name in [one for one in before.measures if one not in ("pass@1", "greedy")][-1:]:
+        could, does = before.measures[name][0], after.measures["pass@1"][0]
+        if could >= does > before.measures["pass@1"][0]:
+            sentences.append(
+                f"{name} was already {_percent(could)} before: training made dependable what the model could "
+                "sometimes do."
+            )
+        elif name in after.measures:
+            sentences.append(f"{name} went from {_percent(could)} to {_percent(after.measures[name][0])}.")
+    return " ".join(sentences)
+
+
+def _parts(climb: Comparison) -> tuple[float, float] | None:
+    if len(climb.contributions) < 2:
+        return None
+    return (
+        sum(one.from_share for one in climb.contributions),
+        sum(one.from_accuracy for one in climb.contributions),
+    )
+
+
+def _explanation(climb: Comparison) -> str:
+    parts = _parts(climb)
+    if parts is None:
+        return (
+            "The environment recognised one way of answering only, so the whole change is accuracy within it."
+        )
+    share, accuracy = parts
+    return (
+        "A policy can gain by choosing a better way to answer, or by getting better at the ways it has. "
+        f"From {climb.before_label} to {climb.after_label}, pass@1 changed by {_points(share + accuracy)} points: "
+        f"{_points(share)} from the choice of strategy and {_points(accuracy)} from accuracy within strategies."
+    )
+
+
+def _of_one(evaluation: Evaluation) -> Headline:
+    mean, low, high = evaluation.measures["pass@1"]
+    interval = "" if low is None or high is None else f", 95% interval {_percent(low)} to {_percent(high)}"
+    return Headline(
+        f"pass@1 is {_percent(mean)}",
+        (f"On {evaluation.tasks} held-out tasks, {evaluation.samples} samples each{interval}.",),
+    )
+
+
+def _of_curve(trained: Training) -> Headline | None:
+    for name, said in (("reward", "Mean training reward"), ("loss", "Training loss")):
+        values = [value for value in trained.columns.get(name, []) if value is not None]
+        if len(values) > 1:
+            return Headline(
+                f"{said} went from {values[0]:.3g} to {values[-1]:.3g}",
+                (
+                    f"{trained.description} Nothing was evaluated on held-out tasks, so this is no measure of skill.",
+                ),
+            )
+    return None
+
+
+def _percent(value: float, digits: int = 1) -> str:
+    return f"{100 * value:.{digits}f}%"
+
+
+def _points(value: float) -> str:
+    return f"{'−' if value < 0 else '+'}{abs(100 * value):.1f}"

@@ -1,0 +1,79 @@
+"""Tokens as text: what each token id of an answer adds to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Piece = int | str  # an index into the vocabulary's table, or text that only makes sense in its place
+
+_HALF = "\ufffd"  # what decoding half a character gives
+
+
+class Vocabulary:
+    """Text of single tokens, gathered into a table as they are met.
+
+    Attributes:
+        table: (text, is special) of the tokens met so far; pieces are indices into it.
+    """
+
+    def __init__(self, file: Path) -> None:
+        import tokenizers
+
+        try:
+            self._backend: Any = tokenizers.Tokenizer.from_file(str(file))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a malformed file can panic inside the Rust library
+            raise ValueError(f"{file} is not a tokenizer") from error
+        added = self._backend.get_added_tokens_decoder()
+        self._special = {token for token, entry in added.items() if entry.special}
+        self._index: dict[int, int] = {}
+        self.table: list[tuple[str, bool]] = []
+
+    def prompt(self, token_ids: Sequence[int]) -> str:
+        """Text of a prompt as the model saw it, special tokens included."""
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=False))
+
+    def pieces(self, token_ids: Sequence[int], text: str) -> list[Piece] | None:
+        """One piece a token, which joined (special tokens left out) give `text`; None when they cannot."""
+        alone = [self._alone(token) for token in token_ids]
+        if self._joined(alone) == text:
+            return list(alone)
+        together = self._together(token_ids)
+        return together if self._joined(together) == text else None
+
+    def _alone(self, token: int) -> int:
+        if token not in self._index:
+            is_special = token in self._special
+            shown = self._backend.id_to_token(token) if is_special else self._backend.decode([token])
+            self._index[token] = len(self.table)
+            self.table.append((shown or "", is_special))
+        return self._index[token]
+
+    def _together(self, token_ids: Sequence[int]) -> list[Piece]:
+        """Pieces of tokens that hold parts of characters: the token that completes one brings its text."""
+        pieces: list[Piece] = []
+        pending: list[int] = []
+        for token in token_ids:
+            if token in self._special:
+                pieces.append(self._alone(token))
+                continue
+            pending.append(token)
+            text = self._backend.decode(pending)
+            if text.endswith(_HALF):
+                pieces.append("")
+            else:
+                pieces.append(text)
+                pending = []
+        return pieces
+
+    def _joined(self, pieces: Sequence[Piece]) -> str:
+        texts = []
+        for piece in pieces:
+            if isinstance(piece, str):
+                texts.append(piece)
+            elif not self.table[piece][1]:
+                texts.append(self.table[piece][0])
+        return "".join(texts)

@@ -1,0 +1,219 @@
+"""Where results come from: model, machine, software, and the commands that check and repeat each run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from perilune.ui.attempt import Attempt
+from perilune.ui.view import ExperimentView, StageView
+
+Pairs = list[tuple[str, str]]
+
+LONGEST_LIST = 20  # items of a list in a summary that are shown
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Facts as the runs observed them; pairs are (name, value) for the reader."""
+
+    recipe: str
+    commands: str
+    machine_name: str
+    machine: Pairs
+    software_name: str
+    software: Pairs
+    packages: Pairs
+
+
+def provenance_of(view: ExperimentView, attempts: Sequence[Attempt]) -> Provenance:
+    """Provenance of an experiment; machine and software are those of the last run that recorded them."""
+    seen = next((one.precheck for one in reversed(attempts) if one.precheck), {})
+    machine = seen.get("machine") or {}
+    return Provenance(
+        recipe=view.recipe,
+        commands=_commands(view.stages),
+        machine_name=machine_name(machine),
+        machine=_machine(machine),
+        software_name=_software_name(seen),
+        software=_software(seen),
+        packages=_packages(seen.get("packages") or {}),
+    )
+
+
+def machine_name(machine: Mapping[str, Any]) -> str:
+    """The processor, or the GPUs, in a few words."""
+    gpus = [str(gpu.get("name")) for gpu in machine.get("gpus") or ()]
+    if gpus:
+        names = dict.fromkeys(gpus)
+        return ", ".join(f"{gpus.count(name)} × {name}" if gpus.count(name) > 1 else name for name in names)
+    return str((machine.get("processor") or {}).get("model") or "")
+
+
+def _machine(machine: Mapping[str, Any]) -> Pairs:
+    processor = machine.get("processor") or {}
+    memory = machine.get("memory") or {}
+    facts: Pairs = []
+    if processor:
+        facts += [
+            ("Processor", f"{processor.get('model', '')} ({processor.get('architecture', '')})"),
+            (
+                "Cores",
+                f"{processor.get('usable_cores', 0):g} usable of {processor.get('logical_cores', '?')} logical, "
+                f"{processor.get('physical_cores', '?')} physical",
+            ),
+            ("Instructions", " ".join(processor.get("simd") or ())),
+        ]
+    if memory:
+        facts.append(
+            (
+                "Memory",
+                f"{memory.get('usable', 0) / 1e9:.1f} GB usable of {memory.get('total', 0) / 1e9:.1f} GB",
+            )
+        )
+    for gpu in machine.get("gpus") or ():
+        facts.append(
+            ("GPU", f"{gpu.get('name')}, {gpu.get('memory', 0) / 1e9:.0f} GB, driver {gpu.get('driver')}")
+        )
+    system = " ".join(str(machine[key]) for key in ("system", "kernel", "libc") if machine.get(key))
+    return [*facts, ("System", system)] if system else facts
+
+
+def _software_name(seen: Mapping[str, Any]) -> str:
+    python, torch = seen.get("python") or {}, seen.get("torch") or {}
+    names = [f"Python {python['version']}" if python else "", f"torch {torch['version']}" if torch else ""]
+    return ", ".join(name for name in names if name)
+
+
+def _software(seen: Mapping[str, Any]) -> Pairs:
+    facts: Pairs = []
+    python, torch, git = (seen.get(name) or {} for name in ("python", "torch", "git"))
+    if python:
+        facts.append(
+            (
+                "Python",
+                f"{python['version']} ({python.get('implementation', '')}, {python.get('compiler', '')})",
+            )
+        )
+    if torch:
+        cuda = f"CUDA {torch['cuda']}" if torch.get("cuda") else "CPU build"
+        facts.append(
+            (
+                "torch",
+                f"{torch['version']}, {cuda}, {torch.get('threads')} threads, {torch.get('cpu_capability', '')}",
+            )
+        )
+    if git:
+        changes = (
+            f"{git.get('changed', 0)} tracked files changed, {len(git.get('untracked') or ())} untracked"
+        )
+        facts.append(("Commit", str(git.get("commit") or "none yet")))
+        facts.append(("Checkout", f"with uncommitted changes ({changes})" if git.get("dirty") else "clean"))
+    elif seen:
+        facts.append(("Commit", "installed package, no checkout"))
+    return facts
+
+
+def _packages(packages: Mapping[str, Any]) -> Pairs:
+    """Distributions that were loaded, with versions."""
+    found = {
+        str(entry.get("distribution") or name): str(entry.get("version") or "no version")
+        for name, entry in packages.items()
+    }
+    return sorted(found.items(), key=lambda pair: pair[0].lower())
+
+
+def _commands(stages: Sequence[StageView]) -> str:
+    lines = []
+    for stage in stages:
+        if stage.attempt_dir is None:
+            continue
+        lines += [
+            f"# {stage.name}",
+            f"perilune bundle verify {_location(stage.attempt_dir)}",
+            f"perilune reproduce {stage.run_id}",
+            "",
+        ]
+    return "\n".join(lines).rstrip()
+
+
+def _location(attempt: Path) -> str:
+    """The attempt's folder relative to the home where it has the home's layout, else by its name alone."""
+    parts = attempt.absolute().parts
+    if len(parts) > 4 and parts[-2] == "attempts" and parts[-4] == "runs":
+        return f'"${{PERILUNE_HOME:-$HOME/.perilune}}"/{"/".join(parts[-4:])}'
+    return attempt.name
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Size and shape of a model for the reader."""
+
+    parameters: int | None
+    shape: str
+
+
+def model_of(attempts: Sequence[Attempt]) -> ModelFacts | None:
+    """The model of the last checkpoint any attempt holds; None without a readable checkpoint."""
+    for attempt in reversed(attempts):
+        for folder in attempt.model_folders:
+            if config := attempt.document(folder / "config.json"):
+                return ModelFacts(parameters_in(folder), _shape(config))
+    return None
+
+
+def _shape(config: Mapping[str, Any]) -> str:
+    kind, layers, width = (config.get(key) for key in ("model_type", "num_hidden_layers", "hidden_size"))
+    return ", ".join(
+        text for text in (str(kind or ""), f"{layers} layers of width {width}" if layers else "") if text
+    )
+
+
+def parameters_in(folder: Path) -> int | None:
+    """Numbers in the folder's safetensors files, from their headers alone; None when one cannot be read."""
+    total = 0
+    files = sorted(folder.glob("*.safetensors"))
+    try:
+        for file in files:
+            with file.open("rb") as stream:
+                size = int.from_bytes(stream.read(8), "little")
+                if size > 100_000_000:
+                    return None
+                header = json.loads(stream.read(size))
+            total += sum(
+                math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
+            )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return total or None
+
+
+def stage_facts(stage: StageView, attempt: Attempt) -> Pairs:
+    """What is worth knowing of one run."""
+    facts: Pairs = [("Run", stage.run_id), ("Bundle digest", attempt.digest)]
+    facts += [
+        (f"Input: {one['name']}", f"{one['kind']} {one['digest']}") for one in attempt.job.get("inputs") or ()
+    ]
+    manifest = attempt.verdict.get("manifest_digest")
+    facts.append(("Manifest digest", str(manifest) if manifest else ""))
+    if attempt.verdict.get("message"):
+        facts.append(("Verdict", str(attempt.verdict["message"])))
+    return [(name, value) for name, value in facts if value]
+
+
+def readable(document: Mapping[str, Any]) -> str:
+    """A JSON document for people: long lists are cut, and say so."""
+    return json.dumps(_shortened(document), indent=2, ensure_ascii=False) if document else ""
+
+
+def _shortened(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _shortened(item) for key, item in value.items()}
+    if isinstance(value, list):
+        kept = [_shortened(item) for item in value[:LONGEST_LIST]]
+        return [*kept, f"... {len(value) - LONGEST_LIST} more"] if len(value) > LONGEST_LIST else kept
+    return value

@@ -1,0 +1,128 @@
+"""The report as one HTML file: template, styles, scripts and data inside, nothing loaded from anywhere.
+
+What models wrote is hostile. It travels as JSON in which `<`, `>` and `&` are escaped, so that no text can
+end its script element; the scripts show it through text nodes only; and a Content-Security-Policy lets the
+page run nothing but the scripts written here, by their hashes.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from perilune.bundle.storage import storage_errors
+from perilune.files import write_atomic
+from perilune.ui.collect import ReportData, collect
+from perilune.ui.episodes import RIGHT, EpisodeLibrary
+from perilune.ui.view import ExperimentView
+
+SCRIPTS = ("charts.js", "episodes.js", "report.js")  # in the order in which they are run
+
+
+def build_report(experiment: ExperimentView, out: Path) -> Path:
+    """Write the report on `experiment` to `out` and return it.
+
+    Raises:
+        RequestError: when `out` cannot be written.
+    """
+    page = render(collect(experiment))
+    with storage_errors("write the report", out):
+        write_atomic(out, page)
+    return out
+
+
+def render(data: ReportData) -> str:
+    """The whole page as HTML text."""
+    assets = files("perilune.ui") / "assets"
+    style = (assets / "report.css").read_text(encoding="utf-8")
+    scripts = [(assets / name).read_text(encoding="utf-8") for name in SCRIPTS]
+    document = {field.name: getattr(data, field.name) for field in fields(data) if field.name != "library"}
+    index, blocks = _episodes(data.library)
+    return Template((assets / "report.html").read_text(encoding="utf-8")).substitute(
+        title=html.escape(f"{data.experiment.name}: {data.headline.title}"),
+        policy=_policy(style, scripts),
+        style=style,
+        data="\n".join([_data("report-data", _plain(document)), _data("episodes-index", index), *blocks]),
+        scripts="\n".join(f"<script>{script}</script>" for script in scripts),
+    )
+
+
+def _policy(style: str, scripts: list[str]) -> str:
+    """Nothing may load, and nothing may run but these texts."""
+    allowed = " ".join(_hash(script) for script in scripts)
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src {_hash(style)}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _data(name: str, value: Any) -> str:
+    return _block(name, json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
+
+
+def _block(name: str, text: str) -> str:
+    """A data element. In JSON `<`, `>` and `&` occur inside strings only, where an escape says the same."""
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return f'<script type="application/json" id="{name}">{text}</script>'
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses as objects and tuples as arrays; a number that JSON cannot say becomes null."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _episodes(library: EpisodeLibrary) -> tuple[dict[str, Any], list[str]]:
+    """The browser's index, and one data element for each of its sets."""
+    blocks: list[str] = []
+    stages = []
+    for stage in library.stages:
+        sets = []
+        for one in stage.sets:
+            script = f"episodes-{len(blocks)}"
+            blocks.append(_block(script, one.json))
+            sets.append({**_plain(one), "script": script, "json": None})
+        stages.append({**_plain(stage), "sets": sets})
+    return {
+        "stages": stages,
+        "vocabularies": _plain(library.vocabularies),
+        "right": RIGHT,
+        "lead": _lead(library),
+    }, blocks
+
+
+def _lead(library: EpisodeLibrary) -> str:
+    if library.embedded == library.total and not library.steps_left_out:
+        kept = f"All {library.total:,} episodes are in this file."
+    else:
+        kept = (
+            f"This file holds {library.embedded:,} of {library.total:,} episodes: whole groups, chosen by a hash "
+            "of their ids, so that neither luck nor reward decided which."
+        )
+    if library.steps_left_out:
+        kept += f" {library.steps_left_out:,} steps between those shown were left out altogether."
+    return (
+        f"What the model was asked, what it wrote, and what it got for it. {kept} The deeper the colour of a "
+        "token, the less likely the policy thought it."
+    )

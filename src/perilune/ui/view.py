@@ -1,0 +1,100 @@
+"""What the interface is told about an experiment: its stages in order, and where each left its evidence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from perilune.errors import RequestError
+from perilune.files import read_json
+
+SEARCH_DEPTH = 5  # an experiment's folder holds runs/<run>/attempts/<n>; deeper is somebody else's tree
+
+
+@dataclass(frozen=True, slots=True)
+class StageView:
+    """One stage of an experiment, as the control plane last saw it.
+
+    Attributes:
+        state: state of its run ("queued", "active", "succeeded", "failed", "cancelled").
+        attempt_dir: the attempt whose evidence counts, or None before the first attempt.
+        attempts: how many attempts were made.
+        cause: why the run failed, or "".
+    """
+
+    name: str
+    task: str
+    run_id: str
+    state: str
+    attempt_dir: Path | None
+    attempts: int = 1
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ExperimentView:
+    """An experiment: `recipe` is the resolved recipe as YAML text, `stages` are in the order they run."""
+
+    name: str
+    seed: int
+    recipe: str
+    stages: tuple[StageView, ...]
+
+
+def view_folder(path: Path) -> ExperimentView:
+    """View an attempt directory, or a folder that holds some, without a control plane.
+
+    Of several attempts of one run the newest counts; stages are ordered by when their attempts began.
+
+    Raises:
+        RequestError: when there is no attempt directory at or below `path`.
+    """
+    if (path / "job.json").is_file():
+        found = [path]
+    else:
+        found = [
+            job.parent for depth in range(1, SEARCH_DEPTH) for job in path.glob("*/" * depth + "job.json")
+        ]
+    attempts = [
+        folder for folder in found if (folder / "artifacts").is_dir() or (folder / "runtime").is_dir()
+    ]
+    if not attempts:
+        raise RequestError(
+            "no attempt directory (job.json beside artifacts/ or runtime/) at or below this path",
+            where=str(path),
+            remedy="name an experiment or run that `perilune runs` lists, or the folder of one attempt",
+        )
+    runs: dict[Path | str, list[Path]] = {}
+    for folder in attempts:
+        is_numbered = folder.parent.name == "attempts" and folder.name.isdigit()
+        runs.setdefault(folder.parent if is_numbered else folder, []).append(folder)
+    stages = []
+    for tries in runs.values():
+        newest = max(tries, key=lambda folder: int(folder.name) if folder.name.isdigit() else 0)
+        stages.append((_began(newest), _stage(newest, len(tries))))
+    stages.sort(key=lambda pair: pair[0])
+    seed = int(read_json(stages[0][1].attempt_dir / "job.json").get("seed", 0))  # type: ignore[operator]
+    return ExperimentView(path.resolve().name, seed, "", tuple(stage for _, stage in stages))
+
+
+def _began(attempt: Path) -> float:
+    times = [file.stat().st_mtime for file in (attempt / "runtime").glob("*.json")]
+    precheck = attempt / "artifacts" / "precheck.json"
+    if precheck.exists():
+        times.append(precheck.stat().st_mtime)
+    return min(times, default=attempt.stat().st_mtime)
+
+
+def _stage(attempt: Path, attempts: int) -> StageView:
+    job = read_json(attempt / "job.json")
+    result_file = attempt / "runtime" / "result.json"
+    result = read_json(result_file) if result_file.exists() else None
+    if result is None:
+        state, cause = "active", ""
+    elif result.get("exit_code") == 0:
+        state, cause = "succeeded", ""
+    else:
+        state, cause = "failed", str(result.get("cause") or f"exit code {result.get('exit_code')}")
+    is_numbered = attempt.parent.name == "attempts"
+    run_id = attempt.parent.parent.name if is_numbered else attempt.resolve().name
+    return StageView(str(job.get("stage")), str(job.get("task")), run_id, state, attempt, attempts, cause)
