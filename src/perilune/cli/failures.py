@@ -12,18 +12,9 @@ from pathlib import Path
 
 from perilune.errors import PeriluneError
 
-INTERRUPTED = 130  # what shells report for a process that Ctrl-C ended
-
-_ROOM = "free some space, or set PERILUNE_HOME to a disk that has more"
-_WRITABLE = "check the owner, or set PERILUNE_HOME to a folder you may write to"
-_MACHINE = {
-    errno.ENOSPC: ("no space is left on the disk", _ROOM),
-    errno.EDQUOT: ("the disk quota is used up", _ROOM),
-    errno.EACCES: ("permission denied", _WRITABLE),
-    errno.EPERM: ("operation not permitted", _WRITABLE),
-    errno.EROFS: ("the file system is read-only", _WRITABLE),
-    errno.ENOTDIR: ("a part of the path is not a folder", _WRITABLE),
-}
+STORAGE = frozenset({
+    errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR,
+})  # fmt: skip
 
 
 def explain(error: BaseException, *, debug: bool) -> int:
@@ -34,22 +25,40 @@ def explain(error: BaseException, *, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     if isinstance(error, KeyboardInterrupt):
-        _say("interrupted")
-        return INTERRUPTED
+        _say("error: interrupted")
+        return 2
+    if isinstance(error, OSError) and error.errno in STORAGE:
+        error = _of_storage(error)
     if isinstance(error, PeriluneError):
         _say(f"error: {error}")
         return error.exit_code
-    if isinstance(error, OSError) and error.errno in _MACHINE:
-        what, remedy = _MACHINE[error.errno]
-        _say(f"error: {PeriluneError(what, where=str(error.filename or 'disk'), remedy=remedy)}")
-        return 2
     saved = "" if debug else f"\n  the traceback is in {_save_traceback(error)}; --debug shows it here"
     _say(f"error: unexpected {type(error).__name__}: {error}{saved}")
     return 1
 
 
+def flush() -> int:
+    """Write out what stdout still holds; returns the exit code if that fails, else 0."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        code = explain(error, debug=False)
+        _detach_stdout()  # or the interpreter tries again and complains in its own words
+        return code
+    return 0
+
+
+def _of_storage(error: OSError) -> PeriluneError:
+    from perilune.bundle.storage import storage_errors
+
+    try:
+        with storage_errors("go on", Path("a file or standard output")):
+            raise error
+    except PeriluneError as told:
+        return told
+
+
 def _say(message: str) -> None:
-    sys.stdout.flush()
     sys.stderr.write(message + "\n")
 
 

@@ -8,6 +8,7 @@ one message and an exit code: 0 done, 1 the work failed, 2 the request was wrong
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -16,7 +17,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from perilune.cli.failures import explain
+from perilune.cli.failures import explain, flush
+from perilune.errors import RequestError
 
 # name: (module, attribute, one line of help). The order is the order of `perilune --help`.
 COMMANDS: dict[str, tuple[str, str, str]] = {
@@ -40,6 +42,9 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 }
 
 
+HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
+
+
 class LazyGroup(TyperGroup):
     """A group that knows its commands by name and imports one when it is invoked."""
 
@@ -54,9 +59,24 @@ class LazyGroup(TyperGroup):
         return TyperCommand(cmd_name, help=COMMANDS[cmd_name][2], callback=lambda: None)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Load the command that `args` start with."""
-        name, command, rest = super().resolve_command(ctx, args)
-        return name, load_command(name) if name in COMMANDS else command, rest
+        """Load the command that `args` start with.
+
+        Raises:
+            RequestError: when there is no such command.
+        """
+        name, *rest = args
+        if name not in COMMANDS:
+            close = difflib.get_close_matches(name, COMMANDS, n=1)
+            remedy = f"perilune {close[0]}" if close else "perilune --help"
+            raise RequestError(f"no command is called '{name}'", remedy=remedy)
+        return name, load_command(name), rest
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; Ctrl-C is told like every other failure, whatever the parser makes of it."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise RequestError("interrupted") from None
 
 
 def load_command(name: str) -> Any:
@@ -69,7 +89,7 @@ def load_command(name: str) -> Any:
         group.name, group.help = name, group.help or help_line
         return group
     single = typer.Typer(add_completion=False, rich_markup_mode=None)
-    single.command(name)(target)
+    single.command(name, context_settings=HELP_OPTIONS)(target)
     return typer.main.get_command(single)
 
 
@@ -77,7 +97,7 @@ app = typer.Typer(
     cls=LazyGroup,
     no_args_is_help=True,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=HELP_OPTIONS,
     help="Post-training from one recipe: from verified data to a proven climb, on the machine you have.",
     epilog="State lives in $PERILUNE_HOME (default ~/.perilune). Exit codes: 0 done, 1 the work failed, "
     "2 the request was wrong.",
@@ -111,9 +131,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         typer.main.get_command(app).main(given, prog_name="perilune")
     except SystemExit as leaving:
-        sys.exit(leaving.code)
+        sys.exit(leaving.code or flush())
     except BaseException as error:
         sys.exit(explain(error, debug=debug))
+    sys.exit(flush())
 
 
 if __name__ == "__main__":

@@ -72,6 +72,27 @@ def print_results(document: Mapping[str, Any]) -> None:
             console.print(f"  {label:<12} {path}", soft_wrap=True)
 
 
+def next_steps(document: Mapping[str, Any]) -> str:
+    """What to try next, a command a line."""
+    last = document["stages"][-1]["run"]
+    trained = next((one["run"] for one in document["stages"] if one["task"] == "rl"), last)
+    lines = [
+        ("look at what the model wrote", f"open {document['report']}"),
+        ("another seed", f"perilune run {document['recipe']} --seed {document['seed'] + 1}"),
+        ("see it made again, bit for bit", f"perilune reproduce {trained}"),
+        (
+            "check that nothing was altered",
+            f"perilune bundle verify {document['bundles'][_stage_of(document, trained)]}",
+        ),
+        ("other tasks to climb on", "perilune environments list"),
+    ]
+    return "\n".join(["Next:", *(f"  {what:<32} {command}" for what, command in lines)])
+
+
+def _stage_of(document: Mapping[str, Any], run_id: str) -> str:
+    return str(next(one["name"] for one in document["stages"] if one["run"] == run_id))
+
+
 def _is_evaluation(summary: Mapping[str, Any]) -> bool:
     return summary.get("kind") == "evaluation"
 

@@ -6,26 +6,21 @@ runtime/failure.json when it has the time.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
-import os
 import signal
 import sys
-import threading
-import time
 import traceback
 from pathlib import Path
 from types import FrameType
 
 from perilune.bundle.plugin import load_plugin
-from perilune.bundle.provenance import precheck
+from perilune.bundle.provenance import record_precheck
 from perilune.bundle.workspace import Workspace, summary_document
 from perilune.errors import PeriluneError, WorkFailedError
+from perilune.execution.processes import die_with
 from perilune.execution.verdict import LAST_WORDS, Cause, cause_of
 from perilune.files import write_atomic, write_json
 
-PR_SET_PDEATHSIG = 1
-ORPHAN_POLL_SECONDS = 0.5
 STOPPED_EXIT_CODE = 128 + signal.SIGTERM
 
 
@@ -36,12 +31,13 @@ def run_task(bundle: Path) -> None:
         WorkFailedError: when the task returned without what it promises to produce.
     """
     workspace = Workspace(bundle)
-    write_json(workspace.artifacts / "precheck.json", precheck())
     plugin = load_plugin(workspace.job.task)
+    record_precheck(workspace)  # now, because the task may not live to its end
     summary = plugin.run(workspace)
-    if not (bundle / plugin.output).exists():
-        raise WorkFailedError(f"the task ended without making {plugin.output}") from _Missing()
+    record_precheck(workspace)  # and again, when everything it uses has been loaded
     write_atomic(workspace.artifacts / "summary.json", summary_document(summary))
+    if not (bundle / plugin.output).exists():  # which may be the summary itself
+        raise WorkFailedError(f"the task ended without making {plugin.output}") from _Missing()
 
 
 class _Missing(Exception):  # noqa: N818 - marks a cause, is never raised by itself
@@ -51,7 +47,7 @@ class _Missing(Exception):  # noqa: N818 - marks a cause, is never raised by its
 def main() -> None:
     """Run the task of the bundle named on the command line; the exit code is 0, 1 or 2."""
     bundle, supervisor = Path(sys.argv[1]), int(sys.argv[2])
-    _die_with(supervisor)
+    die_with(supervisor)
     faulthandler.enable()
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to judge
@@ -75,21 +71,6 @@ def _short(error: Exception) -> str:
 
 def _stop(number: int, frame: FrameType | None) -> None:
     sys.exit(STOPPED_EXIT_CODE)  # runs the task's own `finally` blocks
-
-
-def _die_with(supervisor: int) -> None:
-    """End this process as soon as its supervisor has ended, however that happened."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-    def watch() -> None:
-        while os.getppid() == supervisor:
-            time.sleep(ORPHAN_POLL_SECONDS)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if os.getppid() != supervisor:  # it died before we could ask
-        os.kill(os.getpid(), signal.SIGKILL)
-    threading.Thread(target=watch, name="orphan-watch", daemon=True).start()
 
 
 if __name__ == "__main__":

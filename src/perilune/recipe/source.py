@@ -43,16 +43,17 @@ class Document:
         Raises:
             RequestError: when something on the way is not a section.
         """
-        section: Any = self.value
-        parent: Any = None
+        walk: list[Any] = [self.value]
         for depth, key in enumerate(path):
-            if not isinstance(section, list if isinstance(key, int) else dict):
+            section = walk[-1]
+            container: type[Any] = list if isinstance(key, int) else dict
+            if not isinstance(section, container):
                 raise RequestError(f"{dotted(path[:depth])} is not a section that has keys", where=place)
-            if isinstance(key, str) and key not in section:
+            if container is dict and key not in section:
                 section[key] = {}
                 self.places[path[: depth + 1]] = place
-            parent, section = section, section[key]
-        parent[path[-1]] = value
+            walk.append(section[key])
+        walk[-2][path[-1]] = value
         self.places = {old: at for old, at in self.places.items() if old[: len(path)] != path}
         self.places[path] = place
 

@@ -1,0 +1,90 @@
+"""Following an experiment on a terminal: events become bars, Ctrl-C becomes a clean stop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from perilune.cli.console import StageProgress, duration, stage_progress
+from perilune.control import progress as events
+from perilune.control.experiments import advance, stage_plans
+from perilune.errors import PeriluneError, RequestError, WorkFailedError
+from perilune.execution.verdict import Cause
+
+if TYPE_CHECKING:
+    from perilune.control.experiments import Control
+    from perilune.recipe.schema import Recipe
+
+REQUEST_CAUSES = frozenset({Cause.REQUEST, Cause.DISK_FULL, Cause.BUNDLE_REJECTED})  # exit code 2
+
+
+def follow(control: Control, experiment: str, recipe: Recipe) -> PeriluneError | None:
+    """Carry an experiment to its end, showing it; returns why it failed, or None.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C; by then a stage that this process began has been told to stop.
+    """
+    running: events.StageStarted | None = None
+    failure: PeriluneError | None = None
+    with stage_progress() as view:
+        try:
+            for event in advance(control, experiment, stage_plans(recipe)):
+                if isinstance(event, events.StageStarted):
+                    running = event
+                elif isinstance(event, events.StageFailed):
+                    failure = explain_failure(event)
+                show(event, view)
+        except KeyboardInterrupt:
+            if running is not None:
+                _interrupt(control, running, view)
+            raise
+    return failure
+
+
+def show(event: events.StageEvent, view: StageProgress) -> None:
+    """Show one event."""
+    match event:
+        case events.StageStarted():
+            verb = "joined" if event.attached else "run"
+            view.started(event.stage, f"stage {event.position} of {event.stages}, {verb} {event.run_id}")
+        case events.StageProgress():
+            view.progressed(event.stage, event.done, event.total, event.unit, event.figures)
+        case events.StageResumed():
+            why = event.message or event.cause
+            view.say(f"[{event.stage}] attempt {event.attempt} takes over from its last checkpoint: {why}")
+        case events.StageReused():
+            view.ended(event.stage, "reused", f"finished before, run {event.run_id}")
+        case events.StageFinished():
+            view.ended(event.stage, "done", duration(event.seconds))
+        case events.StageFailed():
+            view.ended(event.stage, "failed", event.cause)
+
+
+def explain_failure(event: events.StageFailed) -> PeriluneError:
+    """A failed stage as the error that ends the command."""
+    kind = RequestError if event.cause in REQUEST_CAUSES else WorkFailedError
+    where = f"stage {event.stage}, run {event.run_id}"
+    if event.cancelled:
+        return kind("cancelled", where=where, remedy="the same command goes on from its last checkpoint")
+    tail = f"\n  its log ends:\n{_indented(event.log_tail)}" if event.cause == Cause.CRASHED else ""
+    remedy = f"perilune logs {event.run_id}; the same command tries again, from the last checkpoint"
+    return kind((event.message or event.cause) + tail, where=where, remedy=remedy)
+
+
+def _interrupt(control: Control, running: events.StageStarted, view: StageProgress) -> None:
+    """Stop what this command began; leave what it joined."""
+    stage, run_id = running.stage, running.run_id
+    if running.attached:
+        view.say(f"left {stage} running: perilune cancel {run_id} stops it")
+        return
+    try:
+        view.say(f"stopping {stage}; Ctrl-C again leaves at once")
+        control.cancel(run_id)
+        view.ended(stage, "failed", "stopped")
+        view.say("stopped: the same command goes on from the last checkpoint")
+    except KeyboardInterrupt:
+        view.say(f"left while {stage} was stopping: perilune show {run_id} tells what became of it")
+        raise
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())

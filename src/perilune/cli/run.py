@@ -1,0 +1,136 @@
+"""`perilune run`: say what a recipe will do, do it or take it up again, show what came of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from perilune.control.experiments import Control
+    from perilune.recipe.schema import Recipe
+
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Replace one key: seed=1, rl.steps=10. May be repeated."),
+]
+SeedOption = Annotated[int | None, typer.Option("--seed", help="The same as --set seed=N.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="End stdout with one JSON document.")]
+
+
+def run(
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a bundled recipe.")
+    ],
+    *,
+    set_: SetOption = None,
+    seed: SeedOption = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Print what would be done, and stop.")] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Go on in the background; return at once.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a recipe. What it finished before is reused; what is under way is joined; the rest is begun.
+
+    Ctrl-C stops the stage that this command began; the same command goes on from its last checkpoint.
+    """
+    run_recipe(recipe, overrides(set_, seed), plan_only=plan, detach=detach, as_json=as_json)
+
+
+def overrides(set_: Sequence[str] | None, seed: int | None) -> list[str]:
+    """What the options `--set` and `--seed` say, as overrides; the seed last."""
+    return [*(set_ or ()), *([] if seed is None else [f"seed={seed}"])]
+
+
+def run_recipe(
+    name: str, changes: Sequence[str], *, plan_only: bool = False, detach: bool = False, as_json: bool = False
+) -> None:
+    """What `run` and `quickstart` do, for the recipe called `name`.
+
+    Raises:
+        RequestError: when the recipe is wrong, or a stage finds that it is.
+        WorkFailedError: when a stage fails.
+    """
+    from perilune.cli.plan import derive, print_plan
+    from perilune.recipe.load import load_recipe
+
+    path = find_recipe(name)
+    recipe = load_recipe(path, changes)
+    derived = derive(recipe)
+    if plan_only and as_json:
+        typer.echo(json.dumps({"recipe": recipe.model_dump(mode="json"), "stages": derived}, indent=2))
+        return
+    print_plan(recipe, derived, sys.stdout if plan_only else sys.stderr)
+    if plan_only:
+        return
+    if detach:
+        _detach(recipe, path, changes, as_json=as_json)
+    else:
+        _follow(recipe, as_json=as_json)
+
+
+def find_recipe(name: str) -> Path:
+    """The file called `name`, or else the bundled recipe of that name."""
+    from perilune.recipe.load import bundled_recipe, bundled_recipes
+
+    path = Path(name)
+    return bundled_recipe(name) if not path.exists() and name in bundled_recipes() else path
+
+
+def _follow(recipe: Recipe, *, as_json: bool) -> None:
+    """Carry the experiment to its end and tell what came of it."""
+    from perilune.cli.follow import follow
+    from perilune.cli.results import next_steps, print_results, results_document
+    from perilune.cli.view import experiment_view
+    from perilune.control.experiments import Control, open_experiment
+    from perilune.ui.report import build_report
+
+    began = time.monotonic()
+    control = Control()
+    experiment = open_experiment(control, recipe)
+    failure: Exception | None = follow(control, experiment, recipe)
+    view = experiment_view(control, experiment)
+    report: Path | None = None
+    try:
+        report = build_report(view, control.home.experiment(experiment) / "report.html")
+    except Exception as error:  # what was found is still told, before this is
+        failure = failure or error
+    seconds = time.monotonic() - began
+    document = results_document(recipe, experiment, view.stages, seconds=seconds, report=report)
+    if as_json:
+        typer.echo(json.dumps(document))
+    elif failure is None:
+        print_results(document)
+        typer.echo(next_steps(document))
+    if failure is not None:
+        raise failure
+
+
+def _detach(recipe: Recipe, path: Path, changes: Sequence[str], *, as_json: bool) -> None:
+    """Start a process of its own session that follows the experiment, and say how to watch it."""
+    from perilune.control.experiments import Control, open_experiment
+
+    control: Control = Control()
+    experiment = open_experiment(control, recipe)
+    log = control.home.experiment(experiment) / "driver.log"
+    command = [sys.executable, "-m", "perilune.cli.main", "run", str(path.absolute())]
+    command += [argument for change in changes for argument in ("--set", change)]
+    with log.open("ab") as out:
+        driver = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+        )
+    if as_json:
+        typer.echo(json.dumps({"experiment": experiment, "pid": driver.pid, "log": str(log)}))
+        return
+    again = " ".join(["perilune run", str(path), *(f"--set {change}" for change in changes)])
+    typer.echo(f"experiment {experiment} goes on in the background, process {driver.pid}")
+    typer.echo(f"  watch it     {again}")
+    typer.echo("  its runs     perilune runs")
+    typer.echo(f"  its log      {log}")
