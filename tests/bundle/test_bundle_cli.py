@@ -1,0 +1,112 @@
+"""`perilune bundle`, as a user calls it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from perilune.bundle.digest import recorded_digest
+from perilune.bundle.inspection import read_job
+from perilune.bundle.verify import verify
+from perilune.cli.bundle import app
+from perilune.errors import RequestError
+from perilune.recipe.load import bundled_recipe, load_recipe
+
+RECIPE = bundled_recipe("quickstart")
+
+
+def call(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def test_verify_says_yes(pristine: Path) -> None:
+    assert call("verify", pristine) == (0, f"verified: {recorded_digest(pristine)}\n")
+
+
+def test_verify_names_the_first_file_that_differs(bundle: Path) -> None:
+    (bundle / "job.json").chmod(0o600)
+    (bundle / "inputs" / "data").unlink()
+    code, said = call("verify", bundle)
+    assert code == 1
+    assert said == "differs: inputs/data is missing (and 1 more)\n"
+
+
+def test_verify_as_json(bundle: Path) -> None:
+    code, said = call("verify", bundle, "--json")
+    assert code == 0 and json.loads(said)["verified"] is True
+    (bundle / "job.json").chmod(0o600)
+    code, said = call("verify", bundle, "--json")
+    assert code == 1
+    assert json.loads(said)["differences"] == [
+        {"path": "job.json", "kind": "mode", "expected": "0444", "actual": "0600", "place": ""},
+    ]
+
+
+def test_verify_against_a_known_digest(pristine: Path) -> None:
+    assert call("verify", pristine, "--digest", recorded_digest(pristine))[0] == 0
+    assert call("verify", pristine, "--digest", "0" * 64)[0] == 1
+
+
+def test_verify_of_nothing_is_a_wrong_request(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="no bundle here"):
+        call("verify", tmp_path / "absent")
+
+
+def test_inspect(pristine: Path) -> None:
+    code, said = call("inspect", pristine)
+    assert code == 0
+    assert "stage warm, task sft, seed 7" in said and "checkpoint: checkpoint, 3 files" in said
+    assert json.loads(call("inspect", pristine, "--json")[1])["digest"] == recorded_digest(pristine)
+
+
+def test_every_command_shows_an_example() -> None:
+    for command in ("verify", "inspect", "freeze"):
+        assert f"Example: perilune bundle {command} " in call(command, "--help")[1]
+
+
+def test_freeze_a_stage_of_a_recipe(tmp_path: Path) -> None:
+    first = load_recipe(RECIPE).stages[0]
+    code, said = call("freeze", RECIPE, "--stage", first.name, "--out", tmp_path / "b", "--json")
+    assert code == 0
+    assert json.loads(said) == {
+        "path": str(tmp_path / "b"),
+        "stage": first.name,
+        "digest": recorded_digest(tmp_path / "b"),
+    }
+    assert verify(tmp_path / "b") == []
+    assert read_job(tmp_path / "b").spec == first.spec
+
+
+def consuming_stage() -> tuple[str, dict[str, str]]:
+    """A stage of the recipe that consumes other stages' outputs: its name, and field to stage."""
+    for stage in load_recipe(RECIPE).stages:
+        wanted = {field: source for field, source in stage.consumes.items() if source != "model"}
+        if wanted:
+            return stage.name, wanted
+    raise AssertionError("the recipe has no such stage")
+
+
+def test_freeze_a_stage_that_consumes_others(tmp_path: Path) -> None:
+    stage, wanted = consuming_stage()
+    (tmp_path / "output").mkdir()
+    (tmp_path / "output" / "rows.jsonl").write_text("{}")
+    given = [word for field in wanted for word in ("--input", f"{field}={tmp_path / 'output'}")]
+    assert call("freeze", RECIPE, "--stage", stage, "--out", tmp_path / "b", *given)[0] == 0
+    assert {one.name for one in read_job(tmp_path / "b").inputs} == set(wanted)
+    with pytest.raises(RequestError, match="which was not given"):
+        call("freeze", RECIPE, "--stage", stage, "--out", tmp_path / "c")
+    with pytest.raises(RequestError, match="does not name a field"):
+        call("freeze", RECIPE, "--stage", stage, "--out", tmp_path / "c", "--input", "dta=x")
+    assert not (tmp_path / "c").exists()
+
+
+def test_freeze_names_the_stages_there_are(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="no stage is called 'nope'") as caught:
+        call("freeze", RECIPE, "--stage", "nope", "--out", tmp_path / "b")
+    assert load_recipe(RECIPE).stages[0].name in caught.value.remedy

@@ -1,0 +1,94 @@
+"""The hardware sampler: figures of the machine and of a process tree, and no harm to what it watches."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import perilune.bundle.hardware as hardware
+from perilune.bundle.hardware import HardwareSampler
+
+MEBIBYTE = 1 << 20
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_one_line_an_interval_and_a_last_one(tmp_path: Path) -> None:
+    with HardwareSampler(tmp_path / "h.jsonl", os.getpid(), interval=0.05):
+        time.sleep(1.0)
+    rows = lines(tmp_path / "h.jsonl")
+    assert 3 <= len(rows) <= 22
+    times = [row["time"] for row in rows]
+    assert times == sorted(times)
+
+
+def test_the_figures_are_plausible(tmp_path: Path) -> None:
+    with HardwareSampler(tmp_path / "h.jsonl", os.getpid(), interval=0.1):
+        started = time.monotonic()
+        while time.monotonic() - started < 0.5:
+            pass
+    row = lines(tmp_path / "h.jsonl")[-1]
+    assert 0 <= row["cpu_percent"] <= 100
+    assert 0 < row["memory_used"] < row["memory_total"]
+    assert len(row["load"]) == 3
+    assert row["disk_free"] > 0
+    assert max(one["tree"]["cpu_percent"] for one in lines(tmp_path / "h.jsonl")) > 10
+
+
+def test_children_are_counted_and_forgotten(tmp_path: Path) -> None:
+    """A grandchild that holds 50 MiB, as the scorer's process under a task."""
+    hold = "b = bytearray(50 << 20); b[::4096] = b'1' * len(b[::4096]); print(flush=True); input()"
+    nest = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hold!r}])"
+    child = subprocess.Popen([sys.executable, "-c", nest], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdin is not None and child.stdout is not None
+    child.stdout.readline()
+    sampler = HardwareSampler(tmp_path / "h.jsonl", child.pid)
+    tree = sampler.sample()["tree"]
+    assert tree["processes"] == 2
+    assert tree["rss"] == sum(tree["rss_by_pid"].values()) > 50 * MEBIBYTE
+    child.stdin.write(b"\n")
+    child.stdin.close()
+    child.wait()
+    child.stdout.close()
+    assert sampler.sample()["tree"] == {"processes": 0, "rss": 0, "cpu_percent": 0.0, "rss_by_pid": {}}
+
+
+def test_a_file_that_cannot_be_written_ends_sampling_and_says_why(tmp_path: Path) -> None:
+    with HardwareSampler(tmp_path / "absent" / "h.jsonl", os.getpid(), interval=0.01) as sampler:
+        wait_for(lambda: sampler.error is not None)
+    assert isinstance(sampler.error, FileNotFoundError)
+
+
+def test_appends_to_what_an_earlier_attempt_left(tmp_path: Path) -> None:
+    for _ in range(2):
+        with HardwareSampler(tmp_path / "h.jsonl", interval=10):
+            pass
+    assert len(lines(tmp_path / "h.jsonl")) == 2
+
+
+def test_the_script_runs_without_any_package_until_its_process_ends(tmp_path: Path) -> None:
+    watched = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    script = [sys.executable, "-I", "-S", str(hardware.__file__), str(tmp_path / "h.jsonl"), str(watched.pid)]
+    sampler = subprocess.Popen(script)
+    wait_for((tmp_path / "h.jsonl").exists)
+    assert watched.stdin is not None
+    watched.stdin.close()
+    watched.wait()
+    assert sampler.wait(timeout=20) == 0
+    row = lines(tmp_path / "h.jsonl")[0]
+    assert row["load"] and "memory_used" not in row and "tree" not in row
