@@ -99,14 +99,14 @@ def stage_plans(recipe: Recipe) -> list[StagePlan]:
 def open_experiment(control: Control, recipe: Recipe) -> str:
     """The id of the experiment of this resolved recipe; made when it is new, and the latest from now on."""
     document = recipe.model_dump(mode="json")
-    names = [stage.name for stage in recipe.stages]
-    return register_experiment(control, recipe.name, document, names)
+    stages = [(stage.name, stage.task) for stage in recipe.stages]
+    return register_experiment(control, recipe.name, document, stages)
 
 
 def register_experiment(
-    control: Control, name: str, document: Mapping[str, Any], stages: Sequence[str]
+    control: Control, name: str, document: Mapping[str, Any], stages: Sequence[tuple[str, str]]
 ) -> str:
-    """As `open_experiment`, from the resolved recipe as a JSON-able document."""
+    """As `open_experiment`, from the resolved recipe as a JSON-able document and its (stage, task) pairs."""
     digest = sha256_bytes(canonical_json(document))
     fresh = new_ulid()
     now = time.time()
@@ -118,8 +118,8 @@ def register_experiment(
         write_json(control.home.experiment(fresh) / "recipe.json", document)
         session.add(Experiment(id=fresh, name=name, recipe_digest=digest, created=now, used=now))
         session.flush()
-        for position, stage in enumerate(stages):
-            session.add(Stage(experiment_id=fresh, position=position, name=stage))
+        for position, (stage, task) in enumerate(stages):
+            session.add(Stage(experiment_id=fresh, position=position, name=stage, task=task))
         record(session, "experiment.created", experiment=fresh, name=name)
     return fresh
 
@@ -155,7 +155,11 @@ def advance(
 def with_inputs(
     control: Control, plan: StagePlan, plans: Sequence[StagePlan], done: Mapping[str, Run]
 ) -> tuple[Job, dict[str, Path]]:
-    """The job of a stage with its inputs named, and where they lie: outputs of the stages it consumes."""
+    """The job of a stage with its inputs named, and where they lie.
+
+    Inputs are the outputs of the stages it consumes and, as input "model", the weights that the recipe's
+    model section names, so that the bundle holds all that it needs and its digest covers it.
+    """
     tasks = {other.name: other.job.task for other in plans}
     kinds = consumed_fields(load_plugin(plan.job.task).spec)
     inputs: dict[str, Path] = {}
@@ -168,6 +172,10 @@ def with_inputs(
             raise RequestError(f"stage {source} left no {output.name}", where=str(output.parent))
         inputs[name] = output
         references.append(InputReference(name=name, path=f"inputs/{name}", digest="", kind=kinds[name]))
+    weights = plan.job.model.get("path")
+    if weights and MODEL in plan.consumes.values():
+        inputs[MODEL] = Path(weights)
+        references.append(InputReference(name=MODEL, path=f"inputs/{MODEL}", digest="", kind="checkpoint"))
     return plan.job.model_copy(update={"inputs": tuple(references)}), inputs
 
 

@@ -58,14 +58,14 @@ def next_step(  # noqa: PLR0911 - one return a row of the table
         return Step.FINALIZE
     if seen.superseded:
         return Step.LOSE
+    if seen.claim is not None and seen.worker is Presence.UNKNOWN:
+        return Step.LOSE if unseen_seconds >= lost_after else Step.UNREACHABLE
     if cancel:
         return Step.STOP
     if seen.claim is None:
         return _unclaimed(state, starting, starts)
     if seen.worker is Presence.ABSENT:
         return Step.DIED
-    if seen.worker is Presence.UNKNOWN:
-        return Step.LOSE if unseen_seconds >= lost_after else Step.UNREACHABLE
     return Step.WAIT if state in {AttemptState.RUNNING, AttemptState.FINALIZING} else Step.ADOPT
 
 

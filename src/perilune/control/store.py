@@ -57,6 +57,7 @@ class Stage(Base):
     experiment_id: Mapped[str] = mapped_column(ForeignKey("experiments.id"), primary_key=True)
     position: Mapped[int] = mapped_column(primary_key=True)
     name: Mapped[str]
+    task: Mapped[str]
     run_id: Mapped[str | None] = mapped_column(ForeignKey("runs.id"))
 
 

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+from perilune.bundle.redaction import redact
+
 CHUNK = 1 << 16
 DRAIN_SECONDS = 5.0
 
@@ -18,14 +20,14 @@ class LogPump:
 
     Args:
         log: file appended to.
-        secrets: name to value; each value is written as «NAME».
+        secrets: forms in which secrets' values may be printed, to their names (`secret_values`).
         echo: also copy to this process's stdout.
     """
 
-    def __init__(self, log: Path, secrets: Mapping[str, str], *, echo: bool = False) -> None:
+    def __init__(self, log: Path, secrets: Mapping[bytes, str], *, echo: bool = False) -> None:
         self._file = log.open("ab", buffering=0)
-        self._secrets = {value.encode(): f"«{name}»".encode() for name, value in secrets.items() if value}
-        self._held = max((len(value) for value in self._secrets), default=1) - 1
+        self._secrets = secrets
+        self._held = max(map(len, secrets), default=1) - 1
         self._echo = echo
         self._reader, self.writer = os.pipe()
         self._thread = threading.Thread(target=self._copy, name="log", daemon=True)
@@ -42,18 +44,13 @@ class LogPump:
     def _copy(self) -> None:
         rest = b""
         while data := os.read(self._reader, CHUNK):
-            text = self._redacted(rest + data)
+            text = redact(rest + data, self._secrets)
             # A value may be cut in two by the pipe: its possible beginning waits for the rest.
             keep = self._possible_beginning(text)
             rest = text[len(text) - keep :]
             self._write(text[: len(text) - keep])
         self._write(rest)
         os.close(self._reader)
-
-    def _redacted(self, text: bytes) -> bytes:
-        for value, name in self._secrets.items():
-            text = text.replace(value, name)
-        return text
 
     def _possible_beginning(self, text: bytes) -> int:
         for length in range(min(self._held, len(text)), 0, -1):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -16,6 +19,8 @@ import psutil
 
 POLL_SECONDS = 0.02
 UNKILLABLE_SECONDS = 10.0
+ORPHAN_POLL_SECONDS = 0.5
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
 
 class Presence(StrEnum):
@@ -126,6 +131,31 @@ def kill_all(find: Callable[[], Iterable[psutil.Process]], *, grace: float) -> b
         _signal(victims, signal.SIGKILL)
         time.sleep(POLL_SECONDS)
     return True
+
+
+def die_with(parent: int) -> None:
+    """End this process, by SIGKILL, as soon as its parent has ended, however that happened.
+
+    Args:
+        parent: the parent's number, as the parent gave it: it may have ended before we could ask.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(ORPHAN_POLL_SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=watch, name="orphan-watch", daemon=True).start()
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent has left (Linux), so that none is out of sight."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
@@ -28,11 +27,12 @@ import psutil
 from perilune.bundle.hardware import HardwareSampler
 from perilune.bundle.job import Job
 from perilune.bundle.manifest import write_manifest
+from perilune.bundle.redaction import secret_values
 from perilune.bundle.verify import require_verified
 from perilune.errors import PeriluneError, RequestError
 from perilune.execution.claim import MARK, Claim, claimed
 from perilune.execution.output import LogPump
-from perilune.execution.processes import kill_all
+from perilune.execution.processes import adopt_orphans, die_with, kill_all
 from perilune.execution.task_environment import task_environment
 from perilune.execution.verdict import LAST_WORDS, Cause, Ending, Verdict, cause_of, ending_of, memory_kills
 from perilune.files import canonical_json, fsync_directory, read_json, write_json
@@ -40,7 +40,6 @@ from perilune.files import canonical_json, fsync_directory, read_json, write_jso
 HEARTBEAT_SECONDS = 1.0
 STOP_GRACE = 10.0  # seconds between TERM and KILL
 RESERVE_BYTES = 1 << 16  # kept free for the verdict on a disk that the task fills
-PR_SET_CHILD_SUBREAPER = 36
 
 
 def run_bundle(
@@ -78,7 +77,7 @@ class _Supervisor:
         self.stopping = False
 
     def run(self) -> Verdict:
-        _adopt_orphans()
+        adopt_orphans()
         with self._stop_on_signals(), self._heartbeat():
             try:
                 self._prepare()
@@ -103,7 +102,6 @@ class _Supervisor:
 
     def _run_task(self) -> Ending:
         environment = task_environment(self.job, {MARK: self.claim.nonce})
-        secrets = {name: environment[name] for name in self.job.secrets}
         command = [
             sys.executable,
             "-m",
@@ -112,7 +110,7 @@ class _Supervisor:
             str(os.getpid()),
         ]
         kills_before = memory_kills()
-        pump = LogPump(self.log, secrets, echo=self.echo)
+        pump = LogPump(self.log, secret_values(self.job), echo=self.echo)
         try:
             task = subprocess.Popen(
                 command,
@@ -224,12 +222,6 @@ def _descendants() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
-def _adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent has left (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
 def _make_durable(root: Path) -> None:
     for directory, _, names in os.walk(root):
         for name in names:
@@ -245,7 +237,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="perilune worker")
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--epoch", type=int, default=None)
+    parser.add_argument("--tied", action="store_true", help="end when the process that started it ends")
     given: Any = parser.parse_args(arguments)
+    if given.tied:
+        die_with(os.getppid())
     try:
         verdict = run_bundle(given.bundle, given.epoch)
     except PeriluneError as error:

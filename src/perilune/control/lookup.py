@@ -1,0 +1,174 @@
+"""Finding runs and experiments by what people call them, and what to say of each."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sqlalchemy import select
+
+from perilune.control.experiments import Control
+from perilune.control.store import Attempt, Event, Experiment, Run, Stage
+from perilune.errors import RequestError
+
+WAITING = "waiting"  # state of a stage that no run stands for yet
+BULKY = ("kind", "correct_per_task", "seconds")  # parts of a summary that a listing leaves to its file
+
+Named = TypeVar("Named", Run, Experiment)
+
+
+@dataclass(frozen=True, slots=True)
+class StageStatus:
+    """One stage of an experiment as it stands.
+
+    Attributes:
+        state: of its run, or "waiting".
+        reachability: of the run's current attempt.
+        attempt_dir: where the current attempt lies; None before the first.
+        seconds: from submission to the end, None while it is under way.
+        summary: what its task said at its end; empty before.
+    """
+
+    experiment_id: str
+    experiment: str
+    name: str
+    task: str
+    run_id: str
+    state: str
+    reachability: str
+    attempts: int
+    attempt_dir: Path | None
+    bundle_digest: str
+    cause: str
+    message: str
+    created: float | None
+    seconds: float | None
+    retry_of: str | None
+    summary: dict[str, Any]
+
+    def document(self) -> dict[str, Any]:
+        """As one flat JSON object: an evaluation carries its "pass@1" beside its stage's name."""
+        fields = asdict(self)
+        summary = fields.pop("summary")
+        fields["stage"] = fields.pop("name")
+        fields["attempt_dir"] = str(self.attempt_dir) if self.attempt_dir else None
+        kind = {"kind": summary["kind"]} if "kind" in summary else {}
+        return fields | kind | {key: value for key, value in summary.items() if key not in {*BULKY, *fields}}
+
+
+def find_experiment(control: Control, reference: str | None = None) -> Experiment:
+    """The experiment of that id, unique beginning of an id, or name (its latest); the latest one for None.
+
+    Raises:
+        RequestError: when there is none, or the beginning fits several.
+    """
+    with control.store.snapshot() as session:
+        everything = list(session.scalars(select(Experiment).order_by(Experiment.used.desc())))
+    if reference is None:
+        if not everything:
+            raise RequestError("there are no experiments yet", remedy="perilune quickstart")
+        return everything[0]
+    for experiment in everything:
+        if reference in {experiment.id, experiment.name}:
+            return experiment
+    fitting = [one for one in everything if one.id.startswith(reference.upper())]
+    return _only(fitting, reference, "experiment")
+
+
+def find_run(control: Control, reference: str) -> Run:
+    """The run called so: its id, a unique beginning of it, "experiment/stage", or a stage of the latest
+    experiment.
+
+    Raises:
+        RequestError: when there is none, or the beginning fits several.
+    """
+    experiment_name, slash, stage_name = reference.rpartition("/")
+    with control.store.snapshot() as session:
+        if not slash and (run := session.get(Run, reference.upper())):
+            return run
+        fitting = session.scalars(select(Run).where(Run.id.startswith(reference.upper(), autoescape=True)))
+        prefixed = [] if slash else list(fitting)
+        stages = []
+        if slash or session.scalars(select(Experiment.id).limit(1)).first():
+            experiment = find_experiment(control, experiment_name if slash else None)
+            query = select(Stage).where(Stage.experiment_id == experiment.id, Stage.name == stage_name)
+            stages = list(session.scalars(query))
+        if stages and stages[0].run_id is None:
+            raise RequestError(f"stage {stage_name} has not been begun", remedy="perilune runs")
+        if stages:
+            return session.get_one(Run, stages[0].run_id)
+    return _only(prefixed, reference, "run")
+
+
+def stage_statuses(control: Control, experiment_id: str | None = None) -> list[StageStatus]:
+    """All stages of an experiment in their order; of every experiment, oldest first, for None."""
+    query = (
+        select(Experiment, Stage, Run, Attempt)
+        .join(Stage, Stage.experiment_id == Experiment.id)
+        .outerjoin(Run, Run.id == Stage.run_id)
+        .outerjoin(Attempt, (Attempt.run_id == Run.id) & (Attempt.number == Run.current_epoch))
+        .order_by(Experiment.created, Stage.position)
+    )
+    if experiment_id is not None:
+        query = query.where(Experiment.id == experiment_id)
+    with control.store.snapshot() as session:
+        rows = session.execute(query).all()
+    return [_status(control, *row) for row in rows]
+
+
+def _status(
+    control: Control, experiment: Experiment, stage: Stage, run: Run | None, attempt: Attempt | None
+) -> StageStatus:
+    begun = run is not None and attempt is not None
+    return StageStatus(
+        experiment_id=experiment.id,
+        experiment=experiment.name,
+        name=stage.name,
+        task=stage.task,
+        run_id=run.id if run else "",
+        state=run.state if run else WAITING,
+        reachability=attempt.reachability if attempt else "unknown",
+        attempts=run.current_epoch if run else 0,
+        attempt_dir=control.directory(run) if run is not None and begun else None,
+        bundle_digest=run.bundle_digest if run else "",
+        cause=run.cause if run else "",
+        message=run.message if run else "",
+        created=run.created if run else None,
+        seconds=round(run.ended - run.created, 3) if run and run.ended else None,
+        retry_of=run.retry_of if run else None,
+        summary=dict(control.summary(run)) if run else {},
+    )
+
+
+def run_document(control: Control, run: Run) -> dict[str, Any]:
+    """Everything recorded of one run: its attempts, its events, its summary, where its files are."""
+    with control.store.snapshot() as session:
+        experiment = session.get_one(Experiment, run.experiment_id)
+        attempts = session.scalars(select(Attempt).where(Attempt.run_id == run.id).order_by(Attempt.number))
+        events = session.scalars(select(Event).where(Event.run_id == run.id).order_by(Event.seq))
+        return {
+            **_columns(run),
+            "experiment": experiment.name,
+            "bundle": str(control.home.bundle(run.id)),
+            "directory": str(control.directory(run)),
+            "attempts": [_columns(attempt) for attempt in attempts],
+            "events": [
+                {"time": row.time, "epoch": row.epoch, "kind": row.kind, **row.detail} for row in events
+            ],
+            "summary": dict(control.summary(run)),
+        }
+
+
+def _columns(row: Run | Attempt) -> dict[str, Any]:
+    return {column.name: getattr(row, column.name) for column in row.__table__.columns}
+
+
+def _only(fitting: list[Named], reference: str, kind: str) -> Named:
+    if not fitting:
+        raise RequestError(f"no {kind} is called '{reference}'", remedy="perilune runs")
+    if len(fitting) > 1:
+        raise RequestError(
+            f"'{reference}' fits {len(fitting)} {kind}s", remedy=", ".join(one.id for one in fitting[:4])
+        )
+    return fitting[0]
