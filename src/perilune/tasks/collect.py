@@ -1,0 +1,119 @@
+"""collect: make verified training traces; what the verifier refuses is counted and set aside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from perilune.bundle.job import Frozen, Job
+
+if TYPE_CHECKING:
+    from perilune.bundle.workspace import Workspace
+
+MOST_REJECTED = 4  # give up after this many rejected candidates for every trace asked for
+
+
+class CollectSpec(Frozen):
+    """Fields of a collect stage."""
+
+    teacher: str = Field(description="who writes candidate traces")
+    strategies: dict[str, float] = Field({}, description="share of each of the teacher's strategies; empty: its own")
+    traces: int = Field(20_000, ge=1, le=10_000_000, description="verified traces to make")
+
+
+class Collect:
+    """A teacher writes, the verifier judges, and only what passes becomes training data."""
+
+    name = "collect"
+    spec = CollectSpec
+    produces = "dataset"
+    output = "artifacts/traces"
+
+    def plan(self, job: Job) -> Mapping[str, str]:
+        """What will be written, by which teacher."""
+        from perilune.data.generators.registry import make_teacher
+
+        spec = CollectSpec.model_validate(job.spec)
+        teacher = make_teacher(spec.teacher, spec.strategies)
+        mix = ", ".join(f"{share:.0%} {name}" for name, share in teacher.shares.items())
+        return {
+            "traces": f"{spec.traces:,} verified, one a task, from the training split",
+            "teacher": f"{teacher.name} ({mix})" if mix else teacher.name,
+        }
+
+    def run(self, workspace: Workspace) -> dict[str, Any]:
+        """Teach, verify, write."""
+        from collections import Counter
+        from itertools import islice
+        from time import perf_counter
+
+        from perilune.data.generators.registry import make_teacher
+        from perilune.data.generators.teacher import Rejected, verified
+        from perilune.data.records import TraceRecord, write_records
+        from perilune.environments.registry import make_environment
+        from perilune.errors import WorkFailedError
+        from perilune.verifiers import Scorer
+
+        spec = CollectSpec.model_validate(workspace.job.spec)
+        seed = workspace.job.seed
+        begun = perf_counter()
+        kept: list[TraceRecord] = []
+        rejected: list[Rejected] = []
+        with Scorer(workspace.job.environment) as scorer:
+            environment = make_environment(workspace.job.environment)
+            candidates = make_teacher(spec.teacher, spec.strategies).candidates(environment.tasks("train", seed), seed)
+            for one in verified(candidates, scorer.score, environment=environment.id, seed=seed):
+                if isinstance(one, Rejected):
+                    rejected.append(one)
+                else:
+                    kept.append(one)
+                workspace.progress(len(kept), spec.traces, "traces", rejected=len(rejected))
+                if len(kept) == spec.traces or len(rejected) > MOST_REJECTED * spec.traces:
+                    break
+        reasons = Counter(one.reason for one in rejected)
+        if len(kept) < spec.traces:
+            worst = ", ".join(f"{count} x {reason}" for reason, count in reasons.most_common(3))
+            raise WorkFailedError(
+                f"{len(kept)} of {spec.traces} traces passed the verifier ({worst or 'no more tasks'})",
+                where=f"stage {workspace.job.stage}",
+                remedy="ask for fewer traces, widen the environment's config, or look at the teacher",
+            )
+        output = workspace.root / self.output
+        write_records(output / "records.jsonl", kept)
+        _write_rejected(output / "rejected.jsonl", rejected)
+        sources = Counter(record.source for record in kept)
+        workspace.metric(0, rows=len(kept), rejected=len(rejected), **{f"source/{k}": sources[k] for k in sorted(sources)})
+        for record in islice(kept, 3):
+            workspace.log(f"{record.source}: {''.join(message['content'] for message in record.messages)}")
+        return {
+            "kind": "dataset",
+            "rows": len(kept),
+            "rejected": len(rejected),
+            "reasons": dict(reasons),
+            "sources": dict(sources),
+            "environment": environment.id,
+            "seconds": perf_counter() - begun,
+        }
+
+
+def _write_rejected(path: Any, rejected: list[Any]) -> None:
+    from perilune.files import canonical_json, write_atomic
+
+    lines = [
+        canonical_json(
+            {
+                "task_id": one.candidate.task.task_id,
+                "source": one.candidate.source,
+                "text": one.candidate.text,
+                "reason": one.reason,
+            }
+        )
+        + b"\n"
+        for one in rejected
+    ]
+    write_atomic(path, b"".join(lines))
+
+
+plugin = Collect()

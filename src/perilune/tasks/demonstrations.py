@@ -1,0 +1,73 @@
+"""Traces as episodes to imitate, in an order that depends on the seed and the step alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from perilune.data.episode import Episode
+from perilune.data.records import TraceRecord, read_records
+from perilune.errors import RequestError
+from perilune.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Demonstrations:
+    """Tokenised traces. Each epoch is a fresh permutation; a step's batch is computed, not remembered."""
+
+    episodes: Sequence[Episode]
+    seed: int
+
+    @classmethod
+    def load(cls, path: Path, tokenizer: Tokenizer, seed: int, longest: int) -> Demonstrations:
+        """Read trace records.
+
+        Raises:
+            RequestError: for a broken row (file and line), no rows at all, or one longer than the model takes.
+        """
+        episodes = [_episode(record, tokenizer, seed) for record in read_records(path)]
+        if not episodes:
+            raise RequestError("there are no traces to learn from", where=str(path))
+        for line, one in enumerate(episodes, start=1):
+            if len(one.prompt_ids) + len(one.token_ids) > longest:
+                raise RequestError(
+                    f"a trace of {len(one.prompt_ids) + len(one.token_ids)} tokens; the model takes {longest}",
+                    where=f"{path}:{line}",
+                )
+        return cls(episodes, seed)
+
+    def __len__(self) -> int:
+        return len(self.episodes)
+
+    def batch(self, step: int, size: int) -> list[Episode]:
+        """The traces of optimizer step `step` (from 0)."""
+        places = np.arange(step * size, (step + 1) * size)
+        epochs, within = np.divmod(places, len(self.episodes))
+        orders = {epoch: self._order(epoch) for epoch in np.unique(epochs)}
+        return [self.episodes[orders[epoch][place]] for epoch, place in zip(epochs, within, strict=True)]
+
+    def _order(self, epoch: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        return np.random.default_rng([self.seed, int(epoch)]).permutation(len(self.episodes))
+
+
+def _episode(record: TraceRecord, tokenizer: Tokenizer, seed: int) -> Episode:
+    *prompt, answer = record.messages
+    token_ids = np.asarray(tokenizer.encode_completion(answer["content"]), dtype=np.int32)
+    return Episode(
+        episode_id=record.digest,
+        group_id=record.digest,
+        task_id=record.task_id,
+        environment=record.environment,
+        seed=seed,
+        messages=tuple(record.messages),
+        prompt_ids=np.asarray(tokenizer.encode_prompt(prompt), dtype=np.int32),
+        token_ids=token_ids,
+        loss_mask=np.ones(len(token_ids), dtype=np.bool_),
+        logprobs=np.zeros(len(token_ids), dtype=np.float32),
+        policy_version=np.full(len(token_ids), -1, dtype=np.int32),
+        finish_reason="stop",
+        reward=record.score,
+    )

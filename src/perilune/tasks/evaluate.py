@@ -1,0 +1,97 @@
+"""evaluate: how good a checkpoint is on held-out tasks, with intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from perilune.bundle.job import Frozen, Job
+from perilune.bundle.plugin import Consumes
+
+if TYPE_CHECKING:
+    from perilune.bundle.workspace import Workspace
+
+
+class EvaluateSpec(Frozen):
+    """Fields of an evaluate stage."""
+
+    checkpoint: Annotated[str, Consumes("checkpoint")] = Field(description="stage whose checkpoint is judged")
+    tasks: int = Field(128, ge=1, le=1_000_000, description="held-out tasks")
+    samples: int = Field(8, ge=1, le=4096, description="samples a task, for pass@k up to this k")
+    max_tokens: int = Field(64, ge=1, description="longest answer in tokens")
+    temperature: float = Field(1.0, gt=0, description="of the samples; greedy answers are judged beside them")
+
+
+class Evaluate:
+    """Judges a checkpoint on held-out tasks; the same tasks for every checkpoint of a recipe."""
+
+    name = "evaluate"
+    spec = EvaluateSpec
+    produces = "evaluation"
+    output = "artifacts/summary.json"
+
+    def plan(self, job: Job) -> Mapping[str, str]:
+        """Answers to sample."""
+        spec = EvaluateSpec.model_validate(job.spec)
+        return {
+            "answers": f"{spec.tasks} held-out tasks x ({spec.samples} samples + 1 greedy)"
+            f" = {spec.tasks * (spec.samples + 1):,}",
+            "tokens at most": f"{spec.tasks * (spec.samples + 1) * spec.max_tokens:,}",
+        }
+
+    def run(self, workspace: Workspace) -> dict[str, Any]:
+        """Sample, judge, count."""
+        from perilune.data.episodes_file import write_episodes
+        from perilune.engine.engine import Engine
+        from perilune.engine.sampling import SamplingParams
+        from perilune.tasks.evaluation import evaluation_summary
+        from perilune.tasks.rollouts import Rollouts, Stopwatch
+        from perilune.tasks.session import (
+            load_policy,
+            open_environment,
+            prepare_device,
+            take_tasks,
+            task_stream,
+        )
+        from perilune.verifiers import Scorer
+
+        spec = EvaluateSpec.model_validate(workspace.job.spec)
+        seed = workspace.job.seed
+        with Scorer(workspace.job.environment) as scorer:  # its process warms up while the model loads
+            policy = load_policy(workspace, prepare_device(workspace))
+            environment = open_environment(workspace)
+            rollouts = Rollouts(Engine(policy.decoder), policy.tokenizer, scorer, environment.id, seed)
+            tasks = take_tasks(task_stream(environment, "heldout", seed), spec.tasks, environment.id)
+            total = spec.tasks * (spec.samples + 1)
+
+            def params(temperature: float) -> SamplingParams:
+                return SamplingParams(spec.max_tokens, temperature, policy.stop_token_ids)
+
+            watch = Stopwatch()
+            groups = rollouts.play(
+                tasks, spec.samples, params(spec.temperature), 0, watch,
+                lambda done, _: workspace.progress(done, total, "answers"),
+            )  # fmt: skip
+            greedy = rollouts.play(
+                tasks, 1, params(0.0), 0, watch,
+                lambda done, _: workspace.progress(spec.tasks * spec.samples + done, total, "answers"),
+            )  # fmt: skip
+
+        workspace.episodes.mkdir(exist_ok=True)
+        write_episodes(workspace.episodes / "step-000000.parquet", [one for group in groups for one in group])
+        write_episodes(workspace.episodes / "greedy.parquet", [group[0] for group in greedy])
+        summary = evaluation_summary(environment.id, groups, [group[0] for group in greedy], seed)
+        mean = summary["pass@1"]["mean"]
+        workspace.metric(0, **{key: summary[key] for key in ("pass@1", "greedy", "length", "truncated")})
+        workspace.timing(0, **watch.figures())
+        workspace.progress(total, total, "answers", **{"pass@1": mean})
+        workspace.log(f"pass@1 {mean:.3f} on {spec.tasks} held-out tasks of {environment.id}")
+        return summary | {
+            "tokens_per_second": watch.figures()["tokens_per_second"],
+            "seconds": watch.elapsed,
+        }
+
+
+plugin = Evaluate()

@@ -1,0 +1,91 @@
+"""What an evaluation says: pass@k with intervals, and what the figures are made of."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from perilune.data.episode import Episode
+from perilune.errors import WorkFailedError
+from perilune.metrics.bootstrap import bootstrap_problems
+from perilune.metrics.pass_at_k import pass_at_k
+
+CORRECT = 1.0  # a reward of at least this counts as a pass
+STRATEGY = "strategy/"
+
+
+def evaluation_summary(
+    environment: str, groups: Sequence[Sequence[Episode]], greedy: Sequence[Episode], seed: int
+) -> dict[str, Any]:
+    """The evaluation's document, less its times.
+
+    Episodes whose verifier failed count neither as right nor as wrong; a task with no verdict is left out
+    and counted.
+
+    Raises:
+        WorkFailedError: when no task has a verdict.
+    """
+    counts = [(group[0].task_id, *_count(group)) for group in groups]
+    judged = [(task_id, n, c) for task_id, n, c in counts if n]
+    if not judged:
+        first = next(one.failure for group in groups for one in group if one.failure)
+        raise WorkFailedError(f"the verifier judged no answer: {first}", where=environment)
+    fewest = min(n for _, n, _ in judged)
+
+    def interval(values: Sequence[float]) -> dict[str, float]:
+        return bootstrap_problems(values, seed=seed)._asdict()
+
+    ks = [k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256) if k <= fewest]
+    samples = [one for group in groups for one in group]
+    scored_greedy = [float(_passed(one)) for one in greedy if not one.failure]
+    return {
+        "kind": "evaluation",
+        "environment": environment,
+        "tasks": len(judged),
+        "samples": fewest,
+        **{f"pass@{k}": interval([pass_at_k(n, c, k) for _, n, c in judged]) for k in ks},
+        "greedy": interval(scored_greedy) if scored_greedy else None,
+        "length": {"mean": sum(len(one.token_ids) for one in samples) / len(samples)},
+        "truncated": sum(one.truncated for one in samples) / len(samples),
+        "failures": sum(bool(one.failure) for one in [*samples, *greedy]),
+        "tasks_without_verdict": len(counts) - len(judged),
+        "by_difficulty": _by_difficulty(groups),
+        "strategies": strategies(samples),
+        "correct_per_task": judged,
+    }
+
+
+def strategies(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]:
+    """Share of each strategy that the environment recognised, and how often it was right."""
+    passed: dict[str, list[bool]] = defaultdict(list)
+    judged = [one for one in episodes if not one.failure]
+    for one in judged:
+        for name, value in one.metrics.items():
+            if name.startswith(STRATEGY) and value > 0:
+                passed[name.removeprefix(STRATEGY)].append(_passed(one))
+    return {
+        name: {"share": len(results) / len(judged), "accuracy": sum(results) / len(results)}
+        for name, results in sorted(passed.items())
+    }
+
+
+def _count(group: Sequence[Episode]) -> tuple[int, int]:
+    judged = [one for one in group if not one.failure]
+    return len(judged), sum(_passed(one) for one in judged)
+
+
+def _passed(episode: Episode) -> bool:
+    return episode.reward is not None and episode.reward >= CORRECT
+
+
+def _by_difficulty(groups: Sequence[Sequence[Episode]]) -> list[dict[str, float]]:
+    rates: dict[float, list[float]] = defaultdict(list)
+    for group in groups:
+        n, c = _count(group)
+        if n and "difficulty" in group[0].metrics:
+            rates[group[0].metrics["difficulty"]].append(c / n)
+    return [
+        {"difficulty": difficulty, "tasks": len(values), "pass@1": sum(values) / len(values)}
+        for difficulty, values in sorted(rates.items())
+    ]

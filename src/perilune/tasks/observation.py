@@ -1,0 +1,125 @@
+"""What is written down of every step of reinforcement learning, and when a climb is called off."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from perilune.bundle.workspace import Workspace
+from perilune.data.episodes_file import write_episodes
+from perilune.errors import WorkFailedError
+from perilune.files import read_json_lines
+from perilune.learn.weights import GroupWeights
+from perilune.tasks.evaluation import CORRECT, strategies
+from perilune.tasks.rollouts import Stopwatch
+from perilune.metrics.objective import objective_curve
+
+GAP_LIMIT = 1e-2  # nats; past this the sampler and the learner are not the same policy
+DEAD_LIMIT = 0.95  # share of groups that teach nothing ...
+DEAD_PATIENCE = 20  # ... for this many steps in a row
+
+
+class Observer:
+    """Writes metrics, timings and episodes of each step, and stops a run that cannot be right.
+
+    Pass rates and rewards are of all episodes the verifier judged, before dead groups are left out.
+    """
+
+    def __init__(self, workspace: Workspace, steps: int) -> None:
+        self._workspace = workspace
+        self._steps = steps
+        self._dead_in_a_row = 0
+        self._total = Stopwatch()
+        workspace.episodes.mkdir(exist_ok=True)
+
+    def record(
+        self, step: int, groups: Sequence[GroupWeights], figures: Mapping[str, float], watch: Stopwatch
+    ) -> None:
+        """Write one step down.
+
+        Raises:
+            WorkFailedError: when no episode was judged, sampler and learner disagree, or there has been
+                nothing to learn from for too long.
+        """
+        episodes = [one for group in groups for one in group.episodes]
+        rewards = [one.reward for one in episodes if one.reward is not None]
+        if not rewards:
+            raise WorkFailedError(f"the verifier judged no episode: {episodes[0].failure}", where=f"step {step}")
+        mean = math.fsum(rewards) / len(rewards)
+        dead = sum(group.dead for group in groups) / len(groups)
+        line: dict[str, Any] = {
+            "reward": mean,
+            "pass_rate": sum(reward >= CORRECT for reward in rewards) / len(rewards),
+            "reward_std": math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards)),
+            "groups": len(groups),
+            "dead_groups": dead,
+            "failures": sum(bool(one.failure) for one in episodes),
+            "length": sum(len(one.token_ids) for one in episodes) / len(episodes),
+            "truncated": sum(one.truncated for one in episodes) / len(episodes),
+            **figures,
+        }
+        for name, found in strategies(episodes).items():
+            line[f"strategy/{name}"] = found["share"]
+            line[f"accuracy/{name}"] = found["accuracy"]
+        # Names as in the episodes: advantages are kept, so that the report can show a group's comparison.
+        write_episodes(self._workspace.episodes / f"step-{step:06d}.parquet", with_advantages(groups))
+        self._workspace.metric(step, **line)
+        self._workspace.timing(step, **watch.figures())
+        self._workspace.progress(
+            step, self._steps, reward=mean, pass_rate=line["pass_rate"], length=line["length"],
+            tokens_per_second=watch.figures()["tokens_per_second"],
+        )  # fmt: skip
+        self._check(step, dead, figures)
+
+    def _check(self, step: int, dead: float, figures: Mapping[str, float]) -> None:
+        gap = figures.get("logprob_gap_max", 0.0)
+        if gap > GAP_LIMIT:
+            raise WorkFailedError(
+                f"sampler and learner differ by {gap:.3g} nats on the same weights (limit {GAP_LIMIT:g})",
+                where=f"step {step}",
+                remedy="this is a defect of the engine or the learner, not of the recipe: please report it",
+            )
+        self._dead_in_a_row = self._dead_in_a_row + 1 if dead > DEAD_LIMIT else 0
+        if self._dead_in_a_row >= DEAD_PATIENCE:
+            raise WorkFailedError(
+                f"{dead:.0%} of groups had equal rewards for {DEAD_PATIENCE} steps: there is nothing to learn from",
+                where=f"step {step}",
+                remedy="start from a checkpoint that passes at least 10 to 25% of tasks, choose easier tasks or"
+                " more samples; if the reward fell to zero, lower lr",
+            )
+
+    def summary(self, algorithm: str, samples: int, carried: bool) -> dict[str, Any]:
+        """First and last figures, and what the estimator climbs."""
+        lines = list(read_json_lines(self._workspace.artifacts / "metrics.jsonl"))
+        edge = max(1, min(5, len(lines) // 2))
+
+        def mean(name: str, rows: Sequence[Mapping[str, float]]) -> float:
+            return math.fsum(row[name] for row in rows) / len(rows)
+
+        gaps = [line["logprob_gap_max"] for line in lines if "logprob_gap_max" in line]
+        return {
+            "algorithm": algorithm,
+            "carried_second_moments": carried,
+            "first": {name: mean(name, lines[:edge]) for name in ("reward", "pass_rate", "length")},
+            "last": {name: mean(name, lines[-edge:]) for name in ("reward", "pass_rate", "length")},
+            "logprob_gap_max": max(gaps, default=0.0),
+            "failures": sum(line["failures"] for line in lines),
+            "implicit_objective": [list(point) for point in objective_curve(algorithm, samples)],
+            "seconds": self._total.elapsed,
+        }
+
+
+def with_advantages(groups: Sequence[GroupWeights]) -> list[Any]:
+    """Episodes in order, each with its advantage among its metrics."""
+    from dataclasses import replace
+
+    episodes = []
+    for group in groups:
+        for index, one in enumerate(group.episodes):
+            advantage = None if group.advantages is None else float(group.advantages[index])
+            if advantage is None or math.isnan(advantage):
+                episodes.append(one)
+            else:
+                episodes.append(replace(one, metrics={**one.metrics, "advantage": advantage}))
+    return episodes

@@ -1,0 +1,105 @@
+"""rl: sample, judge, compare within the group, learn, again. The main loop is `RL.run`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from perilune.bundle.job import Frozen, Job
+from perilune.bundle.plugin import Consumes
+from perilune.learn.settings import AlgorithmSettings, OptimizerSettings
+
+if TYPE_CHECKING:
+    from perilune.bundle.workspace import Workspace
+
+
+class RLSpec(AlgorithmSettings, OptimizerSettings, Frozen):
+    """Fields of an rl stage."""
+
+    checkpoint: Annotated[str, Consumes("checkpoint")] = Field(description="where the policy starts")
+    steps: int = Field(100, ge=1, description="optimizer steps, one a batch of episodes")
+    prompts: int = Field(32, ge=1, description="tasks a step")
+    samples: int = Field(8, ge=2, description="episodes a task: the size of a group")
+    max_tokens: int = Field(64, ge=1, description="longest answer in tokens")
+    temperature: float = Field(1.0, gt=0, description="of sampling; log-probs are taken at it too")
+    save_every: int = Field(20, ge=1, description="steps between two checkpoints to resume from")
+
+
+class RL:
+    """Reinforcement learning against the environment's verifier."""
+
+    name = "rl"
+    spec = RLSpec
+    produces = "checkpoint"
+    output = "artifacts/checkpoints/final"
+
+    def plan(self, job: Job) -> Mapping[str, str]:
+        """Episodes, updates and the schedule."""
+        spec = RLSpec.model_validate(job.spec)
+        batch = spec.prompts * spec.samples
+        return {
+            "episodes": f"{spec.steps} steps x {spec.prompts} tasks x {spec.samples} = {spec.steps * batch:,}",
+            "tokens at most": f"{spec.steps * batch * spec.max_tokens:,}",
+            "algorithm": f"{spec.algorithm}, one update a step, clip {spec.clip_low:g}/{spec.clip_high:g}, KL {spec.kl:g}",
+            "learning rate": f"{spec.lr:g} after {spec.warmup} steps, cosine to {spec.lr * spec.final_lr:g}",
+        }
+
+    def run(self, workspace: Workspace) -> dict[str, Any]:
+        """The loop."""
+        from perilune.engine.engine import Engine
+        from perilune.engine.sampling import SamplingParams
+        from perilune.learn.algorithms import algorithm
+        from perilune.learn.batch import pack
+        from perilune.learn.schedules import learning_rate
+        from perilune.learn.trainer import Learner, with_reference
+        from perilune.tasks.observation import Observer
+        from perilune.tasks.rollouts import Rollouts, Stopwatch
+        from perilune.tasks.session import (
+            load_policy,
+            open_environment,
+            prepare_device,
+            take_tasks,
+            task_stream,
+        )
+        from perilune.tasks.training import carry_optimizer, finish, resume, save
+        from perilune.verifiers import Scorer
+
+        spec = RLSpec.model_validate(workspace.job.spec)
+        with Scorer(workspace.job.environment) as scorer:
+            device = prepare_device(workspace)
+            policy = load_policy(workspace, device)
+            reference = load_policy(workspace, device).decoder if spec.kl else None
+            environment = open_environment(workspace)
+            engine = Engine(policy.decoder)
+            learner = Learner(policy.decoder, spec, spec)
+            carried = workspace.has_input("checkpoint") and carry_optimizer(workspace.input("checkpoint"), learner)
+            weigh = algorithm(spec.algorithm)
+            rollouts = Rollouts(engine, policy.tokenizer, scorer, environment.id, workspace.job.seed)
+            params = SamplingParams(spec.max_tokens, spec.temperature, policy.stop_token_ids)
+            observer = Observer(workspace, spec.steps)
+
+            first = resume(workspace, learner)
+            tasks = task_stream(environment, "train", workspace.job.seed, skip=first * spec.prompts)
+            for step in range(first, spec.steps):
+                watch = Stopwatch()
+                engine.update_weights(None, learner.version)
+                batch = take_tasks(tasks, spec.prompts, environment.id)
+                groups = rollouts.play(batch, spec.samples, params, step + 1, watch)
+                watch.start_learning()
+                weighed = [weigh(group, max_tokens=spec.max_tokens, kl=spec.kl) for group in groups]
+                live = [group for group in weighed if not group.dead]
+                batches = pack(live, spec.token_budget, temperature=spec.temperature)
+                if reference is not None:
+                    batches = with_reference(batches, reference)
+                figures = learner.forward_backward(batches)
+                figures |= learner.optim_step(learning_rate(spec, step, spec.steps))
+                watch.stop_learning()
+                observer.record(step + 1, weighed, figures, watch)
+                if (step + 1) % spec.save_every == 0 and step + 1 < spec.steps:
+                    save(workspace, learner, step + 1)
+        return finish(workspace, policy, learner, spec.steps) | observer.summary(spec.algorithm, spec.samples, carried)
+
+
+plugin = RL()

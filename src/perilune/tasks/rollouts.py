@@ -1,0 +1,148 @@
+"""From tasks to scored episodes: sample with the engine, judge with the scorer, keep every token."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from perilune.data.episode import Episode
+from perilune.engine.engine import Engine
+from perilune.engine.sampling import Completion, Prompt, SamplingParams
+from perilune.environments.protocol import Failure, Outcome, Task, Transcript
+from perilune.models.tokenizer import Tokenizer
+from perilune.verifiers import Scorer
+
+Groups = list[tuple[Episode, ...]]
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Seconds spent in each part of a loop, and the tokens sampled in it."""
+
+    sampling: float = 0.0
+    scoring: float = 0.0
+    learning: float = 0.0
+    tokens: int = 0
+    started: float = field(default_factory=time.perf_counter)
+    _learning_since: float = 0.0
+
+    def start_learning(self) -> None:
+        """Learning begins."""
+        self._learning_since = time.perf_counter()
+
+    def stop_learning(self) -> None:
+        """Learning has ended for this step."""
+        self.learning += time.perf_counter() - self._learning_since
+
+    @property
+    def elapsed(self) -> float:
+        """Wall seconds since the start."""
+        return time.perf_counter() - self.started
+
+    def figures(self) -> dict[str, float]:
+        """The line for `Workspace.timing`: where the seconds went, and sampled tokens a second."""
+        busy = self.sampling + self.scoring + self.learning
+        return {
+            "sampling": self.sampling,
+            "scoring": self.scoring,
+            "learning": self.learning,
+            "other": max(self.elapsed - busy, 0.0),
+            "tokens_per_second": self.tokens / self.sampling if self.sampling else 0.0,
+        }
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Plays tasks: one group of `samples` episodes a task.
+
+    The random numbers of a sample are keyed by (seed, step, task's place in the batch, sample, position), so
+    an episode does not depend on what else is in the batch.
+    """
+
+    engine: Engine
+    tokenizer: Tokenizer
+    scorer: Scorer
+    environment: str
+    seed: int
+
+    def play(
+        self,
+        tasks: Sequence[Task],
+        samples: int,
+        params: SamplingParams,
+        step: int,
+        watch: Stopwatch,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> Groups:
+        """Sample and score; groups come back in the order of `tasks`."""
+        begun = time.perf_counter()
+        prompts = [
+            Prompt(self.tokenizer.encode_prompt(task.prompt), (self.seed, step, index))
+            for index, task in enumerate(tasks)
+        ]
+        completions = self.engine.sample(prompts, samples, params, on_progress)
+        watch.sampling += time.perf_counter() - begun
+        watch.tokens += sum(len(one.token_ids) for group in completions for one in group)
+
+        begun = time.perf_counter()
+        texts = [[self._text(one) for one in group] for group in completions]
+        transcripts = [
+            (task, Transcript(text, finished=one.finish_reason == "stop"))
+            for task, group, row in zip(tasks, completions, texts, strict=True)
+            for one, text in zip(group, row, strict=True)
+        ]
+        outcomes = iter(self.scorer.score(transcripts))
+        groups = [
+            tuple(
+                self._episode(task, prompt, one, text, next(outcomes), f"{step}/{index}", sample)
+                for sample, (one, text) in enumerate(zip(group, row, strict=True))
+            )
+            for index, (task, prompt, group, row) in enumerate(
+                zip(tasks, prompts, completions, texts, strict=True)
+            )
+        ]
+        watch.scoring += time.perf_counter() - begun
+        return groups
+
+    def _text(self, completion: Completion) -> str:
+        return self.tokenizer.decode(completion.token_ids.tolist())
+
+    def _episode(
+        self,
+        task: Task,
+        prompt: Prompt,
+        completion: Completion,
+        text: str,
+        outcome: Outcome,
+        group_id: str,
+        sample: int,
+    ) -> Episode:
+        failed = isinstance(outcome, Failure)
+        return Episode(
+            episode_id=f"{group_id}/{sample}",
+            group_id=group_id,
+            task_id=task.task_id,
+            environment=self.environment,
+            seed=self.seed,
+            messages=(*task.prompt, {"role": "assistant", "content": text}),
+            prompt_ids=np.asarray(prompt.token_ids, dtype=np.int32),
+            token_ids=completion.token_ids,
+            loss_mask=np.ones(len(completion.token_ids), dtype=np.bool_),
+            logprobs=completion.logprobs,
+            policy_version=completion.policy_version,
+            finish_reason=completion.finish_reason,
+            reward=None if isinstance(outcome, Failure) else outcome.reward,
+            reward_terms={} if isinstance(outcome, Failure) else dict(outcome.terms),
+            failure=f"{outcome.boundary}: {outcome.reason}" if failed else "",
+            metrics=_metrics(task, outcome),
+        )
+
+
+def _metrics(task: Task, outcome: Outcome) -> dict[str, float]:
+    figures = {} if isinstance(outcome, Failure) else dict(outcome.metrics)
+    if task.difficulty is not None:
+        figures["difficulty"] = float(task.difficulty)
+    return figures

@@ -1,0 +1,89 @@
+"""sft: imitate verified traces, so that reinforcement learning has something to climb from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from perilune.bundle.job import Frozen, Job
+from perilune.bundle.plugin import Consumes
+from perilune.learn.settings import OptimizerSettings
+
+if TYPE_CHECKING:
+    from perilune.bundle.workspace import Workspace
+
+
+class SFTSpec(OptimizerSettings, Frozen):
+    """Fields of an sft stage."""
+
+    checkpoint: Annotated[str, Consumes("checkpoint")] = Field("model", description="where the weights start")
+    data: Annotated[str, Consumes("dataset")] = Field(description="stage whose traces are imitated")
+    steps: int = Field(300, ge=1, description="optimizer steps")
+    batch_size: int = Field(64, ge=1, description="traces a step")
+    lr: float = Field(3e-3, gt=0, description="peak learning rate")
+    warmup: int = Field(20, ge=0, description="optimizer steps of linear warm-up")
+    final_lr: float = Field(0.1, ge=0, le=1, description="last learning rate over peak, reached by a cosine")
+    save_every: int = Field(100, ge=1, description="steps between two checkpoints to resume from")
+
+
+class SFT:
+    """Supervised fine-tuning on the assistant's part of each trace."""
+
+    name = "sft"
+    spec = SFTSpec
+    produces = "checkpoint"
+    output = "artifacts/checkpoints/final"
+
+    def plan(self, job: Job) -> Mapping[str, str]:
+        """Traces seen and the schedule."""
+        spec = SFTSpec.model_validate(job.spec)
+        return {
+            "traces seen": f"{spec.steps} steps x {spec.batch_size} = {spec.steps * spec.batch_size:,}",
+            "learning rate": f"{spec.lr:g} after {spec.warmup} steps, cosine to {spec.lr * spec.final_lr:g}",
+        }
+
+    def run(self, workspace: Workspace) -> dict[str, Any]:
+        """Batches in, a checkpoint out."""
+        from perilune.learn.algorithms import algorithm
+        from perilune.learn.batch import pack
+        from perilune.learn.schedules import learning_rate
+        from perilune.learn.trainer import Learner
+        from perilune.tasks.demonstrations import Demonstrations
+        from perilune.tasks.rollouts import Stopwatch
+        from perilune.tasks.session import load_policy, prepare_device
+        from perilune.tasks.training import finish, resume, save
+
+        spec = SFTSpec.model_validate(workspace.job.spec)
+        policy = load_policy(workspace, prepare_device(workspace))
+        learner = Learner(policy.decoder, spec)
+        demonstrations = Demonstrations.load(
+            workspace.input("data"), policy.tokenizer, workspace.job.seed,
+            policy.decoder.config.max_position_embeddings,
+        )  # fmt: skip
+        weigh = algorithm("sft")
+
+        first = resume(workspace, learner)
+        total_watch = Stopwatch()
+        for step in range(first, spec.steps):
+            watch = Stopwatch()
+            episodes = demonstrations.batch(step, spec.batch_size)
+            figures = learner.forward_backward(
+                pack([weigh(episodes, max_tokens=0)], spec.token_budget)
+            )
+            figures |= learner.optim_step(learning_rate(spec, step, spec.steps))
+            watch.learning = watch.elapsed
+            workspace.metric(step + 1, **figures)
+            workspace.timing(step + 1, **watch.figures(), tokens=figures["tokens"])
+            workspace.progress(step + 1, spec.steps, loss=figures["loss"], lr=figures["lr"])
+            if (step + 1) % spec.save_every == 0 and step + 1 < spec.steps:
+                save(workspace, learner, step + 1)
+        return finish(workspace, policy, learner, spec.steps) | {
+            "algorithm": "sft",
+            "traces": len(demonstrations),
+            "seconds": total_watch.elapsed,
+        }
+
+
+plugin = SFT()

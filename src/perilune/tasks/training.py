@@ -1,0 +1,70 @@
+"""What sft and rl share around their loops: resuming, saving, and the checkpoint at the end."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from perilune.bundle.workspace import Workspace
+from perilune.files import fsync_directory
+from perilune.learn.checkpoints import latest_complete
+from perilune.learn.trainer import Learner
+from perilune.models.loading import save_checkpoint
+from perilune.tasks.session import Policy
+
+OPTIMIZER = "optimizer"  # folder inside the final checkpoint with the learner's state, for a stage that carries it
+
+
+def resume(workspace: Workspace, learner: Learner) -> int:
+    """Continue from the last complete checkpoint of an earlier attempt; return the step to start at."""
+    directory = latest_complete(workspace.checkpoints)
+    if directory is None:
+        workspace.rewind(0)
+        return 0
+    step = int(learner.load_state(directory)["step"])
+    workspace.rewind(step)
+    workspace.event("resumed", step=step)
+    workspace.log(f"resumed from step {step}")
+    return step
+
+
+def save(workspace: Workspace, learner: Learner, step: int, keep: int = 1) -> None:
+    """Write a checkpoint to resume from, and drop the older ones."""
+    directory = workspace.checkpoints / f"step-{step:06d}"
+    learner.save_state(directory, {"step": step})
+    workspace.event("checkpoint", step=step)
+    for old in sorted(workspace.checkpoints.glob("step-*"))[:-keep]:
+        shutil.rmtree(old)
+
+
+def finish(workspace: Workspace, policy: Policy, learner: Learner, steps: int) -> dict[str, Any]:
+    """Write the final checkpoint (Hugging Face format, the optimizer's state beside it)."""
+    final = workspace.checkpoints / "final"
+    partial = workspace.checkpoints / ".final.partial"
+    for directory in (partial, final):
+        if directory.exists():
+            shutil.rmtree(directory)
+    save_checkpoint(partial, policy.decoder, policy.tokenizer)
+    learner.save_state(partial / OPTIMIZER, {"step": steps})
+    partial.rename(final)
+    fsync_directory(workspace.checkpoints)
+    for old in workspace.checkpoints.glob("step-*"):
+        shutil.rmtree(old)
+    parameters = sum(parameter.numel() for parameter in policy.decoder.parameters())
+    return {"kind": "training", "steps": steps, "parameters": parameters}
+
+
+def carry_optimizer(checkpoint: Path, learner: Learner) -> bool:
+    """Start from the second moments an earlier stage left beside its weights; False when it left none."""
+    state = checkpoint / OPTIMIZER
+    if not state.is_dir():
+        return False
+    learner.carry_second_moments(state)
+    return True
+
+
+def rounded(figures: Mapping[str, float], digits: int = 4) -> dict[str, float]:
+    """Figures for a progress line."""
+    return {name: round(value, digits) for name, value in figures.items()}
