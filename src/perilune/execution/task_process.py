@@ -18,7 +18,7 @@ from perilune.bundle.provenance import record_precheck
 from perilune.bundle.workspace import Workspace, summary_document
 from perilune.errors import PeriluneError, WorkFailedError
 from perilune.execution.processes import die_with
-from perilune.execution.verdict import LAST_WORDS, Cause, cause_of
+from perilune.execution.verdict import LAST_WORDS, RESERVE, Cause, cause_of
 from perilune.files import write_atomic, write_json
 
 STOPPED_EXIT_CODE = 128 + signal.SIGTERM
@@ -59,8 +59,16 @@ def main() -> None:
             traceback.print_exc()
         message = str(error) if isinstance(error, PeriluneError) else _short(error)
         print(f"failed: {message}", file=sys.stderr, flush=True)
-        write_json(bundle / "runtime" / LAST_WORDS, {"cause": cause.value, "message": message})
+        _leave_last_words(bundle / "runtime", {"cause": cause.value, "message": message})
         sys.exit(error.exit_code if isinstance(error, PeriluneError) else 1)
+
+
+def _leave_last_words(runtime: Path, words: dict[str, str]) -> None:
+    try:
+        write_json(runtime / LAST_WORDS, words)
+    except OSError:  # the disk is full: use the room that the worker keeps for this
+        (runtime / RESERVE).unlink(missing_ok=True)
+        write_json(runtime / LAST_WORDS, words)
 
 
 def _short(error: Exception) -> str:

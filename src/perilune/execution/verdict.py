@@ -13,6 +13,7 @@ from perilune.errors import RequestError, WorkFailedError
 from perilune.files import read_json
 
 LAST_WORDS = "failure.json"  # in runtime/: why the task process gave up, in its own words
+RESERVE = ".reserve"  # in runtime/: room kept for last words and verdict on a disk that the task fills
 OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 

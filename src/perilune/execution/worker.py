@@ -34,12 +34,21 @@ from perilune.execution.claim import MARK, Claim, claimed
 from perilune.execution.output import LogPump
 from perilune.execution.processes import adopt_orphans, die_with, kill_all
 from perilune.execution.task_environment import task_environment
-from perilune.execution.verdict import LAST_WORDS, Cause, Ending, Verdict, cause_of, ending_of, memory_kills
+from perilune.execution.verdict import (
+    LAST_WORDS,
+    RESERVE,
+    Cause,
+    Ending,
+    Verdict,
+    cause_of,
+    ending_of,
+    memory_kills,
+)
 from perilune.files import canonical_json, fsync_directory, read_json, write_json
 
 HEARTBEAT_SECONDS = 1.0
 STOP_GRACE = 10.0  # seconds between TERM and KILL
-RESERVE_BYTES = 1 << 16  # kept free for the verdict on a disk that the task fills
+RESERVE_BYTES = 1 << 16
 
 
 def run_bundle(
@@ -72,7 +81,7 @@ class _Supervisor:
         self.bundle, self.claim, self.grace, self.echo = bundle, claim, grace, echo
         self.runtime, self.artifacts = bundle / "runtime", bundle / "artifacts"
         self.log = self.runtime / "runtime.log"
-        self.reserve = self.runtime / ".reserve"
+        self.reserve = self.runtime / RESERVE
         self.began = time.monotonic()
         self.stopping = False
 
@@ -237,12 +246,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="perilune worker")
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--epoch", type=int, default=None)
+    parser.add_argument("--grace", type=float, default=STOP_GRACE, help="seconds to leave after a stop")
     parser.add_argument("--tied", action="store_true", help="end when the process that started it ends")
     given: Any = parser.parse_args(arguments)
     if given.tied:
         die_with(os.getppid())
     try:
-        verdict = run_bundle(given.bundle, given.epoch)
+        verdict = run_bundle(given.bundle, given.epoch, grace=given.grace)
     except PeriluneError as error:
         print(error, file=sys.stderr)
         return error.exit_code

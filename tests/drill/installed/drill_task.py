@@ -21,7 +21,7 @@ from perilune.files import canonical_json, read_json, write_json
 
 How = Literal[
     "", "raise", "request", "work", "exit7", "quit0", "segv", "kill", "enospc", "memory", "hang", "stubborn",
-    "daemon", "nothing", "link",
+    "daemon", "nothing", "link", "fill",
 ]  # fmt: skip
 
 
@@ -36,6 +36,8 @@ class DrillSpec(BaseModel):
     how: How = ""
     fresh_only: bool = False  # fail only when not resumed from a checkpoint
     say: str = ""
+    tell: str = ""  # print the value of this secret
+    noise: bool = False  # make something that no second run makes
     gate: str = ""  # wait at the first step until this file exists
 
 
@@ -55,6 +57,10 @@ class Drill:
             total = read_json(workspace.input("data") / "total.json")["total"]
         start, total = self._resume(workspace, total)
         workspace.log(f"begins at step {start}; {spec.say}")
+        if spec.tell:
+            workspace.log(f"the secret is {workspace.secret(spec.tell)}.")
+        if spec.noise:
+            (workspace.artifacts / "noise").write_bytes(os.urandom(8))
         if spec.how == "link":
             (workspace.artifacts / "link").symlink_to("/etc/hostname")
         for step in range(start, spec.steps):
@@ -88,7 +94,7 @@ class Drill:
         (half / "state.json").write_bytes(canonical_json({"step": step, "total": total}))
         half.rename(whole)
 
-    def _fail(self, workspace: Workspace, how: How) -> None:  # noqa: C901
+    def _fail(self, workspace: Workspace, how: How) -> None:
         match how:
             case "raise":
                 raise KeyError("no such thing")
@@ -107,6 +113,10 @@ class Drill:
             case "enospc":
                 with Path("/dev/full").open("wb", buffering=0) as full:
                     full.write(b"x")
+            case "fill":
+                with (workspace.artifacts / "big").open("wb", buffering=0) as big:
+                    while True:
+                        big.write(bytes(1 << 12))
             case "memory":
                 raise MemoryError
             case "hang":

@@ -1,0 +1,91 @@
+"""Bundles, stages and homes for drills, with real processes. Imported by the tests of both planes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from perilune.bundle.freeze import freeze
+from perilune.bundle.job import Job, Resources
+from perilune.control.experiments import Control, StagePlan, advance, register_experiment
+from perilune.control.home import Home
+from perilune.control.planner import RetryPolicy
+from perilune.control.progress import StageEvent
+from perilune.execution.claim import MARK, read_claim
+from perilune.execution.processes import marked
+from perilune.files import read_json
+
+INSTALLED = Path(__file__).parent / "installed"  # a distribution with the task "drill"
+PATIENCE = 60.0  # seconds; generous, because the machine may be busy
+QUICK = RetryPolicy(base=0.01)
+
+
+def drill_job(stage: str = "drill", *, secrets: tuple[str, ...] = (), seed: int = 1, **spec: Any) -> Job:
+    return Job(
+        task="drill",
+        stage=stage,
+        spec=spec,
+        model={},
+        environment={},
+        seed=seed,
+        resources=Resources(device="cpu", threads=1),
+        secrets=secrets,
+    )
+
+
+def drill_plan(name: str = "drill", consumes: dict[str, str] | None = None, **spec: Any) -> StagePlan:
+    consumed = consumes or {}
+    return StagePlan(name, drill_job(name, **spec, **consumed), consumed)
+
+
+def drill_bundle(path: Path, **spec: Any) -> Path:
+    freeze(drill_job(**spec), {}, path)
+    return path
+
+
+def drill_control(root: Path, policy: RetryPolicy = QUICK) -> Control:
+    return Control(Home.open(root), policy)
+
+
+def begin(control: Control, plans: Iterable[StagePlan], name: str = "drills") -> str:
+    document = {"name": name, "stages": [plan.job.model_dump(mode="json") for plan in plans]}
+    return register_experiment(control, name, document, [(plan.name, plan.job.task) for plan in plans])
+
+
+def carry_out(control: Control, *plans: StagePlan, name: str = "drills") -> list[StageEvent]:
+    return list(advance(control, begin(control, plans, name), plans, poll=0.02))
+
+
+def start_worker(bundle: Path, *options: str, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "perilune.execution.worker", str(bundle), *options]
+    return subprocess.Popen(
+        command, env={**os.environ, **environment}, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def verdict_of(bundle: Path) -> dict[str, Any]:
+    return dict(read_json(bundle / "runtime" / "result.json"))
+
+
+def wait_for(happened: Callable[[], Any], what: str = "it") -> Any:
+    deadline = time.monotonic() + PATIENCE
+    while not (found := happened()):
+        assert time.monotonic() < deadline, f"{what} did not happen in {PATIENCE:.0f} s"
+        time.sleep(0.01)
+    return found
+
+
+def family(bundle: Path) -> list[int]:
+    """Numbers of the living processes of an attempt, its worker left out."""
+    claim = read_claim(bundle / "runtime")
+    return [] if claim is None else [process.pid for process in marked(MARK, claim.nonce)]
+
+
+def has_event(bundle: Path, kind: str) -> bool:
+    path = bundle / "runtime" / "events.jsonl"
+    return path.exists() and f'"{kind}"' in path.read_text()

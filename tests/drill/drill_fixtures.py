@@ -1,0 +1,57 @@
+"""Fixtures of both planes' tests; their conftest files import them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from drill_cases import INSTALLED, drill_control
+
+from perilune.bundle.plugin import load_plugin, plugin_names
+from perilune.control.experiments import Control
+from perilune.errors import RequestError
+from perilune.execution.claim import read_claim
+from perilune.execution.processes import Presence
+
+
+def forget_plugins() -> None:
+    load_plugin.cache_clear()
+    plugin_names.cache_clear()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def drill_installed() -> Iterator[None]:
+    """The task "drill" can be found, here and in every process started from here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(INSTALLED))
+        patch.setenv("PYTHONPATH", str(INSTALLED))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        forget_plugins()
+        yield
+    forget_plugins()
+
+
+@pytest.fixture
+def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Control]:
+    monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "home"))
+    opened = drill_control(tmp_path / "home")
+    yield opened
+    opened.store.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running(tmp_path: Path) -> Iterator[None]:
+    """A test that fails half-way leaves no process behind."""
+    yield
+    for path in tmp_path.rglob("runtime/claim.json"):
+        try:
+            claim = read_claim(path.parent)
+        except RequestError:
+            continue
+        if claim is not None and claim.pid != os.getpid():
+            if claim.process.presence() is Presence.PRESENT:
+                claim.process.send(signal.SIGKILL)
+            claim.end_leftovers(grace=0.0)

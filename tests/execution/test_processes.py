@@ -1,0 +1,53 @@
+"""A process is more than its number."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+from drill_cases import wait_for
+
+from perilune.execution.processes import Presence, ProcessIdentity, kill_all, marked
+
+
+def identity(pid: int) -> ProcessIdentity:
+    found = ProcessIdentity.of(pid)
+    assert found is not None
+    return found
+
+
+def test_a_living_process_is_present_and_a_zombie_is_not() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    seen = identity(child.pid)
+    assert seen.presence() is Presence.PRESENT
+    child.kill()
+    wait_for(lambda: seen.presence() is Presence.ABSENT, "death")  # not yet waited for: a zombie
+    assert ProcessIdentity.of(child.pid) is None
+    assert not seen.send(signal.SIGTERM)
+    child.wait()
+
+
+def test_a_reused_number_and_another_boot_are_absent_and_another_machine_is_unknown() -> None:
+    me = identity(os.getpid())
+    assert replace(me, starttime=me.starttime - 1).presence() is Presence.ABSENT
+    assert replace(me, boot_id="another boot").presence() is Presence.ABSENT
+    assert replace(me, host="another machine").presence() is Presence.UNKNOWN
+    assert replace(me, host="another machine", boot_id="another boot").presence() is Presence.UNKNOWN
+
+
+def test_an_identity_survives_being_written_down() -> None:
+    me = identity(os.getpid())
+    assert ProcessIdentity.parse({**me.asdict(), "epoch": 3}) == me
+
+
+def test_a_family_is_found_by_its_mark_and_ended() -> None:
+    code = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],"
+    code += " start_new_session=True); time.sleep(60)"
+    child = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "DRILL_MARK": "x7"})
+    wait_for(lambda: len(marked("DRILL_MARK", "x7")) == 2, "two processes")
+    assert kill_all(lambda: marked("DRILL_MARK", "x7"), grace=5.0)
+    assert child.wait() == -signal.SIGTERM
+    assert marked("DRILL_MARK", "x7") == []
