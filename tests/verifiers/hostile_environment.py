@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 from perilune.environments.protocol import Failure, Score
 from perilune.errors import RequestError
@@ -121,8 +122,7 @@ class HostileEnvironment:
         return Score(1.0)
 
     def write(self, argument):
-        with open(argument, "w") as file:
-            file.write("gotcha")
+        Path(argument).write_text("gotcha")
         return Score(1.0)
 
     def write_in_c(self, argument):
@@ -130,12 +130,11 @@ class HostileEnvironment:
         return Failure("sandbox", str(descriptor))
 
     def delete(self, argument):
-        os.remove(argument)
+        Path(argument).unlink()
         return Score(1.0)
 
     def read(self, argument):
-        with open(argument) as file:
-            return Failure("sandbox", file.read())
+        return Failure("sandbox", Path(argument).read_text())
 
     def connect(self, argument):
         import socket
@@ -151,4 +150,4 @@ class HostileEnvironment:
         return Failure("sandbox", repr(dict(os.environ)))
 
     def session(self, argument):
-        return Failure("sandbox", f"{os.getsid(0)} {os.getpid()} {os.getcwd()}")
+        return Failure("sandbox", f"{os.getsid(0)} {os.getpid()} {Path.cwd()}")

@@ -111,7 +111,10 @@ def test_a_failure_of_the_environment_passes_through(shared):
 
 
 def test_what_a_scorer_prints_disturbs_nothing(shared):
-    assert judge(shared, "print", "good 2") == [Score(1.0), Score(2.0, {"raw": 1.0}, {"strategy/direct": 1.0})]
+    assert judge(shared, "print", "good 2") == [
+        Score(1.0),
+        Score(2.0, {"raw": 1.0}, {"strategy/direct": 1.0}),
+    ]
 
 
 def test_no_process_file_signal_or_connection_leaves_the_scorer(shared, tmp_path):
@@ -120,7 +123,14 @@ def test_no_process_file_signal_or_connection_leaves_the_scorer(shared, tmp_path
     new = tmp_path / "new"
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        for text in (f"write {new}", f"write {kept}", f"delete {kept}", f"spawn {new}", "fork", "kill_parent"):
+        for text in (
+            f"write {new}",
+            f"write {kept}",
+            f"delete {kept}",
+            f"spawn {new}",
+            "fork",
+            "kill_parent",
+        ):
             assert "may not" in reason(shared, text), text
         assert "may not" in reason(shared, f"connect {port}")
     assert not new.exists()

@@ -29,6 +29,7 @@ _PATTERNS: dict[str, str] = {
     "binary_matrix": r"\d(?:[ \n]\d)*+",
     "boxnet": r"[\[{].*[\]}]",
     "countdown": _expression(r"\d{1,6}(?!\d)", _SIGN),
+    "game_of_life": r"\[[\d,\[\] \n]*\]",
     "intermediate_integration": _expression(_FUNCTION, _POWER, _NUMBER, _VARIABLE, _SIGN),
     "n_queens": r"[Q_](?:[ \n][Q_])*+",
     "polynomial_multiplication": _expression(_POWER, _NUMBER, _VARIABLE, _SIGN),

@@ -32,6 +32,9 @@ HASH_SEEDED = frozenset(
 )
 
 
+_NO_FAMILIES = frozenset({"composite"})  # mixes families, and would hide whose form an answer must have
+
+
 class ReasoningGymSpec(BaseModel):
     """The environment section of a recipe, for `id: reasoning_gym`."""
 
@@ -252,8 +255,7 @@ def _datasets() -> Mapping[str, tuple[type, type]]:
     import reasoning_gym  # noqa: F401  # importing it fills the registry; 1-2 s, hence here
     from reasoning_gym.factory import DATASETS
 
-    registered: Mapping[str, tuple[type, type]] = DATASETS
-    return registered
+    return {name: classes for name, classes in DATASETS.items() if name not in _NO_FAMILIES}
 
 
 def _create(spec: ReasoningGymSpec, seed: int) -> Any:

@@ -1,0 +1,132 @@
+"""Episodes survive Parquet, byte for byte the same file for the same episodes."""
+
+import dataclasses
+
+import duckdb
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perilune.data.episode import Episode
+from perilune.data.episodes_file import read_episodes, write_episodes
+from perilune.errors import RequestError
+
+
+def episode(index=0, tokens=5, **fields):
+    random = np.random.default_rng(index)
+    values = {
+        "episode_id": f"3/1/{index}",
+        "group_id": "3/1",
+        "task_id": "t1",
+        "environment": "reasoning_gym/chain_sum",
+        "seed": 7,
+        "messages": ({"role": "user", "content": "1+2="}, {"role": "assistant", "content": ";3 é"}),
+        "prompt_ids": np.arange(4, dtype=np.int32),
+        "token_ids": random.integers(0, 99, tokens, dtype=np.int32),
+        "loss_mask": random.random(tokens) < 0.5,
+        "logprobs": -random.random(tokens, dtype=np.float32),
+        "policy_version": np.full(tokens, 3, np.int32),
+        "finish_reason": "stop",
+        "reward": 1.0,
+        "reward_terms": {"raw": 1.0, "well_formed": 1.0},
+        "metrics": {"strategy/direct": 1.0},
+    }
+    return Episode(**(values | fields))
+
+
+def same(a, b):
+    for field in dataclasses.fields(Episode):
+        x, y = getattr(a, field.name), getattr(b, field.name)
+        if isinstance(x, np.ndarray):
+            assert y.dtype == x.dtype and y.shape == x.shape, field.name
+            assert x.tobytes() == y.tobytes(), field.name
+        else:
+            assert x == y, field.name
+
+
+EPISODES = [
+    episode(0),
+    episode(1, tokens=0, finish_reason="aborted", reward=None, failure="verifier: no outcome", metrics={}),
+    episode(2, finish_reason="length", step_rewards=np.linspace(0, 1, 5, dtype=np.float32)),
+    episode(3, routed_experts=np.arange(40, dtype=np.uint8).reshape(5, 4, 2)),
+    episode(4, routed_experts=np.arange(40, dtype=np.uint16).reshape(5, 4, 2) * 300),
+]
+
+
+def test_every_field_comes_back_exactly(tmp_path):
+    path = tmp_path / "deep" / "e.parquet"
+    assert write_episodes(path, EPISODES) == 5
+    for before, after in zip(EPISODES, read_episodes(path), strict=True):
+        same(before, after)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 40), st.floats(allow_nan=False), st.text(max_size=20)),
+        min_size=0,
+        max_size=6,
+    )
+)
+def test_any_episodes_come_back(tmp_path_factory, rows):
+    episodes = [
+        episode(i, tokens=length, reward=reward, messages=({"role": "user", "content": text},))
+        for i, (length, reward, text) in enumerate(rows)
+        if text.isprintable()
+    ]
+    path = tmp_path_factory.mktemp("e") / "e.parquet"
+    write_episodes(path, episodes)
+    for before, after in zip(episodes, read_episodes(path), strict=True):
+        same(before, after)
+
+
+def test_the_same_episodes_give_the_same_bytes(tmp_path):
+    write_episodes(tmp_path / "a", EPISODES)
+    write_episodes(tmp_path / "b", [dataclasses.replace(e) for e in EPISODES])
+    write_episodes(tmp_path / "c", EPISODES[1:])
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    assert (tmp_path / "a").read_bytes() != (tmp_path / "c").read_bytes()
+
+
+def test_duckdb_and_pandas_read_it(tmp_path):
+    path = tmp_path / "e.parquet"
+    write_episodes(path, EPISODES)
+    rows = duckdb.connect().execute(
+        f"select avg(reward), count(*) filter (where truncated), max(reward_terms['raw']), "
+        f"max(len(token_ids)), min(messages[1].content) from '{path}'"
+    ).fetchone()
+    assert rows == (1.0, 1, 1.0, 5, "1+2=")
+    frame = pd.read_parquet(path)
+    assert list(frame["truncated"]) == [False, False, True, False, False]
+    assert frame["text"][0] == ";3 é"
+
+
+def test_a_message_with_other_keys_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="keys"):
+        write_episodes(tmp_path / "e", [episode(messages=({"role": "tool", "content": "", "name": "x"},))])
+    assert not (tmp_path / "e").exists()
+
+
+def test_what_is_no_episodes_file_is_refused(tmp_path):
+    with pytest.raises(RequestError, match="no such"):
+        read_episodes(tmp_path / "absent")
+    (tmp_path / "text").write_text("not parquet")
+    with pytest.raises(RequestError, match="not a readable Parquet"):
+        read_episodes(tmp_path / "text")
+    pq.write_table(pa.table({"episode_id": ["x"]}), tmp_path / "other")
+    with pytest.raises(RequestError, match="no column 'group_id'"):
+        read_episodes(tmp_path / "other")
+    write_episodes(tmp_path / "good", EPISODES)
+    table = pq.read_table(tmp_path / "good")
+    wrong = table.set_column(table.schema.get_field_index("seed"), "seed", pa.array(["x"] * 5))
+    pq.write_table(wrong, tmp_path / "typed")
+    with pytest.raises(RequestError, match="column 'seed' is string"):
+        read_episodes(tmp_path / "typed")
+    torn = (tmp_path / "good").read_bytes()[:-100]
+    (tmp_path / "torn").write_bytes(torn)
+    with pytest.raises(RequestError, match="not a readable Parquet"):
+        read_episodes(tmp_path / "torn")

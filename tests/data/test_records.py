@@ -1,0 +1,103 @@
+"""Trace records: written, read, refused by line and field, deduplicated, split by task."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+
+from perilune.data.records import (
+    deduplicate,
+    make_record,
+    read_records,
+    split_by_task,
+    write_records,
+)
+from perilune.errors import RequestError
+
+
+def record(question="1+2=", answer=";3", task_id="t1", **fields):
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    values = {"environment": "e", "task_id": task_id, "score": 1.0, "source": "s/direct", "seed": 0}
+    return make_record(messages, **(values | fields))
+
+
+RECORDS = [record(), record("2+2=", ";4", "t2"), record("é\n\u2028", ";x", "t3", score=0.5)]
+
+
+def test_records_come_back_from_a_file_and_from_its_folder(tmp_path):
+    path = tmp_path / "records.jsonl"
+    assert write_records(path, RECORDS) == 3
+    assert read_records(path) == RECORDS
+    assert read_records(tmp_path) == RECORDS
+    assert set(json.loads(path.read_text().splitlines()[0])) == {
+        "messages", "environment", "task_id", "score", "source", "seed", "digest",
+    }  # fmt: skip
+
+
+def test_the_digest_is_of_the_conversation_alone():
+    assert record(seed=1, score=0.2, task_id="x").digest == record().digest
+    assert record(answer=";4").digest != record().digest
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"score": None}, "field 'score' is None, not a finite number"),
+        ({"score": True}, "field 'score'"),
+        ({"score": float("inf")}, "field 'score'"),
+        ({"seed": "0"}, "field 'seed' is '0', not an integer"),
+        ({"task_id": ""}, "field 'task_id'"),
+        ({"messages": []}, "field 'messages'"),
+        ({"messages": "hello"}, "field 'messages'"),
+        ({"messages": [{"role": "user"}]}, r"field 'messages\[0\]'"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, r"field 'messages\[0\]'"),
+        ({"messages": [{"role": "user", "content": 3}]}, r"field 'messages\[0\]'"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "does not end with the assistant"),
+        ({"digest": "0" * 64}, "field 'digest' does not fit"),
+        ({"extra": 1}, "unknown field 'extra'"),
+    ],
+)
+def test_a_broken_row_is_named_by_file_line_and_field(tmp_path, change, message):
+    path = tmp_path / "r.jsonl"
+    write_records(path, RECORDS[:1])
+    row = asdict(RECORDS[1]) | change
+    with path.open("a") as file:
+        file.write("\n" + json.dumps(row) + "\n")
+    with pytest.raises(RequestError, match=message) as caught:
+        read_records(path)
+    assert caught.value.where == f"{path}:3"
+
+
+def test_a_missing_field_and_torn_json_are_named(tmp_path):
+    path = tmp_path / "r.jsonl"
+    row = asdict(RECORDS[0])
+    del row["source"]
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(RequestError, match="'source' is missing") as caught:
+        read_records(path)
+    assert caught.value.where == f"{path}:1"
+    for broken in ('{"messages": [', "[1]", "\udcff".encode(errors="surrogatepass").decode("latin1")):
+        path.write_text(broken + "\n")
+        with pytest.raises(RequestError) as caught:
+            read_records(path)
+        assert caught.value.where == f"{path}:1"
+    with pytest.raises(RequestError, match="cannot read"):
+        read_records(tmp_path / "absent.jsonl")
+
+
+def test_duplicates_by_content_or_by_task_are_dropped_and_the_first_kept():
+    first = record()
+    same_content = replace(record(), task_id="other")
+    same_task = record(answer="12003;3")
+    elsewhere = replace(record("5+5=", ";10"), environment="other")
+    assert list(deduplicate([first, same_content, same_task, elsewhere])) == [first, elsewhere]
+
+
+def test_the_task_alone_decides_the_split():
+    rows = [record(f"{i}=", f";{j}", f"t{i}") for i in range(400) for j in range(2)]
+    train, validation = split_by_task(rows, 0.1)
+    assert len(train) + len(validation) == len(rows)
+    assert not {row.task_id for row in train} & {row.task_id for row in validation}
+    assert 40 <= len(validation) <= 130
+    assert split_by_task(rows[::-1][:100], 0.1)[1] == [row for row in rows[::-1][:100] if row in validation]
+    assert split_by_task(rows, 0.0) == (rows, [])

@@ -1,0 +1,163 @@
+"""Teachers write, the verifier decides: shares, determinism, rejections with their reasons."""
+
+from collections import Counter
+from itertools import islice
+
+import pytest
+
+from perilune.data.generators import Candidate, Rejected, make_teacher, teacher_names, verified
+from perilune.data.records import TraceRecord, deduplicate
+from perilune.environments import Failure, Score, make_environment
+from perilune.errors import RequestError
+from perilune.verifiers import Scorer
+
+
+def gym(task, **fields):
+    return {"id": "reasoning_gym", "task": task, "prompt": "compact", **fields}
+
+
+SUMS = {"operators": ["+"], "allow_parentheses": False, "allow_negation": False}
+SPECS = {
+    "addition": gym("basic_arithmetic", config=SUMS | {"min_terms": 2, "max_terms": 2}),
+    "three terms": gym("basic_arithmetic", config=SUMS | {"min_terms": 3, "max_terms": 3}),
+    "chain sums": gym("chain_sum", config={"allow_negation": True}),
+    "products": gym("products", config={"max_terms": 3, "max_digits": 3}),
+}
+
+
+def score_here(environment):
+    return lambda pairs: [environment.score(task, transcript) for task, transcript in pairs]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_every_trace_is_accepted_and_its_working_is_valid(name):
+    environment = make_environment(SPECS[name])
+    candidates = make_teacher("arithmetic").candidates(islice(environment.tasks("train", 0), 150), 0)
+    rows = list(verified(candidates, score_here(environment), environment=environment.id, seed=0))
+    assert len(rows) == 150 and all(isinstance(row, TraceRecord) for row in rows)
+    tasks = {task.task_id: task for task in islice(environment.tasks("train", 0), 150)}
+    assert {row.source for row in rows} == {f"arithmetic/{s}" for s in ("scratchpad", "brief", "direct")}
+    for row in rows:
+        transcript = row.messages[-1]["content"]
+        outcome = environment.score(
+            tasks[row.task_id], type(environment.gold(tasks[row.task_id]))(transcript)
+        )
+        strategy = row.source.rpartition("/")[2]
+        assert outcome.metrics[f"strategy/{strategy}"] == 1.0
+        assert outcome.metrics.get("trace_valid") == (None if strategy == "direct" else 1.0)
+
+
+def test_shares_are_kept_and_the_seed_decides():
+    environment = make_environment(SPECS["addition"])
+    teacher = make_teacher("arithmetic", {"scratchpad": 0.4, "direct": 0.6})
+    tasks = list(islice(environment.tasks("train", 0), 3000))
+    first = list(teacher.candidates(tasks, 0))
+    shares = Counter(candidate.source for candidate in first)
+    assert abs(shares["arithmetic/scratchpad"] / 3000 - 0.4) < 0.04
+    assert set(shares) == {"arithmetic/scratchpad", "arithmetic/direct"}
+    assert first == list(teacher.candidates(tasks, 0))
+    assert first != list(teacher.candidates(tasks, 1))
+    part = list(teacher.candidates(tasks[500:600], 0))
+    assert part == first[500:600]  # a task's strategy does not depend on the other tasks
+
+
+def test_the_documented_trace():
+    environment = make_environment(SPECS["addition"])
+    for task in environment.tasks("train", 0):
+        a, b = task.prompt[-1]["content"].removesuffix("=").split("+")
+        if len(a) == len(b) == 1:
+            break
+    column = f"{a}{b}0{int(a) + int(b):02d}"
+    answer = f";{int(a) + int(b)}"
+    for strategy, expected in {
+        "scratchpad": column + answer,
+        "brief": column[-2:] + answer,
+        "direct": answer,
+    }.items():
+        (candidate,) = make_teacher("arithmetic", {strategy: 1.0}).candidates([task], 0)
+        assert candidate.text == expected
+
+
+def test_the_gold_teacher_answers_any_family_that_states_an_answer():
+    for family, prompt in (("sudoku", "original"), ("gcd", "compact")):
+        environment = make_environment(gym(family) | {"prompt": prompt})
+        candidates = make_teacher("gold").candidates(islice(environment.tasks("train", 0), 5), 0)
+        rows = verified(candidates, score_here(environment), environment=environment.id, seed=0)
+        assert all(isinstance(row, TraceRecord) for row in rows)
+
+
+def test_what_the_verifier_refuses_is_set_aside_with_its_reason():
+    environment = make_environment(SPECS["addition"])
+    right, wrong, broken, again = islice(environment.tasks("train", 0), 4)
+    candidates = [
+        Candidate(right, environment.gold(right).text, "t"),
+        Candidate(wrong, ";1x", "t"),
+        Candidate(broken, "", "t"),
+        Candidate(right, environment.gold(right).text, "t"),
+        Candidate(again, environment.gold(again).text, "t"),
+    ]
+
+    def score(pairs):
+        outcomes = score_here(environment)(pairs)
+        return [
+            Failure("verifier", "hung") if task is broken else o
+            for (task, _), o in zip(pairs, outcomes, strict=True)
+        ]
+
+    rows = list(verified(candidates, score, environment=environment.id, seed=5))
+    kept = [row for row in rows if isinstance(row, TraceRecord)]
+    assert [row.task_id for row in kept] == [right.task_id, again.task_id]
+    assert {row.seed for row in kept} == {5}
+    assert [row.reason for row in rows if isinstance(row, Rejected)] == [
+        "score 0 is below 1",
+        "verifier: hung",
+        "duplicate",
+    ]
+    assert list(deduplicate(kept)) == kept
+
+
+def test_a_low_bar_keeps_partial_scores():
+    environment = make_environment(SPECS["addition"])
+    (task,) = islice(environment.tasks("train", 0), 1)
+    rows = verified(
+        [Candidate(task, ";1", "t")], lambda pairs: [Score(0.5)], environment="e", seed=0, keep_from=0.5
+    )
+    assert [row.score for row in rows] == [0.5]
+
+
+def test_verification_in_the_scorers_process_agrees():
+    environment = make_environment(SPECS["chain sums"])
+    tasks = list(islice(environment.tasks("train", 0), 700))
+    teacher = make_teacher("arithmetic")
+    here = list(
+        verified(teacher.candidates(tasks, 0), score_here(environment), environment=environment.id, seed=0)
+    )
+    with Scorer(SPECS["chain sums"]) as scorer:
+        there = list(verified(teacher.candidates(tasks, 0), scorer.score, environment=environment.id, seed=0))
+    assert here == there
+
+
+@pytest.mark.parametrize(
+    ("name", "strategies", "where", "hint"),
+    [
+        ("aritmetic", {}, "teacher", "did you mean 'arithmetic'?"),
+        ("arithmetic", {"scratchpat": 1.0}, "strategies.scratchpat", "did you mean 'scratchpad'?"),
+        ("arithmetic", {"scratchpad": 0.5}, "strategies", ""),
+        ("arithmetic", {"scratchpad": 1.5, "direct": -0.5}, "strategies", ""),
+    ],
+)
+def test_a_wrong_teacher_is_refused(name, strategies, where, hint):
+    with pytest.raises(RequestError) as caught:
+        make_teacher(name, strategies)
+    assert caught.value.where == where and hint in caught.value.remedy
+
+
+def test_no_strategies_means_all_alike():
+    assert "arithmetic" in teacher_names()
+    assert set(make_teacher("arithmetic").shares.values()) == {1 / 3}
+
+
+def test_a_prompt_that_is_no_arithmetic_is_refused():
+    environment = make_environment(gym("gcd"))
+    with pytest.raises(RequestError, match="cannot work out"):
+        list(make_teacher("arithmetic").candidates(islice(environment.tasks("train", 0), 1), 0))

@@ -1,0 +1,52 @@
+"""Environments are found by id, by entry point, and by factory."""
+
+import importlib.metadata
+
+import pytest
+from environment_cases import gym
+
+from perilune.environments import environment_ids, make_environment, registry
+from perilune.environments.reasoning_gym import ReasoningGymEnvironment, ReasoningGymSpec
+from perilune.environments.registry import environment_spec
+from perilune.errors import RequestError
+
+
+def test_reasoning_gym_is_known_and_shows_its_section():
+    assert "reasoning_gym" in environment_ids()
+    assert environment_spec("reasoning_gym") is ReasoningGymSpec
+    assert isinstance(make_environment(gym("chain_sum")), ReasoningGymEnvironment)
+
+
+def test_an_unknown_id_names_the_nearest():
+    with pytest.raises(RequestError, match="no environment called 'reasoning-gym'") as caught:
+        make_environment({"id": "reasoning-gym"})
+    assert "reasoning_gym" in caught.value.remedy
+    with pytest.raises(RequestError):
+        make_environment({})
+
+
+class ThirdParty:
+    id = "third_party"
+
+    def __init__(self, spec):
+        self.spec = spec
+
+
+def test_a_package_offers_an_environment_as_an_entry_point(monkeypatch):
+    point = importlib.metadata.EntryPoint("third_party", f"{__name__}:ThirdParty", registry.ENVIRONMENT_GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    registry._factories.cache_clear()
+    try:
+        assert environment_ids() == ("reasoning_gym", "third_party")
+        assert environment_spec("third_party") is None
+        assert make_environment({"id": "third_party", "size": 3}).spec == {"id": "third_party", "size": 3}
+    finally:
+        registry._factories.cache_clear()
+
+
+def test_a_factory_can_be_named_directly():
+    environment = make_environment({"id": "factory", "factory": f"{__name__}:ThirdParty"})
+    assert environment.id == "third_party"
+    for wrong in ("", "no_such_module:f", "json:no_such_function"):
+        with pytest.raises(RequestError, match="cannot load"):
+            make_environment({"id": "factory", "factory": wrong})

@@ -1,0 +1,64 @@
+"""Every family of the installed reasoning-gym, through the adapter, in its original wording."""
+
+import json
+import time
+from itertools import islice
+
+import pytest
+from environment_cases import gym
+
+from perilune.environments import Failure, Transcript, make_environment
+from perilune.environments.reasoning_gym import task_families
+
+TASKS = 3
+SMALL = {  # settings that make slow generators quick
+    "futoshiki": {"min_board_size": 4, "max_board_size": 4},
+    "sokoban": {"min_w": 6, "max_w": 6, "min_h": 6, "max_h": 6, "min_boxes": 1, "max_boxes": 2},
+    "zebra_puzzles": {"num_people": 3, "num_characteristics": 3},
+}
+SLOW = {"knight_swap": "searches for seconds before it has a solvable board"}
+NO_STATED_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
+WORTHLESS = ("", " ", "xyzzy", "I do not know.", ";", "()", "[]", "{}", "None", "a" * 10_000)
+
+
+@pytest.fixture(autouse=True)
+def fixed_hash_seed(monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "0")  # the tasks may differ from process to process here
+
+
+def test_there_are_about_a_hundred_families():
+    assert len(task_families()) > 100
+
+
+@pytest.mark.parametrize("family", task_families())
+def test_family(family):
+    environment = make_environment(gym(family, config=SMALL.get(family, {})))
+    if family in SLOW:
+        pytest.skip(SLOW[family])
+    tasks = list(islice(environment.tasks("train", 0), TASKS))
+    assert len({task.task_id for task in tasks}) == TASKS
+
+    assert list(islice(environment.tasks("train", 0), TASKS)) == tasks
+
+    for task in tasks:
+        assert json.loads(json.dumps(task.data)) == task.data
+        gold = environment.gold(task)
+        assert (gold is None) == (family in NO_STATED_ANSWER)
+        if gold is not None and "Integral(" not in gold.text:  # an unsolved integral is no answer
+            first, second = environment.score(task, gold), environment.score(task, gold)
+            assert first == second
+            assert not isinstance(first, Failure), first
+            assert first.reward == 1.0
+        for text in WORTHLESS:
+            outcome = environment.score(task, Transcript(text))
+            assert not isinstance(outcome, Failure), (text, outcome)
+            assert outcome.reward == 0.0, text
+
+
+def test_scoring_is_quick():
+    environment = make_environment(gym("chain_sum"))
+    pairs = [(task, environment.gold(task)) for task in islice(environment.tasks("train", 0), 2000)]
+    begun = time.process_time()
+    for task, gold in pairs:
+        environment.score(task, gold)
+    assert time.process_time() - begun < 0.5

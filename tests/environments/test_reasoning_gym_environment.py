@@ -1,0 +1,272 @@
+"""The reasoning-gym adapter: tasks, splits, prompts, rewards, strategies and refusals."""
+
+import json
+import time
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+from environment_cases import ADDITION, gym
+
+from perilune.environments import Failure, Score, Transcript, make_environment
+from perilune.environments.compact import PROMPTS
+from perilune.environments.reasoning_gym import HASH_SEEDED, decode, encode, original_answer, task_families
+from perilune.errors import RequestError
+
+
+@pytest.fixture(scope="module")
+def addition():
+    return make_environment(ADDITION)
+
+
+def take(environment, count, split="train", seed=0):
+    return list(islice(environment.tasks(split, seed), count))
+
+
+def prompt(task):
+    return task.prompt[-1]["content"]
+
+
+# Tasks and splits
+
+
+def test_thousands_of_distinct_tasks_come_in_well_under_a_second(addition):
+    begun = time.process_time()
+    tasks = take(addition, 5000)
+    assert time.process_time() - begun < 1.0
+    assert len({task.task_id for task in tasks}) == 5000
+
+
+def test_the_seed_fixes_the_order(addition):
+    again = make_environment(ADDITION)
+    assert take(addition, 2500, seed=3) == take(again, 2500, seed=3)
+    assert take(addition, 100, seed=3) != take(addition, 100, seed=4)
+
+
+def test_no_question_is_in_both_splits_whatever_the_seeds_and_the_order_of_operands(addition):
+    def operands(task):
+        return tuple(sorted(prompt(task).removesuffix("=").split("+")))
+
+    held = {operands(task) for seed in (0, 1) for task in take(addition, 2000, "heldout", seed)}
+    train = {operands(task) for seed in (0, 5) for task in take(addition, 6000, "train", seed)}
+    assert not held & train
+    assert len(train) > 10_000
+
+
+def test_one_tenth_is_held_out(addition):
+    stream = addition.tasks("train", 0)
+    ids = [task.task_id for task in islice(stream, 9000)]
+    held = take(addition, 1000, "heldout")
+    assert len(set(ids) | {task.task_id for task in held}) == 10_000
+    small = make_environment(gym("chain_sum", config={"max_terms": 2, "max_digits": 1}))
+    train, heldout = list(small.tasks("train", 0)), list(small.tasks("heldout", 0))
+    assert len(train) + len(heldout) == 200  # every sum and difference of two digits, then the end
+    assert 5 <= len(heldout) <= 40
+
+
+def test_prompt_mode_changes_neither_task_nor_split():
+    spec = gym("chain_sum", config={"max_terms": 2})
+    original, compact = (
+        take(make_environment(spec | {"prompt": mode}), 50) for mode in ("original", "compact")
+    )
+    assert [task.task_id for task in original] == [task.task_id for task in compact]
+    assert prompt(original[0]).startswith("State the final answer")
+    assert len(prompt(compact[0])) < 12
+
+
+def test_tasks_are_json_and_survive_it(addition):
+    for task in (*take(addition, 5), *take(make_environment(gym("rearc")), 2)):
+        assert json.loads(json.dumps(task.data)) == task.data
+
+
+def test_metadata_survives_json_exactly():
+    value = {"a": (1, (2,)), "b": {3: [4], (5, 6): None}, "c": {"d": "e"}}
+    assert decode(json.loads(json.dumps(encode(value)))) == value
+
+
+def test_difficulty_of_a_sum_counts_columns_and_carries(addition):
+    by_prompt = {prompt(task): task.difficulty for task in take(addition, 3000)}
+    for text, difficulty in by_prompt.items():
+        a, b = text.removesuffix("=").split("+")
+        columns = max(len(a), len(b))
+        carries = (sum(map(int, a + b)) - sum(map(int, str(int(a) + int(b))))) // 9
+        assert difficulty == columns + carries
+
+
+def test_difficulty_elsewhere_is_the_familys_own_figure():
+    (task,) = take(make_environment(gym("countdown", config={"min_numbers": 4, "max_numbers": 4})), 1)
+    assert task.difficulty == 4
+
+
+def test_hash_seeded_families_ask_for_a_fixed_hash_seed(monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    environment = make_environment(gym("word_ladder"))
+    with pytest.raises(RequestError) as caught:
+        next(environment.tasks("train", 0))
+    assert "PYTHONHASHSEED=0" in caught.value.remedy
+    assert set(task_families()) >= HASH_SEEDED
+
+
+# Prompts
+
+
+@pytest.mark.parametrize("family", sorted(PROMPTS))
+def test_compact_prompts_are_short_and_the_gold_answer_passes(family):
+    environment = make_environment(gym(family, prompt="compact"))
+    for task in take(environment, 20):
+        assert len(prompt(task)) <= 60 and "\n" not in prompt(task)
+        gold = environment.gold(task)
+        assert gold.text.startswith(";")
+        assert environment.score(task, gold).reward == 1.0
+
+
+def test_compact_addition_looks_as_in_a_sum(addition):
+    for task in take(addition, 20):
+        a, b = prompt(task).removesuffix("=").split("+")
+        assert task.data["answer"] == str(int(a) + int(b))
+
+
+def test_a_family_without_a_compact_prompt_says_which_have_one():
+    with pytest.raises(RequestError) as caught:
+        make_environment(gym("sudoku", prompt="compact"))
+    assert caught.value.where == "environment.prompt"
+    assert "chain_sum" in caught.value.remedy
+
+
+def test_the_answer_in_free_text():
+    assert original_answer("<think>1+1</think>\n 2 ") == "2"
+    assert original_answer("no <answer>1</answer> but <answer> 2</answer>.") == "2"
+    assert original_answer(" 2") == "2"
+
+
+# Rewards
+
+
+@pytest.fixture(scope="module")
+def sum_task(addition):
+    (task,) = take(addition, 1)
+    data = task.data | {
+        "answer": "615",
+        "compact": "347+268=",
+        "metadata": task.data["metadata"] | {"expression": "347 + 268"},
+    }
+    return replace(task, prompt=({"role": "user", "content": "347+268="},), data=data)
+
+
+@pytest.mark.parametrize(
+    ("text", "reward", "strategy", "valid"),
+    [
+        (";615", 1.0, "direct", None),
+        (";614", 0.0, "direct", None),
+        ("78015,46111,32106;615", 1.0, "scratchpad", 1.0),
+        ("78015,46111,32106;616", 0.0, "scratchpad", 1.0),
+        ("78016,46111,32106;615", 1.0, "scratchpad", 0.0),
+        ("78015;615", 1.0, "scratchpad", 0.0),
+        ("15,11,06;615", 1.0, "brief", 1.0),
+        ("15,12,06;615", 1.0, "brief", 0.0),
+        ("hmm;615", 1.0, "scratchpad", 0.0),
+        (";614;615", 1.0, "scratchpad", 0.0),
+        ("615", 0.0, "none", None),
+        ("", 0.0, "none", None),
+        (";", 0.0, "direct", None),
+        (";0615", 0.0, "direct", None),
+        (";615.0", 0.0, "direct", None),
+        (";615 ", 0.0, "direct", None),
+        (";6150", 0.0, "direct", None),
+    ],
+)
+def test_compact_sums_are_judged_by_their_answer_and_described_by_their_working(
+    addition, sum_task, text, reward, strategy, valid
+):
+    outcome = addition.score(sum_task, Transcript(text))
+    assert outcome.reward == reward
+    assert {name for name in outcome.metrics if name.startswith("strategy/")} == {f"strategy/{strategy}"}
+    assert outcome.metrics.get("trace_valid") == valid
+
+
+def test_strict_wants_the_end_of_sequence(addition, sum_task):
+    assert addition.score(sum_task, Transcript(";615", finished=False)).reward == 0.0
+    lenient = make_environment(ADDITION | {"strict": False})
+    assert lenient.score(sum_task, Transcript(";615", finished=False)).reward == 1.0
+    assert lenient.score(sum_task, Transcript(";0615")).terms == {"raw": 0.75, "well_formed": 0.0}
+
+
+def test_partial_credit_vanishes_under_the_threshold_and_shows_without_it():
+    config = {"min_numbers": 3, "max_numbers": 3}
+    strict = make_environment(gym("countdown", config=config))
+    lenient = make_environment(gym("countdown", config=config, strict=False))
+    raw = make_environment(gym("countdown", config=config, strict=False, threshold=None))
+    (task,) = take(strict, 1)
+    for text, credit in (("", 0.01), ("I give up", 0.01), ("1+1", 0.05)):
+        assert raw.score(task, Transcript(text)).reward == pytest.approx(credit)
+        assert lenient.score(task, Transcript(text)).reward == 0.0
+        assert strict.score(task, Transcript(text)).reward == 0.0
+    assert strict.score(task, strict.gold(task)).reward == 1.0
+
+
+def test_strict_gives_nothing_for_nothing_even_without_a_threshold():
+    environment = make_environment(gym("countdown", threshold=None))
+    (task,) = take(environment, 1)
+    assert environment.score(task, Transcript("")).reward == 0.0
+
+
+def test_a_scorer_that_raises_is_a_failure():
+    environment = make_environment(gym("prime_factorization", strict=False))
+    (task,) = take(environment, 1)
+    outcome = environment.score(task, Transcript("xyzzy"))
+    assert isinstance(outcome, Failure) and outcome.boundary == "verifier"
+    assert "ValueError" in outcome.reason
+
+
+def test_a_scorer_that_returns_no_number_is_a_failure(addition, sum_task, monkeypatch):
+    for figure in (float("nan"), float("inf"), None):
+        monkeypatch.setattr(addition._dataset, "score_answer", lambda answer, entry, f=figure: f)
+        assert isinstance(addition.score(sum_task, Transcript(";615")), Failure)
+
+
+def test_scoring_is_pure(addition):
+    for task in take(addition, 50):
+        before = json.dumps(task.data)
+        outcomes = {repr(addition.score(task, addition.gold(task))) for _ in range(3)}
+        assert len(outcomes) == 1
+        assert json.dumps(task.data) == before
+
+
+def test_a_session_is_one_answer(addition, sum_task):
+    session = addition.reset(sum_task, seed=0)
+    assert session.messages == sum_task.prompt and session.current_player == 0
+    step = session.step(";615")
+    assert step.done and session.messages[-1] == {"role": "assistant", "content": ";615"}
+
+
+def test_score_is_a_score(addition, sum_task):
+    assert addition.score(sum_task, Transcript(";615")) == Score(
+        1.0, {"raw": 1.0, "well_formed": 1.0}, {"strategy/direct": 1.0}
+    )
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("spec", "where", "hint"),
+    [
+        (gym("basic_aritmetic"), "environment.task", "did you mean 'basic_arithmetic'?"),
+        (
+            gym("chain_sum", config={"max_digit": 2}),
+            "environment.config.max_digit",
+            "did you mean 'max_digits'?",
+        ),
+        (gym("chain_sum", config={"seed": 2}), "environment.config.seed", ""),
+        (gym("chain_sum", config={"max_digits": 0}), "environment.config", ""),
+        (gym("chain_sum", config={"max_digits": "many"}), "environment.config", ""),
+        (gym("chain_sum", threshold=2), "environment.threshold", ""),
+        (gym("chain_sum", promt="compact"), "environment.promt", "did you mean 'prompt'?"),
+        ({"id": "reasoning_gym"}, "environment.task", ""),
+    ],
+)
+def test_a_wrong_section_is_refused_by_key_with_the_nearest_valid_one(spec, where, hint):
+    with pytest.raises(RequestError) as caught:
+        make_environment(spec)
+    assert caught.value.where == where
+    assert hint in caught.value.remedy
