@@ -79,7 +79,7 @@ def test_rollouts_are_measured_in_the_time_they_were_given(home):
         assert one.tokens > 0
     speeds = [one.tokens_per_second for one in diagnosis.rollouts]
     assert speeds == sorted(speeds, reverse=True)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 60  # a round that is not cut off takes minutes on contested cores
 
 
 def test_packages_absent_or_of_the_wrong_version_are_missing(machine, monkeypatch):
@@ -90,7 +90,7 @@ def test_packages_absent_or_of_the_wrong_version_are_missing(machine, monkeypatc
     assert "needs <1" in finding(findings, "numpy").found
     assert finding(findings, "numpy").remedy.endswith("-m pip install 'numpy<1'")
     assert finding(findings, "no-such-package").found == "absent"
-    assert "other" in finding(findings, "extra dev").found
+    assert finding(findings, "extra dev").found.startswith("absent: other;")
     assert finding(findings, "extra dev").status == "advice"
     assert not [one for one in findings if one.name in ("psutil", "packages", "old", "other")]
 
