@@ -102,12 +102,8 @@ def test_torch_decoder_agrees_value_by_value_and_gradient_by_gradient(seed):
     decoder.load_state_dict(state)
     assert {name: tuple(p.shape) for name, p in decoder.named_parameters()} == parameter_shapes(config)
     # The decoder's angles are float32, as in Hugging Face; exact ones let everything be compared to 1e-10.
-    own_rotary = decoder.rotary
-    decoder.rotary = lambda positions: exact_rotary(config, positions)
-    exact_positions = torch.arange(len(tokens))
-    torch.testing.assert_close(
-        decoder.rotary(exact_positions), tuple(own_rotary(exact_positions)), rtol=0, atol=1e-6
-    )
+    rounded = decoder.rotary
+    decoder.rotary = lambda positions: exact_rotary(config, positions, rounded(positions))
 
     # Two sequences packed end to end, so that a leak from one into the other cannot pass.
     lengths = [len(tokens) - 1, len(tokens) - 2]
@@ -144,12 +140,15 @@ def close(actual, expected, name: str = "") -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10, msg=lambda text: f"{name}: {text}")
 
 
-def exact_rotary(config: DecoderConfig, positions):
+def exact_rotary(config: DecoderConfig, positions, rounded):
+    """Cosines and sines in float64, having checked that the `rounded` ones are these, rounded."""
     import torch
 
-    angles = positions[:, None].double() * exact(rope_frequencies(config))
-    angles = torch.cat([angles, angles], dim=-1)[:, None]
-    return angles.cos(), angles.sin()
+    angles = positions[:, None, None].double() * exact(rope_frequencies(config))
+    angles = angles.repeat(1, 1, rounded[0].shape[-1] // angles.shape[-1])
+    precise = angles.cos(), angles.sin()
+    torch.testing.assert_close(tuple(rounded), precise, rtol=0, atol=1e-6)
+    return precise
 
 
 @pytest.mark.parametrize("seed", SEEDS)
