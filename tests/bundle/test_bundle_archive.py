@@ -71,6 +71,7 @@ def test_equal_bundles_give_equal_archives(
 ) -> None:
     pack(bundle, tmp_path / "other.tar.gz")
     assert (tmp_path / "other.tar.gz").read_bytes() == packed.read_bytes()
+    assert packed.read_bytes()[3:8] == b"\0" * 5, "no name and no time in the gzip header"
 
 
 def test_packing_needs_a_whole_bundle_and_a_free_name(bundle: Path, packed: Path, tmp_path: Path) -> None:

@@ -186,6 +186,14 @@ def test_large_files_that_nobody_may_write_share_their_inode(
     assert not (tmp_path / "attempt" / small).samefile(bundle / small)
 
 
+def test_a_file_that_may_be_written_is_never_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "SHARE_FROM", 0)
+    (tmp_path / "source").write_text("x")
+    (tmp_path / "source").chmod(0o644)
+    storage.place(tmp_path / "source", tmp_path / "target", 0o644)
+    assert not (tmp_path / "target").samefile(tmp_path / "source")
+
+
 def test_links_inside_an_input_are_followed_and_links_out_of_it_refused(
     job: Job, inputs: dict[str, Path], tmp_path: Path
 ) -> None:

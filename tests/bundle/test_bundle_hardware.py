@@ -54,12 +54,13 @@ def test_children_are_counted_and_forgotten(tmp_path: Path) -> None:
     """A grandchild that holds 50 MiB, as the scorer's process under a task."""
     hold = "b = bytearray(50 << 20); b[::4096] = b'1' * len(b[::4096]); print(flush=True); input()"
     nest = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hold!r}])"
+    nest = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {nest!r}])"
     child = subprocess.Popen([sys.executable, "-c", nest], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdin is not None and child.stdout is not None
     child.stdout.readline()
     sampler = HardwareSampler(tmp_path / "h.jsonl", child.pid)
     tree = sampler.sample()["tree"]
-    assert tree["processes"] == 2
+    assert tree["processes"] == 3
     assert tree["rss"] == sum(tree["rss_by_pid"].values()) > 50 * MEBIBYTE
     child.stdin.write(b"\n")
     child.stdin.close()

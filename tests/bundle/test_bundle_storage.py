@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import subprocess
@@ -15,6 +16,7 @@ from bundle_cases import make_inputs, make_job
 from perilune.bundle.archive import pack, unpack
 from perilune.bundle.freeze import attempt_copy, freeze
 from perilune.bundle.manifest import write_manifest
+from perilune.bundle.storage import place
 
 NOBODY = 65534
 InChild = Callable[[Callable[[], None], Callable[[], object]], str]
@@ -30,6 +32,29 @@ def limit_file_size() -> None:
 
 def left_in(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("after", [0, 3, 1000])
+def test_copying_ends_in_user_space_where_the_kernel_stops(
+    after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system may refuse copy_file_range at once, or part of the way."""
+    left = after
+
+    def stops(reader: int, writer: int, size: int) -> int:
+        nonlocal left
+        if left == 0:
+            raise OSError(errno.EXDEV, "another file system")
+        data = os.read(reader, min(size, left))
+        left -= len(data)
+        return os.write(writer, data)
+
+    monkeypatch.setattr(os, "copy_file_range", stops, raising=False)
+    content = bytes(range(256)) * 3
+    (tmp_path / "source").write_bytes(content)
+    place(tmp_path / "source", tmp_path / "target", 0o444)
+    assert (tmp_path / "target").read_bytes() == content
+    assert (tmp_path / "target").stat().st_mode & 0o777 == 0o444
 
 
 @pytest.mark.parametrize("name", ["freeze", "attempt", "pack", "unpack"])

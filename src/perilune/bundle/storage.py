@@ -29,6 +29,9 @@ _REMEDIES = {
     errno.ENAMETOOLONG: ("the name is too long", "choose a shorter one"),
 }
 
+# What copy_file_range says on file systems that do not offer it.
+_NOT_HERE = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ETXTBSY}
+
 
 @contextmanager
 def storage_errors(doing: str, path: Path) -> Iterator[None]:
@@ -99,23 +102,24 @@ def place(source: Path, target: Path, mode: int) -> None:
         else:
             return
     with source.open("rb") as reader, target.open("xb") as writer:
-        _copy(reader.fileno(), writer.fileno(), status.st_size)
-        if reader.seek(0, os.SEEK_CUR) < status.st_size:
-            shutil.copyfileobj(reader, writer, 1 << 20)
+        done = _copy_in_kernel(reader.fileno(), writer.fileno(), status.st_size)
+        reader.seek(done)
+        writer.seek(done)
+        shutil.copyfileobj(reader, writer, 1 << 20)  # what the kernel did not copy
     target.chmod(mode)
 
 
-def _copy(reader: int, writer: int, size: int) -> None:
-    """Copy inside the kernel, which shares blocks on file systems that can; stop where it cannot."""
-    if not hasattr(os, "copy_file_range"):
-        return
-    while size > 0:
+def _copy_in_kernel(reader: int, writer: int, size: int) -> int:
+    """Copy up to `size` bytes inside the kernel, which shares blocks where it can; returns how many."""
+    done = 0
+    while done < size and hasattr(os, "copy_file_range"):
         try:
-            copied = os.copy_file_range(reader, writer, size)
+            copied = os.copy_file_range(reader, writer, size - done)
         except OSError as error:
-            if error.errno in {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ETXTBSY}:
-                return
+            if error.errno in _NOT_HERE:
+                break
             raise
         if copied == 0:
-            return
-        size -= copied
+            break
+        done += copied
+    return done
