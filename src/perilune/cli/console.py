@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 LINE_INTERVAL = 5.0  # seconds between two lines about one stage when there is no terminal
+LEADING = ("reward", "pass_rate", "pass@1", "loss", "tokens_per_second")  # figures that come first
 
 
 class StageProgress(Protocol):
@@ -55,6 +56,13 @@ def figure(name: str, value: float) -> str:
     return f"{label} {value:,.3g}" if abs(value) < 1000 else f"{label} {value:,.0f}"
 
 
+def figures_text(figures: Mapping[str, float], separator: str = ", ") -> str:
+    """All figures in words, those that matter most first."""
+    order = {name: place for place, name in enumerate(LEADING)}
+    names = sorted(figures, key=lambda name: order.get(name, len(order)))
+    return separator.join(figure(name, figures[name]) for name in names)
+
+
 def duration(seconds: float) -> str:
     """Seconds as "m:ss" or "h:mm:ss"."""
     minutes, second = divmod(round(seconds), 60)
@@ -89,7 +97,7 @@ class PlainLines:
         if now - self._last.get(stage, now) < self._interval:
             return
         self._last[stage] = now
-        parts = [f"{done:,}/{total:,} {unit}", *(figure(*pair) for pair in figures.items())]
+        parts = [f"{done:,}/{total:,} {unit}", *([figures_text(figures)] if figures else [])]
         if done > already:
             parts.append(f"{duration((now - began) / (done - already) * (total - done))} left")
         self.say(f"[{stage}] {', '.join(parts)}")
@@ -109,15 +117,13 @@ class LiveBars:
 
     def __init__(self, out: TextIO) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._progress = Progress(
             TextColumn("{task.fields[mark]}"),
             TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=16),
             TextColumn("{task.fields[count]}", justify="right"),
-            TimeElapsedColumn(),
-            TextColumn("[dim]left"),
             TimeRemainingColumn(compact=True),
             TextColumn("{task.fields[figures]}"),
             console=Console(file=out, stderr=out is sys.stderr),
@@ -143,7 +149,7 @@ class LiveBars:
             completed=done,
             total=total,
             count=f"{done:,}/{total:,} {unit}",
-            figures="  ".join(figure(*pair) for pair in figures.items()),
+            figures=figures_text(figures, "  "),
         )
 
     def ended(self, stage: str, mark: str, note: str) -> None:

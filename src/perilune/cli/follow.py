@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from perilune.cli.console import StageProgress, duration, stage_progress
 from perilune.control import progress as events
 from perilune.control.experiments import advance, stage_plans
+from perilune.control.requests import cancel
 from perilune.errors import PeriluneError, RequestError, WorkFailedError
 from perilune.execution.verdict import Cause
 
@@ -78,7 +79,7 @@ def _interrupt(control: Control, running: events.StageStarted, view: StageProgre
         return
     try:
         view.say(f"stopping {stage}; Ctrl-C again leaves at once")
-        control.cancel(run_id)
+        cancel(control, run_id)
         view.ended(stage, "failed", "stopped")
         view.say("stopped: the same command goes on from the last checkpoint")
     except KeyboardInterrupt:

@@ -10,4 +10,4 @@ def quickstart(set_: SetOption = None, seed: SeedOption = None, as_json: JsonOpt
 
     Nothing is downloaded. The recipe is the bundled one called quickstart.
     """
-    run_recipe("quickstart", overrides(set_, seed), as_json=as_json)
+    run_recipe("quickstart", overrides(set_, seed), "perilune quickstart", as_json=as_json)

@@ -6,34 +6,32 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perilune.files import read_json
-
 if TYPE_CHECKING:
+    from perilune.control.lookup import StageStatus
     from perilune.recipe.schema import Recipe, Stage
-    from perilune.ui.view import StageView
 
 BULKY = ("kind", "correct_per_task")  # parts of an evaluation's summary that the document leaves to its file
 
 
 def results_document(
-    recipe: Recipe, experiment: str, stages: Sequence[StageView], *, seconds: float, report: Path | None
+    recipe: Recipe, experiment: str, stages: Sequence[StageStatus], *, seconds: float, report: Path | None
 ) -> dict[str, Any]:
     """Everything found, as one JSON document; `stages` are those of `recipe`, in the same order."""
-    summaries = {view.name: _summary(view) for view in stages}
+    summaries = {one.name: one.summary for one in stages}
     return {
         "experiment": experiment,
         "recipe": recipe.name,
         "seed": recipe.seed,
         "stages": [
             {
-                "name": view.name,
-                "task": view.task,
-                "run": view.run_id,
-                "state": view.state,
-                "attempts": view.attempts,
-                "seconds": summaries[view.name].get("seconds"),
+                "name": one.name,
+                "task": one.task,
+                "run": one.run_id,
+                "state": one.state,
+                "attempts": one.attempts,
+                "seconds": one.seconds,
             }
-            for view in stages
+            for one in stages
         ],
         "evaluations": [
             {"stage": stage.name, "checkpoint": stage.consumes.get("checkpoint")}
@@ -43,64 +41,48 @@ def results_document(
             if _is_evaluation(summaries[stage.name])
         ],
         "report": str(report) if report else None,
-        "bundles": {view.name: str(view.attempt_dir) for view in stages if view.attempt_dir},
+        "bundles": {one.name: str(one.attempt_dir) for one in stages if one.attempt_dir},
         "seconds": round(seconds, 3),
     }
 
 
 def print_results(document: Mapping[str, Any]) -> None:
-    """Print tables of the evaluations, what was gained, and where everything lies, to stdout."""
+    """Print the evaluations side by side, what was gained, and where everything lies, to stdout."""
     from rich.console import Console
 
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=max(console.width, 110))
+        console = Console(highlight=False, width=160)
     evaluations = document["evaluations"]
     if evaluations:
-        console.print(_scores(evaluations))
-        if any(evaluation.get("strategies") for evaluation in evaluations):
-            console.print(_strategies(evaluations))
-        for evaluation in evaluations:
-            if gain := evaluation.get("gain"):
-                console.print(
-                    f"{evaluation['checkpoint']}: pass@1 {_points(gain['pass@1'])} over {gain['over']}"
-                    f" (paired by task, {gain['tasks']} tasks)"
-                )
-    console.print(f"{document['recipe']}, seed {document['seed']}: {document['seconds']:.0f} s")
+        console.print(_table(evaluations))
+    for one in evaluations:
+        if gain := one.get("gain"):
+            console.print(
+                f"{one['checkpoint']} gained {_points(gain['pass@1'])} of pass@1 over {gain['over']},"
+                f" on the same {gain['tasks']} tasks"
+            )
+    console.print(f"{document['recipe']}, seed {document['seed']}: {document['seconds']:.0f} s\n")
     for label, path in (("report", document["report"]), *document["bundles"].items()):
         if path:
             console.print(f"  {label:<12} {path}", soft_wrap=True)
 
 
-def next_steps(document: Mapping[str, Any]) -> str:
-    """What to try next, a command a line."""
-    last = document["stages"][-1]["run"]
-    trained = next((one["run"] for one in document["stages"] if one["task"] == "rl"), last)
+def next_steps(document: Mapping[str, Any], again: str) -> str:
+    """What to try next, a command a line; `again` is the command that made the document."""
+    trained = next((one for one in document["stages"] if one["task"] == "rl"), document["stages"][-1])
     lines = [
-        ("look at what the model wrote", f"open {document['report']}"),
-        ("another seed", f"perilune run {document['recipe']} --seed {document['seed'] + 1}"),
-        ("see it made again, bit for bit", f"perilune reproduce {trained}"),
-        (
-            "check that nothing was altered",
-            f"perilune bundle verify {document['bundles'][_stage_of(document, trained)]}",
-        ),
+        ("read what the model wrote", f"open {document['report']}"),
+        ("another seed", f"{again} --seed {document['seed'] + 1}"),
+        ("make it again, bit for bit", f"perilune reproduce {trained['run']}"),
+        ("check that nothing changed", f"perilune bundle verify {document['bundles'][trained['name']]}"),
         ("other tasks to climb on", "perilune environments list"),
     ]
-    return "\n".join(["Next:", *(f"  {what:<32} {command}" for what, command in lines)])
-
-
-def _stage_of(document: Mapping[str, Any], run_id: str) -> str:
-    return str(next(one["name"] for one in document["stages"] if one["run"] == run_id))
+    return "\n".join(["Next:", *(f"  {what:<28} {command}" for what, command in lines)])
 
 
 def _is_evaluation(summary: Mapping[str, Any]) -> bool:
     return summary.get("kind") == "evaluation"
-
-
-def _summary(view: StageView) -> dict[str, Any]:
-    path = view.attempt_dir / "artifacts" / "summary.json" if view.attempt_dir else None
-    found: dict[str, Any] = read_json(path) if path and path.exists() else {}
-    return found
 
 
 def _gain(recipe: Recipe, evaluation: Stage, summaries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -128,45 +110,40 @@ def _pass_rates(summary: Mapping[str, Any]) -> dict[str, float]:
     return {task: correct / samples for task, samples, correct in summary["correct_per_task"]}
 
 
-def _scores(evaluations: Sequence[Mapping[str, Any]]) -> Any:
+def _table(evaluations: Sequence[Mapping[str, Any]]) -> Any:
+    """A column an evaluation, so that what changed stands side by side and fits a narrow terminal."""
+    from rich import box
     from rich.table import Table
 
-    measures = [key for key in ("pass@1", "pass@8", "greedy") if any(one.get(key) for one in evaluations)]
-    table = Table(title="Held-out tasks, with 95% intervals", title_justify="left")
-    table.add_column("evaluation")
-    for name in [*measures, "mean length", "tokens/s", "seconds"]:
-        table.add_column(name, justify="right", no_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("held-out tasks", no_wrap=True)
     for one in evaluations:
-        cells = [_interval(one.get(key)) for key in measures]
-        cells += [_number(one["length"]["mean"], ".1f")]
-        cells += [_number(one.get("tokens_per_second"), ",.0f"), _number(one.get("seconds"), ".1f")]
-        table.add_row(one["stage"], *cells)
-    return table
+        table.add_column(one["stage"], justify="right", no_wrap=True)
 
+    def row(label: str, cells: Sequence[str], *, end_section: bool = False) -> None:
+        if any(cells):
+            table.add_row(label, *cells, end_section=end_section)
 
-def _strategies(evaluations: Sequence[Mapping[str, Any]]) -> Any:
-    from rich.table import Table
-
-    table = Table(title="How tasks were attacked: share of answers, and how many of those were right")
-    table.title_justify = "left"
-    table.add_column("evaluation")
+    for measure in ("pass@1", "pass@8", "greedy"):
+        row(measure, [_interval(one.get(measure)) for one in evaluations])
+    row("mean length", [_number(one["length"]["mean"], ".1f") for one in evaluations])
+    row("tokens/s", [_number(one.get("tokens_per_second"), ",.0f") for one in evaluations])
+    row("seconds", [_number(one.get("seconds"), ".1f") for one in evaluations], end_section=True)
     names = sorted({name for one in evaluations for name in one.get("strategies") or ()})
     for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    for one in evaluations:
-        seen = one.get("strategies") or {}
-        cells = [
-            f"{seen[name]['share']:.1%}, {seen[name]['accuracy']:.1%} right" if name in seen else ""
-            for name in names
-        ]
-        table.add_row(one["stage"], *cells)
+        row(f"answers: {name}", [_strategy((one.get("strategies") or {}).get(name)) for one in evaluations])
     return table
+
+
+def _strategy(value: Mapping[str, float] | None) -> str:
+    """Share of the answers, and how many of those were right."""
+    return "" if value is None else f"{value['share']:.1%} [dim]({value['accuracy']:.1%} right)[/]"
 
 
 def _interval(value: Mapping[str, float] | None) -> str:
     if value is None:
         return ""
-    return f"{100 * value['mean']:.1f}% [dim]({100 * value['low']:.1f} to {100 * value['high']:.1f})[/]"
+    return f"{value['mean']:.1%} [dim]({100 * value['low']:.1f} to {100 * value['high']:.1f})[/]"
 
 
 def _points(value: Mapping[str, float]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -41,7 +42,8 @@ def run(
 
     Ctrl-C stops the stage that this command began; the same command goes on from its last checkpoint.
     """
-    run_recipe(recipe, overrides(set_, seed), plan_only=plan, detach=detach, as_json=as_json)
+    command = f"perilune run {recipe}"
+    run_recipe(recipe, overrides(set_, seed), command, plan_only=plan, detach=detach, as_json=as_json)
 
 
 def overrides(set_: Sequence[str] | None, seed: int | None) -> list[str]:
@@ -50,9 +52,15 @@ def overrides(set_: Sequence[str] | None, seed: int | None) -> list[str]:
 
 
 def run_recipe(
-    name: str, changes: Sequence[str], *, plan_only: bool = False, detach: bool = False, as_json: bool = False
+    name: str,
+    changes: Sequence[str],
+    command: str,
+    *,
+    plan_only: bool = False,
+    detach: bool = False,
+    as_json: bool = False,
 ) -> None:
-    """What `run` and `quickstart` do, for the recipe called `name`.
+    """What `run` and `quickstart` do, for the recipe called `name`; `command` is how users ask for it.
 
     Raises:
         RequestError: when the recipe is wrong, or a stage finds that it is.
@@ -71,9 +79,9 @@ def run_recipe(
     if plan_only:
         return
     if detach:
-        _detach(recipe, path, changes, as_json=as_json)
+        _detach(recipe, path, changes, command, as_json=as_json)
     else:
-        _follow(recipe, as_json=as_json)
+        _follow(recipe, _with_changes(command, changes), as_json=as_json)
 
 
 def find_recipe(name: str) -> Path:
@@ -84,53 +92,60 @@ def find_recipe(name: str) -> Path:
     return bundled_recipe(name) if not path.exists() and name in bundled_recipes() else path
 
 
-def _follow(recipe: Recipe, *, as_json: bool) -> None:
+def _follow(recipe: Recipe, again: str, *, as_json: bool) -> None:
     """Carry the experiment to its end and tell what came of it."""
     from perilune.cli.follow import follow
     from perilune.cli.results import next_steps, print_results, results_document
     from perilune.cli.view import experiment_view
     from perilune.control.experiments import Control, open_experiment
+    from perilune.control.lookup import stage_statuses
     from perilune.ui.report import build_report
 
     began = time.monotonic()
     control = Control()
     experiment = open_experiment(control, recipe)
-    failure: Exception | None = follow(control, experiment, recipe)
-    view = experiment_view(control, experiment)
+    failure = follow(control, experiment, recipe)
+    statuses = stage_statuses(control, experiment)
+    problem: Exception | None = failure
     report: Path | None = None
     try:
+        view = experiment_view(control, experiment, statuses)
         report = build_report(view, control.home.experiment(experiment) / "report.html")
-    except Exception as error:  # what was found is still told, before this is
-        failure = failure or error
+    except Exception as error:  # what was found is told before this is
+        problem = problem or error
     seconds = time.monotonic() - began
-    document = results_document(recipe, experiment, view.stages, seconds=seconds, report=report)
+    document = results_document(recipe, experiment, statuses, seconds=seconds, report=report)
     if as_json:
         typer.echo(json.dumps(document))
     elif failure is None:
         print_results(document)
-        typer.echo(next_steps(document))
-    if failure is not None:
-        raise failure
+        typer.echo(next_steps(document, again))
+    if problem is not None:
+        raise problem
 
 
-def _detach(recipe: Recipe, path: Path, changes: Sequence[str], *, as_json: bool) -> None:
+def _detach(recipe: Recipe, path: Path, changes: Sequence[str], command: str, *, as_json: bool) -> None:
     """Start a process of its own session that follows the experiment, and say how to watch it."""
     from perilune.control.experiments import Control, open_experiment
 
     control: Control = Control()
     experiment = open_experiment(control, recipe)
     log = control.home.experiment(experiment) / "driver.log"
-    command = [sys.executable, "-m", "perilune.cli.main", "run", str(path.absolute())]
-    command += [argument for change in changes for argument in ("--set", change)]
+    driver_command = [sys.executable, "-m", "perilune.cli.main", "run", str(path.absolute())]
+    driver_command += [argument for change in changes for argument in ("--set", change)]
     with log.open("ab") as out:
         driver = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+            driver_command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
         )
     if as_json:
         typer.echo(json.dumps({"experiment": experiment, "pid": driver.pid, "log": str(log)}))
         return
-    again = " ".join(["perilune run", str(path), *(f"--set {change}" for change in changes)])
     typer.echo(f"experiment {experiment} goes on in the background, process {driver.pid}")
-    typer.echo(f"  watch it     {again}")
+    typer.echo(f"  watch it     {_with_changes(command, changes)}")
     typer.echo("  its runs     perilune runs")
     typer.echo(f"  its log      {log}")
+
+
+def _with_changes(command: str, changes: Sequence[str]) -> str:
+    """The command with its overrides, as it would be typed; a seed is left to whoever repeats it."""
+    return shlex.join([*shlex.split(command), *(part for change in changes for part in ("--set", change))])

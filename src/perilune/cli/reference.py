@@ -1,0 +1,59 @@
+"""docs/reference/cli.md, from what each command says of itself: `python -m perilune.cli.reference`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from perilune.cli.main import COMMANDS, load_command
+
+
+def markdown() -> str:
+    """The reference page of the command line."""
+    lines = [
+        "# Command line",
+        "",
+        "Every listing has `--json`. Exit codes: 0 done, 1 the work failed, 2 the request was wrong. State",
+        "lies in `$PERILUNE_HOME` (default `~/.perilune`). `--debug`, anywhere, shows a failure's traceback.",
+        "",
+        "<!-- Written by `python -m perilune.cli.reference`; a test keeps it in step. -->",
+    ]
+    for name in COMMANDS:
+        lines += _section(f"perilune {name}", load_command(name), level=2)
+    return "\n".join(lines) + "\n"
+
+
+def _section(path: str, command: Any, level: int) -> Iterator[str]:
+    children = getattr(command, "commands", {})
+    yield from ("", f"{'#' * level} {path}", "")
+    paragraphs = inspect.cleandoc(command.help or "").split("\n\n")
+    for paragraph in paragraphs:
+        if paragraph.startswith("\b"):
+            yield from ("```console", *paragraph.splitlines()[1:], "```", "")
+        else:
+            yield from (paragraph, "")
+    if children:
+        for name, child in children.items():
+            yield from _section(f"{path} {name}", child, level + 1)
+        return
+    rows = [row for parameter in command.params if (row := _row(parameter))]
+    if rows:
+        yield from ("| | |", "|---|---|", *rows)
+
+
+def _row(parameter: Any) -> str:
+    if parameter.name == "help":
+        return ""
+    if parameter.param_type_name == "argument":
+        shown = parameter.metavar or parameter.name.upper()
+    else:
+        value = "" if parameter.is_flag else f" {parameter.metavar or 'VALUE'}"
+        shown = ", ".join(parameter.opts) + value
+    default = parameter.default
+    told = default not in (None, False, (), []) and not callable(default) and not parameter.required
+    return f"| `{shown}` | {parameter.help or ''}{f' Default: `{default}`.' if told else ''} |"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

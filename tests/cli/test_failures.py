@@ -1,0 +1,89 @@
+"""Whatever goes wrong is one message on stderr and an exit code."""
+
+import errno
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from perilune.cli.failures import explain
+from perilune.errors import RequestError, WorkFailedError
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (RequestError("bad", where="a.yaml:3", remedy="good"), 2, "error: a.yaml:3: bad\n  try: good\n"),
+        (WorkFailedError("it broke"), 1, "error: it broke\n"),
+        (KeyboardInterrupt(), 2, "error: interrupted\n"),
+        (
+            OSError(errno.ENOSPC, "No space left", "/disk/x"),
+            2,
+            "error: /disk/x: cannot go on: the disk is full\n",
+        ),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/disk/x"),
+            2,
+            "error: /disk/x: cannot go on: no perm",
+        ),
+        (
+            OSError(errno.EROFS, "Read-only", "/disk/x"),
+            2,
+            "error: /disk/x: cannot go on: the file system is read-",
+        ),
+    ],
+)
+def test_expected_failures_are_one_message(
+    error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert explain(error, debug=False) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(said)
+    assert "Traceback" not in err
+
+
+def test_an_unexpected_failure_is_short_and_its_traceback_is_saved(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    try:
+        raise ZeroDivisionError("division by zero")
+    except ZeroDivisionError as error:
+        assert explain(error, debug=False) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: unexpected ZeroDivisionError: division by zero\n")
+    saved = Path(re.search(r"the traceback is in (\S+);", err)[1])
+    assert saved.parent == tmp_path
+    assert saved.stat().st_mode & 0o777 == 0o600
+    assert "ZeroDivisionError: division by zero" in saved.read_text()
+    assert "Traceback" in saved.read_text()
+
+
+def test_debug_prints_the_traceback_and_saves_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert explain(ValueError("odd"), debug=True) == 1
+    assert "ValueError: odd" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_reader_that_goes_away_is_no_complaint(tmp_path: Path) -> None:
+    script = str(Path(sys.executable).with_name("perilune"))
+    with subprocess.Popen([script, "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+
+
+def test_a_full_disk_behind_stdout_is_told() -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    script = str(Path(sys.executable).with_name("perilune"))
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([script, "--help"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert "the disk is full" in done.stderr
+    assert "Exception ignored" not in done.stderr

@@ -1,0 +1,120 @@
+"""What an experiment found, from the evidence of its stages."""
+
+from pathlib import Path
+
+import pytest
+
+from perilune.cli.results import next_steps, print_results, results_document
+from perilune.control.lookup import StageStatus
+from perilune.recipe.load import load_recipe
+
+RECIPE = """\
+name: climb
+seed: 5
+model: {preset: tiny}
+environment: {id: reasoning_gym, task: gcd, prompt: compact}
+stages:
+  - {name: traces, task: collect, teacher: arithmetic}
+  - {name: base, task: evaluate, checkpoint: model}
+  - {name: sft, task: sft, data: traces}
+  - {name: after_sft, task: evaluate, checkpoint: sft}
+  - {name: rl, task: rl, checkpoint: sft}
+  - {name: after_rl, task: evaluate, checkpoint: rl}
+"""
+
+
+def evaluation(passed: list[int]) -> dict:
+    """The summary of an evaluation of 8 samples a task, `passed` of them right."""
+    rate = sum(passed) / len(passed) / 8
+    return {
+        "kind": "evaluation",
+        "tasks": len(passed),
+        "samples": 8,
+        "pass@1": {"mean": rate, "low": rate - 0.1, "high": rate + 0.1},
+        "pass@8": {"mean": 0.9, "low": 0.8, "high": 1.0},
+        "greedy": {"mean": 0.5, "low": 0.4, "high": 0.6},
+        "length": {"mean": 12.25},
+        "strategies": {"direct": {"share": 0.75, "accuracy": 0.25}},
+        "tokens_per_second": 4321.0,
+        "seconds": 3.21,
+        "correct_per_task": [[f"t{i}", 8, c] for i, c in enumerate(passed)],
+    }
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> dict:
+    path = tmp_path / "climb.yaml"
+    path.write_text(RECIPE)
+    recipe = load_recipe(path)
+    summaries = {
+        "traces": {"kind": "dataset", "rows": 100},
+        "base": evaluation([0, 0, 0, 0]),
+        "sft": {"kind": "training"},
+        "after_sft": evaluation([2, 2, 2, 2]),
+        "rl": {"kind": "training"},
+        "after_rl": evaluation([6, 6, 8, 8, 3])
+        | {"correct_per_task": [["t1", 8, 6], ["t0", 8, 6], ["t2", 8, 8], ["t3", 8, 8], ["new", 8, 3]]},
+    }
+    stages = [
+        StageStatus("X1", "climb", stage.name, stage.task, f"RUN-{stage.name}", "succeeded", "reachable", 1,
+                    tmp_path / stage.name, "digest", "", "", 0.0, 7.0, None, summaries[stage.name])
+        for stage in recipe.stages
+    ]  # fmt: skip
+    return results_document(recipe, "X1", stages, seconds=12.34567, report=tmp_path / "report.html")
+
+
+def test_evaluations_carry_their_stage_in_order_and_their_intervals(document: dict) -> None:
+    assert [one["stage"] for one in document["evaluations"]] == ["base", "after_sft", "after_rl"]
+    assert document["evaluations"][1]["pass@1"] == {"mean": 0.25, "low": 0.15, "high": 0.35}
+    assert all("correct_per_task" not in one for one in document["evaluations"])
+
+
+def test_the_gain_is_over_the_checkpoint_that_training_began_with(document: dict) -> None:
+    base, after_sft, after_rl = document["evaluations"]
+    assert "gain" not in base
+    assert after_sft["gain"]["over"] == "base"
+    assert after_sft["gain"]["pass@1"]["mean"] == pytest.approx(0.25)
+    assert after_rl["gain"]["over"] == "after_sft"
+    assert after_rl["gain"]["tasks"] == 4  # those that both judged
+    assert after_rl["gain"]["pass@1"]["mean"] == pytest.approx(28 / 32 - 0.25)
+    assert after_rl["gain"]["pass@1"]["low"] > 0.4
+
+
+def test_the_document_names_everything_that_was_left(document: dict, tmp_path: Path) -> None:
+    assert document["experiment"] == "X1"
+    assert (document["recipe"], document["seed"], document["seconds"]) == ("climb", 5, 12.346)
+    assert document["report"] == str(tmp_path / "report.html")
+    assert document["bundles"]["rl"] == str(tmp_path / "rl")
+    assert document["stages"][4] == {
+        "name": "rl", "task": "rl", "run": "RUN-rl", "state": "succeeded", "attempts": 1, "seconds": 7.0,
+    }  # fmt: skip
+
+
+def test_the_tables_say_the_same(document: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    print_results(document)
+    out = capsys.readouterr().out
+    rows = {line.strip().split("  ")[0]: line for line in out.splitlines() if line.strip()}
+    assert "25.0% (15.0 to 35.0)" in rows["pass@1"]
+    assert rows["pass@8"].count("90.0% (80.0 to 100.0)") == 3
+    assert "12.2" in rows["mean length"]
+    assert "4,321" in rows["tokens/s"]
+    assert "75.0% (25.0% right)" in rows["answers: direct"]
+    assert "rl gained +62.5 points" in out
+    assert document["report"] in out
+    steps = next_steps(document, "perilune quickstart")
+    assert "perilune quickstart --seed 6" in steps
+    assert "perilune reproduce RUN-rl" in steps
+
+
+def test_an_experiment_that_was_cut_short_has_a_document_too(tmp_path: Path) -> None:
+    path = tmp_path / "climb.yaml"
+    path.write_text(RECIPE)
+    recipe = load_recipe(path)
+    stages = [
+        StageStatus("X1", "climb", stage.name, stage.task, "", "waiting", "unknown", 0,
+                    None, "", "", "", None, None, None, {})
+        for stage in recipe.stages
+    ]  # fmt: skip
+    document = results_document(recipe, "X1", stages, seconds=1.0, report=None)
+    assert document["evaluations"] == []
+    assert document["bundles"] == {}
