@@ -95,10 +95,14 @@ def test_the_same_episodes_give_the_same_bytes(tmp_path):
 def test_duckdb_and_pandas_read_it(tmp_path):
     path = tmp_path / "e.parquet"
     write_episodes(path, EPISODES)
-    rows = duckdb.connect().execute(
-        f"select avg(reward), count(*) filter (where truncated), max(reward_terms['raw']), "
-        f"max(len(token_ids)), min(messages[1].content) from '{path}'"
-    ).fetchone()
+    rows = (
+        duckdb.connect()
+        .execute(
+            f"select avg(reward), count(*) filter (where truncated), max(reward_terms['raw']), "
+            f"max(len(token_ids)), min(messages[1].content) from '{path}'"
+        )
+        .fetchone()
+    )
     assert rows == (1.0, 1, 1.0, 5, "1+2=")
     frame = pd.read_parquet(path)
     assert list(frame["truncated"]) == [False, False, True, False, False]

@@ -8,7 +8,7 @@ import pytest
 from environment_cases import gym
 
 from perilune.environments import Failure, Transcript, make_environment
-from perilune.environments.reasoning_gym import task_families
+from perilune.environments.reasoning_gym import ReasoningGymEnvironment
 
 TASKS = 3
 SMALL = {  # settings that make slow generators quick
@@ -27,10 +27,10 @@ def fixed_hash_seed(monkeypatch):
 
 
 def test_there_are_about_a_hundred_families():
-    assert len(task_families()) > 100
+    assert len(ReasoningGymEnvironment.families()) > 100
 
 
-@pytest.mark.parametrize("family", task_families())
+@pytest.mark.parametrize("family", ReasoningGymEnvironment.families())
 def test_family(family):
     environment = make_environment(gym(family, config=SMALL.get(family, {})))
     if family in SLOW:

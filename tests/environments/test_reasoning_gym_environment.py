@@ -10,7 +10,13 @@ from environment_cases import ADDITION, gym
 
 from perilune.environments import Failure, Score, Transcript, make_environment
 from perilune.environments.compact import PROMPTS
-from perilune.environments.reasoning_gym import HASH_SEEDED, decode, encode, original_answer, task_families
+from perilune.environments.reasoning_gym import (
+    HASH_SEEDED,
+    ReasoningGymEnvironment,
+    decode,
+    encode,
+    original_answer,
+)
 from perilune.errors import RequestError
 
 
@@ -88,7 +94,8 @@ def test_difficulty_of_a_sum_counts_columns_and_carries(addition):
     by_prompt = {prompt(task): task.difficulty for task in take(addition, 3000)}
     for text, difficulty in by_prompt.items():
         a, b = text.removesuffix("=").split("+")
-        columns = max(len(a), len(b))
+        assert len(a) == len(b)
+        columns = len(str(max(int(a), int(b))))
         carries = (sum(map(int, a + b)) - sum(map(int, str(int(a) + int(b))))) // 9
         assert difficulty == columns + carries
 
@@ -104,7 +111,7 @@ def test_hash_seeded_families_ask_for_a_fixed_hash_seed(monkeypatch):
     with pytest.raises(RequestError) as caught:
         next(environment.tasks("train", 0))
     assert "PYTHONHASHSEED=0" in caught.value.remedy
-    assert set(task_families()) >= HASH_SEEDED
+    assert set(ReasoningGymEnvironment.families()) >= HASH_SEEDED
 
 
 # Prompts

@@ -17,8 +17,12 @@ ANSWER_MARK = ";"
 
 
 def _arithmetic(entry: Entry) -> str:
-    expression: str = entry["metadata"]["expression"]
-    return expression.replace(" ", "") + "="
+    """The expression without spaces; in a plain sum or product numbers have one width, for columns' sake."""
+    expression: str = entry["metadata"]["expression"].replace(" ", "")
+    if not (scratchpad.terms(expression) or scratchpad.factors(expression)):
+        return expression + "="
+    width = max(map(len, re.findall(r"\d+", expression)))
+    return re.sub(r"\d+", lambda number: number[0].zfill(width), expression) + "="
 
 
 def _numbers(function: str, key: str) -> Callable[[Entry], str]:

@@ -11,6 +11,7 @@ import hashlib
 import io
 import math
 import os
+import random
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -26,10 +27,20 @@ from perilune.errors import RequestError
 HELD_OUT_PARTS = 10  # one tenth of all questions is held out
 CHUNK = 1000  # items drawn from one seed of the generator
 
-# Families that iterate over sets of strings, so that their tasks follow the interpreter's hash seed.
+# Families that iterate over sets, so that their tasks follow the interpreter's hash seed.
 HASH_SEEDED = frozenset(
-    {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
+    {
+        "intermediate_integration",
+        "codeio",  # and one item in some hundreds names a temporary file, which no seed fixes
+        "isomorphic_strings",
+        "knight_swap",
+        "polynomial_multiplication",
+        "ransom_note",
+        "word_ladder",
+    }
 )
+# Families that draw from Python's global random numbers besides their own.
+GLOBALLY_SEEDED = frozenset({"codeio", "list_functions"})
 
 
 _NO_FAMILIES = frozenset({"composite"})  # mixes families, and would hide whose form an answer must have
@@ -73,6 +84,16 @@ class ReasoningGymEnvironment:
                 where="environment.prompt",
                 remedy=f"prompt: original, or one of: {', '.join(sorted(compact.PROMPTS))}",
             )
+
+    @staticmethod
+    def families() -> tuple[str, ...]:
+        """What `task` may be, sorted."""
+        return tuple(sorted(_datasets()))
+
+    def settings(self) -> dict[str, Any]:
+        """What `config` may hold for this family: each setting and its value here."""
+        config = vars(self._dataset.config)
+        return {name: value for name, value in config.items() if name in _settings(self.spec.task)}
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
         """Distinct tasks of a split in an order fixed by `seed`; ends when the generator has no new ones.
@@ -140,11 +161,16 @@ class ReasoningGymEnvironment:
 
     def _entries(self, seed: int, chunk: int) -> Iterator[Mapping[str, Any]]:
         mixed = hashlib.sha256(f"{self.id}/{seed}/{chunk}".encode()).digest()
-        dataset = _create(self.spec, seed=int.from_bytes(mixed[:4], "big") >> 1)
+        chunk_seed = int.from_bytes(mixed[:4], "big") >> 1
+        dataset = _create(self.spec, chunk_seed)
         for index in range(CHUNK):
             with contextlib.redirect_stdout(io.StringIO()):  # a few generators print while they work
                 try:
-                    entry = dataset[index]
+                    if self.spec.task in GLOBALLY_SEEDED:
+                        with _global_random(chunk_seed + index):
+                            entry = dataset[index]
+                    else:
+                        entry = dataset[index]
                 except IndexError:  # families with a fixed store of items
                     return
             yield entry
@@ -208,11 +234,6 @@ class SingleTurn:
         return Step(messages=(), reward_terms={}, done=True)
 
 
-def task_families() -> tuple[str, ...]:
-    """Names of all reasoning-gym families, sorted."""
-    return tuple(sorted(_datasets()))
-
-
 def original_answer(text: str) -> str:
     """The final answer in free text: in the last <answer> tag, else what follows </think>, else all."""
     _, opened, rest = text.rpartition("<answer>")
@@ -247,6 +268,17 @@ def decode(value: Any) -> Any:
     return value
 
 
+@contextlib.contextmanager
+def _global_random(seed: int) -> Iterator[None]:
+    """Python's global random numbers start from `seed` inside, and go on as if nothing happened outside."""
+    before = random.getstate()
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before)
+
+
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -258,6 +290,10 @@ def _datasets() -> Mapping[str, tuple[type, type]]:
     return {name: classes for name, classes in DATASETS.items() if name not in _NO_FAMILIES}
 
 
+def _settings(family: str) -> set[str]:
+    return {field.name for field in dataclasses.fields(_datasets()[family][1])} - {"seed", "size"}
+
+
 def _create(spec: ReasoningGymSpec, seed: int) -> Any:
     datasets = _datasets()
     if spec.task not in datasets:
@@ -267,7 +303,7 @@ def _create(spec: ReasoningGymSpec, seed: int) -> Any:
             remedy=did_you_mean(spec.task, datasets),
         )
     dataset_class, config_class = datasets[spec.task]
-    valid = {field.name for field in dataclasses.fields(config_class)} - {"seed", "size"}
+    valid = _settings(spec.task)
     for key in spec.config:
         if key not in valid:
             raise RequestError(

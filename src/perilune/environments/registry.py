@@ -40,6 +40,16 @@ def environment_spec(name: str) -> type[BaseModel] | None:
     return model
 
 
+def environment_families(name: str) -> tuple[str, ...]:
+    """Families of tasks that the environment `name` can be asked for by its field `task`; empty when none.
+
+    Raises:
+        RequestError: when no such environment is installed.
+    """
+    families: tuple[str, ...] = getattr(_factory({"id": name}), "families", tuple)()
+    return families
+
+
 def make_environment(spec: Mapping[str, Any]) -> Environment:
     """Build the environment that `spec` describes: its `id`, and the fields that this id takes.
 

@@ -7,8 +7,9 @@ each worked from the right, one group of characters a column:
 * difference  digit digit borrow-in borrow-out and digit  512-348  28014,14116,53101
 * product     digit digit carry-in  two-digit product     47*6     76042,46428
 
-Between two steps stands the value so far, between slashes: 1+2+3 is `12003/3/33006`. A brief working keeps
-only the last two characters of each column.
+Every column that the longest number has as written is worked, so 047+002 has three. Between two steps
+stands the value so far, between slashes: 1+2+3 is `12003/3/33006`. A brief working keeps only the last two
+characters of each column.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def factors(expression: str) -> tuple[int, ...] | None:
 def working(expression: str, brief: bool = False) -> str | None:
     """The whole working of an expression without spaces; None when it is no plain sum or product."""
     if (numbers := terms(expression)) is not None:
-        steps = list(_sum_steps(numbers))
+        width = max(map(len, re.findall(r"\d+", expression)))
+        steps = list(_sum_steps(numbers, width))
     elif (numbers := factors(expression)) is not None:
         steps = list(_product_steps(numbers))
     else:
@@ -56,22 +58,22 @@ def working(expression: str, brief: bool = False) -> str | None:
 
 def carries(a: int, b: int) -> int:
     """How many columns of a + b carry."""
-    columns, _ = _add(abs(a), abs(b))
+    columns, _ = _add(abs(a), abs(b), width=1)
     return sum(column[-2] == "1" for column in columns)
 
 
-def _sum_steps(numbers: tuple[int, ...]) -> Iterator[Step]:
+def _sum_steps(numbers: tuple[int, ...], width: int) -> Iterator[Step]:
     total = numbers[0]
     for number in numbers[1:]:
-        yield _signed_add(total, number)
+        yield _signed_add(total, number, width)
         total += number
 
 
-def _signed_add(a: int, b: int) -> Step:
+def _signed_add(a: int, b: int, width: int) -> Step:
     if (a < 0) == (b < 0):
-        columns, _ = _add(abs(a), abs(b))
+        columns, _ = _add(abs(a), abs(b), width)
     else:
-        columns = _subtract(max(abs(a), abs(b)), min(abs(a), abs(b)))
+        columns = _subtract(max(abs(a), abs(b)), min(abs(a), abs(b)), width)
     return columns, a + b
 
 
@@ -85,31 +87,31 @@ def _product_steps(numbers: tuple[int, ...]) -> Iterator[Step]:
             shifted = product * 10**place
             yield columns, sign * shifted
             if place > 0:
-                columns, partial_sum = _add(partial_sum, shifted)
+                columns, partial_sum = _add(partial_sum, shifted, width=1)
                 yield columns, sign * partial_sum
             else:
                 partial_sum = shifted
         total *= number
 
 
-def _columns(a: int, b: int) -> Iterator[tuple[int, int]]:
-    pairs = zip_longest(reversed(str(a)), reversed(str(b)), fillvalue="0")
+def _columns(a: int, b: int, width: int) -> Iterator[tuple[int, int]]:
+    pairs = zip_longest(reversed(f"{a:0{width}}"), reversed(str(b)), fillvalue="0")
     return ((int(x), int(y)) for x, y in pairs)
 
 
-def _add(a: int, b: int) -> tuple[list[str], int]:
+def _add(a: int, b: int, width: int) -> tuple[list[str], int]:
     written, carry = [], 0
-    for x, y in _columns(a, b):
+    for x, y in _columns(a, b, width):
         column = x + y + carry
         written.append(f"{x}{y}{carry}{column:02d}")
         carry = column // 10
     return written, a + b
 
 
-def _subtract(a: int, b: int) -> list[str]:
+def _subtract(a: int, b: int, width: int) -> list[str]:
     """Columns of a - b, for a >= b >= 0."""
     written, borrow = [], 0
-    for x, y in _columns(a, b):
+    for x, y in _columns(a, b, width):
         digit = x - y - borrow
         owes = int(digit < 0)
         written.append(f"{x}{y}{borrow}{owes}{digit + 10 * owes}")

@@ -1,0 +1,161 @@
+"""`perilune environments`: which there are, what they take, what their tasks look like."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from perilune.errors import RequestError
+
+if TYPE_CHECKING:
+    from perilune.environments import Environment, Split, Task
+
+app = typer.Typer(
+    help="List, show and sample environments.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="An id, with a family: reasoning_gym/chain_sum.")]
+Settings = Annotated[
+    list[str],
+    typer.Option("--set", metavar="KEY=VALUE", help="A field: prompt=compact, config.max_terms=2."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+@app.command("list", epilog="Example: perilune environments list --json")
+def list_environments(as_json: AsJson = False) -> None:
+    """List every environment and its families, and which have compact prompts."""
+    from perilune.environments.compact import PROMPTS
+    from perilune.environments.registry import environment_families, environment_ids
+
+    rows = [
+        {"name": f"{name}/{family}" if family else name, "compact_prompt": family in PROMPTS}
+        for name in environment_ids()
+        for family in environment_families(name) or ("",)
+    ]
+    if as_json:
+        _print_json(rows)
+        return
+    for row in rows:
+        typer.echo(f"{row['name']}{'  (compact)' if row['compact_prompt'] else ''}")
+
+
+@app.command(epilog="Example: perilune environments show reasoning_gym/chain_sum")
+def show(name: Name, as_json: AsJson = False) -> None:
+    """Show what a recipe can set for an environment: its fields, and the settings of its family."""
+    from perilune.environments.registry import environment_spec
+
+    section = _section(name, [])
+    model = environment_spec(section["id"])
+    fields: dict[str, dict[str, Any]] = {}
+    for field, info in (model.model_fields if model else {}).items():
+        default = None if info.is_required() else info.get_default(call_default_factory=True)
+        fields[field] = {
+            "default": default,
+            "required": info.is_required(),
+            "description": info.description or "",
+        }
+    family = "task" in section
+    settings = _settings(_open(section)) if family or model is None else {}
+    if as_json:
+        _print_json({"name": name, "fields": fields, "config": settings})
+        return
+    typer.echo(f"environment: {json.dumps(section)}")
+    for field, facts in fields.items():
+        shown = "required" if facts["required"] else json.dumps(facts["default"])
+        typer.echo(f"  {field:10} {shown:14} {facts['description']}")
+    for setting, value in settings.items():
+        typer.echo(f"  config.{setting}: {json.dumps(value, default=str)}")
+
+
+@app.command(
+    epilog="Example: perilune environments sample reasoning_gym/chain_sum "
+    "--set prompt=compact --set config.max_terms=2 -n 5"
+)
+def sample(
+    name: Name,
+    settings: Settings = [],  # noqa: B006  # typer reads the default and never changes it
+    *,
+    count: Annotated[int, typer.Option("-n", "--count", min=1, help="How many tasks.")] = 5,
+    split: Annotated[str, typer.Option(help="train or heldout.")] = "train",
+    seed: Annotated[int, typer.Option(help="Fixes which tasks come, and their order.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Print tasks with prompt, answer, difficulty, and what the scorer gives for that answer."""
+    if split not in ("train", "heldout"):
+        raise RequestError(f"no split called '{split}'", where="--split", remedy="train or heldout")
+    environment = _open(_section(name, settings))
+    chosen: Split = "heldout" if split == "heldout" else "train"
+    rows = [_row(environment, task) for task in islice(environment.tasks(chosen, seed), count)]
+    if as_json:
+        _print_json({"environment": environment.id, "split": split, "seed": seed, "tasks": rows})
+        return
+    for row in rows:
+        difficulty = "" if row["difficulty"] is None else f", difficulty {row['difficulty']:g}"
+        typer.echo(f"{row['task_id']}{difficulty}")
+        typer.echo(f"  prompt  {_indented(row['prompt'])}")
+        typer.echo(f"  answer  {_indented(row['answer'])}   scores {row['score']}")
+
+
+def _row(environment: Environment, task: Task) -> dict[str, Any]:
+    from perilune.environments import Failure
+
+    stated = getattr(environment, "gold", lambda task: None)(task)
+    outcome = None if stated is None else environment.score(task, stated)
+    scored = str(outcome) if isinstance(outcome, Failure) else outcome and outcome.reward
+    return {
+        "task_id": task.task_id,
+        "prompt": "\n".join(message["content"] for message in task.prompt),
+        "answer": None if stated is None else stated.text,
+        "difficulty": task.difficulty,
+        "score": scored,
+    }
+
+
+def _section(name: str, settings: list[str]) -> dict[str, Any]:
+    import yaml
+
+    identifier, _, family = name.partition("/")
+    section: dict[str, Any] = {"id": identifier} | ({"task": family} if family else {})
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            equals = ""
+        if not equals or not key:
+            raise RequestError(f"'{setting}' is no setting", where="--set", remedy="--set KEY=VALUE")
+        target = section
+        *parents, last = key.split(".")
+        for parent in parents:
+            target = target.setdefault(parent, {})
+            if not isinstance(target, dict):
+                raise RequestError(f"'{parent}' holds no fields", where=f"--set {setting}")
+        target[last] = value
+    return section
+
+
+def _open(section: dict[str, Any]) -> Environment:
+    from perilune.environments.registry import make_environment
+
+    return make_environment(section)
+
+
+def _settings(environment: Environment) -> dict[str, Any]:
+    settings: dict[str, Any] = getattr(environment, "settings", dict)()
+    return settings
+
+
+def _indented(text: str | None) -> str:
+    return "(none stated)" if text is None else text.replace("\n", "\n          ")
+
+
+def _print_json(document: Any) -> None:
+    typer.echo(json.dumps(document, indent=2, sort_keys=True, default=str))

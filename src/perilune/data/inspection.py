@@ -1,0 +1,88 @@
+"""What is in a data file: counts, lengths, scores, duplicates, and tasks that several files share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from perilune.data.episode import Episode
+from perilune.data.episodes_file import read_episodes
+from perilune.data.records import TraceRecord, deduplicate, read_records
+
+
+def inspect_files(paths: Sequence[Path]) -> dict[str, Any]:
+    """Figures of each file, and how many tasks each pair of files shares (0 where splits are clean).
+
+    A .parquet file holds episodes; anything else holds trace records.
+
+    Raises:
+        RequestError: when a file is missing or broken.
+    """
+    files, tasks = [], {}
+    for path in paths:
+        rows: Sequence[Episode | TraceRecord]
+        if path.suffix == ".parquet":
+            episodes = rows = read_episodes(path)
+            figures = _of_episodes(episodes)
+        else:
+            records = rows = read_records(path)
+            figures = _of_records(records)
+        files.append({"file": str(path)} | figures)
+        tasks[str(path)] = {(row.environment, row.task_id) for row in rows}
+    shared = [{"files": [a, b], "tasks": len(tasks[a] & tasks[b])} for a, b in combinations(tasks, 2)]
+    return {"files": files, "shared_tasks": shared}
+
+
+def _of_records(records: Sequence[TraceRecord]) -> dict[str, Any]:
+    repeated = Counter(record.digest for record in records)
+    return {
+        "kind": "records",
+        "rows": len(records),
+        "tasks": len({(record.environment, record.task_id) for record in records}),
+        "environments": _counts(record.environment for record in records),
+        "sources": _counts(record.source for record in records),
+        "score": _spread(record.score for record in records),
+        "prompt_characters": _spread(_characters(record.messages[:-1]) for record in records),
+        "answer_characters": _spread(len(record.messages[-1]["content"]) for record in records),
+        "duplicates": {
+            "content": len(records) - len(repeated),
+            "content_or_task": len(records) - sum(1 for _ in deduplicate(records)),
+        },
+    }
+
+
+def _of_episodes(episodes: Sequence[Episode]) -> dict[str, Any]:
+    strategies = (name for episode in episodes for name in episode.metrics if name.startswith("strategy/"))
+    return {
+        "kind": "episodes",
+        "rows": len(episodes),
+        "tasks": len({(episode.environment, episode.task_id) for episode in episodes}),
+        "groups": len({episode.group_id for episode in episodes}),
+        "environments": _counts(episode.environment for episode in episodes),
+        "reward": _spread(episode.reward for episode in episodes if episode.reward is not None),
+        "failures": _counts(episode.failure for episode in episodes if episode.failure),
+        "finish_reasons": _counts(episode.finish_reason for episode in episodes),
+        "strategies": _counts(strategies),
+        "prompt_tokens": _spread(len(episode.prompt_ids) for episode in episodes),
+        "answer_tokens": _spread(len(episode.token_ids) for episode in episodes),
+        "duplicates": {
+            "content": len(episodes) - len({(episode.task_id, episode.text) for episode in episodes})
+        },
+    }
+
+
+def _characters(messages: Iterable[dict[str, str]]) -> int:
+    return sum(len(message["content"]) for message in messages)
+
+
+def _counts(values: Iterable[str]) -> dict[str, int]:
+    return dict(sorted(Counter(values).items()))
+
+
+def _spread(values: Iterable[float]) -> dict[str, float] | None:
+    found = list(values)
+    return {"min": min(found), "mean": fmean(found), "max": max(found)} if found else None
