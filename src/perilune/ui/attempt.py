@@ -133,6 +133,13 @@ class Attempt:
         """Episodes of one of its files."""
         return self._unless_damaged(lambda: read_episodes(path)) or []
 
+    def rows(self, path: Path) -> list[Mapping[str, Any]]:
+        """The complete lines of one of its JSON Lines files."""
+        return (
+            self._unless_damaged(lambda: [one for one in read_json_lines(path) if isinstance(one, dict)])
+            or []
+        )
+
     def document(self, path: Path) -> Mapping[str, Any]:
         """The JSON object in one of its files."""
         found = self._unless_damaged(lambda: read_json(path)) if path.exists() else None
@@ -150,8 +157,7 @@ class Attempt:
         return {} if self.root is None else self.document(self.root / name)
 
     def _lines(self, name: str) -> list[Mapping[str, Any]]:
-        path = None if self.root is None else self.root / name
-        return [] if path is None else self._unless_damaged(lambda: list(read_json_lines(path))) or []
+        return [] if self.root is None else self.rows(self.root / name)
 
     def _modified(self, name: str) -> float | None:
         path = None if self.root is None else self.root / name

@@ -13,7 +13,7 @@ from perilune.learn.algorithms import ALGORITHMS
 from perilune.metrics.objective import objective_curve
 from perilune.ui.attempt import Attempt
 from perilune.ui.comparisons import Comparison, Evaluation, compare, read_evaluation
-from perilune.ui.curves import HARDWARE_POINTS, Hardware, Training, hardware_of, totals_of, training_of
+from perilune.ui.curves import Hardware, Training, hardware_of, totals_of, training_of
 from perilune.ui.distributions import Lengths, Rates, lengths_of, rates_of
 from perilune.ui.episodes import RIGHT, EpisodeLibrary, Source, collect_episodes
 from perilune.ui.headline import ALGORITHM_NAMES, Headline, write_headline
@@ -25,6 +25,7 @@ from perilune.ui.provenance import (
     readable,
     stage_facts,
 )
+from perilune.ui.traces import traces_of
 from perilune.ui.view import ExperimentView, StageView
 
 T = TypeVar("T")
@@ -104,8 +105,7 @@ class ReportData:
     objective: Objective | None
     training: list[Training]
     timed_evaluations: list[TimedEvaluation]
-    hardware: list[Hardware]
-    hardware_points: int
+    hardware: Hardware | None
     machine_sentence: str
     provenance: Provenance
     footer: str
@@ -122,6 +122,9 @@ def collect(view: ExperimentView) -> ReportData:
     climb, trained = _climb(view.stages, evaluations, trainings)
     lengths = lengths_of([(labels[stage.name], attempt) for stage, attempt in pairs if stage.name in labels])
     library = collect_episodes([Source(stage.name, stage.task, attempt) for stage, attempt in pairs])
+    traces = _present(traces_of(stage.name, attempt) for stage, attempt in pairs if stage.task == "collect")
+    order = [stage.name for stage in view.stages]
+    library.stages = sorted([*traces, *library.stages], key=lambda one: order.index(one.stage))
     provenance = provenance_of(view, attempts)
     facts = _facts(view, attempts, provenance)
     stages = [_stage(stage, attempt) for stage, attempt in pairs]
@@ -143,8 +146,7 @@ def collect(view: ExperimentView) -> ReportData:
             for stage, attempt in pairs
             if stage.task == "evaluate" and (totals := totals_of(attempt.timings)) is not None
         ],
-        hardware=_present(hardware_of(stage.name, attempt) for stage, attempt in pairs),
-        hardware_points=HARDWARE_POINTS,
+        hardware=hardware_of([(stage.name, attempt) for stage, attempt in pairs]),
         machine_sentence=_machine_sentence(stages, provenance),
         provenance=provenance,
         footer=f"Written by Perilune {perilune.__version__} on {_day(time.time())}."
@@ -223,8 +225,8 @@ def _objective(pairs: Sequence[tuple[StageView, Attempt]]) -> Objective | None:
         if curve:
             label = ALGORITHM_NAMES.get(algorithm, algorithm)
             note = (
-                f"Weight w(p) that a task with pass rate p has in the expected gradient, w(p)·∇p, with groups "
-                f"of {samples} and right-or-wrong rewards. A flat line would be climbing pass@1 itself. Read it "
+                "Weight w(p) that a task with pass rate p has in the expected gradient, w(p)·∇p, with groups of "
+                f"{samples} and right-or-wrong rewards. A flat line would be climbing pass@1 itself. Read it "
                 "against the figure of how often tasks are solved."
             )
             return Objective(label, note, [point[0] for point in curve], [point[1] for point in curve])
@@ -255,7 +257,7 @@ def _stage(stage: StageView, attempt: Attempt) -> Stage:
 
 def _state(stages: Sequence[StageView]) -> str:
     states = {stage.state for stage in stages}
-    for state in ("failed", "cancelled", "active", "queued"):
+    for state in ("failed", "cancelled", "active", "queued", "waiting"):
         if state in states:
             return state
     return "succeeded"
@@ -266,7 +268,8 @@ def _notices(pairs: Sequence[tuple[StageView, Attempt]]) -> list[Notice]:
     for stage, attempt in pairs:
         if stage.state in ("failed", "cancelled"):
             title = f"Stage {stage.name} {'failed' if stage.state == 'failed' else 'was cancelled'}."
-            cause = stage.cause or str(attempt.verdict.get("message") or "")
+            said = str(attempt.verdict.get("message") or "")
+            cause = said if stage.cause in said else ": ".join(one for one in (stage.cause, said) if one)
             notices.append(
                 Notice("failed", title, f"{cause} What it left until then is shown.", attempt.log_tail())
             )
@@ -278,7 +281,7 @@ def _notices(pairs: Sequence[tuple[StageView, Attempt]]) -> list[Notice]:
             Notice("damage", f"A file of stage {stage.name} is damaged and left out.", one)
             for one in attempt.damage
         ]
-    waiting = [stage.name for stage, _ in pairs if stage.state == "queued"]
+    waiting = [stage.name for stage, _ in pairs if stage.state in ("queued", "waiting")]
     if waiting:
         notices.append(Notice("active", f"Not begun: {', '.join(waiting)}."))
     return notices
@@ -297,14 +300,14 @@ def _said(pairs: Sequence[tuple[StageView, Attempt]]) -> list[str]:
 def _facts(view: ExperimentView, attempts: Sequence[Attempt], provenance: Provenance) -> list[Fact]:
     jobs = [attempt.job for attempt in attempts if attempt.job]
     environment = dict(jobs[-1].get("environment") or {}) if jobs else {}
-    task = "/".join(str(environment[key]) for key in ("id", "task") if environment.get(key))
     facts: list[Fact] = []
     if (model := model_of(attempts)) is not None:
         facts.append(
             ("Model", f"{model.parameters:,} parameters" if model.parameters else "unknown size", model.shape)
         )
-    if task:
-        facts.append(("Environment", task, ""))
+    if environment:
+        family, task = str(environment.get("id", "")), str(environment.get("task") or "")
+        facts.append(("Environment", task or family, family if task else ""))
     if provenance.machine_name:
         threads = next((value for name, value in provenance.machine if name == "Cores"), "")
         facts.append(("Machine", provenance.machine_name, threads.split(",")[0]))
@@ -312,7 +315,8 @@ def _facts(view: ExperimentView, attempts: Sequence[Attempt], provenance: Proven
     if seconds:
         facts.append(("Time", _duration(sum(seconds)), f"over {len(seconds)} stages"))
     if date := _date(attempts):
-        facts.append(("Date", date, ""))
+        day, _, clock = date.partition(", ")
+        facts.append(("Date", day, clock))
     facts.append(("Seed", str(view.seed), ""))
     return facts
 

@@ -10,6 +10,7 @@ from perilune.metrics.bootstrap import Interval, paired_difference
 from perilune.metrics.pass_at_k import pass_at_k
 
 UNRECOGNISED = "unrecognised"
+LEAST_SHARED = 0.9  # of the larger evaluation's tasks, for a paired difference to be given
 NEGLIGIBLE = 1e-6  # a share below this is rounding
 
 Bounds = tuple[float, float | None, float | None]  # mean, low, high of a 95% interval
@@ -119,7 +120,7 @@ def compare(before: Evaluation, after: Evaluation) -> Comparison:
         after=after.stage,
         before_label=before.label,
         after_label=after.label,
-        tasks=len(after.solved),
+        tasks=len(before.solved.keys() & after.solved.keys()),
         accuracy=(before.measures["pass@1"][0], after.measures["pass@1"][0]),
         differences=_differences(before, after),
         contributions=decompose(before, after),
@@ -127,11 +128,15 @@ def compare(before: Evaluation, after: Evaluation) -> Comparison:
 
 
 def _differences(before: Evaluation, after: Evaluation) -> dict[str, Interval]:
+    """Paired over the tasks both judged. Few may be missing: those whose verifier failed, nothing else."""
     found = {}
     for name in after.measures:
         earlier, later = _per_task(before, name), _per_task(after, name)
-        if earlier and earlier.keys() == later.keys():
-            found[name] = paired_difference(earlier, later)
+        shared = earlier.keys() & later.keys()
+        if len(shared) > LEAST_SHARED * max(len(earlier), len(later)):
+            found[name] = paired_difference(
+                {task: earlier[task] for task in shared}, {task: later[task] for task in shared}
+            )
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from perilune.ui.attempt import Attempt, Columns
 
 MOST_STEPS = 2000
-HARDWARE_POINTS = 400
+HARDWARE_POINTS = 600
 PARTS = ("sampling", "scoring", "learning", "other")
 
 
@@ -29,11 +29,21 @@ class Training:
 
 
 @dataclass(frozen=True, slots=True)
-class Hardware:
-    """What the machine did during one stage: seconds since its first sample, percent, bytes."""
+class Band:
+    """The stretch of the time axis that one stage takes, in seconds."""
 
-    stage: str
+    name: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What the machine did: seconds on an axis on which stages follow each other, percent, bytes."""
+
     columns: Columns
+    bands: list[Band]
+    note: str
 
 
 def training_of(stage: str, task: str, description: str, attempt: Attempt) -> Training | None:
@@ -81,21 +91,46 @@ def thin(columns: Columns, most: int) -> Columns:
     return {name: [values[place] for place in places] for name, values in columns.items()}
 
 
-def hardware_of(stage: str, attempt: Attempt) -> Hardware | None:
-    """The stage's hardware samples, averaged over equal slices of time; None when there are none."""
-    rows = [row for row in attempt.hardware if isinstance(row.get("time"), int | float)]
-    if not rows:
+def hardware_of(stages: Sequence[tuple[str, Attempt]]) -> Hardware | None:
+    """Hardware samples of all stages one after another; None when there are none.
+
+    Long recordings are averaged over equal slices of time. Between two stages lies a row without figures, so
+    that no line joins them.
+    """
+    per_stage = max(2, HARDWARE_POINTS // max(1, len(stages)))
+    rows: list[dict[str, float | None]] = []
+    bands: list[Band] = []
+    begin = 0.0
+    sliced = 1
+    for name, attempt in stages:
+        timed = (row for row in attempt.hardware if isinstance(row.get("time"), int | float))
+        samples = sorted(timed, key=lambda row: float(row["time"]))
+        first = samples[0]["time"] if samples else 0.0
+        length = attempt.seconds or (samples[-1]["time"] - first if samples else 0.0)
+        size = max(1, math.ceil(len(samples) / per_stage))
+        sliced = max(sliced, size)
+        for start in range(0, len(samples), size):
+            part = samples[start : start + size]
+            readings = columns_of_samples([_readings(row) for row in part])
+            at = begin + math.fsum(row["time"] - first for row in part) / len(part)
+            rows.append({"seconds": at, **{key: _mean(values) for key, values in readings.items()}})
+        begin += length
+        rows.append({"seconds": begin})
+        bands.append(Band(name, begin - length, begin))
+    columns = columns_of_samples(rows)
+    if len(columns) < 2:
         return None
-    begun = rows[0]["time"]
-    columns = columns_of_samples([{"seconds": row["time"] - begun, **_readings(row)} for row in rows])
-    size = math.ceil(len(rows) / HARDWARE_POINTS)
-    averaged = {name: [_mean(part) for part in _slices(values, size)] for name, values in columns.items()}
-    return Hardware(stage, _rounded(averaged))
+    note = "Sampled once a second while each run was going" + (
+        f"; each point is the mean of up to {sliced} samples." if sliced > 1 else "."
+    )
+    return Hardware(_rounded(columns), bands, note)
 
 
 def _readings(row: Mapping[str, Any]) -> dict[str, float | None]:
     cores = len(row.get("cpu_per_core") or ()) or None
     tree = row.get("tree") or {}
+    if not tree.get("processes"):  # the run has left, or has not begun
+        tree = {}
     busy = tree.get("cpu_percent")
     readings = {
         "cpu": row.get("cpu_percent"),
@@ -113,10 +148,6 @@ def columns_of_samples(rows: Sequence[Mapping[str, float | None]]) -> Columns:
     """Columns of the figures that at least one row has."""
     names = dict.fromkeys(name for row in rows for name, value in row.items() if value is not None)
     return {name: [row.get(name) for row in rows] for name in names}
-
-
-def _slices(values: list[Any], size: int) -> list[list[Any]]:
-    return [values[start : start + size] for start in range(0, len(values), size)]
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -61,14 +61,9 @@ class EpisodeLibrary:
     steps_left_out: int = 0
 
     @property
-    def total(self) -> int:
-        """Episodes in the steps that were looked into."""
-        return sum(one.total for stage in self.stages for one in stage.sets)
-
-    @property
-    def embedded(self) -> int:
-        """Episodes in this file."""
-        return sum(one.embedded for stage in self.stages for one in stage.sets)
+    def sampled(self) -> list[EpisodeSet]:
+        """The sets whose episodes a model sampled: all but traces."""
+        return [one for stage in self.stages if stage.task != "collect" for one in stage.sets]
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,11 +136,11 @@ def _embed(
     taken: dict[int, str] = {}
     size = 0
     for place in order:
-        text = _json(_group(groups[place], vocabulary))
+        text = compact_json(_group(groups[place], vocabulary))
         if size + len(text) > budget and taken:
             break
         if len(text) > budget:  # one group is too much: keep what was said, leave the tokens out
-            text = _json(_group(groups[place], None))
+            text = compact_json(_group(groups[place], None))
         if len(text) > budget:
             break
         taken[place] = text
@@ -214,7 +209,8 @@ def _short(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
 
 
-def _json(value: Any) -> str:
+def compact_json(value: Any) -> str:
+    """JSON without spaces."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 

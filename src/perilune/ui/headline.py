@@ -53,6 +53,8 @@ def _of_climb(climb: Comparison, before: Evaluation, after: Evaluation, trained:
         title = f"pass@1 rose from {_percent(start)} to {_percent(end)}"
     elif change.high < 0:
         title = f"pass@1 fell from {_percent(start)} to {_percent(end)}"
+    elif _percent(start) == _percent(end):
+        title = f"pass@1 stayed at {_percent(end)}"
     else:
         title = f"pass@1 went from {_percent(start)} to {_percent(end)}: no clear change"
     paragraphs = [_basis(climb, change, after, trained)]
@@ -70,8 +72,8 @@ def _basis(climb: Comparison, change: Interval | None, after: Evaluation, traine
             f"{what}. The two evaluations judged different tasks, so their difference is not a measurement."
         )
     return (
-        f"{what}: {_points(change.mean)} points, 95% interval {_points(change.low)} to {_points(change.high)}, "
-        f"paired by task over {climb.tasks} tasks."
+        f"{what}: {_points(change.mean)} points, with a 95% interval of {_points(change.low)} to "
+        f"{_points(change.high)}, paired by task."
     )
 
 
@@ -88,7 +90,8 @@ def _explained(climb: Comparison, before: Evaluation, after: Evaluation) -> str:
                 f"({_percent(moved.share[0], 0)} → {_percent(moved.share[1], 0)} of answers), "
                 f"{accuracy / total:.0%} is better accuracy within strategies."
                 if total > 0
-                else f"{share / total:.0%} of the loss is choice of strategy, {accuracy / total:.0%} accuracy within strategies."
+                else f"{share / total:.0%} of the loss is choice of strategy, {accuracy / total:.0%} is "
+                "accuracy within strategies."
             )
     for name in [one for one in before.measures if one not in ("pass@1", "greedy")][-1:]:
         could, does = before.measures[name][0], after.measures["pass@1"][0]
@@ -97,7 +100,7 @@ def _explained(climb: Comparison, before: Evaluation, after: Evaluation) -> str:
                 f"{name} was already {_percent(could)} before: training made dependable what the model could "
                 "sometimes do."
             )
-        elif name in after.measures:
+        elif name in after.measures and could != after.measures[name][0]:
             sentences.append(f"{name} went from {_percent(could)} to {_percent(after.measures[name][0])}.")
     return " ".join(sentences)
 
@@ -118,11 +121,18 @@ def _explanation(climb: Comparison) -> str:
             "The environment recognised one way of answering only, so the whole change is accuracy within it."
         )
     share, accuracy = parts
-    return (
+    change = climb.accuracy[1] - climb.accuracy[0]
+    text = (
         "A policy can gain by choosing a better way to answer, or by getting better at the ways it has. "
-        f"From {climb.before_label} to {climb.after_label}, pass@1 changed by {_points(share + accuracy)} points: "
-        f"{_points(share)} from the choice of strategy and {_points(accuracy)} from accuracy within strategies."
+        f"From “{climb.before_label}” to “{climb.after_label}”, {_points(share)} points came from the choice "
+        f"of strategy and {_points(accuracy)} from accuracy within strategies."
     )
+    if abs(share + accuracy - change) > 0.0005:
+        text += (
+            f" Together {_points(share + accuracy)}, where pass@1 changed by {_points(change)}: the parts "
+            "count answers, pass@1 counts tasks, and tasks with failed verdicts have fewer answers."
+        )
+    return text
 
 
 def _of_one(evaluation: Evaluation) -> Headline:
@@ -141,7 +151,8 @@ def _of_curve(trained: Training) -> Headline | None:
             return Headline(
                 f"{said} went from {values[0]:.3g} to {values[-1]:.3g}",
                 (
-                    f"{trained.description} Nothing was evaluated on held-out tasks, so this is no measure of skill.",
+                    f"{trained.description} Nothing was evaluated on held-out tasks, so this is no measure "
+                    "of skill.",
                 ),
             )
     return None
@@ -152,4 +163,5 @@ def _percent(value: float, digits: int = 1) -> str:
 
 
 def _points(value: float) -> str:
-    return f"{'−' if value < 0 else '+'}{abs(100 * value):.1f}"
+    size = f"{abs(100 * value):.1f}"
+    return size if size == "0.0" else f"{'−' if value < 0 else '+'}{size}"

@@ -63,8 +63,8 @@ def _machine(machine: Mapping[str, Any]) -> Pairs:
             ("Processor", f"{processor.get('model', '')} ({processor.get('architecture', '')})"),
             (
                 "Cores",
-                f"{processor.get('usable_cores', 0):g} usable of {processor.get('logical_cores', '?')} logical, "
-                f"{processor.get('physical_cores', '?')} physical",
+                f"{processor.get('usable_cores', 0):g} usable of {processor.get('logical_cores', '?')} logical"
+                f", {processor.get('physical_cores', '?')} physical",
             ),
             ("Instructions", " ".join(processor.get("simd") or ())),
         ]
@@ -104,7 +104,8 @@ def _software(seen: Mapping[str, Any]) -> Pairs:
         facts.append(
             (
                 "torch",
-                f"{torch['version']}, {cuda}, {torch.get('threads')} threads, {torch.get('cpu_capability', '')}",
+                f"{torch['version']}, {cuda}, {torch.get('threads')} threads, "
+                f"{torch.get('cpu_capability', '')}",
             )
         )
     if git:

@@ -113,12 +113,13 @@ def _episodes(library: EpisodeLibrary) -> tuple[dict[str, Any], list[str]]:
 
 
 def _lead(library: EpisodeLibrary) -> str:
-    if library.embedded == library.total and not library.steps_left_out:
-        kept = f"All {library.total:,} episodes are in this file."
-    else:
+    embedded = sum(one.embedded for one in library.sampled)
+    total = sum(one.total for one in library.sampled)
+    kept = f"All {total:,} episodes are in this file."
+    if embedded < total or library.steps_left_out:
         kept = (
-            f"This file holds {library.embedded:,} of {library.total:,} episodes: whole groups, chosen by a hash "
-            "of their ids, so that neither luck nor reward decided which."
+            f"This file holds {embedded:,} of {total:,} episodes: whole groups, chosen by a hash of their ids, "
+            "so that neither luck nor reward decided which."
         )
     if library.steps_left_out:
         kept += f" {library.steps_left_out:,} steps between those shown were left out altogether."

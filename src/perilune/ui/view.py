@@ -55,9 +55,7 @@ def view_folder(path: Path) -> ExperimentView:
         found = [
             job.parent for depth in range(1, SEARCH_DEPTH) for job in path.glob("*/" * depth + "job.json")
         ]
-    attempts = [
-        folder for folder in found if (folder / "artifacts").is_dir() or (folder / "runtime").is_dir()
-    ]
+    attempts = [folder for folder in found if _was_begun(folder)]
     if not attempts:
         raise RequestError(
             "no attempt directory (job.json beside artifacts/ or runtime/) at or below this path",
@@ -75,6 +73,12 @@ def view_folder(path: Path) -> ExperimentView:
     stages.sort(key=lambda pair: pair[0])
     seed = int(read_json(stages[0][1].attempt_dir / "job.json").get("seed", 0))  # type: ignore[operator]
     return ExperimentView(path.resolve().name, seed, "", tuple(stage for _, stage in stages))
+
+
+def _was_begun(folder: Path) -> bool:
+    """Whether this is an attempt, not a frozen bundle that waits for one."""
+    artifacts = folder / "artifacts"
+    return (folder / "runtime" / "claim.json").exists() or (artifacts.is_dir() and any(artifacts.iterdir()))
 
 
 def _began(attempt: Path) -> float:

@@ -33,7 +33,8 @@ const Format = {
   percentTick: (value) => `${Number((100 * value).toFixed(4))}%`.replace("-", "−"),
   points(value) {
     if (value === null || value === undefined || Number.isNaN(value)) return "–";
-    return `${value < 0 ? "−" : "+"}${Math.abs(100 * value).toFixed(1)}`;
+    const size = Math.abs(100 * value).toFixed(1);
+    return size === "0.0" ? size : `${value < 0 ? "−" : "+"}${size}`;
   },
   seconds(value) {
     if (value === null || value === undefined || Number.isNaN(value)) return "–";
@@ -56,6 +57,13 @@ const Charts = (() => {
     for (const [key, value] of Object.entries(attributes)) if (value !== undefined && value !== null) element.setAttribute(key, value);
     element.append(...children.filter((child) => child !== null && child !== undefined));
     return element;
+  }
+
+  const ruler = document.createElement("canvas").getContext("2d");
+  const family = getComputedStyle(document.body).fontFamily;
+  function textWidth(text, size, weight = 400) {
+    ruler.font = `${weight} ${size}px ${family}`;
+    return ruler.measureText(text).width;
   }
 
   const round = (value) => Math.round(value * 100) / 100;
@@ -133,7 +141,7 @@ const Charts = (() => {
 
   function swatch({ color: index, hollow, dash }) {
     if (index === undefined) return null;
-    const mark = h("i", { class: `swatch${hollow ? " hollow" : ""}${dash ? " dashed" : ""}` });
+    const mark = h("i", { class: `swatch${hollow ? " hollow" : dash ? " dashed" : ""}` });
     mark.style.setProperty("--swatch", color(index));
     return mark;
   }
@@ -187,10 +195,10 @@ const Charts = (() => {
   }
 
   // Axes with horizontal gridlines; returns the scales of the plotting area.
-  function frame(root, width, height, { xTicks, xFormat, xLabel, xScaleOf, yDomain, yFormat, yLog, yCount }) {
-    const ticks = (yLog ? logTicks : niceTicks)(yDomain[0], yDomain[1], yCount || Math.max(2, Math.round(height / 48)));
+  function frame(root, width, height, { xTicks, xFormat, xLabel, xScaleOf, yDomain, yFormat, yLog, yCount, yInteger }) {
+    const ticks = (yLog ? logTicks : niceTicks)(yDomain[0], yDomain[1], yCount || Math.max(2, Math.round(height / 48))).filter((tick) => !yInteger || Number.isInteger(tick));
     const labels = ticks.map((tick) => yFormat(tick));
-    const left = Math.max(22, 10 + 6.3 * Math.max(0, ...labels.map((label) => label.length)));
+    const left = Math.max(22, 10 + Math.max(0, ...labels.map((label) => textWidth(label, 11))));
     const area = { left, right: width - 8, top: 10, bottom: height - (xLabel ? 34 : 22) };
     const y = scale(yDomain[0], yDomain[1], area.bottom, area.top, yLog);
     const x = xScaleOf(area.left, area.right);
@@ -205,7 +213,7 @@ const Charts = (() => {
     for (const tick of xTicks(x)) {
       const text = xFormat(tick);
       const at = x(tick);
-      const half = text.length * 3.1;
+      const half = textWidth(text, 11) / 2;
       if (at - half < lastEnd + 6) continue;
       const anchor = at + half > width ? "end" : at - half < 0 ? "start" : "middle";
       lastEnd = at + half;
@@ -297,15 +305,22 @@ const Charts = (() => {
       const pad = categories ? 0.35 : 0;
       const [first, last] = [xs[0], xs[xs.length - 1]];
       const { x, y: toY, area } = frame(root, width, height, {
-        xTicks: () => (categories ? xs : niceTicks(first, last, Math.max(2, Math.round(width / 90))).filter((tick) => !spec.x.integer || Number.isInteger(tick))),
+        xTicks: () => (categories ? xs : spec.x.ticks ? spec.x.ticks : niceTicks(first, last, Math.max(2, Math.round(width / 64))).filter((tick) => !spec.x.integer || Number.isInteger(tick))),
         xFormat: spec.x.tick || formatX,
         xLabel: spec.x.label,
-        xScaleOf: (from, to) => scale(first - pad, last + pad, from, to),
+        xScaleOf: (from, to) => scale(first - pad, last + (spec.valueLabels ? 1.7 : 1) * pad, from, to),
         yDomain: domain,
         yFormat: y.tick || y.format,
         yLog: log,
         yCount: y.ticks,
+        yInteger: y.integer,
       });
+      for (const [place, band] of (spec.bands || []).entries()) {
+        const [from, to] = [x(band.begin), x(band.end)];
+        if (place % 2 === 0) root.prepend(s("rect", { x: round(from), y: area.top, width: round(Math.max(0, to - from)), height: area.bottom - area.top, class: "band" }));
+        if (textWidth(band.name, 10.5) + 8 < to - from) root.append(s("text", { x: round((from + to) / 2), y: area.top + 9, class: "band-label", "text-anchor": "middle" }, band.name));
+      }
+      if (isNumber(spec.marker)) root.append(s("line", { x1: round(x(spec.marker)), x2: round(x(spec.marker)), y1: area.top, y2: area.bottom, class: "marker" }));
       const endLabels = [];
       series.forEach((one, position) => {
         const stroke = color(one.color);
@@ -346,11 +361,9 @@ const Charts = (() => {
         column.forEach((label, index) => {
           label.top = Math.max(area.top + 4, index ? Math.max(label.y, column[index - 1].top + 13) : label.y);
         });
-        const right = Math.max(...column.map((label) => label.x)) + 9;
-        const isLast = right + 44 > area.right;
-        const left = Math.min(...column.map((label) => label.x)) - 9;
-        for (const label of column)
-          root.append(s("text", { x: round(isLast ? left : right), y: round(label.top + 4), class: `value-label${label.bold ? " strong" : ""}`, "text-anchor": isLast ? "end" : "start", fill: label.stroke }, label.text));
+        const excess = Math.max(0, column[column.length - 1].top - (area.bottom - 5));
+        const right = Math.max(...column.map((label) => label.x)) + 10;
+        for (const label of column) root.append(s("text", { x: round(right), y: round(label.top - excess + 4), class: `value-label${label.bold ? " strong" : ""}`, fill: label.stroke }, label.text));
       }
     }
 
@@ -468,7 +481,7 @@ const Charts = (() => {
       const domain = spec.y.domain || [-depth * 1.05, Math.max(...tops, depth ? 0 : 1e-9) * 1.05];
       const half = spec.x.width / 2;
       const { x, y, area } = frame(root, width, height, {
-        xTicks: () => spec.x.ticks || niceTicks(centers[0], centers[centers.length - 1], Math.max(2, Math.round(width / 80))),
+        xTicks: () => spec.x.ticks || niceTicks(centers[0], centers[centers.length - 1], Math.max(2, Math.round(width / 80))).filter((tick) => !spec.x.integer || Number.isInteger(tick)),
         xFormat: spec.x.tick || formatX,
         xLabel: spec.x.label,
         xScaleOf: (from, to) => scale(centers[0] - half, centers[centers.length - 1] + half, from, to),
@@ -477,7 +490,8 @@ const Charts = (() => {
       });
       const slot = x(centers[0] + half) - x(centers[0] - half);
       const gap = slot > 6 ? Math.min(4, slot * 0.16) : 0;
-      centers.forEach((center, index) => {
+      if (mode === "stacked" && slot < 4) stackAreas(root, sums, x, y, half);
+      else centers.forEach((center, index) => {
         const from = x(center - half) + gap / 2;
         const full = Math.max(0.5, slot - gap);
         let base = 0;
@@ -513,6 +527,17 @@ const Charts = (() => {
       });
       return root;
     });
+    // Bars too narrow to be told apart, as one stepped outline a series.
+    function stackAreas(root, sums, x, y, half) {
+      const base = centers.map(() => 0);
+      spec.series.forEach((one, position) => {
+        const top = base.map((value, index) => value + sums[index][position]);
+        const forward = centers.map((center, index) => `${round(x(center - half))},${round(y(top[index]))}H${round(x(center + half))}`);
+        const backward = centers.map((center, index) => `${round(x(center + half))},${round(y(base[index]))}H${round(x(center - half))}`).reverse();
+        root.append(s("path", { d: `M${forward.join("L")}L${backward.join("L")}Z`, class: "mark", fill: color(one.color) }));
+        top.forEach((value, index) => (base[index] = value));
+      });
+    }
     return chart.element;
   }
 
@@ -551,8 +576,8 @@ const Charts = (() => {
       if (!spec.rows.length) return emptyDrawing(width, 70, spec.empty || "no data yet");
       const height = spec.rows.length * rowHeight + (spec.x.label ? 40 : 28);
       const root = canvas(width, height, `${spec.title || ""}: ${spec.rows.map((row) => `${row.label} ${row.value || ""}`).join("; ")}`);
-      const left = Math.min(width * 0.42, 12 + 6.6 * Math.max(...spec.rows.map((row) => row.label.length)));
-      const right = width - (spec.rows.some((row) => row.value) ? 12 + 6.6 * Math.max(...spec.rows.map((row) => (row.value || "").length)) : 12);
+      const left = Math.min(width * 0.42, 14 + Math.max(...spec.rows.map((row) => textWidth(row.label, 12.5, 620))));
+      const right = width - 16 - Math.max(0, ...spec.rows.map((row) => textWidth(row.value || "", 12.5, 560)));
       const x = scale(spec.x.domain[0], spec.x.domain[1], left, right);
       const bottom = spec.rows.length * rowHeight + 4;
       for (const tick of niceTicks(spec.x.domain[0], spec.x.domain[1], Math.max(2, Math.round((right - left) / 70)))) {
@@ -599,8 +624,10 @@ const Charts = (() => {
   }
 
   function clip(text, pixels) {
-    const room = Math.max(4, Math.floor(pixels / 6.4));
-    return text.length > room ? `${text.slice(0, room - 1)}…` : text;
+    if (textWidth(text, 12.5, 620) <= pixels) return text;
+    let end = text.length;
+    while (end > 1 && textWidth(`${text.slice(0, end)}…`, 12.5, 620) > pixels) end -= 1;
+    return `${text.slice(0, end)}…`;
   }
 
   return {

@@ -95,7 +95,7 @@ const Episodes = (() => {
     const coverage = embedded < total ? `${Format.integer(embedded)} of ${Format.integer(total)} are in this file` : `all ${Format.integer(total)} are in this file`;
     view.count.textContent = `${Format.integer(state.found.length)} ${state.found.length === 1 ? "episode" : "episodes"} · ${coverage}`;
     drawList();
-    if (!keepSelection || !state.found.includes(state.current)) choose(state.found[0] || null);
+    if (!keepSelection || !state.found.includes(state.current)) choose(state.found.find((episode) => !episode.group.dead) || state.found[0] || null);
   }
 
   function drawList() {
@@ -105,9 +105,9 @@ const Episodes = (() => {
         { type: "button", class: "episode", on: { click: () => choose(episode) } },
         rewardBadge(episode),
         h("span", { class: "text" }, h("span", { class: "asked" }, `${oneLine(lastLine(episode.prompt)).slice(-60)} `), oneLine(episode.text)),
-        h("span", { class: "meta" }, `${episode.length} tokens`),
+        h("span", { class: "meta" }, episode.length ? `${episode.length} tokens` : ""),
         h("span", { class: "meta" }, [state.all ? `${episode.set.label} · ` : "", `group ${episode.group.id.split("/").pop()}`, ...episode.strategies.map((name) => ` · ${name}`), episode.finish === "length" ? " · truncated" : ""].join("")),
-        h("span", { class: "meta" }, episode.advantage === null ? "" : `A ${signed(episode.advantage)}`),
+        h("span", { class: "meta" }, episode.advantage === null ? "" : `adv. ${signed(episode.advantage)}`),
       );
       if (episode === state.current) button.setAttribute("aria-current", "true");
       return h("li", {}, button);
@@ -136,7 +136,11 @@ const Episodes = (() => {
   function choose(episode) {
     state.current = episode;
     for (const [place, button] of [...view.list.querySelectorAll("button.episode")].entries()) {
-      if (state.found[place] === episode) button.setAttribute("aria-current", "true");
+      if (state.found[place] === episode) {
+        button.setAttribute("aria-current", "true");
+        const top = button.offsetTop - view.list.offsetTop;
+        if (top < view.list.scrollTop || top + button.offsetHeight > view.list.scrollTop + view.list.clientHeight) view.list.scrollTop = top - 60;
+      }
       else button.removeAttribute("aria-current");
     }
     view.detail.replaceChildren(...(episode ? detail(episode) : [h("div", { class: "card muted" }, "Nothing selected.")]));
@@ -150,11 +154,12 @@ const Episodes = (() => {
     const fields = [
       ["reward", rewardBadge(episode)],
       ["advantage", episode.advantage === null ? null : signed(episode.advantage)],
-      ["length", `${episode.length} tokens`],
+      ["length", episode.length ? `${episode.length} tokens` : null],
       ["ended by", episode.finish === "stop" ? "end of sequence" : episode.finish === "length" ? "token limit" : episode.finish],
       ["weights", versionLabel(episode)],
       ["strategy", episode.strategies.join(", ")],
-      ["mean log-prob", Format.number(episode.meanLogprob, 3)],
+      ["task", group.task],
+      ["mean log-prob", episode.length ? Format.number(episode.meanLogprob, 3) : null],
     ];
     const terms = Object.entries(episode.terms);
     const figures = Object.entries(episode.metrics).filter(([name]) => !name.startsWith("strategy/"));
@@ -162,22 +167,24 @@ const Episodes = (() => {
       h(
         "div",
         { class: "card" },
-        h("div", { class: "chart-head" }, h("h3", {}, `${set.label} · group ${group.id.split("/").pop()} · sample ${episode.id.split("/").pop()}`), h("div", { class: "chart-tools" }, turn("Previous", -1), turn("Next", 1))),
+        h("div", { class: "chart-head" }, h("h3", {}, group.members.length > 1 ? `${set.label} · group ${group.id.split("/").pop()} · sample ${episode.id.split("/").pop()}` : `${set.label} · ${group.id.split("/").pop()}`), h("div", { class: "chart-tools" }, turn("Previous", -1), turn("Next", 1))),
         h("dl", { class: "fields" }, fields.filter(([, value]) => value !== null && value !== "").map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
         episode.failure ? h("p", { class: "notice" }, h("b", {}, "No score. "), episode.failure) : null,
-        h("h4", {}, "Prompt"),
-        h("div", { class: "prose", tabindex: 0 }, group.prompt.map((message) => [group.prompt.length > 1 || message.role !== "user" ? h("span", { class: "role" }, message.role) : null, h("span", {}, message.content), "\n"])),
+        group.prompt.length ? h("h4", {}, "Prompt") : null,
+        group.prompt.length === 0 ? null : h("div", { class: "prose", tabindex: 0 }, group.prompt.map((message) => [group.prompt.length > 1 || message.role !== "user" ? h("span", { class: "role" }, message.role) : null, h("span", {}, message.content), "\n"])),
         group.rendered ? [h("h4", {}, "Prompt as the model saw it"), h("div", { class: "prose", tabindex: 0 }, group.rendered)] : null,
         h("h4", {}, "Answer"),
         tokens(episode),
-        terms.length || figures.length ? h("dl", { class: "fields" }, [...terms.map(([name, value]) => h("div", {}, h("dt", {}, `reward: ${name}`), h("dd", {}, Format.number(value)))), ...figures.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, Format.number(value))))]) : null,
+        terms.length || figures.length ? h("h4", {}, "What it got") : null,
+        terms.length || figures.length ? h("dl", { class: "fields" }, [...terms.map(([name, value]) => h("div", {}, h("dt", {}, `reward for ${name}`), h("dd", {}, Format.number(value)))), ...figures.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, Format.number(value))))]) : null,
       ),
-      siblings(group, episode),
+      ...(group.members.length > 1 ? [siblings(group, episode)] : []),
     ];
   }
 
   function versionLabel(episode) {
     const { versions } = episode;
+    if (versions === null) return null;
     if (typeof versions === "number") return `version ${versions}`;
     return versions && versions.length ? `versions ${versions[0][0]} to ${versions[versions.length - 1][0]}` : null;
   }
@@ -195,7 +202,10 @@ const Episodes = (() => {
   const VISIBLE = { "\n": "⏎\n", "\t": "⇥\t", "": "·" };
 
   function tokens(episode) {
-    if (!episode.tokens) return [h("div", { class: "prose", tabindex: 0 }, episode.text || "(empty)"), h("p", { class: "heat-key" }, "The tokenizer of this run was not found, so the answer is shown whole, without its tokens.")];
+    if (!episode.tokens) {
+      const why = !episode.length ? null : episode.vocabulary ? "This group was too long to carry its tokens, so the answer is shown whole." : "The tokenizer of this run was not found, so the answer is shown whole, without its tokens.";
+      return [h("div", { class: "prose", tabindex: 0 }, episode.text || "(empty)"), why ? h("p", { class: "heat-key" }, why) : null].filter(Boolean);
+    }
     const pieces = episode.tokens.map((token) => (typeof token === "string" ? [token, 0] : episode.vocabulary[token]));
     const holder = h("div", { class: "tokens", tabindex: 0, role: "group", "aria-label": "Answer, token by token; arrow keys move" });
     const elements = pieces.map(([text, special], place) => {
@@ -264,7 +274,7 @@ const Episodes = (() => {
     const largest = Math.max(0, ...members.map((episode) => Math.abs(episode.advantage || 0)));
     const scored = members.filter((episode) => episode.reward !== null);
     const right = scored.filter(REWARDS.right).length;
-    const summary = `${members.length === 1 ? "One sample" : `${members.length} samples`} of task ${group.task}, ${right} right${group.dead ? ". A dead group: equal rewards, so no advantage and nothing to learn from." : "."}`;
+    const summary = `${members.length === 1 ? "One sample" : `${members.length} samples`} of one task, ${right} right${group.dead ? ". A dead group: equal rewards, so no advantage and nothing to learn from." : "."}`;
     const rows = members.map((episode) => {
       const row = h(
         "tr",
@@ -298,7 +308,6 @@ const Episodes = (() => {
       view.strategy.replaceChildren(h("option", { value: "" }, "any strategy"), ...strategies.map((one) => h("option", { value: `s:${one}` }, one)), strategies.length ? h("option", { value: "none" }, "no strategy seen") : "");
       view.strategy.hidden = !strategies.length;
       view.group.value = "";
-      drawPicker();
     }
     const places = stage.sets.map((set) => set.step);
     const wanted = step === undefined ? (stage.task === "rl" ? stage.sets.length - 1 : 0) : places.reduce((best, value, place) => (Math.abs(value - step) < Math.abs(places[best] - step) ? place : best), 0);
@@ -313,6 +322,7 @@ const Episodes = (() => {
     view.stepLabel.textContent = set.label;
     view.step.ariaValueText = set.label;
     view.all.checked = state.all;
+    drawPicker();
     view.stepControl.hidden = state.stage.sets.length < 2;
     view.allControl.hidden = state.stage.sets.length < 2;
     refresh();
@@ -328,6 +338,7 @@ const Episodes = (() => {
         title: `Mean reward of every step of ${stage.stage} that was kept; click one to read it`,
         height: 104,
         x: { name: "step", integer: true },
+        marker: state.all ? undefined : stage.sets[state.set].step,
         y: { format: (value) => Format.number(value, 3), ticks: 2 },
         series: [{ name: "mean reward", x: rated.map((set) => set.step), y: rated.map((set) => set.mean_reward), color: 1 }],
         pick: (step) => setStage(stage.stage, step),
@@ -348,7 +359,7 @@ const Episodes = (() => {
     view.step = h("input", { type: "range", min: 0, max: 0, step: 1, value: 0, "aria-label": "Step", on: { input: () => { state.all = false; setPlace(Number(view.step.value)); } } });
     view.stepLabel = h("output", {}, "");
     view.stepControl = h("label", { class: "control" }, view.step, view.stepLabel);
-    view.all = h("input", { type: "checkbox", on: { change: () => { state.all = view.all.checked; refresh(); } } });
+    view.all = h("input", { type: "checkbox", on: { change: () => { state.all = view.all.checked; drawPicker(); refresh(); } } });
     view.allControl = h("label", { class: "control" }, view.all, "all steps");
     view.search = h("input", { type: "search", placeholder: "Search text, prompt, task", "aria-label": "Search", on: { input: again } });
     view.reward = select("Reward", [["any", "any reward"], ["right", "right"], ["partial", "partial"], ["wrong", "wrong"], ["failed", "verifier failed"]], again);
@@ -356,7 +367,7 @@ const Episodes = (() => {
     view.finish = select("How it ended", [["", "any ending"], ["stop", "end of sequence"], ["length", "token limit"], ["aborted", "aborted"]], again);
     view.least = h("input", { type: "number", min: 0, placeholder: "min", "aria-label": "Shortest length", on: { input: again } });
     view.most = h("input", { type: "number", min: 0, placeholder: "max", "aria-label": "Longest length", on: { input: again } });
-    view.group = h("input", { type: "search", placeholder: "group, e.g. 20/3", "aria-label": "Group", on: { input: again } });
+    view.group = h("input", { type: "search", placeholder: "group, e.g. 20/3", "aria-label": "Group", class: "narrow", on: { input: again } });
     view.sort = select("Order", Object.keys(SORTS).map((name) => [name, name]), again);
     view.count = h("span", { role: "status" });
     view.list = h("ol", { on: { keydown: moveFocus } });

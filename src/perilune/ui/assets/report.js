@@ -39,7 +39,7 @@ const Report = (() => {
   }
 
   const definitions = (pairs, name = "keyvalue") => h("dl", { class: name }, pairs.filter(([, value]) => value !== null && value !== undefined && value !== "").map(([key, value]) => [h("dt", {}, key), h("dd", {}, value)]));
-  const bytes = (value) => (value >= 1e9 ? `${(value / 1e9).toFixed(2)} GB` : value >= 1e6 ? `${(value / 1e6).toFixed(1)} MB` : `${Math.round(value / 1e3)} kB`);
+  const bytes = (value) => (value === 0 ? "0" : value >= 1e9 ? `${(value / 1e9).toFixed(2)} GB` : value >= 1e6 ? `${(value / 1e6).toFixed(1)} MB` : `${Math.round(value / 1e3)} kB`);
   const seriesOf = (training, names) => names.filter(([key]) => training.columns[key]).map(([key, name, index, more]) => ({ name, x: training.columns.step, y: training.columns[key], color: index, ...more }));
 
   // ---------------------------------------------------------------------------------------- head
@@ -52,7 +52,7 @@ const Report = (() => {
       h(
         "div",
         {},
-        h("p", { class: "eyebrow" }, h("b", {}, experiment.name), h("span", { class: `state ${experiment.state}` }, experiment.state), experiment.date ? h("span", {}, experiment.date) : null),
+        h("p", { class: "eyebrow" }, h("b", {}, experiment.name), h("span", { class: `state ${experiment.state}` }, experiment.state)),
         h("h1", {}, headline.title),
         headline.paragraphs.map((text) => h("p", { class: "lead" }, text)),
       ),
@@ -71,7 +71,8 @@ const Report = (() => {
   // --------------------------------------------------------------------------------- evaluations
   const MEASURE_COLORS = { "pass@1": 1, greedy: 3 };
   const colorOf = (measure) => MEASURE_COLORS[measure] || 2;
-  const measures = [...new Set(data.evaluations.flatMap((evaluation) => Object.keys(evaluation.measures)))];
+    const passes = [...new Set(data.evaluations.flatMap((evaluation) => Object.keys(evaluation.measures)))].filter((name) => name !== "greedy").sort((a, b) => Number(a.slice(5)) - Number(b.slice(5)));
+  const measures = [...new Set([passes[0], passes[passes.length - 1], "greedy"])].filter((name) => data.evaluations.some((evaluation) => evaluation.measures[name]));
 
   function climbChart(height, key) {
     if (!data.evaluations.length) return null;
@@ -100,7 +101,7 @@ const Report = (() => {
     const columns = [
       { name: "Evaluation", header: true, value: (row) => [row.label, h("small", {}, row.stage === row.label ? `${row.tasks} tasks × ${row.samples}` : `${row.stage} · ${row.tasks} tasks × ${row.samples}`)] },
       ...measures.map((name) => ({ name, value: (row) => (row.measures[name] ? within(row.measures[name]) : "–") })),
-      { name: "Mean length", value: (row) => [Format.number(row.mean_length, 3), h("small", {}, "tokens")] },
+      { name: "Mean tokens", value: (row) => Format.number(row.mean_length, 3) },
       { name: "Truncated", value: (row) => Format.percent(row.truncated) },
       { name: "Failures", value: (row) => Format.integer(row.failures) },
       { name: "Tokens/s", value: (row) => Format.integer(row.tokens_per_second) },
@@ -117,7 +118,7 @@ const Report = (() => {
         title: `${comparison.after_label} minus ${comparison.before_label}`,
         note: `${comparison.tasks} shared tasks, paired.`,
         x: { domain: [lowest && lowest - pad, highest && highest + pad], format: (value) => `${Format.points(value)}`, tick: (value) => `${Number((100 * value).toFixed(2))}`.replace("-", "−"), label: "points", zero: true },
-        rows: Object.entries(comparison.differences).map(([name, [mean, low, high]]) => ({
+        rows: measures.filter((name) => comparison.differences[name]).map((name) => [name, comparison.differences[name]]).map(([name, [mean, low, high]]) => ({
           label: name,
           value: `${Format.points(mean)}  [${Format.points(low)}, ${Format.points(high)}]`,
           marks: [{ whisker: [low, high], color: colorOf(name) }, { dot: mean, color: colorOf(name) }],
@@ -165,8 +166,8 @@ const Report = (() => {
     const waterfall = Charts.rows({
       key: "waterfall",
       title: "From one pass@1 to the other",
-      note: "Share effect: change in a strategy's share times its mean accuracy. Accuracy effect: change in its accuracy times its mean share. The two sum to the whole difference, whatever the order.",
-      rowHeight: 34,
+      note: "Share effect: change in a strategy's share times its mean accuracy. Accuracy effect: change in its accuracy times its mean share. Their sum is the whole difference, and neither side is favoured.",
+      rowHeight: 46,
       x: { domain: [low, Math.max(before, middle, after) * 1.04], format: Format.percent, tick: Format.percentTick, zero: true },
       rows: [
         { label: comparison.before_label, value: Format.percent(before), strong: true, marks: [{ bar: [0, before], color: 7 }], details: [{ name: "pass@1", value: Format.percent(before) }] },
@@ -201,19 +202,38 @@ const Report = (() => {
   function tasksSection() {
     const nodes = [];
     const shown = data.evaluations.filter((evaluation) => evaluation.by_difficulty.length);
+    const grades = [...new Set(shown.flatMap((evaluation) => evaluation.by_difficulty.map((row) => row[0])))].sort((a, b) => a - b);
     const palette = (index, total) => (total === 1 ? 1 : index === total - 1 ? 1 : index === total - 2 ? 2 : 7);
     if (shown.length) {
       nodes.push(
         Charts.lines({
           key: "difficulty",
           title: "pass@1 by difficulty",
-          note: "Difficulty as the environment grades its tasks; the tooltip gives the mean over the tasks of that grade.",
+          note: "Difficulty as the environment grades its tasks; each point is the mean over the tasks of that grade.",
           height: 230,
-          x: { label: "difficulty", name: "difficulty", format: (value) => Format.number(value) },
+          x: { label: "difficulty", name: "difficulty", format: (value) => Format.number(value), ticks: grades.length <= 12 ? grades : undefined },
           y: unit,
           quietLegend: true,
           showLegend: true,
           series: shown.map((evaluation, index) => ({ name: evaluation.label, x: evaluation.by_difficulty.map((row) => row[0]), y: evaluation.by_difficulty.map((row) => row[2]), color: palette(index, shown.length), points: true, hollow: index !== shown.length - 1 })),
+        }),
+      );
+    }
+    if (passes.length > 2) {
+      nodes.push(
+        Charts.lines({
+          key: "passk",
+          title: "What more samples would find",
+          note: "pass@k: the chance that at least one of k samples is right, by the unbiased estimator.",
+          height: 230,
+          x: { label: "k", name: "k =", format: Format.integer, ticks: passes.map((name) => Number(name.slice(5))) },
+          y: unit,
+          quietLegend: true,
+          showLegend: true,
+          series: data.evaluations.map((evaluation, index) => {
+            const known = passes.filter((name) => evaluation.measures[name]);
+            return { name: evaluation.label, x: known.map((name) => Number(name.slice(5))), y: known.map((name) => evaluation.measures[name][0]), low: known.map((name) => evaluation.measures[name][1]), high: known.map((name) => evaluation.measures[name][2]), color: palette(index, data.evaluations.length), points: true, hollow: index !== data.evaluations.length - 1 };
+          }),
         }),
       );
     }
@@ -224,10 +244,10 @@ const Report = (() => {
         Charts.bars({
           key: "rates",
           title: "Tasks by how often they are solved",
-          note: "Each task's share of right samples. Tasks at 0% or 100% form dead groups: every sample earns the same, and a comparison within the group teaches nothing.",
+          note: "Each task's share of right samples. Tasks near 0% or 100% mostly make dead groups: when every sample earns the same, comparing them teaches nothing.",
           height: 230,
           mode: "grouped",
-          x: { centers: rates.values, width: rates.width, label: "share of samples that are right", format: Format.percent, tick: Format.percentTick, name: "solved in" },
+          x: { centers: rates.values, width: rates.width, ticks: rates.values.length <= 21 ? rates.values : undefined, label: "share of samples that are right", format: Format.percent, tick: (value) => `${Math.round(100 * value)}%`, name: "solved in" },
           y: { format: Format.integer },
           series: rates.evaluations.map((one, index) => ({ name: one.label, values: one.counts, color: palette(index, total) })),
         }),
@@ -251,7 +271,7 @@ const Report = (() => {
     const lengths = data.lengths.evaluations.map((one) =>
       Charts.bars({
         key: "lengths",
-        title: `Length of answers: ${one.label}`,
+        title: one.label,
         height: 200,
         mode: "mirrored",
         x: { centers: data.lengths.centers, width: data.lengths.width, label: "tokens", format: (value) => binLabel(value, data.lengths.width), tick: (value) => Format.integer(value) },
@@ -284,12 +304,18 @@ const Report = (() => {
     const group = `training-${training.stage}`;
     const pick = Episodes.has(training.stage) ? (step) => Episodes.open(training.stage, step) : undefined;
     const charts = [];
+    const steady = [];
     const add = (key, title, note, names, y = {}, more = {}) => {
-      const series = seriesOf(training, names);
-      if (!series.some((one) => one.y.some((value) => value !== null))) return;
+      const series = seriesOf(training, names).filter((one) => one.y.some((value) => value !== null));
+      if (!series.length) return;
+      if (training.steps_total > 1 && series.every((one) => one.y.every((value) => value === one.y[0]))) {
+        const format = y.format || Format.number;
+        steady.push(h("figure", { class: "chart steady", "data-chart": `${training.stage}-${key}` }, h("h4", {}, title), series.map((one) => h("p", {}, format(one.y[0]), h("small", {}, series.length > 1 ? `${one.name}, at every step` : "at every step"))), h("figcaption", {}, note)));
+        return;
+      }
       charts.push(Charts.lines({ key: `${training.stage}-${key}`, title, note, x, y, series, group, smooth: true, pick, showLegend: true, ...more }));
     };
-    if (training.task === "sft" || training.columns.loss) {
+    if (training.task !== "rl") {
       add("loss", "Loss", "Mean cross-entropy of the trace's tokens, in nats. 0 would be certainty.", [["loss", "loss", 1]], { log: true });
     }
     const isSameCurve = training.columns.reward && training.columns.pass_rate && training.columns.reward.every((value, index) => value === training.columns.pass_rate[index]);
@@ -314,14 +340,14 @@ const Report = (() => {
     add("gap", "Engine–learner log-prob gap", "Largest and mean |log p| difference between sampling and learning code on the same tokens and weights. Zero means the two agree bit for bit.", [["logprob_gap_max", "largest", 2], ["logprob_gap_mean", "mean", 1]], { log: true });
     add("staleness", "Staleness", "How many weight updates lie between sampling a token and learning from it.", [["staleness", "staleness", 7]]);
     add("grad", "Gradient norm", "Before clipping.", [["grad_norm", "gradient norm", 4]], { log: true });
-    add("lr", "Learning rate", "As scheduled.", [["lr", "learning rate", 7]], { format: (value) => Format.number(value, 3), tick: (value) => Format.number(value, 2) });
+    add("lr", "Learning rate", "As scheduled.", [["lr", "learning rate", 7]], { format: (value) => Format.number(value, 4) });
     add("reward_std", "Spread of rewards", "Mean standard deviation of rewards within a group.", [["reward_std", "std", 6]]);
-    add("failures", "Verifier failures", "Samples whose verifier failed; they leave their group and are never counted as zero.", [["failures", "failures", 2]], { format: Format.integer });
-    return charts;
+    add("failures", "Verifier failures", "Samples whose verifier failed; they leave their group and are never counted as zero.", [["failures", "failures", 2]], { format: Format.integer, integer: true });
+    return charts.length || steady.length ? [charts, steady] : null;
   }
 
   function curves() {
-    const groups = data.training.map((training) => [training, curvesOf(training)]).filter(([, charts]) => charts.length);
+    const groups = data.training.map((training) => [training, curvesOf(training)]).filter(([, found]) => found);
     if (!groups.length) return null;
     const slider = h("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: 0, "aria-label": "Smoothing" });
     const shown = h("output", {}, "off");
@@ -334,9 +360,10 @@ const Report = (() => {
       "Training curves",
       "Every step of every training stage. Move over a chart to read all charts at the same step; arrow keys do the same.",
       h("div", { class: "toolbar" }, h("label", { class: "control" }, "Smoothing", slider, shown), h("span", { class: "muted" }, h("small", {}, "Smoothing draws a moving average over the faint exact line; tooltips always give exact figures."))),
-      groups.map(([training, charts]) => [
+      groups.map(([training, [charts, steady]]) => [
         part(`${training.stage}`, [training.description, training.steps_kept < training.steps_total ? ` Shown: every ${Math.round(training.steps_total / training.steps_kept)}th of ${training.steps_total} steps.` : "", Episodes.has(training.stage) ? " Click a chart to read that step's episodes." : ""].join("")),
-        h("div", { class: "tiles" }, charts),
+        h("div", { class: charts.length === 4 ? "tiles two" : "tiles" }, charts),
+        steady.length ? h("div", { class: "tiles small" }, steady) : null,
       ]),
     );
   }
@@ -354,8 +381,7 @@ const Report = (() => {
         Charts.rows({
           key: "timeline",
           title: `Stages, ${Format.seconds(total)} in all`,
-          note: data.experiment.seconds ? `Wall time from first start to last end: ${Format.seconds(data.experiment.seconds)}, waiting included.` : null,
-          rowHeight: 28,
+                    rowHeight: 28,
           x: { domain: [0, total || 1], format: Format.seconds, tick: (value) => (value ? Format.seconds(value) : "0"), label: "time in stages, end to end" },
           rows: timed.map((stage) => {
             const start = from;
@@ -365,7 +391,8 @@ const Report = (() => {
         }),
       );
     }
-    const split = data.training.concat(data.timed_evaluations).filter((one) => one.totals);
+        const order = data.stages.map((stage) => stage.name);
+    const split = [...data.training, ...data.timed_evaluations].filter((one) => one.totals).sort((a, b) => order.indexOf(a.stage) - order.indexOf(b.stage));
     if (split.length) {
       const longest = Math.max(...split.map((one) => PARTS.reduce((sum, [name]) => sum + (one.totals[name] || 0), 0)));
       nodes.push(
@@ -394,28 +421,14 @@ const Report = (() => {
       const parts = PARTS.filter(([name]) => training.timings[name] && training.timings[name].some((value) => value > 0));
       return [
         parts.length
-          ? Charts.bars({ key: `${training.stage}-steptime`, title: `Time of a step: ${training.stage}`, mode: "stacked", total: true, x: { centers: step, width, label: "step", name: "step", format: Format.integer }, y: { format: Format.seconds, tick: (value) => (value ? Format.seconds(value) : "0") }, series: parts.map(([name, index]) => ({ name, values: training.timings[name], color: index })) })
+          ? Charts.bars({ key: `${training.stage}-steptime`, title: `Time of a step: ${training.stage}`, mode: "stacked", total: true, x: { centers: step, width, label: "step", name: "step", integer: true, format: Format.integer }, y: { format: Format.seconds, tick: (value) => (value ? Format.seconds(value) : "0") }, series: parts.map(([name, index]) => ({ name, values: training.timings[name], color: index })) })
           : null,
         training.timings.tokens_per_second && training.timings.tokens_per_second.some((value) => value > 0)
           ? Charts.lines({ key: `${training.stage}-throughput`, title: `Tokens per second: ${training.stage}`, x, y: { format: Format.integer }, showLegend: true, smooth: true, group: `training-${training.stage}`, series: [{ name: training.task === "rl" ? "sampled tokens/s" : "tokens/s", x: step, y: training.timings.tokens_per_second, color: 3 }] })
           : null,
       ];
     });
-    const hardware = data.hardware.flatMap((one) => {
-      const at = one.columns.seconds;
-      const axis = { label: "seconds since the stage began", name: "at", format: (value) => Format.seconds(value), tick: (value) => Format.integer(value) };
-      const chart = (key, title, names, y, note) => {
-        const series = names.filter(([column]) => one.columns[column]).map(([column, name, index]) => ({ name, x: at, y: one.columns[column], color: index }));
-        return series.length ? Charts.lines({ key: `${one.stage}-${key}`, title: `${title}: ${one.stage}`, note, x: axis, y, series, group: `hardware-${one.stage}`, showLegend: true }) : null;
-      };
-      const gpus = Object.keys(one.columns).filter((name) => name.endsWith("utilisation"));
-      return [
-        chart("cpu", "Processor", [["cpu", "whole machine", 1], ["process_cpu", "this run", 2]], { format: (value) => `${Format.number(value, 3)}%`, zero: true }, "Percent of all cores. The machine may have had other work."),
-        chart("memory", "Memory", [["rss", "this run", 1], ["memory", "whole machine", 7]], { format: bytes }),
-        chart("gpu", "GPU use", gpus.map((name, index) => [name, name.replace("_utilisation", ""), index + 1]), { format: (value) => `${Format.number(value, 3)}%`, domain: [0, 100] }),
-        chart("gpumemory", "GPU memory", gpus.map((name, index) => [name.replace("utilisation", "memory"), name.replace("_utilisation", ""), index + 1]), { format: bytes }),
-      ];
-    });
+    const hardware = data.hardware ? hardwareCharts(data.hardware) : [];
     if (!nodes.length && !perStep.some(Boolean) && !hardware.some(Boolean)) return null;
     return section(
       "time",
@@ -423,8 +436,24 @@ const Report = (() => {
       data.machine_sentence,
       h("div", { class: "tiles two" }, nodes),
       perStep.some(Boolean) ? [part("Step by step"), h("div", { class: "tiles two" }, perStep)] : null,
-      hardware.some(Boolean) ? [part("Hardware", `Sampled once a second while each run was going; averaged to at most ${data.hardware_points} points.`), h("div", { class: "tiles two" }, hardware)] : null,
+      hardware.some(Boolean) ? [part("Hardware", data.hardware.note), h("div", { class: "tiles two" }, hardware)] : null,
     );
+  }
+
+  function hardwareCharts({ columns, bands }) {
+    const axis = { label: "time in stages, end to end", name: "at", format: Format.seconds, tick: (value) => (value ? Format.seconds(value) : "0") };
+    const percentOf = { format: (value) => `${Format.number(value, 3)}%`, domain: [0, 112] };
+    const gpus = Object.keys(columns).filter((name) => name.endsWith("_utilisation")).map((name) => name.replace("_utilisation", ""));
+    const chart = (key, title, note, y, names) => {
+      const series = names.filter(([column]) => columns[column]).map(([column, name, index]) => ({ name, x: columns.seconds, y: columns[column], color: index }));
+      return series.length ? Charts.lines({ key, title, note, x: axis, y, series, bands, group: "hardware", showLegend: true, height: 200 }) : null;
+    };
+    return [
+      chart("cpu", "Processor", "Percent of all cores. The machine may have had other work to do.", percentOf, [["process_cpu", "this run", 1], ["cpu", "whole machine", 7]]),
+      chart("memory", "Memory", "Resident memory of the run's processes, and what the machine used in all.", { format: bytes }, [["rss", "this run", 1], ["memory", "whole machine", 7]]),
+      chart("gpu", "GPU use", null, percentOf, gpus.map((name, index) => [`${name}_utilisation`, name, (index % 8) + 1])),
+      chart("gpu-memory", "GPU memory", null, { format: bytes }, gpus.map((name, index) => [`${name}_memory`, name, (index % 8) + 1])),
+    ];
   }
 
   // ---------------------------------------------------------------------------------- provenance

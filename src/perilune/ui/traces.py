@@ -1,0 +1,74 @@
+"""Training traces in the browser of episodes: what a teacher wrote, and what the verifier refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from perilune.ui.attempt import Attempt
+from perilune.ui.episodes import EpisodeSet, StageEpisodes, compact_json
+
+KEPT = 300
+REFUSED = 100
+
+
+def traces_of(stage: str, attempt: Attempt) -> StageEpisodes | None:
+    """A sample of a collect stage's traces, evenly spaced; None when it left none."""
+    if attempt.root is None:
+        return None
+    folder = attempt.root / "artifacts" / "traces"
+    kept = attempt.rows(folder / "records.jsonl")
+    refused = attempt.rows(folder / "rejected.jsonl")
+    sets = [
+        _set("verified traces", 0, kept, _evenly(kept, KEPT), 1.0),
+        _set("refused candidates", 1, refused, _evenly(refused, REFUSED), None),
+    ]
+    filled = [one for one in sets if one.total]
+    strategies = sorted({_strategy(row) for row in kept})
+    return StageEpisodes(stage, "collect", None, filled, strategies) if filled else None
+
+
+def _set(
+    label: str, step: int, rows: Sequence[Mapping[str, Any]], chosen: Sequence[int], mean: float | None
+) -> EpisodeSet:
+    groups = [_group(str(place + 1), rows[place]) for place in chosen]
+    return EpisodeSet(label, step, len(rows), len(groups), mean, compact_json(groups))
+
+
+def _group(number: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    messages = [
+        {"role": str(one["role"]), "content": str(one["content"])} for one in row.get("messages") or ()
+    ]
+    return {
+        "id": number,
+        "task": str(row.get("task_id", "")),
+        "prompt": messages[:-1],
+        "rendered": "",
+        "dead": False,
+        "episodes": [
+            {
+                "id": number,
+                "text": messages[-1]["content"] if messages else str(row.get("text", "")),
+                "tokens": None,
+                "logprobs": [],
+                "masked": None,
+                "versions": None,
+                "reward": row.get("score"),
+                "terms": {},
+                "metrics": {f"strategy/{_strategy(row)}": 1.0},
+                "finish": "stop",
+                "failure": str(row.get("reason", "")),
+                "advantage": None,
+            }
+        ],
+    }
+
+
+def _strategy(row: Mapping[str, Any]) -> str:
+    return str(row.get("source", "")).rpartition("/")[2]
+
+
+def _evenly(rows: Sequence[Any], most: int) -> list[int]:
+    if len(rows) <= most:
+        return list(range(len(rows)))
+    return sorted({round(index * (len(rows) - 1) / (most - 1)) for index in range(most)})
