@@ -7,7 +7,7 @@ import pytest
 
 from perilune.data.generators import Candidate, Rejected, make_teacher, teacher_names, verified
 from perilune.data.records import TraceRecord, deduplicate
-from perilune.environments import Failure, Score, make_environment
+from perilune.environments import Failure, Score, Transcript, make_environment
 from perilune.errors import RequestError
 from perilune.verifiers import Scorer
 
@@ -32,7 +32,8 @@ def score_here(environment):
 @pytest.mark.parametrize("name", SPECS)
 def test_every_trace_is_accepted_and_its_working_is_valid(name):
     environment = make_environment(SPECS[name])
-    candidates = make_teacher("arithmetic").candidates(islice(environment.tasks("train", 0), 150), 0)
+    teacher = make_teacher("arithmetic", {"scratchpad": 0.4, "brief": 0.3, "direct": 0.3})
+    candidates = teacher.candidates(islice(environment.tasks("train", 0), 150), 0)
     rows = list(verified(candidates, score_here(environment), environment=environment.id, seed=0))
     assert len(rows) == 150 and all(isinstance(row, TraceRecord) for row in rows)
     tasks = {task.task_id: task for task in islice(environment.tasks("train", 0), 150)}
@@ -152,9 +153,25 @@ def test_a_wrong_teacher_is_refused(name, strategies, where, hint):
     assert caught.value.where == where and hint in caught.value.remedy
 
 
-def test_no_strategies_means_all_alike():
-    assert "arithmetic" in teacher_names()
-    assert set(make_teacher("arithmetic").shares.values()) == {1 / 3}
+def test_no_strategies_means_the_teachers_own():
+    assert teacher_names() == ("arithmetic", "gold")
+    assert make_teacher("arithmetic").shares == {"scratchpad": 0.4, "direct": 0.6}
+    assert make_teacher("gold").shares == {"direct": 1.0}
+
+
+def test_a_careless_trace_has_the_right_answer_and_one_wrong_digit():
+    environment = make_environment(SPECS["three terms"])
+    tasks = list(islice(environment.tasks("train", 0), 300))
+    careful = make_teacher("arithmetic", {"scratchpad": 1.0}).candidates(tasks, 0)
+    careless = make_teacher("arithmetic", {"careless": 1.0}).candidates(tasks, 0)
+    places = Counter()
+    for task, right, wrong in zip(tasks, careful, careless, strict=True):
+        different = [i for i, (a, b) in enumerate(zip(right.text, wrong.text, strict=True)) if a != b]
+        assert len(different) == 1 and wrong.text[different[0]].isdigit()
+        places[different[0]] += 1
+        outcome = environment.score(task, Transcript(wrong.text))
+        assert (outcome.reward, outcome.metrics["trace_valid"]) == (1.0, 0.0)
+    assert len(places) > 15  # anywhere
 
 
 def test_a_prompt_that_is_no_arithmetic_is_refused():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
 
 from perilune.data.generators.teacher import Candidate
 from perilune.environments import compact, scratchpad
@@ -14,11 +16,17 @@ from perilune.errors import RequestError
 class ArithmeticTeacher:
     """Writes one trace a task; a digest of seed and task decides by which strategy.
 
-    "347+268=" is answered by `78015,46111,32106;615` (scratchpad), `15,11,06;615` (brief) or `;615` (direct).
+    "347+268=" is answered by
+
+    * scratchpad: `78015,46111,32106;615`, every column with its digits and its carry,
+    * brief: `15,11,06;615`, the result of each column alone,
+    * careless: `78015,46131,32106;615`, a scratchpad with one wrong digit and the right answer, as data
+      that was verified by its outcome alone is bound to have,
+    * direct: `;615`, no working at all.
     """
 
     name = "arithmetic"
-    strategies = ("scratchpad", "brief", "direct")
+    strategies: ClassVar = {"scratchpad": 0.4, "brief": 0.0, "careless": 0.0, "direct": 0.6}
 
     def __init__(self, shares: Mapping[str, float]) -> None:
         self.shares = dict(shares)
@@ -34,8 +42,7 @@ class ArithmeticTeacher:
             yield Candidate(task, write_trace(task, strategy), f"arithmetic/{strategy}")
 
     def _strategy(self, seed: int, task_id: str) -> str:
-        mixed = hashlib.sha256(f"strategy:{seed}:{task_id}".encode()).digest()
-        draw = int.from_bytes(mixed[:8], "big") / 2**64
+        draw = _draw(f"strategy:{seed}:{task_id}")
         for name, share in self.shares.items():
             draw -= share
             if draw < 0:
@@ -58,5 +65,22 @@ def write_trace(task: Task, strategy: str) -> str:
             remedy="give it `prompt: compact` of chain_sum, products or basic_arithmetic "
             "(the last with operators + and - only or * only, and no parentheses)",
         )
-    working = "" if strategy == "direct" else scratchpad.working(asked, brief=strategy == "brief")
+    working = "" if strategy == "direct" else scratchpad.working(asked, brief=strategy == "brief") or ""
+    if strategy == "careless":
+        working = _slip(working, task.task_id)
     return f"{working}{compact.ANSWER_MARK}{task.data['answer']}"
+
+
+def _slip(working: str, task_id: str) -> str:
+    """`working` with one digit wrong."""
+    places = [match.start() for match in re.finditer(r"\d", working)]
+    if not places:
+        return working
+    place = places[int(_draw(f"place:{task_id}") * len(places))]
+    digit = (int(working[place]) + 1 + int(_draw(f"digit:{task_id}") * 9)) % 10
+    return f"{working[:place]}{digit}{working[place + 1 :]}"
+
+
+def _draw(key: str) -> float:
+    """A number in [0, 1) that `key` alone decides."""
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:6], "big") / 2**48

@@ -1,7 +1,7 @@
 """Teachers by name: ours, and any that a package offers under the entry-point group `perilune.teachers`.
 
 An entry point is a class that takes the shares of its strategies and speaks the Teacher protocol; its
-attribute `strategies` names those it has.
+attribute `strategies` names those it has, each with its share when nobody says otherwise.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def make_teacher(name: str, strategies: Mapping[str, float] | None = None) -> Te
     """The teacher called `name`.
 
     Args:
-        strategies: share of the tasks that each strategy answers; none given: all strategies alike.
+        strategies: share of the tasks that each strategy answers; none given: the teacher's own.
 
     Raises:
         RequestError: when the name or a strategy is unknown, or the shares do not sum to 1.
@@ -55,9 +55,9 @@ def _classes() -> dict[str, str]:
     return {point.name: point.value for point in entry_points(group=TEACHER_GROUP)} | _BUILT_IN
 
 
-def _shares(name: str, asked: Mapping[str, float], known: tuple[str, ...]) -> dict[str, float]:
+def _shares(name: str, asked: Mapping[str, float], known: Mapping[str, float]) -> dict[str, float]:
     if not asked:
-        return dict.fromkeys(known, 1 / len(known))
+        return {strategy: share for strategy, share in known.items() if share > 0}
     for strategy in asked:
         if strategy not in known:
             raise RequestError(

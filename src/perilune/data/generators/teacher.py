@@ -40,12 +40,12 @@ class Teacher(Protocol):
 
     Attributes:
         name: what a recipe calls it.
-        strategies: the ways it can answer.
+        strategies: the ways it can answer, each with its share when nobody says otherwise.
         shares: share of the tasks that each strategy answers; sums to 1.
     """
 
     name: str
-    strategies: tuple[str, ...]
+    strategies: Mapping[str, float]
     shares: Mapping[str, float]
 
     def candidates(self, tasks: Iterable[Task], seed: int) -> Iterator[Candidate]:

@@ -1,0 +1,92 @@
+"""`perilune data inspect`, as a user runs it."""
+
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from perilune.cli.data import app
+from perilune.data.episode import Episode
+from perilune.data.episodes_file import write_episodes
+from perilune.data.records import make_record, write_records
+from perilune.errors import RequestError
+
+
+def run(*arguments):
+    result = CliRunner().invoke(app, ["inspect", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def record(question, answer, task_id, source="t/direct", score=1.0):
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return make_record(messages, environment="e", task_id=task_id, score=score, source=source, seed=0)
+
+
+def episode(index, **fields):
+    values = {
+        "episode_id": str(index),
+        "group_id": "g",
+        "task_id": "t",
+        "environment": "e",
+        "seed": 0,
+        "messages": ({"role": "user", "content": "?"}, {"role": "assistant", "content": f"{index}"}),
+        "prompt_ids": np.zeros(2, np.int32),
+        "token_ids": np.zeros(index, np.int32),
+        "loss_mask": np.ones(index, np.bool_),
+        "logprobs": np.zeros(index, np.float32),
+        "policy_version": np.zeros(index, np.int32),
+        "finish_reason": "stop",
+        "reward": float(index % 2),
+        "metrics": {"strategy/direct": 1.0},
+    }
+    return Episode(**(values | fields))
+
+
+@pytest.fixture
+def files(tmp_path):
+    rows = [record("1+1=", ";2", "a"), record("1+1=", ";2", "b"), record("3+1=", "x;4", "a", "t/long", 0.5)]
+    write_records(tmp_path / "train.jsonl", rows)
+    write_records(tmp_path / "validation.jsonl", [record("9+9=", ";18", "b")])
+    return tmp_path / "train.jsonl", tmp_path / "validation.jsonl"
+
+
+def test_records_are_counted_measured_and_compared(files):
+    report = json.loads(run(*files, "--json"))
+    train = report["files"][0]
+    assert (train["rows"], train["tasks"]) == (3, 2)
+    assert train["sources"] == {"t/direct": 2, "t/long": 1}
+    assert train["score"] == {"min": 0.5, "mean": pytest.approx(2.5 / 3), "max": 1.0}
+    assert train["answer_characters"] == {"min": 2, "mean": pytest.approx(7 / 3), "max": 3}
+    assert train["duplicates"] == {"content": 1, "content_or_task": 2}
+    assert report["shared_tasks"] == [{"files": list(map(str, files)), "tasks": 1}]
+    text = run(*files)
+    assert "3 records" in text and "share 1 tasks" in text
+
+
+def test_episodes_are_counted_and_measured(tmp_path):
+    path = tmp_path / "e.parquet"
+    episodes = [
+        episode(1),
+        episode(2),
+        episode(3, reward=None, failure="verifier: hung", finish_reason="length"),
+    ]
+    write_episodes(path, episodes)
+    (figures,) = json.loads(run(path, "--json"))["files"]
+    assert (figures["rows"], figures["tasks"], figures["groups"]) == (3, 1, 1)
+    assert figures["reward"] == {"min": 0.0, "mean": 0.5, "max": 1.0}
+    assert figures["failures"] == {"verifier: hung": 1}
+    assert figures["finish_reasons"] == {"length": 1, "stop": 2}
+    assert figures["strategies"] == {"strategy/direct": 3}
+    assert figures["answer_tokens"] == {"min": 1, "mean": 2.0, "max": 3}
+    assert "3 episodes" in run(path)
+
+
+def test_an_empty_file_and_a_broken_one(tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    assert "0 records" in run(tmp_path / "empty.jsonl")
+    (tmp_path / "broken.jsonl").write_text("{}\n")
+    with pytest.raises(RequestError) as caught:
+        run(tmp_path / "broken.jsonl")
+    assert caught.value.where.endswith("broken.jsonl:1")

@@ -1,0 +1,62 @@
+"""`perilune environments`, as a user runs it."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from perilune.cli.environments import app
+from perilune.errors import RequestError
+
+
+def run(*arguments):
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_list_names_every_family_and_its_compact_prompt():
+    rows = {row["name"]: row["compact_prompt"] for row in json.loads(run("list", "--json"))}
+    assert len(rows) > 100
+    assert rows["reasoning_gym/chain_sum"] and not rows["reasoning_gym/sudoku"]
+    assert "reasoning_gym/chain_sum  (compact)" in run("list").splitlines()
+
+
+def test_show_tells_fields_and_settings_with_their_defaults():
+    shown = json.loads(run("show", "reasoning_gym/chain_sum", "--json"))
+    assert shown["config"]["max_digits"] == 4
+    assert shown["fields"]["threshold"]["default"] == 1.0 and shown["fields"]["task"]["required"]
+    assert "config.max_digits: 4" in run("show", "reasoning_gym/chain_sum")
+    assert json.loads(run("show", "reasoning_gym", "--json"))["config"] == {}
+
+
+def test_sample_shows_tasks_and_that_their_answers_pass():
+    command = ("sample", "reasoning_gym/chain_sum", "--set", "prompt=compact", "--set", "config.max_terms=2")
+    document = json.loads(run(*command, "-n", "3", "--split", "heldout", "--seed", "7", "--json"))
+    assert [task["score"] for task in document["tasks"]] == [1.0] * 3
+    assert all(task["prompt"].endswith("=") for task in document["tasks"])
+    assert document == json.loads(run(*command, "-n", "3", "--split", "heldout", "--seed", "7", "--json"))
+    text = run(*command, "-n", "1")
+    assert "scores 1.0" in text and "difficulty" in text
+
+
+def test_sample_copes_with_a_family_that_states_no_answer():
+    assert "(none stated)" in run("sample", "reasoning_gym/graph_color", "-n", "1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "where"),
+    [
+        (("sample", "nope/x"), "environment.id"),
+        (("show", "reasoning_gym/chainsum"), "environment.task"),
+        (("sample", "reasoning_gym/chain_sum", "--set", "config.max=1"), "environment.config.max"),
+        (("sample", "reasoning_gym/chain_sum", "--set", "prompt"), "--set"),
+        (("sample", "reasoning_gym/chain_sum", "--set", "task.x=1"), "--set task.x=1"),
+        (("sample", "reasoning_gym/chain_sum", "--set", "config=[1"), "--set"),
+        (("sample", "reasoning_gym/chain_sum", "--split", "test"), "--split"),
+    ],
+)
+def test_a_wrong_request_says_where(arguments, where):
+    with pytest.raises(RequestError) as caught:
+        run(*arguments)
+    assert caught.value.where == where

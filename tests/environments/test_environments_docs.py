@@ -1,0 +1,28 @@
+"""What the page on environments shows runs as it stands."""
+
+import re
+import shlex
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from perilune.cli.environments import app
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "environments.md"
+
+
+def test_its_python_runs():
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    names = {}
+    for block in blocks:
+        exec(compile(block, str(PAGE), "exec"), names)
+    assert len(names["traces"]) == 100
+
+
+def test_its_commands_run():
+    commands = re.findall(r"^\$ perilune environments (.*)$", PAGE.read_text(), re.MULTILINE)
+    assert len(commands) == 3
+    for command in commands:
+        result = CliRunner().invoke(app, shlex.split(command), catch_exceptions=False)
+        assert result.exit_code == 0 and result.output
