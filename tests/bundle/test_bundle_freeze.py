@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bundle_cases import make_inputs, make_job
@@ -57,6 +58,14 @@ def test_the_digest_is_that_of_the_listed_entries(pristine: Path) -> None:
         "sha256": sha256_bytes(data.read_bytes()),
         "mode": "0444",
     }
+
+
+def test_the_digest_rule_in_the_reference_gives_the_digest(pristine: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "reference" / "bundle.md"
+    code = page.read_text().split("```python\n")[1].split("```")[0]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert names["bundle_digest"](pristine) == recorded_digest(pristine)
 
 
 def test_the_workspace_finds_its_inputs_with_their_digests(bundle: Path, inputs: dict[str, Path]) -> None:

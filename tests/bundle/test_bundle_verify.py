@@ -21,7 +21,7 @@ from perilune.bundle.verify import require_verified, verify
 from perilune.errors import RequestError, WorkFailedError
 from perilune.files import canonical_json, sha256_bytes, sha256_file, write_json
 
-MANY = settings(max_examples=60, deadline=None)
+MANY = settings(max_examples=40, deadline=None)
 
 
 @contextmanager

@@ -140,7 +140,8 @@ def _inputs(given: list[str], wanted: dict[str, str]) -> dict[str, Path]:
 
 
 def _amount(extent: dict[str, int]) -> str:
-    return f"{extent['files']} files, {extent['bytes']:,} bytes"
+    files = extent["files"]
+    return f"{files} file{'' if files == 1 else 's'}, {extent['bytes']:,} bytes"
 
 
 def _print_json(document: Any) -> None:
