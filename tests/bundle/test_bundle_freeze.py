@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from bundle_cases import make_inputs, make_job
 from hypothesis import given
 from hypothesis import strategies as st
 
+import perilune
 from perilune.bundle import storage
 from perilune.bundle.digest import bundle_digest, recorded_digest, source_files, tree_digest
 from perilune.bundle.freeze import attempt_copy, freeze
@@ -75,34 +77,41 @@ def test_the_workspace_finds_its_inputs_with_their_digests(bundle: Path, inputs:
         assert tree_digest(workspace.input(reference.name)) == reference.digest
 
 
-def test_same_job_inputs_and_code_give_the_same_digest_wherever_and_whenever(
-    tmp_path: Path, pristine: Path
-) -> None:
-    """Another process, with another hash seed, umask, time zone, folder, source mode and source time."""
-    folder = tmp_path / "elsewhere"
-    folder.mkdir()
-    inputs = make_inputs(folder)
-    for path in folder.rglob("*"):
-        os.utime(path, (1, 1))
-        path.chmod(0o700)
+def test_same_job_inputs_and_code_give_the_same_digest_wherever_and_whenever(tmp_path: Path) -> None:
+    """Two processes with another hash seed, umask, time zone, folder, and modes and times of the sources."""
+    source = Path(perilune.__path__[0])
     code = (
-        "import os, sys; os.umask(0o077); sys.path.insert(0, sys.argv[1])\n"
+        "import os, sys\nos.umask(int(sys.argv[2]))\nsys.path.insert(0, sys.argv[1])\n"
         "from pathlib import Path\nfrom bundle_cases import make_job\n"
         "from perilune.bundle.freeze import freeze\n"
         "inputs = {'checkpoint': Path('a checkpoint'), 'data': Path('rows.jsonl')}\n"
         "print(freeze(make_job(), inputs, Path('b')))"
     )
-    other = {"PYTHONHASHSEED": "99", "TZ": "Asia/Tokyo", "HOME": str(tmp_path), "LC_ALL": "C"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(Path(__file__).parent)],
-        cwd=folder,
-        env=os.environ | other,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == recorded_digest(pristine)
-    assert inputs.keys() == {"checkpoint", "data"}
+    # Each from its own copy of one state of the code, as someone may be editing it.
+    shutil.copytree(source, tmp_path / "code" / "perilune", ignore=shutil.ignore_patterns("__pycache__"))
+    digests = []
+    for name, mode, umask, zone, seed in [
+        ("one", 0o644, 0o22, "UTC", 1),
+        ("two", 0o700, 0o77, "Asia/Tokyo", 2),
+    ]:
+        folder = tmp_path / name
+        package = Path(shutil.copytree(tmp_path / "code", folder / "code"))
+        make_inputs(folder)
+        for path in [*folder.rglob("*.*"), *(folder / "a checkpoint").iterdir()]:
+            os.utime(path, (seed, seed))
+            path.chmod(mode if path.is_file() else 0o755)
+        other = {"PYTHONHASHSEED": str(seed), "TZ": zone, "HOME": str(folder), "PYTHONPATH": str(package)}
+        done = subprocess.run(
+            [sys.executable, "-B", "-c", code, str(Path(__file__).parent), str(umask)],
+            cwd=folder,
+            env=os.environ | other,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        digests.append(done.stdout.strip())
+    assert digests[0] == digests[1]
+    assert len(digests[0]) == 64
 
 
 @pytest.mark.parametrize(

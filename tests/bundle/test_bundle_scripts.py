@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,9 +16,22 @@ import pytest
 from bundle_cases import make_inputs, make_job
 from packaging.requirements import Requirement
 
+import perilune
 from perilune.bundle.freeze import freeze
 from perilune.bundle.lock import requirements_lock
 from perilune.bundle.wheel import build_wheel, differing_files, package_files
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_state_of_the_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A copy of the package that nobody edits while the tests run."""
+    copy = tmp_path_factory.mktemp("code") / "perilune"
+    shutil.copytree(perilune.__path__[0], copy, ignore=shutil.ignore_patterns("__pycache__"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(perilune, "__path__", [str(copy)])
+        build_wheel.cache_clear()
+        yield
+    build_wheel.cache_clear()
 
 
 @pytest.fixture(scope="module")
