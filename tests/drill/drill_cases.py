@@ -6,16 +6,19 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from sqlalchemy import select
 
 from perilune.bundle.freeze import freeze
 from perilune.bundle.job import Job, Resources
 from perilune.control.experiments import Control, StagePlan, advance, register_experiment
 from perilune.control.home import Home
 from perilune.control.planner import RetryPolicy
-from perilune.control.progress import StageEvent
+from perilune.control.progress import StageEvent, StageProgress
+from perilune.control.store import Run
 from perilune.execution.claim import MARK, read_claim
 from perilune.execution.processes import marked
 from perilune.files import read_json
@@ -89,3 +92,31 @@ def family(bundle: Path) -> list[int]:
 def has_event(bundle: Path, kind: str) -> bool:
     path = bundle / "runtime" / "events.jsonl"
     return path.exists() and f'"{kind}"' in path.read_text()
+
+
+def only_run(control: Control) -> Run:
+    with control.store.snapshot() as session:
+        return session.scalars(select(Run)).one()
+
+
+def start(control: Control, plan: StagePlan) -> tuple[Iterator[StageEvent], Path]:
+    """Advance until the first progress is seen; the events to come, and the attempt's directory."""
+    events = advance(control, begin(control, [plan]), [plan], poll=0.02)
+    for event in events:
+        if isinstance(event, StageProgress):
+            break
+    return events, control.directory(only_run(control))
+
+
+def hanging(control: Control, how: str = "hang") -> tuple[Iterator[StageEvent], Path]:
+    """A run that hangs at its third step unless it was resumed."""
+    plan = drill_plan(steps=4, fail_at=2, how=how, fresh_only=True)
+    events, attempt = start(control, plan)
+    wait_for(lambda: has_event(attempt, "hangs"), "the hang")
+    return events, attempt
+
+
+def worker_of(attempt: Path) -> int:
+    claim = read_claim(attempt / "runtime")
+    assert claim is not None
+    return claim.pid

@@ -27,7 +27,7 @@ def drill_installed() -> Iterator[None]:
     """The task "drill" can be found, here and in every process started from here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(INSTALLED))
-        patch.setenv("PYTHONPATH", str(INSTALLED))
+        patch.setenv("PYTHONPATH", str(INSTALLED), prepend=os.pathsep)
         patch.setenv("OMP_NUM_THREADS", "1")
         forget_plugins()
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 from pathlib import Path
 
 from hypothesis import given, settings
@@ -20,7 +21,7 @@ def test_what_was_printed_arrives_with_values_replaced(tmp_path_factory, noise, 
     log = Path(tmp_path_factory.mktemp("log")) / "log"
     pump = LogPump(log, {VALUE: "TOKEN"})
     places = sorted({0, *(cut for cut in cuts if cut < len(text)), len(text)})
-    for start, end in zip(places, places[1:], strict=False):
+    for start, end in pairwise(places):
         os.write(pump.writer, text[start:end])
     pump.close()
     assert log.read_bytes() == text.replace(VALUE, b"[TOKEN]")

@@ -44,8 +44,9 @@ def test_an_identity_survives_being_written_down() -> None:
 
 
 def test_a_family_is_found_by_its_mark_and_ended() -> None:
-    code = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],"
-    code += " start_new_session=True); time.sleep(60)"
+    code = (
+        "import subprocess, time; subprocess.Popen(['sleep', '60'], start_new_session=True); time.sleep(60)"
+    )
     child = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "DRILL_MARK": "x7"})
     wait_for(lambda: len(marked("DRILL_MARK", "x7")) == 2, "two processes")
     assert kill_all(lambda: marked("DRILL_MARK", "x7"), grace=5.0)

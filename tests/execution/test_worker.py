@@ -28,6 +28,8 @@ from perilune.execution.claim import read_claim
 from perilune.execution.processes import Presence
 from perilune.files import read_json, read_json_lines
 
+pytestmark = pytest.mark.xdist_group("worker")  # one module fixture serves many
+
 ENDINGS: dict[str, tuple[str, int | None, int | None, str]] = {
     # how: cause, exit code, signal, a word of the message
     "raise": ("crashed", 1, None, "KeyError: 'no such thing' (drill_task.py:"),

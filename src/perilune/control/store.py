@@ -8,6 +8,7 @@ through a power cut.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from perilune.files import canonical_json, sha256_bytes
 
 SCHEMA_VERSION = 1
 BUSY_SECONDS = 30.0
+ROOM = 1 << 17  # bytes that SQLite may want at once for its write-ahead log
 
 
 class Base(DeclarativeBase):
@@ -295,8 +297,10 @@ def _sqlite(home: Home) -> Engine:
 def _explain(error: DatabaseError, home: Home) -> PeriluneError:
     text = str(error.orig)
     where = str(home.database)
-    if "full" in text:
-        return WorkFailedError("the disk is full; nothing was changed", where=where, remedy="free some space")
+    full = shutil.disk_usage(home.root).free < ROOM
+    if "full" in text or ("disk I/O" in text and full):  # SQLite cannot always tell why it could not write
+        remedy = "free some space, or choose another disk with PERILUNE_HOME"
+        return RequestError("the disk is full; nothing was changed", where=where, remedy=remedy)
     if "readonly" in text or "unable to open" in text:
         return RequestError(f"cannot write the state database ({text})", where=where)
     if "not a database" in text or "malformed" in text:

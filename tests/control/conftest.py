@@ -1,0 +1,8 @@
+"""What the tests of both planes share lies in tests/drill."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "drill"))
+
+from drill_fixtures import *  # noqa: F403

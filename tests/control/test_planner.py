@@ -1,0 +1,106 @@
+"""The plan is a pure function, so it can be asked about every situation there is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perilune.control.planner import MAX_STARTS, RetryPolicy, Step, next_step, retry_class
+from perilune.control.transitions import AttemptState
+from perilune.execution.claim import Claim
+from perilune.execution.observation import Observation
+from perilune.execution.processes import Presence
+from perilune.execution.verdict import Cause, Verdict
+
+CLAIM = Claim(1, "host", "boot", 7, 7, "nonce")
+VERDICT = Verdict(1, 0, None, "", "", "digest", 1.0)
+
+OBSERVATIONS = [
+    Observation(),
+    Observation(superseded=True),
+    *(Observation(CLAIM, worker, verdict) for worker, verdict in product(Presence, [None, VERDICT])),
+]
+SITUATIONS = [
+    {"cancel": cancel, "starting": starting, "starts": starts, "unseen_seconds": unseen}
+    for cancel, starting, starts, unseen in product(
+        [False, True], [False, True], [0, 1, MAX_STARTS], [0.0, 1799.0, 1800.0]
+    )
+]
+
+
+def everything() -> Iterator[tuple[AttemptState, Observation, dict[str, Any], Step]]:
+    """Every situation there is, with the step that is planned in it."""
+    for state, seen, now in product(AttemptState, OBSERVATIONS, SITUATIONS):
+        yield state, seen, now, next_step(state, seen, **now)
+
+
+def test_what_has_ended_is_left_alone() -> None:
+    assert {step for state, _, _, step in everything() if state.terminal} == {Step.WAIT}
+
+
+def test_a_verdict_is_always_taken_up_whatever_else_is_wanted() -> None:
+    steps = {step for state, seen, _, step in everything() if seen.verdict and not state.terminal}
+    assert steps == {Step.FINALIZE}
+
+
+def test_not_seeing_justifies_nothing_before_the_policy_says_so() -> None:
+    unseen = [
+        (now["unseen_seconds"], step)
+        for state, seen, now, step in everything()
+        if seen.claim and not seen.verdict and seen.worker is Presence.UNKNOWN and not state.terminal
+    ]
+    assert {step for seconds, step in unseen if seconds < 1800} == {Step.UNREACHABLE}
+    assert {step for seconds, step in unseen if seconds >= 1800} == {Step.LOSE}
+
+
+def test_nothing_is_staged_or_started_over_a_claim() -> None:
+    steps = {step for _, seen, _, step in everything() if seen.claim}
+    assert not steps & {Step.STAGE, Step.START, Step.START_FAILED}
+
+
+def test_death_is_declared_on_evidence_only() -> None:
+    for state, seen, _, step in everything():
+        if step is Step.DIED:
+            vanished = seen.claim is None and state in {AttemptState.RUNNING, AttemptState.FINALIZING}
+            assert vanished or seen.worker is Presence.ABSENT
+
+
+def test_a_cancelled_attempt_never_goes_further() -> None:
+    steps = {step for _, _, now, step in everything() if now["cancel"]}
+    assert not steps & {Step.STAGE, Step.START, Step.ADOPT, Step.DIED}
+
+
+def test_every_step_has_its_situation() -> None:
+    assert {step for _, _, _, step in everything()} == set(Step)
+
+
+def test_starting_is_repeated_but_not_for_ever() -> None:
+    nothing = Observation()
+    steps = [next_step(AttemptState.STARTING, nothing, starts=n) for n in range(MAX_STARTS + 1)]
+    assert steps == [Step.START] * MAX_STARTS + [Step.START_FAILED]
+    assert next_step(AttemptState.STARTING, nothing, starts=1, starting=True) is Step.WAIT
+
+
+def test_every_cause_has_a_class_and_each_class_its_own_budget() -> None:
+    policy = RetryPolicy(infrastructure=2, lost=1, user=0)
+    classes = Counter(retry_class(cause) for cause in Cause)
+    assert classes == {"infrastructure": 3, "preemption": 1, "lost": 1, "user": len(Cause) - 5}
+    died, lost = Cause.RUNNER_DIED.value, Cause.UNREACHABLE.value
+    assert policy.allows(died, [])
+    assert policy.allows(died, [died, lost])
+    assert not policy.allows(died, [died, Cause.KILLED.value])
+    assert not policy.allows(lost, [lost])
+    assert not policy.allows(Cause.CRASHED, [])
+    assert policy.allows(Cause.STOPPED, [Cause.STOPPED.value] * 50)
+
+
+@given(st.integers(0, 40))
+def test_backoff_is_jittered_and_bounded(attempts: int) -> None:
+    policy = RetryPolicy(base=5.0, cap=300.0)
+    delays = {policy.delay(attempts) for _ in range(20)}
+    assert len(delays) > 1 and min(delays) >= 0 and max(delays) <= min(300.0, 5.0 * 2**attempts)

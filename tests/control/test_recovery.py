@@ -1,0 +1,283 @@
+"""What happens when something dies, is stopped, or cannot be seen: with real processes and real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from drill_cases import (
+    begin,
+    carry_out,
+    drill_control,
+    drill_plan,
+    family,
+    hanging,
+    only_run,
+    wait_for,
+    worker_of,
+)
+from sqlalchemy import select
+
+from perilune.control.experiments import Control, advance, watch
+from perilune.control.planner import RetryPolicy
+from perilune.control.progress import (
+    StageEvent,
+    StageFailed,
+    StageFinished,
+    StageProgress,
+    StageResumed,
+    StageReused,
+    StageStarted,
+)
+from perilune.control.reconcile import commit_result
+from perilune.control.requests import cancel, retry
+from perilune.control.store import Attempt, Run
+from perilune.errors import RequestError, WorkFailedError
+from perilune.execution.verdict import read_verdict
+from perilune.files import read_json, read_json_lines, write_json
+
+COMMAND = """
+import sys
+sys.path.insert(0, {here!r})
+from pathlib import Path
+from drill_cases import carry_out, drill_control, drill_plan
+events = carry_out(drill_control(Path(sys.argv[1])), drill_plan("drill", steps=4, gate=sys.argv[2]))
+print(type(events[-1]).__name__)
+"""
+
+
+def attempts(control: Control, run_id: str) -> list[Attempt]:
+    with control.store.snapshot() as session:
+        query = select(Attempt).where(Attempt.run_id == run_id).order_by(Attempt.number)
+        return list(session.scalars(query))
+
+
+def totals(control: Control, run: Run) -> list[int]:
+    return [row["total"] for row in read_json_lines(control.directory(run) / "artifacts" / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("victim", ["worker", "task", "worker with daemon"])
+def test_a_killed_attempt_is_taken_up_from_its_last_checkpoint(control: Control, victim: str) -> None:
+    events, attempt = hanging(control, "daemon" if victim.endswith("daemon") else "hang")
+    os.kill(family(attempt)[0] if victim == "task" else worker_of(attempt), signal.SIGKILL)
+    seen = list(events)
+    resumed = next(event for event in seen if isinstance(event, StageResumed))
+    assert (resumed.attempt, resumed.cause) == (2, "killed" if victim == "task" else "runner_died")
+    assert isinstance(seen[-1], StageFinished) and seen[-1].summary["began_at"] == 2
+    run = only_run(control)
+    assert [one.state for one in attempts(control, run.id)] == ["failed", "succeeded"]
+    assert [one.cleanup for one in attempts(control, run.id)] == ["done", "done"]
+    assert totals(control, run) == [2, 6, 12, 20]  # as if nothing had happened
+    assert not family(attempt)
+
+
+def test_a_killed_command_leaves_the_run_going_and_the_next_one_attaches(
+    control: Control, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    code = COMMAND.format(here=str(Path(__file__).parents[1] / "drill"))
+    arguments = [sys.executable, "-c", code, str(control.home.root), str(gate)]
+    first = subprocess.Popen(arguments)
+    wait_for(lambda: any(control.home.runs.glob("*/attempts/1/runtime/claim.json")), "a claim")
+    first.kill()
+    first.wait()
+    attempt = control.directory(only_run(control))
+    worker = worker_of(attempt)
+    second = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+    plan = drill_plan(steps=4, gate=str(gate))
+    third = advance(control, begin(control, [plan]), [plan], poll=0.02)
+    started = next(third)
+    assert isinstance(started, StageStarted) and started.attached
+    assert worker_of(attempt) == worker
+    gate.touch()
+    assert isinstance(list(third)[-1], StageFinished)
+    assert second.communicate()[0] in {"StageFinished\n", "StageReused\n"}  # it may have come late
+    assert only_run(control).current_epoch == 1
+
+
+def test_a_finished_stage_is_not_run_again_but_a_changed_one_is(control: Control) -> None:
+    plans = [drill_plan("first", steps=2), drill_plan("second", {"data": "first"}, steps=1)]
+    once = carry_out(control, *plans)
+    assert [type(event) for event in once if not isinstance(event, StageProgress)] == [
+        StageStarted,
+        StageFinished,
+        StageStarted,
+        StageFinished,
+    ]
+    assert once[-1].summary["total"] == 6 + 2  # the second began from the first's total
+    assert [type(event) for event in carry_out(control, *plans)] == [StageReused, StageReused]
+    changed = [plans[0], drill_plan("second", {"data": "first"}, steps=2)]
+    again = carry_out(control, *changed, name="changed")
+    assert isinstance(again[0], StageReused) and isinstance(again[-1], StageFinished)
+    assert again[0].run_id == once[0].run_id and again[-1].run_id != once[-1].run_id
+
+
+def test_a_result_whose_evidence_is_gone_is_not_reused(control: Control) -> None:
+    first = carry_out(control, drill_plan(steps=1))[-1]
+    (control.directory(only_run(control)) / "artifacts" / "data" / "total.json").unlink()
+    second = carry_out(control, drill_plan(steps=1))[-1]
+    assert isinstance(second, StageFinished) and second.run_id != first.run_id
+
+
+def test_what_the_task_itself_got_wrong_is_not_retried(control: Control) -> None:
+    last = carry_out(control, drill_plan(fail_at=1, how="work"))[-1]
+    assert isinstance(last, StageFailed)
+    assert (last.cause, last.message, last.cancelled) == ("work_failed", "nothing was learnt", False)
+    assert last.log_tail.endswith("failed: nothing was learnt")
+    assert only_run(control).current_epoch == 1
+
+
+def test_retries_for_infrastructure_are_bounded(tmp_path: Path) -> None:
+    control = drill_control(tmp_path / "home", RetryPolicy(infrastructure=1, base=0.01))
+    last = carry_out(control, drill_plan(fail_at=1, how="kill"))[-1]
+    assert isinstance(last, StageFailed) and last.cause == "killed"
+    assert [one.state for one in attempts(control, last.run_id)] == ["failed", "failed"]
+
+
+def test_a_worker_told_to_leave_by_its_machine_is_a_preemption(control: Control) -> None:
+    events, attempt = hanging(control)
+    os.kill(worker_of(attempt), signal.SIGTERM)
+    assert isinstance(list(events)[-1], StageFinished)
+    run = only_run(control)
+    assert [one.state for one in attempts(control, run.id)] == ["preempted", "succeeded"]
+    assert totals(control, run) == [2, 6, 12, 20]
+
+
+def test_cancel_is_proven_and_the_next_run_goes_on_from_there(control: Control) -> None:
+    events, attempt = hanging(control)
+    assert len(family(attempt)) == 1
+    run = cancel(control, only_run(control).id)
+    assert run.state == "cancelled" and not family(attempt)
+    last = list(events)[-1]
+    assert isinstance(last, StageFailed) and last.cancelled
+    with pytest.raises(RequestError, match="been cancelled already"):
+        cancel(control, run.id)
+    again = carry_out(control, drill_plan(steps=4, fail_at=2, how="hang", fresh_only=True))
+    assert isinstance(again[-1], StageFinished) and again[-1].summary["began_at"] == 2
+    assert control.run(again[-1].run_id).retry_of == run.id
+
+
+def test_cancel_before_anything_was_started(control: Control) -> None:
+    plan = drill_plan()
+    events = advance(control, begin(control, [plan]), [plan])
+    queued = next(events).run_id
+    assert cancel(control, queued).state == "cancelled"
+    assert attempts(control, queued) == []
+
+
+def test_cancel_between_start_and_claim_leaves_no_worker(control: Control) -> None:
+    plan = drill_plan(seconds=5.0)
+    run_id = next(advance(control, begin(control, [plan]), [plan])).run_id
+    control.reconciler.one(run_id)  # admitted, staged, started
+    assert attempts(control, run_id)[0].state == "starting"
+    other = drill_control(control.home.root)  # another command: it did not start that worker
+    run = cancel(other, run_id)
+    assert run.state == "cancelled" and not family(control.directory(run))
+
+
+def test_a_wish_to_cancel_survives_the_command_that_had_it(control: Control) -> None:
+    _, attempt = hanging(control)
+    run_id = only_run(control).id
+    with control.store.transaction() as session:
+        session.get_one(Run, run_id).desired = "cancelled"  # all that a command killed at once leaves
+    control.reconciler.all()
+    assert control.run(run_id).state == "cancelled" and not family(attempt)
+
+
+def test_success_wins_over_a_late_cancel(control: Control) -> None:
+    plan = drill_plan(steps=1)
+    run_id = next(advance(control, begin(control, [plan]), [plan])).run_id
+    control.reconciler.one(run_id)
+    result = control.home.attempt(run_id, 1) / "runtime" / "result.json"
+    wait_for(result.exists, "a result that nobody has looked at")
+    assert cancel(control, run_id).state == "succeeded"
+
+
+def test_a_result_of_an_old_epoch_is_not_taken(control: Control) -> None:
+    _, attempt = hanging(control)
+    os.kill(family(attempt)[0], signal.SIGKILL)
+    run_id = only_run(control).id
+    verdict = wait_for(lambda: read_verdict(attempt / "runtime", 1), "a verdict")
+    with control.store.transaction() as session:
+        session.get_one(Run, run_id).current_epoch = 2
+    with (
+        pytest.raises(WorkFailedError, match="attempt 1 is out of date"),
+        control.store.transaction() as session,
+    ):
+        commit_result(session, session.get_one(Run, run_id), 1, verdict)
+    assert control.run(run_id).state == "active"
+
+
+def test_a_claim_left_by_a_machine_that_was_restarted_is_dead(control: Control) -> None:
+    events, attempt = hanging(control)
+    path = attempt / "runtime" / "claim.json"
+    os.kill(worker_of(attempt), signal.SIGKILL)
+    # Another process has been given the worker's number after a restart: ours.
+    path.write_text(json.dumps(read_json(path) | {"pid": os.getpid(), "boot_id": "before"}))
+    assert isinstance(list(events)[-1], StageFinished)
+    assert [one.cause for one in attempts(control, only_run(control).id)] == ["runner_died", ""]
+
+
+def test_what_cannot_be_seen_keeps_running_until_the_policy_gives_it_up(control: Control) -> None:
+    _, attempt = hanging(control)
+    run_id = only_run(control).id
+    path = attempt / "runtime" / "claim.json"
+    claim = read_json(path)
+    path.write_text(json.dumps(claim | {"host": "elsewhere"}))
+    try:
+        for _ in range(3):
+            assert control.reconciler.one(run_id).state == "active"
+        (seen,) = attempts(control, run_id)
+        assert (seen.state, seen.reachability) == ("running", "unreachable")
+        patient = drill_control(control.home.root, RetryPolicy(lost_after=0.0, base=0.0))
+        events = list(watch(patient, run_id, poll=0.02))
+        assert isinstance(events[-1], StageFinished)
+        first, second = attempts(control, run_id)
+        assert (first.state, first.cause, second.state) == ("lost", "unreachable", "succeeded")
+    finally:
+        write_json(path, claim)  # so that the abandoned one can be ended
+
+
+def test_retry_is_a_linked_run_from_the_last_checkpoint(control: Control) -> None:
+    failed = carry_out(control, drill_plan(steps=4, fail_at=2, how="raise", fresh_only=True))[-1]
+    assert isinstance(failed, StageFailed)
+    new = retry(control, failed.run_id)
+    assert new.id != failed.run_id and new.retry_of == failed.run_id
+    assert new.bundle_digest == control.run(failed.run_id).bundle_digest
+    with pytest.raises(RequestError, match="queued"):
+        retry(control, new.id)
+    last = list(watch(control, new.id, poll=0.02))[-1]
+    assert isinstance(last, StageFinished) and last.summary["began_at"] == 2
+    with pytest.raises(RequestError, match="succeeded"):
+        retry(control, new.id)
+    assert control.run(failed.run_id).state == "failed"  # history is not rewritten
+
+
+def test_a_worker_that_cannot_start_is_reported_with_what_it_said(
+    control: Control, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "psutil.py").write_text("raise ImportError('psutil is broken here')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'broken'}:{os.environ['PYTHONPATH']}")
+    control.reconciler.policy = RetryPolicy(infrastructure=0)
+    last = carry_out(control, drill_plan())[-1]
+    assert isinstance(last, StageFailed) and last.cause == "start_failed"
+    assert "psutil is broken here" in last.message
+
+
+def test_cancel_while_another_command_watches(control: Control) -> None:
+    events, attempt = hanging(control)
+    seen: list[StageEvent] = []
+    watcher = threading.Thread(target=lambda: seen.extend(events))
+    watcher.start()
+    other = drill_control(control.home.root)
+    assert cancel(other, only_run(control).id).state == "cancelled"
+    watcher.join()
+    assert isinstance(seen[-1], StageFailed) and seen[-1].cancelled
+    assert not family(attempt)

@@ -1,0 +1,142 @@
+"""The commands about runs, through the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from drill_cases import carry_out, drill_bundle, drill_plan, family, hanging, worker_of
+
+from perilune.cli.main import main
+from perilune.control.experiments import Control
+from perilune.control.progress import StageFinished
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def perilune(capsys: pytest.CaptureFixture[str], control: Control) -> Command:
+    """Runs a command; gives its exit code, stdout and stderr."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            main(arguments)
+        out, err = capsys.readouterr()
+        return int(left.value.code or 0), out, err
+
+    return run
+
+
+def test_an_empty_home_says_what_to_do(perilune: Command) -> None:
+    assert perilune("runs") == (0, "no runs yet; try: perilune quickstart\n", "")
+    assert json.loads(perilune("runs", "--json")[1])["runs"] == []
+    code, _, err = perilune("show", "nothing")
+    assert code == 2 and "no run is called 'nothing'" in err and "try: perilune runs" in err
+
+
+def test_runs_are_listed_in_order_of_stages_and_found_by_many_names(
+    perilune: Command, control: Control
+) -> None:
+    plans = [drill_plan("zeta", steps=1), drill_plan("alpha", {"data": "zeta"}, fail_at=0, how="work")]
+    events = carry_out(control, *plans)
+    code, out, _ = perilune("runs", "--json")
+    listed = json.loads(out)["runs"]
+    assert code == 0
+    assert [(one["stage"], one["state"], one["attempts"]) for one in listed] == [
+        ("zeta", "succeeded", 1),
+        ("alpha", "failed", 1),
+    ]
+    assert listed[0]["total"] == 2 and listed[1]["cause"] == "work_failed"
+    run_id = events[0].run_id
+    for name in (run_id, run_id[:20], run_id[:20].lower(), "zeta", "drills/zeta"):
+        assert json.loads(perilune("show", name, "--json")[1])["id"] == run_id
+    code, _, err = perilune("show", run_id[:4])
+    assert code == 2 and "fits 2 runs" in err
+    assert perilune("show", "other/zeta")[0] == 2
+    code, out, _ = perilune("show", "alpha")
+    assert code == 0 and "failed (work_failed: nothing was learnt)" in out
+    assert "zeta" in perilune("runs")[1]
+    assert json.loads(perilune("runs", "-e", "drills", "--json")[1])["runs"] == listed
+
+
+def test_logs_diff_and_collect(perilune: Command, control: Control, tmp_path: Path) -> None:
+    carry_out(control, drill_plan("one", steps=1, say="hello"), drill_plan("two", steps=2))
+    code, out, _ = perilune("logs", "one")
+    assert code == 0 and "begins at step 0; hello" in out
+    assert perilune("logs", "one", "-f")[1] == out
+    assert json.loads(perilune("logs", "one", "--json")[1])["lines"] == out.splitlines()
+    parts = json.loads(perilune("diff", "one", "two", "--json")[1])
+    assert {change["key"] for change in parts["recipe"]} == {"stage", "spec.say", "spec.steps"}
+    copy = tmp_path / "copy"
+    assert perilune("collect", "one", "--out", str(copy))[0] == 0
+    assert (copy / "artifacts" / "data" / "total.json").read_text() == '{\n  "total": 2\n}\n'
+    assert perilune("collect", "one", "--out", str(copy))[0] == 2
+    damaged = control.home.runs / json.loads(perilune("show", "one", "--json")[1])["id"]
+    (damaged / "attempts" / "1" / "artifacts" / "metrics.jsonl").write_text("")
+    code, _, err = perilune("collect", "one")
+    assert code == 1 and "artifacts/metrics.jsonl has changed" in err
+
+
+def test_reproduce_leaves_with_0_only_on_identity(perilune: Command, control: Control) -> None:
+    carry_out(control, drill_plan("same", steps=2), drill_plan("noisy", steps=1, noise=True))
+    code, out, _ = perilune("reproduce", "same", "--json")
+    assert code == 0 and json.loads(out)["identical"] is True
+    run_id = json.loads(out)["run"]
+    assert list((control.home.run(run_id) / "reproductions").iterdir()) == []
+    code, out, _ = perilune("reproduce", "noisy", "--json")
+    document = json.loads(out)
+    assert code == 1 and document["identical"] is False
+    assert len(document["differences"]) == 1 and "artifacts/noise has changed" in document["differences"][0]
+    assert Path(document["directory"], "runtime", "result.json").exists()
+
+
+def test_cancel_retry_and_reconcile(perilune: Command, control: Control) -> None:
+    _, attempt = hanging(control)
+    assert json.loads(perilune("reconcile", "--json")[1])["runs"][0]["state"] == "active"
+    code, out, _ = perilune("cancel", "drill", "--json")
+    assert code == 0 and json.loads(out)["state"] == "cancelled" and not family(attempt)
+    assert perilune("cancel", "drill")[0] == 2
+    code, out, _ = perilune("retry", "drill", "--json")
+    assert code == 0 and json.loads(out)["state"] == "succeeded"
+    assert perilune("reconcile") == (0, "nothing is under way\n", "")
+
+
+def test_a_dead_worker_is_noticed_by_a_listing_which_starts_nothing(
+    perilune: Command, control: Control
+) -> None:
+    events, attempt = hanging(control)
+    os.kill(worker_of(attempt), signal.SIGKILL)
+    (one,) = json.loads(perilune("runs", "--json")[1])["runs"]
+    assert (one["state"], one["cause"]) == ("queued", "runner_died")
+    assert not (attempt.parent / "2").exists()
+    assert isinstance(list(events)[-1], StageFinished)
+
+
+def test_a_bundle_is_run_by_hand(perilune: Command, tmp_path: Path) -> None:
+    good, bad = (
+        drill_bundle(tmp_path / "good", steps=1),
+        drill_bundle(tmp_path / "bad", fail_at=0, how="request"),
+    )
+    code, out, _ = perilune("worker", str(good))
+    assert code == 0 and "begins at step 0" in out and "succeeded in" in out
+    code, out, _ = perilune("worker", str(bad), "--json")
+    assert code == 2 and json.loads(out)["cause"] == "request_error"
+    assert perilune("worker", str(tmp_path))[0] == 2
+
+
+def test_a_record_that_was_edited_is_pointed_at(perilune: Command, control: Control) -> None:
+    import sqlite3
+
+    carry_out(control, drill_plan(steps=1))
+    raw = sqlite3.connect(control.home.database)
+    raw.execute("DROP TRIGGER events_no_update")
+    raw.execute("UPDATE events SET kind = 'run.failed' WHERE seq = 3")
+    raw.commit()
+    raw.close()
+    code, _, err = perilune("reconcile")
+    assert code == 2 and "event 3 was changed" in err

@@ -1,0 +1,96 @@
+"""The store keeps what it acknowledged, whole, and its record cannot be edited unseen."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select, text
+
+from perilune.control.experiments import Control
+from perilune.control.home import Home
+from perilune.control.store import Event, Experiment, Store, record, verify_events
+from perilune.errors import PeriluneError, RequestError, WorkFailedError
+
+
+def test_sqlite_is_set_to_keep_what_it_acknowledged(control: Control) -> None:
+    with control.store.snapshot() as session:
+        settings = {
+            name: session.scalar(text(f"PRAGMA {name}"))
+            for name in ("journal_mode", "synchronous", "foreign_keys")
+        }
+    assert settings == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1}
+
+
+def test_a_transaction_is_all_or_nothing(control: Control) -> None:
+    with pytest.raises(KeyError), control.store.transaction() as session:
+        session.add(Experiment(id="e", name="n", recipe_digest="d", created=0.0, used=0.0))
+        record(session, "experiment.created", experiment="e")
+        session.flush()
+        raise KeyError
+    with control.store.snapshot() as session:
+        assert session.get(Experiment, "e") is None
+        assert session.scalars(select(Event)).all() == []
+
+
+def test_a_reader_does_not_wait_for_a_writer(control: Control) -> None:
+    with control.store.transaction() as writer:
+        record(writer, "first")
+        with control.store.snapshot() as reader:
+            assert reader.scalars(select(Event)).all() == []
+
+
+def test_events_can_only_be_added(control: Control) -> None:
+    with control.store.transaction() as session:
+        record(session, "first")
+    for statement in ("UPDATE events SET kind = 'other'", "DELETE FROM events"):
+        with pytest.raises(WorkFailedError, match="append-only"), control.store.transaction() as session:
+            session.execute(text(statement))
+
+
+@pytest.mark.parametrize(
+    "tampering", ["UPDATE events SET time = 1 WHERE seq = 2", "DELETE FROM events WHERE seq = 2"]
+)
+def test_tampering_around_the_program_is_noticed(control: Control, tampering: str) -> None:
+    with control.store.transaction() as session:
+        for kind in ("first", "second", "third"):
+            record(session, kind, run_id=None, detail={"n": 1})
+    with control.store.snapshot() as session:
+        assert verify_events(session) is None
+    raw = sqlite3.connect(control.home.database)
+    for verb in ("update", "delete"):
+        raw.execute(f"DROP TRIGGER events_no_{verb}")
+    raw.execute(tampering)
+    raw.commit()
+    raw.close()
+    with control.store.snapshot() as session:
+        assert verify_events(session) in {2, 3}
+
+
+def refused(home: Home) -> PeriluneError:
+    with pytest.raises(PeriluneError) as caught:
+        Store(home)
+    return caught.value
+
+
+def test_a_newer_schema_is_refused_and_left_alone(control: Control) -> None:
+    raw = sqlite3.connect(control.home.database)
+    raw.execute("PRAGMA user_version = 99")
+    raw.close()
+    error = refused(control.home)
+    assert isinstance(error, RequestError) and "schema 99" in str(error)
+
+
+def test_a_damaged_database_is_named(tmp_path: Path) -> None:
+    home = Home.open(tmp_path)
+    home.database.write_bytes(b"this is not SQLite" * 100)
+    assert "damaged" in refused(home).what
+
+
+def test_a_home_that_cannot_be_written_to_is_a_wrong_request() -> None:
+    with pytest.raises(RequestError) as caught:
+        Home.open(Path("/proc/perilune"))
+    assert caught.value.where == "/proc/perilune" and "PERILUNE_HOME" in caught.value.remedy
+    with pytest.raises(RequestError):
+        Home.open(Path("/dev/null"))

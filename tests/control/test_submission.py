@@ -1,0 +1,137 @@
+"""Submission: one wish, one run, whoever asks, how often, and wherever the power fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from drill_cases import begin, carry_out, drill_control, drill_job, drill_plan
+from sqlalchemy import func, select
+
+from perilune.bundle.freeze import freeze
+from perilune.bundle.verify import verify
+from perilune.control import home as home_module
+from perilune.control.experiments import Control, advance
+from perilune.control.faults import KILL_AT, POINTS
+from perilune.control.progress import StageFinished, StageReused
+from perilune.control.store import Attempt, Operation, Run, verify_events
+from perilune.control.submission import Wish, submit
+from perilune.errors import RequestError
+
+pytestmark = pytest.mark.xdist_group("crash sweep")  # one module fixture serves them all
+
+CHILD = """
+import sys
+sys.path.insert(0, {here!r})
+from pathlib import Path
+from drill_cases import carry_out, drill_control, drill_plan
+carry_out(drill_control(Path(sys.argv[1])), drill_plan(steps=2))
+"""
+
+
+def submit_drill(control: Control, key: str | None = None, **spec: object) -> Run:
+    experiment = begin(control, [drill_plan()])
+    job = drill_job(**spec)
+    return submit(
+        control.home, control.store, Wish(experiment, "drill", "drill", key), partial(freeze, job, {})
+    )
+
+
+def run_directories(control: Control) -> list[str]:
+    return [path.name for path in control.home.runs.iterdir()]
+
+
+def command(root: Path, **environment: str) -> subprocess.Popen[bytes]:
+    """A process that carries out one experiment in the home at `root`."""
+    code = CHILD.format(here=str(Path(__file__).parents[1] / "drill"))
+    return subprocess.Popen([sys.executable, "-c", code, str(root)], env={**os.environ, **environment})
+
+
+def test_the_same_key_is_the_same_run(control: Control) -> None:
+    first, second = (submit_drill(control, "mine") for _ in range(2))
+    assert first.id == second.id
+    assert run_directories(control) == [first.id]
+    assert verify(control.home.bundle(first.id), first.bundle_digest) == []
+
+
+def test_the_same_key_for_another_bundle_is_a_conflict_and_leaves_nothing(control: Control) -> None:
+    first = submit_drill(control, "mine")
+    with pytest.raises(RequestError, match=f"key 'mine' was used for another bundle .run {first.id}"):
+        submit_drill(control, "mine", steps=9)
+    assert run_directories(control) == [first.id]
+    assert list(control.home.temporary.iterdir()) == []
+
+
+def test_a_job_that_cannot_be_frozen_leaves_nothing(control: Control, tmp_path: Path) -> None:
+    experiment = begin(control, [drill_plan()])
+    missing = partial(freeze, drill_job(), {"data": tmp_path / "absent"})
+    with pytest.raises(RequestError):
+        submit(control.home, control.store, Wish(experiment, "drill", "drill"), missing)
+    assert run_directories(control) == list(control.home.temporary.iterdir()) == []
+
+
+def test_commands_at_once_share_one_run(tmp_path: Path) -> None:
+    root = tmp_path / "home"
+    children = [command(root) for _ in range(3)]
+    assert [child.wait() for child in children] == [0, 0, 0]
+    control = drill_control(root)
+    with control.store.snapshot() as session:
+        run = session.scalars(select(Run)).one()
+        assert run.state == "succeeded" and run.current_epoch == 1
+        assert session.scalars(select(Attempt)).one().state == "succeeded"
+        assert verify_events(session) is None
+    assert run_directories(control) == [run.id]
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int]]:
+    """For every named point, a home in which a command was killed exactly there, and how it ended."""
+    root = tmp_path_factory.mktemp("killed")
+    children = {point: command(root / point, **{KILL_AT: point}) for point in POINTS}
+    return {point: (root / point, child.wait()) for point, child in children.items()}
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_kill_anywhere_heals(
+    killed: dict[str, tuple[Path, int]], point: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(home_module, "SWEEP_AFTER", 0.0)
+    root, status = killed[point]
+    assert status == -9, "the point was never reached"
+    control = drill_control(root)
+    control.reconciler.all()  # what any next command begins with
+    events = carry_out(control, drill_plan(steps=2))
+    assert isinstance(events[-1], StageFinished | StageReused)  # the worker may have ended meanwhile
+    with control.store.snapshot() as session:
+        run = session.scalars(select(Run)).one()
+        assert (run.state, run.current_epoch) == ("succeeded", 1)
+        assert session.scalars(select(Attempt)).one().manifest_digest == run.manifest_digest
+        starts = session.scalar(select(func.count()).where(Operation.verb == "start"))
+        assert starts in ({1, 2} if point.startswith("start") else {1})
+        assert verify_events(session) is None
+    assert run_directories(control) == [run.id]
+    assert list(control.home.temporary.iterdir()) == []
+    assert control.summary(run) == {"kind": "dataset", "total": 6, "began_at": 0}
+    assert verify(control.directory(run), run.bundle_digest) == []
+    control.store.close()
+
+
+def test_an_accepted_run_is_carried_out_by_the_reconciler_alone(
+    killed: dict[str, tuple[Path, int]], tmp_path: Path
+) -> None:
+    child = command(tmp_path / "home", **{KILL_AT: "submit.accepted"})
+    assert child.wait() == -9
+    control = drill_control(tmp_path / "home")
+    deadline = time.monotonic() + 60
+    while live := control.reconciler.all():
+        assert time.monotonic() < deadline, live
+        time.sleep(0.05)
+    with control.store.snapshot() as session:
+        assert session.scalars(select(Run)).one().state == "succeeded"
+    experiment = begin(control, [drill_plan(steps=2)])
+    assert [type(event) for event in advance(control, experiment, [drill_plan(steps=2)])] == [StageReused]

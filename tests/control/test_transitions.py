@@ -1,0 +1,51 @@
+"""The two machines, written down a second time: every other transition raises, in the rows themselves."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from perilune.control.store import Attempt, Run
+from perilune.control.transitions import AttemptState, IllegalTransitionError, RunState
+
+RUN = """
+queued -> active failed cancelled
+active -> queued succeeded failed cancelled
+"""
+ATTEMPT = """
+planned -> provisioning staging preempted lost cancelled
+provisioning -> staging failed preempted lost cancelled
+staging -> starting failed preempted lost cancelled
+starting -> running finalizing failed preempted lost cancelled
+running -> finalizing failed preempted lost cancelled
+finalizing -> succeeded failed preempted lost cancelled
+"""
+
+
+def legal(table: str) -> set[tuple[str, str]]:
+    lines = [line.split(" -> ") for line in table.strip().splitlines()]
+    return {(before, after) for before, afters in lines for after in afters.split()}
+
+
+@pytest.mark.parametrize(
+    ("row", "states", "table"),
+    [(Run, RunState, RUN), (Attempt, AttemptState, ATTEMPT)],
+    ids=["run", "attempt"],
+)
+def test_only_listed_transitions_are_possible(row: type, states: type, table: str) -> None:
+    for before, after in product(states, states):
+        one = row(state=before.value)
+        if (before.value, after.value) in legal(table):
+            one.state = after.value
+            assert one.state == after.value
+        else:
+            with pytest.raises(IllegalTransitionError):
+                one.state = after.value
+            assert one.state == before.value
+
+
+def test_terminal_states_are_those_nothing_follows() -> None:
+    assert {state for state in RunState if state.terminal} == {"succeeded", "failed", "cancelled"}
+    ended = {"succeeded", "failed", "preempted", "lost", "cancelled"}
+    assert {state for state in AttemptState if state.terminal} == ended
