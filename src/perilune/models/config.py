@@ -252,8 +252,11 @@ PRESETS = MappingProxyType(
             intermediate_size=256,
             num_layers=3,
             num_heads=3,
-            num_kv_heads=1,
+            # Full heads and a rotary base for short texts: with one key head and base 10,000 the same cold start
+            # takes three times the steps.
+            num_kv_heads=3,
             head_dim=32,
+            rope_theta=100.0,
             max_position_embeddings=4096,
             # 1 / sqrt(hidden size). At the 0.02 of large models the same 300 steps end at 50 times the loss.
             initializer_range=0.1,
