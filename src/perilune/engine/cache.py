@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from perilune.models.attention import PackedAttention, cached_attention
+from perilune.models.attention import PackedAttention, attend_one, padded
 from perilune.models.config import DecoderConfig
 
 _GROWTH = 64
@@ -75,17 +75,19 @@ class Decode:
     """
 
     def __init__(self, cache: KVCache, positions: Tensor, longest: int) -> None:
-        cache.reserve(longest)
+        columns = padded(longest)
+        cache.reserve(columns)
         self._cache = cache
         self._positions = positions
         self._rows = torch.arange(len(positions), device=positions.device)
-        self._longest = longest
-        self._hidden = torch.arange(longest, device=positions.device) > positions[:, None]
+        self._held = (slice(len(positions)), slice(None), slice(columns))
+        unseen = torch.arange(columns, device=positions.device) > positions[:, None]
+        mask = torch.zeros(unseen.shape, device=positions.device, dtype=cache.keys.dtype)
+        mask = mask.masked_fill_(unseen, -torch.inf)
+        self._mask = mask.repeat_interleave(cache.keys.shape[2], dim=0)[:, None]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows = len(q)
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         keys[self._rows, :, self._positions] = k
         values[self._rows, :, self._positions] = v
-        past = (slice(rows), slice(None), slice(self._longest))
-        return cached_attention(q, keys[past], values[past], self._hidden)
+        return attend_one(q, keys[self._held], values[self._held], self._mask)

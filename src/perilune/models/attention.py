@@ -1,12 +1,33 @@
-"""Attention over flat tokens: what the decoder asks for, and the version for whole packed sequences."""
+"""Attention: what the decoder asks for, and the versions for packed sequences and for a cache.
+
+Both go through `attend`, which gives a query the same bits whether it is computed in the middle of its
+sequence (learning, prefill) or alone against a cache (decoding). In float32 on a CPU this rests on what was
+found of MKL's products and of the softmax kernel, and is held by tests:
+
+* a product of at least 4 rows and 12 columns gives an element the same bits whatever its neighbours;
+* it sums at most 192 terms from left to right, so that zeros after the end change nothing;
+* the softmax sums in lanes of 16, so that masked columns after the end change nothing.
+
+Hence keys start at column 0, columns come in multiples of 16, longer sums are cut every 192 terms, and a
+query that is alone is computed as four. Other devices and dtypes agree to rounding.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+_COLUMNS = 16
+_LEAST_ROWS = 4
+_TERMS = 192
+_QUERY_BLOCK = 512
 
 
 class Attention(Protocol):
@@ -24,42 +45,205 @@ class Attention(Protocol):
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(D) + mask) v for R independent sets of queries and keys.
+
+    Args:
+        q: float[R, M, D], M at least 4.
+        k, v: float[R, T, D], T a multiple of 16.
+        mask: float, broadcastable to [R, M, T]: 0 where a query sees a key, -inf where not. Each query
+            must see a key, and what it sees must be the first columns.
+
+    Returns:
+        float[R, M, D].
+    """
+    scores = torch.baddbmm(mask, q * q.shape[-1] ** -0.5, k.transpose(1, 2))
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+    if v.shape[1] <= _TERMS:
+        return torch.bmm(weights, v)
+    parts = zip(weights.split(_TERMS, dim=2), v.split(_TERMS, dim=1), strict=True)
+    return reduce(torch.add, (torch.bmm(some, of_v) for some, of_v in parts))
+
+
+def padded(length: int) -> int:
+    """The multiple of 16 columns in which `length` keys are laid out."""
+    return -(-length // _COLUMNS) * _COLUMNS
+
+
+def attend_one(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """Attention of one query a sequence over what the sequence holds so far.
+
+    Args:
+        q: float[B, H, D].
+        keys, values: float[B, KV, T, D], T a multiple of 16; finite also where masked.
+        mask: float[B * KV, 1, T], 0 on the columns a sequence holds and -inf after them.
+
+    Returns:
+        float[B, H, D].
+    """
+    rows, heads, size = q.shape
+    group = heads // keys.shape[1]
+    grouped = q.reshape(-1, group, size)
+    if group < _LEAST_ROWS:
+        grouped = F.pad(grouped, (0, 0, 0, _LEAST_ROWS - group))
+    out = attend(grouped, keys.flatten(0, 1), values.flatten(0, 1), mask)
+    return out[:, :group].reshape(rows, heads, size)
+
+
 class PackedAttention:
     """Causal attention inside each of several sequences that lie end to end in the flat token axis.
 
     Args:
         cu_seqlens: int64[S + 1], where each sequence starts, closed by N (as in FlashAttention).
+        prefix_of: int64[S]: index of the sequence whose tokens also come before this one's, shared by all
+            that name it (completions of one prompt), or -1. A prefix has no prefix itself.
     """
 
-    def __init__(self, cu_seqlens: Tensor) -> None:
-        starts, lengths = cu_seqlens[:-1], cu_seqlens.diff()
-        longest = int(lengths.max())
-        column = torch.arange(longest, device=cu_seqlens.device)
-        self._real = column < lengths[:, None]
-        self._gather = (starts[:, None] + column).clamp(max=int(cu_seqlens[-1]) - 1)
+    def __init__(self, cu_seqlens: Tensor, prefix_of: Tensor | None = None) -> None:
+        self._device = cu_seqlens.device
+        starts, lengths = cu_seqlens[:-1].cpu(), cu_seqlens.diff().cpu()
+        of = torch.full_like(starts, -1) if prefix_of is None else prefix_of.cpu()
+        prefixes = torch.where(of < 0, 0, lengths[of])
+        spans = torch.stack([starts, lengths, starts[of], prefixes], dim=1)
+        sizes = torch.tensor([_bucket(length) for length in lengths.tolist()])
+        self._spans = [spans[sizes == size] for size in sizes.unique().tolist() if size]
+        self._shared = prefix_of is not None
+        self._layout: _Layout | None = None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        queries, keys, values = (x[self._gather].transpose(1, 2) for x in (q, k, v))
-        shared = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=shared)
-        return out.transpose(1, 2)[self._real]
+        if self._layout is None:
+            self._layout = _Layout(self._spans, self._shared, q, k)
+        return self._layout(q, k, v)
 
 
-def cached_attention(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
-    """Attention of one query a sequence over what the sequence holds so far.
+def _bucket(length: int) -> int:
+    """Length that a sequence is padded to: the least of 16, 32, 48, 64, 96, 128, 192, 256, ... to hold it."""
+    step = _COLUMNS
+    while step * 4 < length:
+        step *= 2
+    return -(-length // step) * step
+
+
+class _Layout:
+    """Places of all tokens in padded blocks, one block for the sequences of each length.
 
     Args:
-        q: [B, H, D].
-        keys, values: [B, KV, T, D]; must be finite everywhere, also where hidden.
-        hidden: bool[B, T], true on columns the query must not see.
-
-    Returns:
-        [B, H, D].
+        spans: for each block int64[sequences, 4]: start, length, start of the prefix, length of the prefix.
+        shared: whether a token may be a key of several sequences.
+        q, k: like those to come.
     """
-    rows, heads, size = q.shape
-    groups = keys.shape[1]
-    grouped = q.view(rows, groups, heads // groups, size) * size**-0.5
-    scores = grouped @ keys.transpose(-1, -2)
-    weights = scores.masked_fill(hidden[:, None, None], float("-inf")).softmax(-1)
-    out: Tensor = weights @ values
-    return out.view(rows, heads, size)
+
+    def __init__(self, spans: Sequence[Tensor], shared: bool, q: Tensor, k: Tensor) -> None:
+        heads, kv_heads = q.shape[1], k.shape[1]
+        self._blocks = []
+        queries, keys = [], []
+        for block in spans:
+            start, length, prefix_start, prefix = block[:, :, None].unbind(1)
+            row = torch.arange(_bucket(int(length.max())))
+            column = torch.arange(padded(int(prefix.max()) + len(row)))
+            key = torch.where(column < prefix, prefix_start + column, start + column - prefix)
+            queries.append(_per_head(torch.where(row < length, start + row, -1), heads))
+            keys.append(_per_head(torch.where(column < prefix + length, key, -1), kv_heads))
+            self._blocks.append(_Block(len(block), heads, kv_heads, len(row), prefix, q))
+        self._queries = _Places(queries, q, unique=True)
+        self._keys = _Places(keys, k, unique=not shared)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        padded_q, padded_k, padded_v = self._queries.pad(q), self._keys.pad(k), self._keys.pad(v)
+        outs = [
+            block(*parts) for block, *parts in zip(self._blocks, padded_q, padded_k, padded_v, strict=True)
+        ]
+        return self._queries.unpad(outs).view(q.shape)
+
+
+def _per_head(tokens: Tensor, heads: int) -> Tensor:
+    """int64[S, heads, L] places in float[N * heads, D] of int64[S, L] tokens; -1 stays -1."""
+    places = tokens[:, None] * heads + torch.arange(heads)[:, None]
+    return torch.where(tokens[:, None] < 0, -1, places)
+
+
+class _Places:
+    """Moves flat rows into padded blocks and back.
+
+    Args:
+        blocks: for each block the flat row at each of its places, int64 of any shape, -1 for padding.
+        unique: whether a flat row is at one place only (and, to be moved back, at least at one).
+    """
+
+    def __init__(self, blocks: Sequence[Tensor], like: Tensor, unique: bool) -> None:
+        self._sizes = [block.numel() for block in blocks]
+        flat = torch.cat([block.flatten() for block in blocks])
+        self._padding = (flat < 0).nonzero()[:, 0].to(like.device)
+        self._of = flat.clamp(min=0).to(like.device)
+        self._at = None
+        if unique:
+            at = torch.empty(like.shape[0] * like.shape[1], dtype=torch.int64)
+            real = (flat >= 0).nonzero()[:, 0]
+            at[flat[real]] = real
+            self._at = at.to(like.device)
+
+    def pad(self, x: Tensor) -> tuple[Tensor, ...]:
+        """float[places, D] of each block from float[N, heads, D]; what padding holds is arbitrary."""
+        rows: Tensor = _Gather.apply(x.reshape(-1, x.shape[-1]), self._of, self._at, None)
+        return rows.split(self._sizes)
+
+    def unpad(self, blocks: Sequence[Tensor]) -> Tensor:
+        """The inverse."""
+        rows = blocks[0] if len(blocks) == 1 else torch.cat(list(blocks))
+        return _Gather.apply(rows, self._at, self._of, self._padding)  # type: ignore[no-any-return]
+
+
+class _Gather(torch.autograd.Function):
+    """y = x[index]. The gradient comes back by `back`, where the inverse is known, with zeros at `unused`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor | None, unused: Tensor | None) -> Tensor:
+        ctx.rows, ctx.index, ctx.back, ctx.unused = len(x), index, back, unused
+        return x.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        if ctx.back is None:
+            return grad.new_zeros(ctx.rows, grad.shape[1]).index_add_(0, ctx.index, grad), None, None, None
+        grad_x = grad.index_select(0, ctx.back)
+        if ctx.unused is not None:
+            grad_x.index_fill_(0, ctx.unused, 0.0)
+        return grad_x, None, None, None
+
+
+class _Block:
+    """Attention of S sequences padded to one length of L queries and T keys.
+
+    The heads that share keys lie below each other, so that one product serves them. Many queries are taken
+    in turns, recomputed when gradients are needed, so that memory grows with T and not with its square.
+    """
+
+    def __init__(
+        self, sequences: int, heads: int, kv_heads: int, length: int, prefix: Tensor, like: Tensor
+    ) -> None:
+        self._sets, self._group, self._length = sequences * kv_heads, heads // kv_heads, length
+        equal = bool((prefix == prefix[0]).all())
+        prefix = prefix[:1] if equal else prefix
+        self._turns = []
+        for start in range(0, length, _QUERY_BLOCK):
+            stop = min(start + _QUERY_BLOCK, length)
+            columns = padded(int(prefix.max()) + stop)
+            visible = torch.arange(columns) <= prefix[:, :, None] + torch.arange(start, stop)[:, None]
+            mask = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf).to(like)
+            mask = mask[:, None, None].expand(-1, 1 if equal else kv_heads, self._group, -1, -1)
+            self._turns.append((slice(start, stop), columns, mask.flatten(2, 3).flatten(0, 1)))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """float[S * H * L, D] from float[S * H * L, D] and float[S * KV * T, D]."""
+        size = q.shape[-1]
+        k, v = k.view(self._sets, -1, size), v.view(self._sets, -1, size)
+        if len(self._turns) == 1:
+            return attend(q.view(self._sets, -1, size), k, v, self._turns[0][2]).view(-1, size)
+        q = q.view(self._sets, self._group, self._length, size)
+        outs = []
+        for rows, columns, mask in self._turns:
+            turn = q[:, :, rows].flatten(1, 2), k[:, :columns], v[:, :columns], mask
+            out = checkpoint(attend, *turn, use_reentrant=False) if q.requires_grad else attend(*turn)
+            outs.append(out.view(self._sets, self._group, -1, size))
+        return torch.cat(outs, dim=2).view(-1, size)

@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perilune.models.attention import Attention
 from perilune.models.config import DecoderConfig
+from perilune.models.kernels import linear, pack_weight, rms_norm, rotate, swiglu
 
 
 class RMSNorm(nn.Module):
@@ -27,7 +27,36 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
+
+
+class Projection:
+    """Linear maps of the same input, computed as one product.
+
+    The parameters stay with their modules, under their Hugging Face names, and are joined on every call;
+    `freeze` joins them once, in the order that is fastest to read.
+    """
+
+    def __init__(self, *parts: nn.Linear | nn.Embedding) -> None:
+        self.parts = parts
+        self.frozen: tuple[Tensor, Tensor | None] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight, bias = self.joined() if self.frozen is None else self.frozen
+        return linear(x, weight, bias)
+
+    def joined(self) -> tuple[Tensor, Tensor | None]:
+        """float[O, I] weight and float[O] bias of all parts, one below the other."""
+        weights = [part.weight for part in self.parts]
+        biases = [part.bias for part in self.parts if isinstance(part, nn.Linear) and part.bias is not None]
+        if len(weights) == 1:
+            return weights[0], biases[0] if biases else None
+        return torch.cat(weights), torch.cat(biases) if biases else None
+
+    def freeze(self, source: Projection) -> None:
+        """Take the present weights of `source`, from now on without gradients."""
+        weight, bias = source.joined()
+        self.frozen = pack_weight(weight.detach()), None if bias is None else bias.detach().clone()
 
 
 class SelfAttention(nn.Module):
@@ -36,27 +65,31 @@ class SelfAttention(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.shape = (config.num_heads, config.num_kv_heads, config.head_dim)
-        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        bias = config.attention_bias
-        self.q_proj = nn.Linear(config.hidden_size, queries, bias=bias)
-        self.k_proj = nn.Linear(config.hidden_size, keys, bias=bias)
-        self.v_proj = nn.Linear(config.hidden_size, keys, bias=bias)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=bias)
+        self.heads, self.kv_heads, self.size = config.num_heads, config.num_kv_heads, config.head_dim
+        hidden, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(hidden, self.heads * self.size, bias=bias)
+        self.k_proj = nn.Linear(hidden, self.kv_heads * self.size, bias=bias)
+        self.v_proj = nn.Linear(hidden, self.kv_heads * self.size, bias=bias)
+        self.o_proj = nn.Linear(self.heads * self.size, hidden, bias=bias)
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.q_norm = RMSNorm(self.size, config.rms_norm_eps)
+            self.k_norm = RMSNorm(self.size, config.rms_norm_eps)
         self.qk_norm = config.qk_norm
+        self.qkv = Projection(self.q_proj, self.k_proj, self.v_proj)
+        self.out = Projection(self.o_proj)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        heads, kv_heads, size = self.shape
-        q = self.q_proj(x).view(-1, heads, size)
-        k = self.k_proj(x).view(-1, kv_heads, size)
-        v = self.v_proj(x).view(-1, kv_heads, size)
+        qkv = self.qkv(x).view(len(x), -1, self.size)
+        qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
         if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        out = attention(self.layer, rotate(q, cos, sin), rotate(k, cos, sin), v)
-        return self.o_proj(out.reshape(-1, heads * size))  # type: ignore[no-any-return]
+            qk = rms_norm(qk, self.qk_norm_weight(), self.q_norm.eps)
+        q, k = rotate(qk, cos, sin).split([self.heads, self.kv_heads], dim=1)
+        return self.out(attention(self.layer, q, k, v).reshape(len(x), -1))
+
+    def qk_norm_weight(self) -> Tensor:
+        """float[H + KV, D]: the norm weight of each head of q, then of k."""
+        q, k = self.q_norm.weight, self.k_norm.weight
+        return torch.cat([q.expand(self.heads, -1), k.expand(self.kv_heads, -1)])
 
 
 class MLP(nn.Module):
@@ -68,9 +101,12 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(hidden, inner, bias=config.mlp_bias)
         self.up_proj = nn.Linear(hidden, inner, bias=config.mlp_bias)
         self.down_proj = nn.Linear(inner, hidden, bias=config.mlp_bias)
+        self.gate, self.up, self.down = (
+            Projection(part) for part in (self.gate_proj, self.up_proj, self.down_proj)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+        return self.down(swiglu(self.gate(x), self.up(x)))
 
 
 class Block(nn.Module):
@@ -109,6 +145,7 @@ class Decoder(nn.Module):
         self.model = Body(config)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.head = Projection(self.model.embed_tokens if config.tie_word_embeddings else self.lm_head)
         self.register_buffer("inverse_frequencies", inverse_frequencies(config), persistent=False)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
@@ -121,13 +158,11 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float[N, V] scores of the next token, from float[N, d]."""
-        head = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
-        return F.linear(hidden, head.weight)
+        return self.head(hidden)
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the angles, float[N, 1, D] each; float32 inside, given in the model's dtype."""
-        angles = positions[:, None].float() * self.inverse_frequencies
-        angles = torch.cat([angles, angles], dim=-1)[:, None]
+        """Cosines and sines, float[N, 1, D / 2] each, of every pair's angle; float32 inside."""
+        angles = (positions[:, None].float() * self.inverse_frequencies)[:, None]
         dtype = self.model.embed_tokens.weight.dtype
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -143,12 +178,6 @@ class Decoder(nn.Module):
                 else:
                     deviation = self.config.initializer_range
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of float[N, H, D] (Su et al. 2021), halves paired as in Hugging Face."""
-    left, right = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-right, left], dim=-1) * sin
 
 
 def inverse_frequencies(config: DecoderConfig) -> Tensor:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
 def log_distribution(logits: Tensor, temperature: float) -> Tensor:
-    """float32[N, V] log-probs of every token; temperature 0 (greedy) reads as 1."""
-    scaled = logits.float() if temperature in (0, 1) else logits.float() / temperature
-    return F.log_softmax(scaled, dim=-1)
+    """Log-probs of every token, [N, V], in float32 at least; temperature 0 (greedy) reads as 1."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.log_softmax(logits if temperature in (0, 1) else logits / temperature, dim=-1)
 
 
 def chosen(logprobs: Tensor, token_ids: Tensor) -> Tensor:

@@ -1,0 +1,175 @@
+"""The decoder's arithmetic, forward and backward, chosen so that a row never depends on its neighbours.
+
+Sampling sees a token in a batch of one-token rows, learning sees it inside a packed batch. Their log-probs
+are equal to the last bit only if every operation treats each row alike, however many rows there are. In
+float32 on a CPU these functions do:
+
+* `linear` uses oneDNN, whose sums over the inner dimension run in one order for two rows or more, whatever
+  their number and that of threads. (MKL, the default, changes its order below ten rows and is half as fast
+  on some processors.) A single row is computed as two.
+* the others reduce within a row only.
+
+Other devices and dtypes use the library's own kernels, and agree to rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def is_exact(x: Tensor) -> bool:
+    """Whether operations on `x` give a row the same bits in every batch."""
+    return x.dtype == torch.float32 and x.device.type == "cpu" and torch.backends.mkldnn.is_available()
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """float[N, O] = float[N, I] @ float[O, I].T + float[O]; the weight may be one that `pack_weight` made."""
+    if not is_exact(x):
+        return F.linear(x, weight, bias)
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        out: Tensor = _Linear.apply(x, weight)
+        return out if bias is None else out + bias
+    return _product(x, weight) if bias is None else _product(x, weight).add_(bias)
+
+
+def pack_weight(weight: Tensor) -> Tensor:
+    """`weight` in the order the processor reads it, for use in many calls of `linear` without gradients."""
+    if not is_exact(weight):
+        return weight
+    return torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)  # type: ignore[no-any-return]
+
+
+_TYPICAL_ROWS = 256
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T by oneDNN."""
+    if len(x) == 1:
+        return _product(x.expand(2, -1), weight)[:1]
+    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")  # type: ignore[no-any-return]
+
+
+class _Linear(torch.autograd.Function):
+    """y = x W^T;  dx = dy W;  dW = dy^T x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _product(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad
+        grad_x = _product(grad, weight.t()) if needs_x else None
+        if not needs_weight:
+            return grad_x, None
+        # oneDNN copies its first operand: let that be the narrower one.
+        if weight.shape[0] < weight.shape[1]:
+            return grad_x, _product(grad.t(), x.t())
+        return grad_x, _product(x.t(), grad.t()).t()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich, 2019).
+
+    Args:
+        x: float[..., D].
+        weight: float[D], or float[H, D] for float[N, H, D].
+    """
+    if not is_exact(x):
+        return F.rms_norm(x, x.shape[-1:], None, eps) * weight
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return]
+    return _normalised(x, eps)[0].mul_(weight)
+
+
+def _normalised(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    size = x.shape[-1]
+    scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    scale = scale.square_().mul_(1 / size).add_(eps).rsqrt_()
+    return x * scale, scale
+
+
+class _RMSNorm(torch.autograd.Function):
+    """n = s x with s = (mean(x^2) + eps)^-1/2, y = n w;  dx = s (g - n mean(n g)) with g = dy w;  dw = sum n dy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        normalised, scale = _normalised(x, eps)
+        ctx.save_for_backward(normalised, scale, weight)
+        return normalised * weight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        normalised, scale, weight = ctx.saved_tensors
+        product = normalised * grad
+        grad_weight = product.sum(tuple(range(grad.dim() - weight.dim())))
+        mean = product.mul_(weight).mean(-1, keepdim=True)
+        grad_x = (grad * weight).addcmul_(normalised, mean, value=-1).mul_(scale)
+        return grad_x, grad_weight, None
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al., 2021), halves paired as in Hugging Face.
+
+    Args:
+        x: float[N, H, D].
+        cos, sin: float[N, 1, D / 2] of the angle of each pair.
+    """
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Rotate.apply(x, cos, sin)  # type: ignore[no-any-return]
+    return _rotated(x, cos, sin, 1)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    (a, b), (new_a, new_b) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+    torch.mul(a, cos, out=new_a).addcmul_(b, sin, value=-direction)
+    torch.mul(b, cos, out=new_b).addcmul_(a, sin, value=direction)
+    return out
+
+
+class _Rotate(torch.autograd.Function):
+    """A rotation; its gradient turns the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, sin, -1), None, None
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up (Shazeer, 2020); both float[N, F] and contiguous."""
+    if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
+        return _SwiGLU.apply(gate, up)  # type: ignore[no-any-return]
+    return F.silu(gate).mul_(up)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """y = silu(g) u;  dg = dy u silu'(g);  du = dy silu(g)."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
+        return grad_gate, F.silu(gate).mul_(grad)
