@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 REQUEST_CAUSES = frozenset({Cause.REQUEST, Cause.DISK_FULL, Cause.BUNDLE_REJECTED})  # exit code 2
 
+REMEDY = "  try: "  # what the last line of an error that has a remedy begins with
+
 
 def follow(control: Control, experiment: str, recipe: Recipe) -> PeriluneError | None:
     """Carry an experiment to its end, showing it; returns why it failed, or None.
@@ -66,9 +68,10 @@ def explain_failure(event: events.StageFailed) -> PeriluneError:
     where = f"stage {event.stage}, run {event.run_id}"
     if event.cancelled:
         return kind("cancelled", where=where, remedy="the same command goes on from its last checkpoint")
+    what, _, own_remedy = (event.message or event.cause).partition(f"\n{REMEDY}")
     tail = f"\n  its log ends:\n{_indented(event.log_tail)}" if event.cause == Cause.CRASHED else ""
     remedy = f"perilune logs {event.run_id}; the same command tries again, from the last checkpoint"
-    return kind((event.message or event.cause) + tail, where=where, remedy=remedy)
+    return kind(what + tail, where=where, remedy=own_remedy or remedy)
 
 
 def _interrupt(control: Control, running: events.StageStarted, view: StageProgress) -> None:

@@ -1,0 +1,27 @@
+"""What the tests of the command line share: the console script, a small recipe, an environment."""
+
+import os
+import sys
+from pathlib import Path
+
+SCRIPT = str(Path(sys.executable).with_name("perilune"))
+
+RECIPE = """\
+name: small
+model: {preset: tiny}
+environment:
+  id: reasoning_gym
+  task: basic_arithmetic
+  config: {min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 2, operators: ["+"],
+           allow_parentheses: false, allow_negation: false}
+  prompt: compact
+resources: {device: cpu, threads: 1}
+stages:
+  - {name: traces, task: collect, teacher: arithmetic, traces: 40}
+  - {name: base, task: evaluate, checkpoint: model, tasks: 3, samples: 2, max_tokens: 8}
+"""
+
+
+def environment(home: Path) -> dict[str, str]:
+    """The environment of a command whose state lies in `home`."""
+    return os.environ | {"PERILUNE_HOME": str(home), "OMP_NUM_THREADS": "1", "COLUMNS": "80"}

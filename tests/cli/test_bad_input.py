@@ -1,0 +1,114 @@
+"""A wrong request ends with exit code 2 and one clear message, and leaves nothing behind."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_cases import RECIPE, SCRIPT, environment
+
+
+def refused(done: subprocess.CompletedProcess[str], *said: str) -> None:
+    """Exit code 2, and one message in which everything in `said` stands."""
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.count("error: ") == 1, done.stderr
+    message = done.stderr[done.stderr.index("error: ") :]
+    for part in said:
+        assert part in message
+    assert "Traceback" not in done.stderr
+    assert len(message.splitlines()) <= 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("threads: 1", "thraeds: 1", ("small.yaml:9: resources.thraeds", "'threads'")),
+        ("samples: 2", "samples: 0", ("small.yaml:12: stages.base.samples is 0", "greater than")),
+        ("id: reasoning_gym", "id: gym", ("small.yaml:4: environment.id: no environment called 'gym'",)),
+        ("task: basic_arithmetic", "task: basic_aritmetic", ("small.yaml:5: environment.task", "'basic_ari")),
+        ("teacher: arithmetic", "teacher: arithmetik", ("stages.traces", "arithmetic")),
+        ("stages:", "stages: [", ("small.yaml:11: not valid YAML",)),
+    ],
+)  # fmt: skip
+def test_a_wrong_recipe(perilune, recipe: Path, old: str, new: str, said: tuple[str, ...]) -> None:
+    recipe.write_text(RECIPE.replace(old, new))
+    refused(perilune("run", "small.yaml"), *said)
+    assert [path.name for path in recipe.parent.iterdir()] == ["small.yaml"]  # not even a home
+
+
+def test_a_missing_recipe(perilune, tmp_path: Path) -> None:
+    refused(
+        perilune("run", "quickstrat.yaml"), "quickstrat.yaml: no such recipe", "bundled recipes: quickstart"
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_override(perilune, recipe: Path) -> None:
+    refused(perilune("run", "small.yaml", "--set", "base.sampels=3"), "--set base.sampels=3", "'samples'")
+
+
+def test_a_wrong_option(perilune, recipe: Path) -> None:
+    done = perilune("run", "small.yaml", "--sedd", "3")
+    assert done.returncode == 2
+    assert "--sedd" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_dataset_row_that_breaks_the_schema(perilune, tmp_path: Path) -> None:
+    (tmp_path / "traces.jsonl").write_text('{"messages": 3}\n')
+    refused(perilune("data", "inspect", "traces.jsonl"), "traces.jsonl:1")
+
+
+def test_a_home_below_a_file(perilune, recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "home").write_text("a file")
+    refused(perilune("run", "small.yaml"), str(tmp_path / "home"), "PERILUNE_HOME")
+    assert (tmp_path / "home").read_text() == "a file"
+
+
+def mounted(options: str, *, home: Path) -> tuple[str, ...]:
+    """Prefix of a command that sees a file system of its own at `home`; skips where none can be mounted."""
+    unshare = shutil.which("unshare")
+    home.mkdir()
+    script = f'mount -t tmpfs -o {options} tmpfs "$0" && exec "$@"'
+    prefix = (
+        unshare or "",
+        "--mount",
+        *(() if os.geteuid() == 0 else ("--map-root-user",)),
+        "sh",
+        "-c",
+        script,
+    )
+    if (
+        unshare is None
+        or subprocess.run([*prefix, str(home), "true"], capture_output=True, check=False).returncode
+    ):
+        pytest.skip("needs a mount namespace: run as root, or allow unprivileged user namespaces")
+    return (*prefix, str(home))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mounts a file system")
+def test_a_read_only_home(perilune, recipe: Path, tmp_path: Path) -> None:
+    done = perilune("run", "small.yaml", wrapper=mounted("ro", home=tmp_path / "home"))
+    refused(done, str(tmp_path / "home"), "PERILUNE_HOME", "Read-only")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mounts a file system")
+@pytest.mark.parametrize("size", ["16k", "300k"])  # full before there is a database; before there is a bundle
+def test_a_full_disk(perilune, recipe: Path, tmp_path: Path, size: str) -> None:
+    done = perilune("run", "small.yaml", wrapper=mounted(f"size={size}", home=tmp_path / "home"))
+    refused(done, str(tmp_path / "home"), "full")
+
+
+def test_no_permission_to_write_the_home(recipe: Path, tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may write everywhere: run as another user")
+    home = tmp_path / "home"
+    home.mkdir(mode=0o500)
+    done = subprocess.run(
+        [SCRIPT, "run", str(recipe)], env=environment(home), capture_output=True, text=True, check=False
+    )
+    refused(done, str(home), "Permission denied", "PERILUNE_HOME")
+    assert not list(home.iterdir())

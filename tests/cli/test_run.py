@@ -1,0 +1,181 @@
+"""`perilune run` and what becomes of it: reused, shared, stopped, taken up again."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from cli_cases import RECIPE, SCRIPT, environment
+
+LONG = RECIPE + "  - {name: long, task: sft, data: traces, steps: 100000, batch_size: 8, save_every: 5}\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder whose home all tests of this module share, so that its stages are run once."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "small.yaml").write_text(RECIPE)
+    (folder / "long.yaml").write_text(LONG)
+    yield folder
+    for process in workers(folder):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def workers(folder: Path) -> list[psutil.Process]:
+    """Processes that run something in the home of `folder`."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if any(str(folder) in part for part in process.cmdline()):
+                found.append(process)
+    return found
+
+
+class Command:
+    """A command under way; what it says on stderr can be read meanwhile."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        descriptor, name = tempfile.mkstemp(dir=folder, suffix=".err")
+        self._said = Path(name)
+        self.process = subprocess.Popen(
+            [SCRIPT, *arguments],
+            cwd=folder,
+            env=environment(folder / "home"),
+            stdout=subprocess.PIPE,
+            stderr=descriptor,
+            text=True,
+        )
+        os.close(descriptor)
+
+    @property
+    def said(self) -> str:
+        return self._said.read_text()
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def finish(self, code: int = 0) -> tuple[str, str]:
+        out, _ = self.process.communicate(timeout=120)
+        assert self.process.returncode == code, self.said
+        assert "Traceback" not in self.said
+        return out, self.said
+
+
+@pytest.fixture(scope="module")
+def first(folder: Path) -> tuple[dict, str]:
+    """The document and the progress of the first run of the recipe, two processes of it at once."""
+    processes = [Command(folder, "run", "small.yaml", "--json") for _ in range(2)]
+    (out, err), (other, _) = (process.finish() for process in processes)
+    assert [one["run"] for one in json.loads(other)["stages"]] == [
+        one["run"] for one in json.loads(out)["stages"]
+    ]
+    return json.loads(out), err
+
+
+def test_two_processes_with_one_recipe_share_its_runs(first: tuple[dict, str], folder: Path) -> None:
+    document, _ = first
+    assert [one["state"] for one in document["stages"]] == ["succeeded", "succeeded"]
+    assert {path.name for path in (folder / "home" / "runs").iterdir()} == {
+        one["run"] for one in document["stages"]
+    }
+    assert all(one["attempts"] == 1 for one in document["stages"])
+
+
+def test_the_document_is_all_of_stdout_and_the_plan_comes_before_the_work(first: tuple[dict, str]) -> None:
+    document, err = first
+    assert set(document) == {
+        "experiment", "recipe", "seed", "stages", "evaluations", "report", "bundles", "seconds",
+    }  # fmt: skip
+    (evaluation,) = document["evaluations"]
+    assert evaluation["stage"] == "base"
+    assert set(evaluation["pass@1"]) == {"mean", "low", "high"}
+    assert Path(document["report"]).read_text().startswith("<!doctype html>")
+    assert err.index("small, seed 0: model tiny") < err.index("[traces] started")
+
+
+def test_what_was_finished_is_not_run_again(first: tuple[dict, str], folder: Path) -> None:
+    document, _ = first
+    out, err = Command(folder, "run", "small.yaml").finish()
+    assert "[traces] reused" in err
+    assert "[base] reused" in err
+    assert "started" not in err
+    assert "pass@1" in out
+    assert "perilune run small.yaml --seed 1" in out
+    assert document["bundles"]["base"] in out
+
+
+def test_one_ctrl_c_stops_the_stage_and_the_next_run_goes_on_from_its_checkpoint(
+    first: tuple[dict, str], folder: Path
+) -> None:
+    process = Command(folder, "run", "long.yaml")
+    checkpoint = wait_for_checkpoint(folder)
+    process.interrupt()
+    _, err = process.finish(2)
+    assert "stopping long" in err
+    assert err.endswith("error: interrupted\n")
+    assert not workers(folder)
+
+    again = Command(folder, "run", "long.yaml")
+    resumed = wait_for_checkpoint(folder, after=checkpoint)
+    assert int(resumed.name.removeprefix("step-")) >= int(checkpoint.name.removeprefix("step-"))
+    events = resumed.parents[2] / "runtime" / "events.jsonl"
+    until(lambda: events.exists() and '"resumed"' in events.read_text(), 60)
+
+    # A second command on the recipe joins; its Ctrl-C leaves the stage to the first.
+    joined = Command(folder, "run", "long.yaml")
+    until(lambda: "joined 0" in joined.said, 60)
+    joined.interrupt()
+    _, err = joined.finish(2)
+    assert workers(folder)
+
+    # Ctrl-C twice leaves at once; the stage is told to stop all the same.
+    again.interrupt()
+    until(lambda: "Ctrl-C again leaves at once" in again.said, 30)
+    again.interrupt()
+    _, err = again.finish(2)
+    assert err.endswith("error: interrupted\n")
+    Command(folder, "reconcile").finish()
+    until(lambda: not workers(folder), 30)
+    states = json.loads(Command(folder, "runs", "--json").finish()[0])["runs"]
+    assert [one["state"] for one in states if one["stage"] == "long"] == ["cancelled"]
+
+
+def test_detach_returns_at_once_and_the_work_goes_on(first: tuple[dict, str], folder: Path) -> None:
+    out, _ = Command(folder, "run", "small.yaml", "--set", "base.tasks=2", "--detach", "--json").finish()
+    told = json.loads(out)
+    assert os.getsid(told["pid"]) == told["pid"]
+    out, _ = Command(folder, "run", "small.yaml", "--set", "base.tasks=2", "--json").finish()
+    document = json.loads(out)
+    assert document["experiment"] == told["experiment"]
+    assert document["evaluations"][0]["tasks"] == 2
+    until(lambda: not psutil.pid_exists(told["pid"]), 30)
+    assert "[base] done" in Path(told["log"]).read_text()
+
+
+def wait_for_checkpoint(folder: Path, after: Path | None = None) -> Path:
+    """The newest complete checkpoint of the long stage, of another attempt than `after`."""
+    found: list[Path] = []
+
+    def look() -> bool:
+        runs = folder / "home" / "runs"
+        found[:] = sorted(runs.glob("*/attempts/*/artifacts/checkpoints/step-*"), key=lambda path: path.name)
+        found[:] = [path for path in found if after is None or path.parents[2] != after.parents[2]]
+        return bool(found)
+
+    until(look, 60)
+    return found[-1]
+
+
+def until(happened, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
