@@ -30,24 +30,28 @@ class Engine:
     """Samples from, and scores with, one decoder.
 
     Args:
-        decoder: its weights are used in place, on its device and in its dtype.
+        decoder: what to sample with, on its device and in its dtype. The engine works on a copy of its
+            weights, taken now and at every `update_weights`, so that training it does not change a version.
         slots: most samples in flight at once.
         score_tokens: most tokens of one scoring batch.
     """
 
     def __init__(self, decoder: Decoder, *, slots: int = 256, score_tokens: int = 16384) -> None:
-        self._decoder = decoder
+        self._source = decoder
+        self._decoder = decoder.frozen()
         self._slots = slots
         self._score_tokens = score_tokens
         self.version = 0
 
     def update_weights(self, state: Mapping[str, Tensor] | None, version: int) -> None:
-        """Take `state` (or, when None, what the decoder's owner wrote into it) as policy `version`.
+        """Take `state`, or when None what the decoder given at first now holds, as policy `version`.
 
-        May be called from `on_progress`: samples in flight go on with the new weights, token by token.
+        `state` has the decoder's own names and is loaded into it. May be called from `on_progress`: samples
+        in flight then go on with the new weights, and say so token by token.
         """
         if state is not None:
-            self._decoder.load_state_dict(state)
+            self._source.load_state_dict(state)
+        self._decoder = self._source.frozen()
         self.version = version
 
     @torch.inference_mode()
@@ -70,9 +74,9 @@ class Engine:
         self._check(prompts, params)
         batch = _Batch(self._decoder, prompts, n, params, self._slots)
         while batch.unfinished:
-            batch.admit()
+            batch.admit(self._decoder)
             batch.draw(self.version)
-            batch.decode()
+            batch.decode(self._decoder)
             if on_progress is not None:
                 on_progress(batch.finished, len(prompts) * n)
         return batch.completions()
@@ -140,7 +144,7 @@ class _Batch:
     ) -> None:
         total = len(prompts) * n
         weight = decoder.model.embed_tokens.weight
-        self.decoder, self.prompts, self.n, self.params = decoder, prompts, n, params
+        self.prompts, self.n, self.params = prompts, n, params
         self.device, self.slots = weight.device, min(slots, total)
         self.cache = KVCache(decoder.config, self.slots, weight.device, weight.dtype)
         self.keys = np.array([(*p.key, j) for p in prompts for j in range(n)], dtype=np.uint64)
@@ -163,7 +167,7 @@ class _Batch:
     def finished(self) -> int:
         return len(self.lengths) - len(self.waiting) - len(self.active)
 
-    def admit(self) -> None:
+    def admit(self, decoder: Decoder) -> None:
         """Give free slots to waiting samples; the prompts they share are computed once."""
         free = self.slots - len(self.active)
         if not self.waiting or free < max(1, self.slots // _REFILL_SHARE):
@@ -172,8 +176,8 @@ class _Batch:
         which, prompt_of_slot = np.unique(new // self.n, return_inverse=True)
         tokens, positions, cu_seqlens = pack([self.prompts[i].token_ids for i in which], self.device)
         attention = Prefill(self.cache, cu_seqlens, torch.from_numpy(prompt_of_slot), len(self.active))
-        hidden = self.decoder(tokens, positions, attention)
-        logits = self.decoder.logits(hidden[cu_seqlens[1:] - 1])[prompt_of_slot]
+        hidden = decoder(tokens, positions, attention)
+        logits = decoder.logits(hidden[cu_seqlens[1:] - 1])[prompt_of_slot]
         self.logits = logits if self.logits is None else torch.cat([self.logits, logits])
         self.active = np.concatenate([self.active, new])
 
@@ -198,7 +202,7 @@ class _Batch:
         self.stopped[rows] = stopped
         self._keep(~stopped & (at + 1 < self.params.max_tokens))
 
-    def decode(self) -> None:
+    def decode(self, decoder: Decoder) -> None:
         """Feed every active sample its last token; what comes out are the logits of the next one."""
         rows = self.active
         if not len(rows):
@@ -209,8 +213,8 @@ class _Batch:
         stands = self.prompt_lengths[rows] + at
         positions = torch.from_numpy(stands).to(self.device)
         attention = Decode(self.cache, positions, longest=int(stands.max()) + 1)
-        hidden = self.decoder(tokens, positions, attention)
-        self.logits = self.decoder.logits(hidden)
+        hidden = decoder(tokens, positions, attention)
+        self.logits = decoder.logits(hidden)
 
     def completions(self) -> list[list[Completion]]:
         samples = [

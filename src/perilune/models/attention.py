@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -61,7 +62,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
     if v.shape[1] <= _TERMS:
         return torch.bmm(weights, v)
-    parts = zip(weights.split(_TERMS, dim=2), v.split(_TERMS, dim=1), strict=True)
+    parts = zip(torch.split(weights, _TERMS, 2), torch.split(v, _TERMS, 1), strict=True)
     return reduce(torch.add, (torch.bmm(some, of_v) for some, of_v in parts))
 
 
@@ -105,8 +106,8 @@ class PackedAttention:
         of = torch.full_like(starts, -1) if prefix_of is None else prefix_of.cpu()
         prefixes = torch.where(of < 0, 0, lengths[of])
         spans = torch.stack([starts, lengths, starts[of], prefixes], dim=1)
-        sizes = torch.tensor([_bucket(length) for length in lengths.tolist()])
-        self._spans = [spans[sizes == size] for size in sizes.unique().tolist() if size]
+        sizes = np.array([_bucket(length) for length in lengths.tolist()])
+        self._spans = [spans[sizes == size] for size in np.unique(sizes) if size]
         self._shared = prefix_of is not None
         self._layout: _Layout | None = None
 
@@ -144,7 +145,7 @@ class _Layout:
             key = torch.where(column < prefix, prefix_start + column, start + column - prefix)
             queries.append(_per_head(torch.where(row < length, start + row, -1), heads))
             keys.append(_per_head(torch.where(column < prefix + length, key, -1), kv_heads))
-            self._blocks.append(_Block(len(block), heads, kv_heads, len(row), prefix, q))
+            self._blocks.append(_Block(len(row), prefix, len(block), q, k))
         self._queries = _Places(queries, q, unique=True)
         self._keys = _Places(keys, k, unique=not shared)
 
@@ -184,13 +185,17 @@ class _Places:
 
     def pad(self, x: Tensor) -> tuple[Tensor, ...]:
         """float[places, D] of each block from float[N, heads, D]; what padding holds is arbitrary."""
-        rows: Tensor = _Gather.apply(x.reshape(-1, x.shape[-1]), self._of, self._at, None)
-        return rows.split(self._sizes)
+        return torch.split(_gather(x.reshape(-1, x.shape[-1]), self._of, self._at, None), self._sizes)
 
     def unpad(self, blocks: Sequence[Tensor]) -> Tensor:
         """The inverse."""
         rows = blocks[0] if len(blocks) == 1 else torch.cat(list(blocks))
-        return _Gather.apply(rows, self._at, self._of, self._padding)  # type: ignore[no-any-return]
+        assert self._at is not None
+        return _gather(rows, self._at, self._of, self._padding)
+
+
+def _gather(x: Tensor, index: Tensor, back: Tensor | None, unused: Tensor | None) -> Tensor:
+    return _Gather.apply(x, index, back, unused)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Gather(torch.autograd.Function):
@@ -219,9 +224,8 @@ class _Block:
     in turns, recomputed when gradients are needed, so that memory grows with T and not with its square.
     """
 
-    def __init__(
-        self, sequences: int, heads: int, kv_heads: int, length: int, prefix: Tensor, like: Tensor
-    ) -> None:
+    def __init__(self, length: int, prefix: Tensor, sequences: int, q: Tensor, k: Tensor) -> None:
+        heads, kv_heads = q.shape[1], k.shape[1]
         self._sets, self._group, self._length = sequences * kv_heads, heads // kv_heads, length
         equal = bool((prefix == prefix[0]).all())
         prefix = prefix[:1] if equal else prefix
@@ -230,7 +234,7 @@ class _Block:
             stop = min(start + _QUERY_BLOCK, length)
             columns = padded(int(prefix.max()) + stop)
             visible = torch.arange(columns) <= prefix[:, :, None] + torch.arange(start, stop)[:, None]
-            mask = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf).to(like)
+            mask = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf).to(q)
             mask = mask[:, None, None].expand(-1, 1 if equal else kv_heads, self._group, -1, -1)
             self._turns.append((slice(start, stop), columns, mask.flatten(2, 3).flatten(0, 1)))
 

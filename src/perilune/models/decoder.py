@@ -34,7 +34,7 @@ class Projection:
     """Linear maps of the same input, computed as one product.
 
     The parameters stay with their modules, under their Hugging Face names, and are joined on every call;
-    `freeze` joins them once, in the order that is fastest to read.
+    a frozen projection was joined once, in the order that is fastest to read.
     """
 
     def __init__(self, *parts: nn.Linear | nn.Embedding) -> None:
@@ -47,14 +47,16 @@ class Projection:
 
     def joined(self) -> tuple[Tensor, Tensor | None]:
         """float[O, I] weight and float[O] bias of all parts, one below the other."""
-        weights = [part.weight for part in self.parts]
-        biases = [part.bias for part in self.parts if isinstance(part, nn.Linear) and part.bias is not None]
+        weights: list[Tensor] = [part.weight for part in self.parts]
+        biases: list[Tensor] = [
+            part.bias for part in self.parts if isinstance(part, nn.Linear) and part.bias is not None
+        ]
         if len(weights) == 1:
             return weights[0], biases[0] if biases else None
         return torch.cat(weights), torch.cat(biases) if biases else None
 
     def freeze(self, source: Projection) -> None:
-        """Take the present weights of `source`, from now on without gradients."""
+        """Take the present weights of `source`; no gradient reaches them."""
         weight, bias = source.joined()
         self.frozen = pack_weight(weight.detach()), None if bias is None else bias.detach().clone()
 
@@ -80,10 +82,10 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         qkv = self.qkv(x).view(len(x), -1, self.size)
-        qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
+        qk, v = torch.split(qkv, [self.heads + self.kv_heads, self.kv_heads], dim=1)
         if self.qk_norm:
             qk = rms_norm(qk, self.qk_norm_weight(), self.q_norm.eps)
-        q, k = rotate(qk, cos, sin).split([self.heads, self.kv_heads], dim=1)
+        q, k = torch.split(rotate(qk, cos, sin), [self.heads, self.kv_heads], dim=1)
         return self.out(attention(self.layer, q, k, v).reshape(len(x), -1))
 
     def qk_norm_weight(self) -> Tensor:
@@ -137,8 +139,6 @@ class Body(nn.Module):
 class Decoder(nn.Module):
     """A causal language model over flat tokens."""
 
-    inverse_frequencies: Tensor
-
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
@@ -146,7 +146,8 @@ class Decoder(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.head = Projection(self.model.embed_tokens if config.tie_word_embeddings else self.lm_head)
-        self.register_buffer("inverse_frequencies", inverse_frequencies(config), persistent=False)
+        # Not a buffer: it stays float32 when the model is cast.
+        self.inverse_frequencies = inverse_frequencies(config)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Last hidden state, float[N, d], of int64[N] tokens at int64[N] positions in their sequences."""
@@ -162,9 +163,28 @@ class Decoder(nn.Module):
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines, float[N, 1, D / 2] each, of every pair's angle; float32 inside."""
+        self.inverse_frequencies = self.inverse_frequencies.to(positions.device)
         angles = (positions[:, None].float() * self.inverse_frequencies)[:, None]
         dtype = self.model.embed_tokens.weight.dtype
         return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    @torch.no_grad()
+    def frozen(self) -> Decoder:
+        """A copy of the present weights for inference, faster than the original and untouched by training."""
+        with torch.device("meta"):
+            copy = Decoder(self.config)
+        for mine, its in zip(self._projections(), copy._projections(), strict=True):
+            its.freeze(mine)
+        embedding = nn.Parameter(self.model.embed_tokens.weight.detach().clone(), requires_grad=False)
+        copy.model.embed_tokens.weight = embedding
+        for norm, its_norm in zip(self.modules(), copy.modules(), strict=True):
+            if isinstance(norm, RMSNorm) and isinstance(its_norm, RMSNorm):
+                its_norm.weight = nn.Parameter(norm.weight.detach().clone(), requires_grad=False)
+        return copy
+
+    def _projections(self) -> list[Projection]:
+        attributes = [value for module in self.modules() for value in vars(module).values()]
+        return [value for value in attributes if isinstance(value, Projection)]
 
     def initialize(self, seed: int) -> None:
         """Draw fresh weights: normal with the config's deviation, biases zero, norms one."""
@@ -182,7 +202,7 @@ class Decoder(nn.Module):
 
 def inverse_frequencies(config: DecoderConfig) -> Tensor:
     """float32[D / 2] rotation speed of each pair, in radians a token; Llama 3.1 stretches the slow ones."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    exponents = torch.arange(0, config.head_dim, 2, device="cpu").float() / config.head_dim
     frequencies = 1.0 / (config.rope_theta**exponents)
     scaling = config.rope_scaling
     if scaling is None:

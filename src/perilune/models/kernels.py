@@ -22,9 +22,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
+_HAS_ONEDNN = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+
+
 def is_exact(x: Tensor) -> bool:
     """Whether operations on `x` give a row the same bits in every batch."""
-    return x.dtype == torch.float32 and x.device.type == "cpu" and torch.backends.mkldnn.is_available()
+    return _HAS_ONEDNN and x.dtype == torch.float32 and x.device.type == "cpu"
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -32,7 +35,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not is_exact(x):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        out: Tensor = _Linear.apply(x, weight)
+        out: Tensor = _Linear.apply(x, weight)  # type: ignore[no-untyped-call]
         return out if bias is None else out + bias
     return _product(x, weight) if bias is None else _product(x, weight).add_(bias)
 
@@ -86,7 +89,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if not is_exact(x):
         return F.rms_norm(x, x.shape[-1:], None, eps) * weight
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return]
+        return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return,no-untyped-call]
     return _normalised(x, eps)[0].mul_(weight)
 
 
@@ -98,7 +101,10 @@ def _normalised(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """n = s x with s = (mean(x^2) + eps)^-1/2, y = n w;  dx = s (g - n mean(n g)) with g = dy w;  dw = sum n dy."""
+    """n = s x with s = (mean(x^2) + eps)^-1/2, y = n w.
+
+    dx = s (g - n mean(n g)) with g = w dy;  dw = sum over rows of n dy.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -125,7 +131,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos, sin: float[N, 1, D / 2] of the angle of each pair.
     """
     if torch.is_grad_enabled() and x.requires_grad:
-        return _Rotate.apply(x, cos, sin)  # type: ignore[no-any-return]
+        return _Rotate.apply(x, cos, sin)  # type: ignore[no-any-return,no-untyped-call]
     return _rotated(x, cos, sin, 1)
 
 
@@ -155,7 +161,7 @@ class _Rotate(torch.autograd.Function):
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up (Shazeer, 2020); both float[N, F] and contiguous."""
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
-        return _SwiGLU.apply(gate, up)  # type: ignore[no-any-return]
+        return _SwiGLU.apply(gate, up)  # type: ignore[no-any-return,no-untyped-call]
     return F.silu(gate).mul_(up)
 
 
