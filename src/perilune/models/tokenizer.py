@@ -120,6 +120,14 @@ class Tokenizer:
         }
         return cls(backend, config)
 
+    def with_chat_template(self, template: str, *, where: str) -> Tokenizer:
+        """The same tokenizer with another chat template.
+
+        Raises:
+            RequestError: when the template is malformed, naming `where` it comes from.
+        """
+        return Tokenizer(self._backend, self._config, chat_template=template, where=where)
+
     def save(self, path: Path | str) -> None:
         """Write tokenizer.json, tokenizer_config.json and, when there is one, chat_template.jinja."""
         folder = Path(path)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from perilune.bundle.job import Frozen, Job
+from perilune.files import canonical_json, write_atomic
 
 if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace
+    from perilune.data.generators.teacher import Rejected
 
 MOST_REJECTED = 4  # give up after this many rejected candidates for every trace asked for
 
@@ -19,7 +22,7 @@ class CollectSpec(Frozen):
     """Fields of a collect stage."""
 
     teacher: str = Field(description="who writes candidate traces")
-    strategies: dict[str, float] = Field({}, description="share of each of the teacher's strategies; empty: its own")
+    strategies: dict[str, float] = Field({}, description="share of each strategy; empty: the teacher's own")
     traces: int = Field(20_000, ge=1, le=10_000_000, description="verified traces to make")
 
 
@@ -63,7 +66,8 @@ class Collect:
         rejected: list[Rejected] = []
         with Scorer(workspace.job.environment) as scorer:
             environment = make_environment(workspace.job.environment)
-            candidates = make_teacher(spec.teacher, spec.strategies).candidates(environment.tasks("train", seed), seed)
+            teacher = make_teacher(spec.teacher, spec.strategies)
+            candidates = teacher.candidates(environment.tasks("train", seed), seed)
             for one in verified(candidates, scorer.score, environment=environment.id, seed=seed):
                 if isinstance(one, Rejected):
                     rejected.append(one)
@@ -84,7 +88,8 @@ class Collect:
         write_records(output / "records.jsonl", kept)
         _write_rejected(output / "rejected.jsonl", rejected)
         sources = Counter(record.source for record in kept)
-        workspace.metric(0, rows=len(kept), rejected=len(rejected), **{f"source/{k}": sources[k] for k in sorted(sources)})
+        counts = {f"source/{name}": count for name, count in sources.items()}
+        workspace.metric(0, rows=len(kept), rejected=len(rejected), **counts)
         for record in islice(kept, 3):
             workspace.log(f"{record.source}: {''.join(message['content'] for message in record.messages)}")
         return {
@@ -98,22 +103,17 @@ class Collect:
         }
 
 
-def _write_rejected(path: Any, rejected: list[Any]) -> None:
-    from perilune.files import canonical_json, write_atomic
-
-    lines = [
-        canonical_json(
-            {
-                "task_id": one.candidate.task.task_id,
-                "source": one.candidate.source,
-                "text": one.candidate.text,
-                "reason": one.reason,
-            }
-        )
-        + b"\n"
-        for one in rejected
+def _write_rejected(path: Path, rejected: Sequence[Rejected]) -> None:
+    rows = [
+        {
+            "task_id": candidate.task.task_id,
+            "source": candidate.source,
+            "text": candidate.text,
+            "reason": reason,
+        }
+        for candidate, reason in ((one.candidate, one.reason) for one in rejected)
     ]
-    write_atomic(path, b"".join(lines))
+    write_atomic(path, b"".join(canonical_json(row) + b"\n" for row in rows))
 
 
 plugin = Collect()

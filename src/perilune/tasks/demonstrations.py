@@ -26,15 +26,16 @@ class Demonstrations:
         """Read trace records.
 
         Raises:
-            RequestError: for a broken row (file and line), no rows at all, or one longer than the model takes.
+            RequestError: for a broken row (file and line), no rows, or one longer than the model takes.
         """
         episodes = [_episode(record, tokenizer, seed) for record in read_records(path)]
         if not episodes:
             raise RequestError("there are no traces to learn from", where=str(path))
         for line, one in enumerate(episodes, start=1):
-            if len(one.prompt_ids) + len(one.token_ids) > longest:
+            length = len(one.prompt_ids) + len(one.token_ids)
+            if length > longest:
                 raise RequestError(
-                    f"a trace of {len(one.prompt_ids) + len(one.token_ids)} tokens; the model takes {longest}",
+                    f"a trace of {length} tokens; the model takes {longest}",
                     where=f"{path}:{line}",
                 )
         return cls(episodes, seed)

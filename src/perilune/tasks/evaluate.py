@@ -71,13 +71,22 @@ class Evaluate:
 
             watch = Stopwatch()
             groups = rollouts.play(
-                tasks, spec.samples, params(spec.temperature), 0, watch,
-                lambda done, _: workspace.progress(done, total, "answers"),
-            )  # fmt: skip
+                tasks,
+                samples=spec.samples,
+                params=params(spec.temperature),
+                step=0,
+                watch=watch,
+                on_progress=lambda done, _: workspace.progress(done, total, "answers"),
+            )
+            sampled = spec.tasks * spec.samples
             greedy = rollouts.play(
-                tasks, 1, params(0.0), 0, watch,
-                lambda done, _: workspace.progress(spec.tasks * spec.samples + done, total, "answers"),
-            )  # fmt: skip
+                tasks,
+                samples=1,
+                params=params(0.0),
+                step=0,
+                watch=watch,
+                on_progress=lambda done, _: workspace.progress(sampled + done, total, "answers"),
+            )
 
         workspace.episodes.mkdir(exist_ok=True)
         write_episodes(workspace.episodes / "step-000000.parquet", [one for group in groups for one in group])

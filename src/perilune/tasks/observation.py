@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from perilune.bundle.workspace import Workspace
+from perilune.data.episode import Episode
 from perilune.data.episodes_file import write_episodes
 from perilune.errors import WorkFailedError
 from perilune.files import read_json_lines
 from perilune.learn.weights import GroupWeights
+from perilune.metrics.objective import objective_curve
 from perilune.tasks.evaluation import CORRECT, strategies
 from perilune.tasks.rollouts import Stopwatch
-from perilune.metrics.objective import objective_curve
 
 GAP_LIMIT = 1e-2  # nats; past this the sampler and the learner are not the same policy
 DEAD_LIMIT = 0.95  # share of groups that teach nothing ...
@@ -45,7 +47,8 @@ class Observer:
         episodes = [one for group in groups for one in group.episodes]
         rewards = [one.reward for one in episodes if one.reward is not None]
         if not rewards:
-            raise WorkFailedError(f"the verifier judged no episode: {episodes[0].failure}", where=f"step {step}")
+            first = episodes[0].failure
+            raise WorkFailedError(f"the verifier judged no episode: {first}", where=f"step {step}")
         mean = math.fsum(rewards) / len(rewards)
         dead = sum(group.dead for group in groups) / len(groups)
         line: dict[str, Any] = {
@@ -62,7 +65,6 @@ class Observer:
         for name, found in strategies(episodes).items():
             line[f"strategy/{name}"] = found["share"]
             line[f"accuracy/{name}"] = found["accuracy"]
-        # Names as in the episodes: advantages are kept, so that the report can show a group's comparison.
         write_episodes(self._workspace.episodes / f"step-{step:06d}.parquet", with_advantages(groups))
         self._workspace.metric(step, **line)
         self._workspace.timing(step, **watch.figures())
@@ -83,13 +85,14 @@ class Observer:
         self._dead_in_a_row = self._dead_in_a_row + 1 if dead > DEAD_LIMIT else 0
         if self._dead_in_a_row >= DEAD_PATIENCE:
             raise WorkFailedError(
-                f"{dead:.0%} of groups had equal rewards for {DEAD_PATIENCE} steps: there is nothing to learn from",
+                f"more than {DEAD_LIMIT:.0%} of groups had equal rewards for {DEAD_PATIENCE} steps:"
+                " there is nothing to learn from",
                 where=f"step {step}",
-                remedy="start from a checkpoint that passes at least 10 to 25% of tasks, choose easier tasks or"
-                " more samples; if the reward fell to zero, lower lr",
+                remedy="start from a checkpoint that passes at least 10 to 25% of tasks, choose easier tasks"
+                " or more samples; if the reward fell to zero, lower lr",
             )
 
-    def summary(self, algorithm: str, samples: int, carried: bool) -> dict[str, Any]:
+    def summary(self, algorithm: str, samples: int) -> dict[str, Any]:
         """First and last figures, and what the estimator climbs."""
         lines = list(read_json_lines(self._workspace.artifacts / "metrics.jsonl"))
         edge = max(1, min(5, len(lines) // 2))
@@ -100,7 +103,6 @@ class Observer:
         gaps = [line["logprob_gap_max"] for line in lines if "logprob_gap_max" in line]
         return {
             "algorithm": algorithm,
-            "carried_second_moments": carried,
             "first": {name: mean(name, lines[:edge]) for name in ("reward", "pass_rate", "length")},
             "last": {name: mean(name, lines[-edge:]) for name in ("reward", "pass_rate", "length")},
             "logprob_gap_max": max(gaps, default=0.0),
@@ -110,10 +112,8 @@ class Observer:
         }
 
 
-def with_advantages(groups: Sequence[GroupWeights]) -> list[Any]:
+def with_advantages(groups: Sequence[GroupWeights]) -> list[Episode]:
     """Episodes in order, each with its advantage among its metrics."""
-    from dataclasses import replace
-
     episodes = []
     for group in groups:
         for index, one in enumerate(group.episodes):

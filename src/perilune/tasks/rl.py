@@ -38,11 +38,12 @@ class RL:
     def plan(self, job: Job) -> Mapping[str, str]:
         """Episodes, updates and the schedule."""
         spec = RLSpec.model_validate(job.spec)
-        batch = spec.prompts * spec.samples
+        episodes = spec.steps * spec.prompts * spec.samples
         return {
-            "episodes": f"{spec.steps} steps x {spec.prompts} tasks x {spec.samples} = {spec.steps * batch:,}",
-            "tokens at most": f"{spec.steps * batch * spec.max_tokens:,}",
-            "algorithm": f"{spec.algorithm}, one update a step, clip {spec.clip_low:g}/{spec.clip_high:g}, KL {spec.kl:g}",
+            "episodes": f"{spec.steps} steps x {spec.prompts} tasks x {spec.samples} = {episodes:,}",
+            "tokens at most": f"{episodes * spec.max_tokens:,}",
+            "algorithm": f"{spec.algorithm}, one update a step,"
+            f" clip {spec.clip_low:g}/{spec.clip_high:g}, KL {spec.kl:g}",
             "learning rate": f"{spec.lr:g} after {spec.warmup} steps, cosine to {spec.lr * spec.final_lr:g}",
         }
 
@@ -74,7 +75,7 @@ class RL:
             environment = open_environment(workspace)
             engine = Engine(policy.decoder)
             learner = Learner(policy.decoder, spec, spec)
-            carried = workspace.has_input("checkpoint") and carry_optimizer(workspace.input("checkpoint"), learner)
+            carried = carry_optimizer(workspace, learner)
             weigh = algorithm(spec.algorithm)
             rollouts = Rollouts(engine, policy.tokenizer, scorer, environment.id, workspace.job.seed)
             params = SamplingParams(spec.max_tokens, spec.temperature, policy.stop_token_ids)
@@ -86,7 +87,7 @@ class RL:
                 watch = Stopwatch()
                 engine.update_weights(None, learner.version)
                 batch = take_tasks(tasks, spec.prompts, environment.id)
-                groups = rollouts.play(batch, spec.samples, params, step + 1, watch)
+                groups = rollouts.play(batch, samples=spec.samples, params=params, step=step + 1, watch=watch)
                 watch.start_learning()
                 weighed = [weigh(group, max_tokens=spec.max_tokens, kl=spec.kl) for group in groups]
                 live = [group for group in weighed if not group.dead]
@@ -99,7 +100,8 @@ class RL:
                 observer.record(step + 1, weighed, figures, watch)
                 if (step + 1) % spec.save_every == 0 and step + 1 < spec.steps:
                     save(workspace, learner, step + 1)
-        return finish(workspace, policy, learner, spec.steps) | observer.summary(spec.algorithm, spec.samples, carried)
+        summary = observer.summary(spec.algorithm, spec.samples)
+        return finish(workspace, policy, learner, spec.steps) | summary | {"carried_second_moments": carried}
 
 
 plugin = RL()

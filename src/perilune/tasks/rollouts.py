@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -71,6 +72,7 @@ class Rollouts:
     def play(
         self,
         tasks: Sequence[Task],
+        *,
         samples: int,
         params: SamplingParams,
         step: int,
@@ -97,7 +99,7 @@ class Rollouts:
         outcomes = iter(self.scorer.score(transcripts))
         groups = [
             tuple(
-                self._episode(task, prompt, one, text, next(outcomes), f"{step}/{index}", sample)
+                self._episode(task, prompt, one, text, next(outcomes), f"{step}/{index}/{sample}")
                 for sample, (one, text) in enumerate(zip(group, row, strict=True))
             )
             for index, (task, prompt, group, row) in enumerate(
@@ -110,20 +112,18 @@ class Rollouts:
     def _text(self, completion: Completion) -> str:
         return self.tokenizer.decode(completion.token_ids.tolist())
 
-    def _episode(
+    def _episode(  # noqa: PLR0917
         self,
         task: Task,
         prompt: Prompt,
         completion: Completion,
         text: str,
         outcome: Outcome,
-        group_id: str,
-        sample: int,
+        episode_id: str,
     ) -> Episode:
-        failed = isinstance(outcome, Failure)
         return Episode(
-            episode_id=f"{group_id}/{sample}",
-            group_id=group_id,
+            episode_id=episode_id,
+            group_id=episode_id.rpartition("/")[0],
             task_id=task.task_id,
             environment=self.environment,
             seed=self.seed,
@@ -134,11 +134,15 @@ class Rollouts:
             logprobs=completion.logprobs,
             policy_version=completion.policy_version,
             finish_reason=completion.finish_reason,
-            reward=None if isinstance(outcome, Failure) else outcome.reward,
-            reward_terms={} if isinstance(outcome, Failure) else dict(outcome.terms),
-            failure=f"{outcome.boundary}: {outcome.reason}" if failed else "",
             metrics=_metrics(task, outcome),
+            **_verdict(outcome),
         )
+
+
+def _verdict(outcome: Outcome) -> dict[str, Any]:
+    if isinstance(outcome, Failure):
+        return {"failure": f"{outcome.boundary}: {outcome.reason}"}
+    return {"reward": outcome.reward, "reward_terms": dict(outcome.terms)}
 
 
 def _metrics(task: Task, outcome: Outcome) -> dict[str, float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
 import torch
 
@@ -16,6 +15,8 @@ from perilune.errors import RequestError
 from perilune.models.decoder import Decoder
 from perilune.models.loading import load_checkpoint, new_model
 from perilune.models.tokenizer import Tokenizer
+
+MODEL = "model"  # the input that holds the weights the recipe's model section names
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,9 @@ def prepare_device(workspace: Workspace) -> torch.device:
         torch.set_num_threads(resources.threads)
     if resources.device == "cuda" and not torch.cuda.is_available():
         raise RequestError("device cuda is asked for and this machine has none", remedy="perilune doctor")
-    wanted = resources.device if resources.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    wanted: str = resources.device
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(workspace.job.seed)
     workspace.log(f"device {wanted}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     return torch.device(wanted)
@@ -56,16 +59,16 @@ def load_policy(workspace: Workspace, device: torch.device, field: str = "checkp
 
 
 def start_model(workspace: Workspace, device: torch.device) -> Policy:
-    """The recipe's model section: weights from a Hugging Face folder, or a fresh preset from the seed."""
+    """The recipe's model section: the staged Hugging Face folder, or a fresh preset from the seed."""
     model = workspace.job.model
-    if model.get("path"):
-        policy = Policy(*load_checkpoint(Path(model["path"]), device))
+    if workspace.has_input(MODEL):
+        decoder, tokenizer = load_checkpoint(workspace.input(MODEL), device)
     else:
         tokenizer = Tokenizer.characters()
-        policy = Policy(new_model(model["preset"], tokenizer, workspace.job.seed).to(device), tokenizer)
+        decoder = new_model(model["preset"], tokenizer, workspace.job.seed).to(device)
     if model.get("chat_template"):
-        policy.tokenizer.use_chat_template(Path(model["chat_template"]).read_text(encoding="utf-8"))
-    return policy
+        tokenizer = tokenizer.with_chat_template(model["chat_template"], where="model.chat_template")
+    return Policy(decoder, tokenizer)
 
 
 def open_environment(workspace: Workspace) -> Environment:

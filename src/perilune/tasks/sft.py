@@ -69,9 +69,7 @@ class SFT:
         for step in range(first, spec.steps):
             watch = Stopwatch()
             episodes = demonstrations.batch(step, spec.batch_size)
-            figures = learner.forward_backward(
-                pack([weigh(episodes, max_tokens=0)], spec.token_budget)
-            )
+            figures = learner.forward_backward(pack([weigh(episodes, max_tokens=0)], spec.token_budget))
             figures |= learner.optim_step(learning_rate(spec, step, spec.steps))
             watch.learning = watch.elapsed
             workspace.metric(step + 1, **figures)

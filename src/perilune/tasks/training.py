@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from perilune.bundle.workspace import Workspace
@@ -14,7 +12,9 @@ from perilune.learn.trainer import Learner
 from perilune.models.loading import save_checkpoint
 from perilune.tasks.session import Policy
 
-OPTIMIZER = "optimizer"  # folder inside the final checkpoint with the learner's state, for a stage that carries it
+OPTIMIZER = (
+    "optimizer"  # folder beside the final weights: the learner's state, for a stage that carries it on
+)
 
 
 def resume(workspace: Workspace, learner: Learner) -> int:
@@ -56,15 +56,12 @@ def finish(workspace: Workspace, policy: Policy, learner: Learner, steps: int) -
     return {"kind": "training", "steps": steps, "parameters": parameters}
 
 
-def carry_optimizer(checkpoint: Path, learner: Learner) -> bool:
-    """Start from the second moments an earlier stage left beside its weights; False when it left none."""
-    state = checkpoint / OPTIMIZER
+def carry_optimizer(workspace: Workspace, learner: Learner) -> bool:
+    """Start from the second moments that the stage before left beside its weights; False when there are none."""
+    if not workspace.has_input("checkpoint"):
+        return False
+    state = workspace.input("checkpoint") / OPTIMIZER
     if not state.is_dir():
         return False
     learner.carry_second_moments(state)
     return True
-
-
-def rounded(figures: Mapping[str, float], digits: int = 4) -> dict[str, float]:
-    """Figures for a progress line."""
-    return {name: round(value, digits) for name, value in figures.items()}
