@@ -3,9 +3,9 @@
     python benchmarks/grpo_step_vs_trl.py
 
 A tiny decoder is first taught three-digit addition (with the working written out, so that answers have a
-realistic length). Then, in turns and each in a fresh process pinned to one core, both train on 256 completions
-a step (32 prompts x 8) with a learning rate that leaves the policy where it is. TRL lives in a virtual
-environment of its own (--trl-python uses one that exists). Writes benchmarks/results/grpo_step_vs_trl.json.
+realistic length). Then, in turns and each in a fresh process pinned to one core, both train on 256
+completions a step (32 prompts x 8) with a learning rate that leaves the policy where it is. TRL lives in a
+virtual environment of its own (--trl-python uses one that exists). Writes results/grpo_step_vs_trl.json.
 
 Timers are inclusive and around the same places in both: sampling (generation, until the token ids are there),
 forward_backward (log-probs of the learner, loss, gradients, packing), other (reward, advantages, optimizer,
@@ -161,8 +161,8 @@ def run_perilune(model: Path, steps: int, token_budget: int) -> dict[str, object
             prompt_ids = np.array(prompt.token_ids, np.int32)
             groups.append([
                 Episode(
-                    f"{step}/{text}/{j}", f"{step}/{text}", text, "addition", 0, (), prompt_ids, one.token_ids,
-                    np.ones(len(one.token_ids), np.bool_), one.logprobs, one.policy_version,
+                    f"{step}/{text}/{j}", f"{step}/{text}", text, "addition", 0, (), prompt_ids,
+                    one.token_ids, np.ones(len(one.token_ids), np.bool_), one.logprobs, one.policy_version,
                     one.finish_reason, reward=reward(text, tokenizer.decode(one.token_ids.tolist()),
                                                      one.finish_reason == "stop"),
                 )
@@ -230,12 +230,13 @@ def run_trl(model: Path, steps: int, micro_batch: int) -> dict[str, object]:
 
     with tempfile.TemporaryDirectory() as scratch:
         config = GRPOConfig(
-            output_dir=scratch, max_steps=steps, learning_rate=LR, lr_scheduler_type="constant",
-            per_device_train_batch_size=micro_batch, gradient_accumulation_steps=PROMPTS * SAMPLES // micro_batch,
+            output_dir=scratch, max_steps=steps, learning_rate=LR, lr_scheduler_type="constant", seed=0,
+            per_device_train_batch_size=micro_batch,
+            gradient_accumulation_steps=PROMPTS * SAMPLES // micro_batch,
             num_generations=SAMPLES, max_completion_length=MAX_TOKENS, temperature=1.0, beta=0.0,
             epsilon=0.2, epsilon_high=0.28, max_grad_norm=1.0, adam_beta2=0.99,
             gradient_checkpointing=False, shuffle_dataset=False, use_cpu=True, bf16=False, report_to="none",
-            save_strategy="no", logging_strategy="no", disable_tqdm=True, seed=0,
+            save_strategy="no", logging_strategy="no", disable_tqdm=True,
         )  # fmt: skip
         data = datasets.Dataset.from_dict({"prompt": prompts_of(steps)})
         trainer = Timed(
@@ -270,7 +271,8 @@ def trl_python(given: str | None) -> str:
 def spawn(python: str, arguments: list[str], core: int) -> dict[str, object]:
     """Run a worker on one core; its last line is its result."""
     environment = os.environ | {
-        "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
     }  # fmt: skip
     began = time.time()
     output = subprocess.run(
@@ -289,13 +291,10 @@ def spawn(python: str, arguments: list[str], core: int) -> dict[str, object]:
 def summary(runs: list[dict], warm_up: int) -> dict[str, object]:
     """Medians over all steps after the warm-up, of all runs."""
     steps = [step for run in runs for step in run["steps"][warm_up:]]
-    found: dict[str, object] = {
-        kind: {
-            part: round(statistics.median(step[kind][part] for step in steps), 4) for part in steps[0][kind]
-        }
-        for kind in ("seconds", "processor_seconds")
-    }
+    found: dict[str, object] = {}
     for kind in ("seconds", "processor_seconds"):
+        parts = {part: [step[kind][part] for step in steps] for part in steps[0][kind]}
+        found[kind] = {part: round(statistics.median(values), 4) for part, values in parts.items()}
         quartiles = statistics.quantiles((step[kind]["total"] for step in steps), n=4)
         found[f"quartiles_of_total_{kind}"] = [round(quartile, 4) for quartile in quartiles]
     for name in ("tokens", "learned_tokens", "reward", "dead_groups"):
@@ -309,12 +308,8 @@ def summary(runs: list[dict], warm_up: int) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--trl-python", help="interpreter that has TRL (default: a virtual environment is made)"
-    )
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--trl-python", help="interpreter that has TRL (default: an environment is made)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warm-up", type=int, default=2, help="steps of each run left out of the medians")
@@ -352,26 +347,17 @@ def main() -> None:
                 last = summary(done[-1:], options.warm_up)
                 print(number, name, last["seconds"], last["processor_seconds"], file=sys.stderr)
     found = {name: summary(done, options.warm_up) for name, done in runs.items()}
-    processor = next(
-        (
-            line.split(":")[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ),
-        "unknown",
-    )
+    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
     report = {
         "command": f"python benchmarks/grpo_step_vs_trl.py --rounds {options.rounds} --steps {options.steps}",
-        "processor": processor,
+        "processor": next((line.split(":")[1].strip() for line in cpuinfo if "model name" in line), ""),
         "threads": 1,
         "load_average_at_end": [round(load, 2) for load in os.getloadavg()],
         "completions_per_step": PROMPTS * SAMPLES,
         "trl_over_perilune": {
-            kind: {
-                part: round(found["trl"][kind][part] / time, 2)
-                for part, time in found["perilune"][kind].items()
-            }
-            for kind in ("seconds", "processor_seconds")
+            kind: {part: round(found["trl"][kind][part] / ours, 2) for part, ours in of_ours.items()}
+            for kind, of_ours in found["perilune"].items()
+            if kind in ("seconds", "processor_seconds")
         },
         **found,
     }
