@@ -1,9 +1,9 @@
-"""A clearly synthetic experiment in the real formats, for tests of the report.
+"""A synthetic experiment in the real formats, for tests of the report. Nothing was trained.
 
-Nothing was trained: a small simulated "policy" adds numbers, at once or with its working written out, with
-chances that change from step to step. Files are written with the project's own writers.
+A simulated "policy" adds numbers, at once or with its working written out, with chances that change from step
+to step. Episodes, summaries and traces go through the project's own writers.
 
-    python tests/ui/make_experiment.py FOLDER [--seed N]
+    python tests/ui/make_experiment.py FOLDER [--seed N]      then: perilune report FOLDER --out report.html
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import json
 import math
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -31,23 +32,30 @@ from perilune.tasks.evaluation import evaluation_summary, strategies
 from perilune.ui.view import ExperimentView, StageView
 
 BEGAN = 1_795_000_000.0
+MAX_TOKENS = 40
 TOKENIZER = Tokenizer.characters()
-ENVIRONMENT = {"id": "reasoning_gym", "task": "basic_arithmetic", "config": {"min_digits": 3}, "prompt": "compact"}
+ENVIRONMENT = {"id": "reasoning_gym", "task": "basic_arithmetic", "prompt": "compact"}
+ENVIRONMENT_ID = "reasoning_gym/basic_arithmetic"
 MODEL = {"preset": "tiny", "path": None, "chat_template": None}
+PACKAGES = {"torch": "2.13.0+cpu", "numpy": "2.4.0", "pyarrow": "22.0.0", "tokenizers": "0.22.1"}
 
 
 @dataclass(frozen=True)
 class Skill:
-    """The simulated policy: how often it thinks, and how often each way is right."""
+    """The simulated policy: how often it thinks, how often each way is right, how sure it is of a token."""
 
     thinks: float
     thinking: float
     direct: float
-    sure: float = 0.6  # mean probability of a token
+    sure: float
 
     def towards(self, other: Skill, share: float) -> Skill:
-        mix = {name: (1 - share) * getattr(self, name) + share * getattr(other, name) for name in ("thinks", "thinking", "direct", "sure")}
-        return Skill(**mix)
+        """Part of the way to `other`."""
+
+        def mixed(name: str) -> float:
+            return (1 - share) * float(getattr(self, name)) + share * float(getattr(other, name))
+
+        return Skill(mixed("thinks"), mixed("thinking"), mixed("direct"), mixed("sure"))
 
 
 UNTRAINED = Skill(0.0, 0.0, 0.0, 0.05)
@@ -55,257 +63,343 @@ AFTER_SFT = Skill(0.42, 0.66, 0.01, 0.72)
 AFTER_RL = Skill(0.99, 0.83, 0.01, 0.93)
 
 
-def make_experiment(home: Path, *, seed: int = 0, steps: int = 40, prompts: int = 16, tasks: int = 96) -> ExperimentView:
-    """Write six stages under `home`/runs and return the view on them."""
-    rng = random.Random(seed)
-    stages = [
-        _collect(home, rng),
-        _evaluate(home, rng, "base", "model", UNTRAINED, tasks, 1),
-        _sft(home, rng),
-        _evaluate(home, rng, "after_sft", "sft", AFTER_SFT, tasks, 2),
-        _rl(home, rng, steps, prompts),
-        _evaluate(home, rng, "after_rl", "rl", AFTER_RL, tasks, 4),
-    ]
-    recipe = "name: synthetic\nseed: 0\nmodel:\n  preset: tiny\nenvironment:\n  id: reasoning_gym\n  task: basic_arithmetic\nstages:\n" + "".join(f"  - {{name: {one.name}, task: {one.task}}}\n" for one in stages)
-    return ExperimentView("synthetic", seed, recipe, tuple(stages))
+@dataclass(frozen=True)
+class Problem:
+    """a + b, and how much harder than its carries it is."""
+
+    a: int
+    b: int
+    hardness: float
+
+    @property
+    def carries(self) -> int:
+        """Its difficulty."""
+        return sum((self.a // 10**i % 10) + (self.b // 10**i % 10) > 9 for i in range(3))
+
+
+def problem(rng: random.Random) -> Problem:
+    """A problem with three-digit numbers."""
+    return Problem(rng.randint(100, 999), rng.randint(100, 999), rng.gauss(0, 0.12))
 
 
 # ------------------------------------------------------------------------------------------- episodes
-def _answer(rng: random.Random, skill: Skill, a: int, b: int) -> tuple[str, str | None, bool]:
+def write_answer(rng: random.Random, skill: Skill, asked: Problem) -> tuple[str, str, bool]:
+    """(text, strategy, whether it is right)."""
     if skill.sure < 0.1:  # noise, as an untrained model writes
-        return "".join(rng.choice("0123456789;,=+ abcXYZ{}()/") for _ in range(rng.randint(4, 40))), None, False
-    is_right = rng.random() < (skill.thinking if (thinks := rng.random() < skill.thinks) else skill.direct)
-    total = a + b if is_right else a + b + rng.choice([-100, -10, -1, 1, 10, 100])
+        return (
+            "".join(rng.choice("0123456789;,=+ abcXYZ{}()/") for _ in range(rng.randint(4, 60))),
+            "none",
+            False,
+        )
+    thinks = rng.random() < skill.thinks
+    chance = skill.thinking + asked.hardness - 0.1 * (asked.carries - 1.5) if thinks else skill.direct
+    is_right = rng.random() < chance
+    total = asked.a + asked.b + (0 if is_right else rng.choice([-100, -10, -1, 1, 10, 100]))
     if not thinks:
         return f";{total}", "direct", is_right
     carry, work = 0, []
-    for x, y in zip(reversed(f"{a:03d}"), reversed(f"{b:03d}"), strict=True):
-        work.append(f"{x}{y}{carry}{int(x) + int(y) + carry:02d}")
-        carry = (int(x) + int(y) + carry) // 10
+    for x, y in zip(reversed(f"{asked.a}"), reversed(f"{asked.b}"), strict=True):
+        added = int(x) + int(y) + carry
+        work.append(f"{x}{y}{carry}{added:02d}")
+        carry = added // 10
     return f"{','.join(work)};{total}", "scratchpad", is_right
 
 
-def _group(rng: random.Random, skill: Skill, group_id: str, samples: int, version: int, *, greedy: bool = False) -> list[Episode]:
-    a, b = rng.randint(100, 999), rng.randint(100, 999)
-    carries = sum((a // 10**i % 10) + (b // 10**i % 10) > 9 for i in range(3))
-    hardness = rng.gauss(0, 0.12) - 0.1 * (carries - 1.5)
-    mine = replace(skill, thinking=min(1.0, max(0.0, skill.thinking + hardness)))
-    if greedy:
-        mine = replace(mine, thinks=round(mine.thinks), thinking=min(1.0, mine.thinking + 0.15))
-    episodes = []
-    for sample in range(samples):
-        text, strategy, is_right = _answer(rng, mine, a, b)
-        ids = TOKENIZER.encode_completion(text)
-        is_cut = len(ids) > 40 or skill.sure < 0.1 and rng.random() < 0.8
-        ids = ids[:-1][:40] if is_cut else ids
-        text = TOKENIZER.decode(ids)
-        reward = float(is_right and not is_cut)
-        failed = rng.random() < 0.002
-        prompt = f"{a}+{b}="
-        metrics = {"difficulty": float(carries)}
-        if strategy and not failed:
-            metrics[f"strategy/{strategy}"] = 1.0
-        chances = [min(1.0, max(1e-4, rng.betavariate(8 * skill.sure + 0.3, 8 * (1 - skill.sure) + 0.05))) for _ in ids]
-        episodes.append(
-            Episode(
-                episode_id=f"{group_id}/{sample}",
-                group_id=group_id,
-                task_id=f"{a:03d}{b:03d}".rjust(12, "a"),
-                environment="reasoning_gym/basic_arithmetic",
-                seed=0,
-                messages=({"role": "user", "content": prompt}, {"role": "assistant", "content": text}),
-                prompt_ids=np.array(TOKENIZER.encode(prompt), np.int32),
-                token_ids=np.array(ids, np.int32),
-                loss_mask=np.ones(len(ids), np.bool_),
-                logprobs=np.log(np.array(chances, np.float32)),
-                policy_version=np.full(len(ids), version, np.int32),
-                finish_reason="length" if is_cut else "stop",
-                reward=None if failed else reward,
-                reward_terms={} if failed else {"correct": reward},
-                failure="verifier: took longer than 2 s" if failed else "",
-                metrics=metrics,
+def make_episode(
+    rng: random.Random, asked: Problem, skill: Skill, episode_id: str, version: int, failing: float = 0.0
+) -> Episode:
+    """One sampled answer."""
+    text, strategy, is_right = write_answer(rng, skill, asked)
+    ids = TOKENIZER.encode_completion(text)
+    is_cut = len(ids) > MAX_TOKENS
+    ids = ids[:MAX_TOKENS]
+    failed = rng.random() < failing
+    prompt = f"{asked.a}+{asked.b}="
+    chances = [max(1e-4, rng.betavariate(8 * skill.sure + 0.3, 8 * (1 - skill.sure) + 0.05)) for _ in ids]
+    text = TOKENIZER.decode(ids)
+    return Episode(
+        episode_id=episode_id,
+        group_id=episode_id.rpartition("/")[0],
+        task_id=f"{asked.a}{asked.b}",
+        environment=ENVIRONMENT_ID,
+        seed=0,
+        messages=({"role": "user", "content": prompt}, {"role": "assistant", "content": text}),
+        prompt_ids=np.array(TOKENIZER.encode(prompt), np.int32),
+        token_ids=np.array(ids, np.int32),
+        loss_mask=np.ones(len(ids), np.bool_),
+        logprobs=np.log(np.array(chances, np.float32)),
+        policy_version=np.full(len(ids), version, np.int32),
+        finish_reason="length" if is_cut else "stop",
+        reward=None if failed else float(is_right and not is_cut),
+        reward_terms={} if failed else {"correct": float(is_right and not is_cut)},
+        failure="verifier: took longer than 2 s" if failed else "",
+        metrics={"difficulty": float(asked.carries)} | ({} if failed else {f"strategy/{strategy}": 1.0}),
+    )
+
+
+# ---------------------------------------------------------------------------------------- experiment
+class SyntheticExperiment:
+    """Writes stages under `home`/runs, each as its one finished attempt unless said otherwise."""
+
+    def __init__(self, home: Path, seed: int = 0) -> None:
+        self.home = home
+        self.rng = random.Random(seed)
+        self.now = BEGAN
+        self.stages: list[StageView] = []
+
+    def view(self) -> ExperimentView:
+        """What the control plane would say of the stages written so far."""
+        lines = [f"  - {{name: {one.name}, task: {one.task}}}" for one in self.stages]
+        recipe = "name: synthetic\nseed: 0\nmodel:\n  preset: tiny\nstages:\n" + "\n".join(lines) + "\n"
+        return ExperimentView("synthetic", 0, recipe, tuple(self.stages))
+
+    def collect(self, traces: int = 1200) -> None:
+        """Verified traces."""
+        root = self.begin("traces", "collect", {"teacher": "arithmetic", "traces": traces})
+        records = []
+        for index in range(traces):
+            asked = problem(self.rng)
+            text, strategy, _ = write_answer(self.rng, Skill(0.4, 9.0, 1.0, 1.0), asked)
+            messages = [
+                {"role": "user", "content": f"{asked.a}+{asked.b}="},
+                {"role": "assistant", "content": text},
+            ]
+            source = f"arithmetic/{strategy}"
+            records.append(
+                make_record(
+                    messages,
+                    environment=ENVIRONMENT_ID,
+                    task_id=f"t{index}",
+                    score=1.0,
+                    source=source,
+                    seed=0,
+                )
             )
+        write_records(root / "artifacts" / "traces" / "records.jsonl", records)
+        self.finish(root, {"kind": "dataset", "rows": traces, "rejected": 0, "seconds": 3.1}, 3.6)
+
+    def evaluate(self, name: str, checkpoint: str, skill: Skill, tasks: int, samples: int = 8) -> Path:
+        """An evaluation; its held-out problems are the same in every call."""
+        spec = {"checkpoint": checkpoint, "tasks": tasks, "samples": samples, "max_tokens": MAX_TOKENS}
+        root = self.begin(name, "evaluate", spec)
+        held_out = random.Random(99)
+        problems = [problem(held_out) for _ in range(tasks)]
+        version = len(self.stages)
+        groups = [
+            [
+                make_episode(self.rng, asked, skill, f"0/{index}/{sample}", version)
+                for sample in range(samples)
+            ]
+            for index, asked in enumerate(problems)
+        ]
+        likeliest = replace(skill, thinks=round(skill.thinks), thinking=skill.thinking + 0.12)
+        greedy = [
+            make_episode(self.rng, asked, likeliest, f"0/{index}/0", version)
+            for index, asked in enumerate(problems)
+        ]
+        folder = root / "artifacts" / "episodes"
+        write_episodes(folder / "step-000000.parquet", [one for group in groups for one in group])
+        write_episodes(folder / "greedy.parquet", greedy)
+        summary = json.loads(json.dumps(evaluation_summary(ENVIRONMENT_ID, groups, greedy, 0)))
+        seconds = {"sampling": 2.2 + self.rng.random(), "scoring": 0.31, "learning": 0.0, "other": 1.1}
+        rate = (samples + 1) * tasks * summary["length"]["mean"] / seconds["sampling"]
+        append_json_line(
+            root / "artifacts" / "timings.jsonl", {"step": 0, **seconds, "tokens_per_second": rate}
         )
-    return episodes
+        total = math.fsum(seconds.values())
+        self.finish(root, summary | {"tokens_per_second": rate, "seconds": total}, total + 1.4)
+        return root
+
+    def sft(self, steps: int = 300) -> None:
+        """A cold start."""
+        root = self.begin("sft", "sft", {"checkpoint": "model", "data": "traces", "steps": steps})
+        for step in range(1, steps + 1):
+            loss = 0.12 + 3.1 * math.exp(-step / 18) + 0.6 * math.exp(-step / 90) + self.rng.random() * 0.03
+            line = {
+                "loss": loss,
+                "entropy": loss * 0.9,
+                "grad_norm": 0.2 + 4 * math.exp(-step / 25) * self.rng.uniform(0.7, 1.4),
+                "lr": 3e-3 * min(1, step / 20) * (0.1 + 0.45 * (1 + math.cos(math.pi * step / steps))),
+                "tokens": float(64 * 19 + self.rng.randint(-60, 60)),
+            }
+            append_json_line(root / "artifacts" / "metrics.jsonl", {"step": step, **line})
+            seconds = {
+                "sampling": 0.0,
+                "scoring": 0.0,
+                "learning": 0.06 + self.rng.random() / 50,
+                "other": 0.003,
+            }
+            rates = {"tokens_per_second": 0.0, "tokens": line["tokens"]}
+            append_json_line(root / "artifacts" / "timings.jsonl", {"step": step, **seconds, **rates})
+        save_model(root)
+        self.finish(root, {"kind": "training", "algorithm": "sft", "steps": steps, "seconds": 20.4}, 22.3)
+
+    def rl(self, steps: int = 40, prompts: int = 16, until: int | None = None) -> Path:
+        """A climb; with `until` it is left running after that many steps."""
+        spec = {"checkpoint": "sft", "algorithm": "grpo", "steps": steps, "prompts": prompts, "samples": 8}
+        root = self.begin("rl", "rl", spec)
+        for step in range(1, (until or steps) + 1):
+            skill = AFTER_SFT.towards(AFTER_RL, 1 - math.exp(-5 * step / steps))
+            episodes = self._step(root, step, skill, prompts)
+            tokens = sum(len(one.token_ids) for one in episodes)
+            self._figures(root, step, steps, episodes, tokens)
+        if until is not None:
+            return root
+        save_model(root)
+        curve = [list(point) for point in objective_curve("grpo", 8)]
+        summary = {"kind": "training", "algorithm": "grpo", "steps": steps, "implicit_objective": curve}
+        self.finish(root, summary | {"seconds": 17.4}, 19.6)
+        return root
+
+    def _step(self, root: Path, step: int, skill: Skill, prompts: int) -> list[Episode]:
+        episodes: list[Episode] = []
+        for index in range(prompts):
+            asked = problem(self.rng)
+            group = [
+                make_episode(self.rng, asked, skill, f"{step}/{index}/{sample}", step - 1, failing=0.003)
+                for sample in range(8)
+            ]
+            rewards = np.array([math.nan if one.reward is None else one.reward for one in group])
+            for one, advantage in zip(group, standardised(rewards), strict=True):
+                known = {} if math.isnan(advantage) else {"advantage": float(advantage)}
+                episodes.append(replace(one, metrics={**one.metrics, **known}))
+        write_episodes(root / "artifacts" / "episodes" / f"step-{step:06d}.parquet", episodes)
+        return episodes
+
+    def _figures(self, root: Path, step: int, steps: int, episodes: Sequence[Episode], tokens: int) -> None:
+        rng = self.rng
+        judged = [one.reward for one in episodes if one.reward is not None]
+        groups = [episodes[start : start + 8] for start in range(0, len(episodes), 8)]
+        rewards = [np.array([math.nan if e.reward is None else e.reward for e in group]) for group in groups]
+        line: dict[str, float] = {
+            "reward": float(np.mean(judged)),
+            "pass_rate": float(np.mean([reward >= 1 for reward in judged])),
+            "reward_std": float(np.std(judged)),
+            "groups": len(groups),
+            "dead_groups": sum(map(is_dead, rewards)) / len(groups),
+            "failures": sum(bool(one.failure) for one in episodes),
+            "length": tokens / len(episodes),
+            "truncated": sum(one.truncated for one in episodes) / len(episodes),
+            "loss": rng.gauss(0, 0.01),
+            "entropy": 0.06 + 0.28 * math.exp(-step / 9) + rng.random() * 0.02,
+            "kl_behaviour": rng.gauss(0, 2e-8),
+            "clip_fraction": 0.0,
+            "staleness": 0.0,
+            "logprob_gap_max": abs(rng.gauss(6e-7, 1.5e-7)),
+            "logprob_gap_mean": abs(rng.gauss(4e-8, 1e-8)),
+            "grad_norm": 0.5 + rng.random(),
+            "lr": 2e-4 * min(1.0, step / 10),
+            "tokens": tokens,
+        }
+        for name, found in strategies(episodes).items():
+            line |= {f"strategy/{name}": found["share"], f"accuracy/{name}": found["accuracy"]}
+        append_json_line(root / "artifacts" / "metrics.jsonl", {"step": step, **line})
+        seconds = {
+            "sampling": 0.11 + 0.004 * line["length"] + rng.random() * 0.02,
+            "scoring": 0.006 + rng.random() * 0.004,
+            "learning": 0.22 + rng.random() * 0.05,
+            "other": 0.011,
+        }
+        rate = {"tokens_per_second": tokens / seconds["sampling"]}
+        append_json_line(root / "artifacts" / "timings.jsonl", {"step": step, **seconds, **rate})
+        progress = {"done": step, "total": steps, "unit": "steps", "figures": {}, "time": self.now + step}
+        write_json(root / "runtime" / "progress.json", progress)
+
+    # -------------------------------------------------------------------------------------- files
+    def begin(self, stage: str, task: str, spec: Mapping[str, Any]) -> Path:
+        """An attempt that was claimed; it counts as active until `finish` or `fail`."""
+        root = self.home / "runs" / f"01SYNTHETIC{stage.upper()}" / "attempts" / "1"
+        (root / "artifacts" / "episodes").mkdir(parents=True)
+        (root / "runtime").mkdir()
+        inputs = []
+        if spec.get("checkpoint", "model") != "model":
+            inputs = [{"name": "checkpoint", "path": "inputs/c", "digest": "5e" * 32, "kind": "checkpoint"}]
+        job = {"schema_version": 1, "task": task, "stage": stage, "spec": spec, "model": MODEL}
+        write_json(root / "job.json", job | {"environment": ENVIRONMENT, "seed": 0, "inputs": inputs})
+        write_json(root / "bundle.json", {"schema_version": 1, "digest": (stage.encode().hex() * 22)[:64]})
+        write_json(root / "runtime" / "claim.json", {"epoch": 1})
+        os.utime(root / "runtime" / "claim.json", (self.now, self.now))
+        write_json(root / "artifacts" / "precheck.json", observed())
+        self.stages.append(StageView(stage, task, root.parent.parent.name, "active", root))
+        return root
+
+    def finish(self, root: Path, summary: Mapping[str, Any], seconds: float) -> None:
+        """The attempt succeeded."""
+        write_json(root / "artifacts" / "summary.json", summary)
+        self._end(root, seconds, "succeeded", {"exit_code": 0, "cause": "", "message": ""})
+
+    def fail(self, root: Path, message: str, seconds: float) -> None:
+        """The attempt failed."""
+        self._end(root, seconds, "failed", {"exit_code": 1, "cause": "work_failed", "message": message})
+
+    def _end(self, root: Path, seconds: float, state: str, verdict: Mapping[str, Any]) -> None:
+        stage = self.stages[-1]
+        log = "".join(f"12:00:{line:02d} {stage.name} says line {line}\n" for line in range(8))
+        (root / "artifacts" / "task.log").write_text(log)
+        for second in range(max(2, int(seconds))):
+            busy = [self.rng.uniform(80, 99), self.rng.uniform(5, 40)]
+            tree = {"processes": 2, "rss": 6.4e8 + 4e6 * min(second, 10), "cpu_percent": busy[0]}
+            sample = {"cpu_percent": sum(busy) / 2, "cpu_per_core": busy, "memory_used": 3.1e9 + 1e7 * second}
+            append_json_line(
+                root / "artifacts" / "hardware.jsonl", {"time": self.now + second, "tree": tree, **sample}
+            )
+        self.now += seconds
+        document = {"epoch": 1, "signal": None, "manifest_digest": "ab" * 32, "seconds": seconds, **verdict}
+        write_json(root / "runtime" / "result.json", document)
+        self.stages[-1] = replace(stage, state=state, cause=str(verdict["cause"]))
 
 
-# --------------------------------------------------------------------------------------------- stages
-def _collect(home: Path, rng: random.Random) -> StageView:
-    root = _begin(home, "traces", "collect", {"teacher": "arithmetic", "traces": 2000, "strategies": {"scratchpad": 0.4, "direct": 0.6}})
-    records = []
-    for index in range(2000):
-        a, b = rng.randint(100, 999), rng.randint(100, 999)
-        text, strategy, _ = _answer(rng, Skill(0.4, 1.0, 1.0), a, b)
-        messages = [{"role": "user", "content": f"{a}+{b}="}, {"role": "assistant", "content": text}]
-        records.append(make_record(messages, environment="reasoning_gym/basic_arithmetic", task_id=f"t{index}", score=1.0, source=f"arithmetic/{strategy}", seed=0))
-    write_records(root / "artifacts" / "traces" / "records.jsonl", records)
-    append_json_line(root / "artifacts" / "metrics.jsonl", {"step": 0, "rows": 2000, "rejected": 0})
-    return _end(root, "traces", "collect", {"kind": "dataset", "rows": 2000, "rejected": 0, "reasons": {}, "environment": "reasoning_gym", "seconds": 3.1}, 3.6)
-
-
-def _evaluate(home: Path, rng: random.Random, name: str, checkpoint: str, skill: Skill, tasks: int, version: int) -> StageView:
-    root = _begin(home, name, "evaluate", {"checkpoint": checkpoint, "tasks": tasks, "samples": 8, "max_tokens": 40, "temperature": 1.0})
-    same_tasks = random.Random(99)  # the held-out tasks are the same in every evaluation
-    seeds = [same_tasks.random() for _ in range(tasks)]
-    groups = [_group(_mixed(seed, version), skill, f"0/{index}", 8, version) for index, seed in enumerate(seeds)]
-    greedy = [_group(_mixed(seed, version), skill, f"0/{index}", 1, version, greedy=True)[0] for index, seed in enumerate(seeds)]
-    folder = root / "artifacts" / "episodes"
-    write_episodes(folder / "step-000000.parquet", [one for group in groups for one in group])
-    write_episodes(folder / "greedy.parquet", greedy)
-    summary = json.loads(json.dumps(evaluation_summary("reasoning_gym/basic_arithmetic", groups, greedy, 0)))
-    seconds = {"sampling": 2.2 + rng.random(), "scoring": 0.31, "learning": 0.0, "other": 1.1}
-    rate = 9 * tasks * summary["length"]["mean"] / seconds["sampling"]
-    append_json_line(root / "artifacts" / "timings.jsonl", {"step": 0, **seconds, "tokens_per_second": rate})
-    return _end(root, name, "evaluate", summary | {"tokens_per_second": rate, "seconds": sum(seconds.values())}, sum(seconds.values()) + 1.4)
-
-
-class _mixed(random.Random):  # noqa: N801
-    """Draws the task (two numbers and its hardness) from one seed and the answers from another."""
-
-    def __new__(cls, task: float, answers: int) -> random.Random:
-        rng = random.Random(task)
-        state = random.Random(hash((task, answers)))
-        rng_draws = iter((rng.randint(100, 999), rng.randint(100, 999)))
-
-        class Both(random.Random):
-            def randint(self, low: int, high: int) -> int:
-                return next(rng_draws, None) or super().randint(low, high)
-
-        both = Both()
-        both.setstate(state.getstate())
-        return both
-
-
-def _sft(home: Path, rng: random.Random) -> StageView:
-    root = _begin(home, "sft", "sft", {"checkpoint": "model", "data": "traces", "steps": 300, "batch_size": 64, "lr": 3e-3})
-    for step in range(1, 301):
-        loss = 0.12 + 3.1 * math.exp(-step / 18) + 0.6 * math.exp(-step / 90) + abs(rng.gauss(0, 0.02))
-        lr = 3e-3 * min(1, step / 20) * (0.1 + 0.45 * (1 + math.cos(math.pi * step / 300)))
-        tokens = 64 * 19 + rng.randint(-60, 60)
-        append_json_line(root / "artifacts" / "metrics.jsonl", {"step": step, "loss": loss, "entropy": loss * 0.9, "grad_norm": 0.2 + 4 * math.exp(-step / 25) * rng.uniform(0.7, 1.4), "lr": lr, "tokens": tokens})
-        append_json_line(root / "artifacts" / "timings.jsonl", {"step": step, "sampling": 0.0, "scoring": 0.0, "learning": 0.062 + rng.random() * 0.01, "other": 0.003, "tokens_per_second": 0.0, "tokens": tokens})
-    _checkpoint(root)
-    return _end(root, "sft", "sft", {"kind": "training", "algorithm": "sft", "steps": 300, "parameters": 305_184, "traces": 2000, "seconds": 20.4}, 22.3)
-
-
-def _rl(home: Path, rng: random.Random, steps: int, prompts: int) -> StageView:
-    root = _begin(home, "rl", "rl", {"checkpoint": "sft", "steps": steps, "prompts": prompts, "samples": 8, "algorithm": "grpo", "max_tokens": 40, "lr": 2e-4, "kl": 0.0})
-    for step in range(1, steps + 1):
-        skill = AFTER_SFT.towards(AFTER_RL, 1 - math.exp(-step / (steps / 5)))
-        write_rl_step(root, rng, step, skill, prompts, steps)
-    _checkpoint(root)
-    summary = {"kind": "training", "algorithm": "grpo", "steps": steps, "parameters": 305_184, "logprob_gap_max": 9.5e-7, "implicit_objective": [list(point) for point in objective_curve("grpo", 8)], "seconds": 17.4}
-    return _end(root, "rl", "rl", summary, 19.6)
-
-
-def write_rl_step(root: Path, rng: random.Random, step: int, skill: Skill, prompts: int, steps: int) -> None:
-    """One step's episodes, figures and times."""
-    episodes: list[Episode] = []
-    dead = 0
-    for index in range(prompts):
-        group = _group(rng, skill, f"{step}/{index}", 8, step - 1)
-        rewards = np.array([np.nan if one.reward is None else one.reward for one in group])
-        dead += is_dead(rewards)
-        for one, advantage in zip(group, standardised(rewards), strict=True):
-            known = {} if math.isnan(advantage) else {"advantage": float(advantage)}
-            episodes.append(replace(one, metrics={**one.metrics, **known}))
-    write_episodes(root / "artifacts" / "episodes" / f"step-{step:06d}.parquet", episodes)
-    judged = [one.reward for one in episodes if one.reward is not None]
-    line: dict[str, float] = {
-        "step": step,
-        "reward": float(np.mean(judged)),
-        "pass_rate": float(np.mean([reward >= 1 for reward in judged])),
-        "reward_std": float(np.std(judged)),
-        "groups": prompts,
-        "dead_groups": dead / prompts,
-        "failures": sum(bool(one.failure) for one in episodes),
-        "length": float(np.mean([len(one.token_ids) for one in episodes])),
-        "truncated": float(np.mean([one.truncated for one in episodes])),
-        "loss": rng.gauss(0, 0.01),
-        "entropy": 0.06 + 0.28 * math.exp(-step / 9) + rng.random() * 0.02,
-        "kl_behaviour": rng.gauss(0, 2e-8),
-        "kl_behaviour_k3": abs(rng.gauss(0, 1e-9)),
-        "clip_fraction": 0.0,
-        "staleness": 0.0,
-        "logprob_gap_max": abs(rng.gauss(6e-7, 1.5e-7)),
-        "logprob_gap_mean": abs(rng.gauss(4e-8, 1e-8)),
-        "grad_norm": 0.5 + rng.random(),
-        "lr": 2e-4 * min(1.0, step / 10),
-        "tokens": sum(len(one.token_ids) for one in episodes),
+def observed() -> dict[str, Any]:
+    """A precheck.json."""
+    packages = {
+        name: {"file": f"/site/{name}", "distribution": name, "version": version, "editable": False}
+        for name, version in PACKAGES.items()
     }
-    for name, found in strategies(episodes).items():
-        line[f"strategy/{name}"], line[f"accuracy/{name}"] = found["share"], found["accuracy"]
-    append_json_line(root / "artifacts" / "metrics.jsonl", line)
-    sampling = 0.11 + 0.004 * line["length"] + rng.random() * 0.02
-    append_json_line(root / "artifacts" / "timings.jsonl", {"step": step, "sampling": sampling, "scoring": 0.006 + rng.random() * 0.004, "learning": 0.22 + rng.random() * 0.05, "other": 0.011, "tokens_per_second": line["tokens"] / sampling})
-    write_json(root / "runtime" / "progress.json", {"done": step, "total": steps, "unit": "steps", "figures": {"reward": line["reward"]}, "time": BEGAN + step})
-
-
-# ---------------------------------------------------------------------------------------------- files
-_clock = {"now": BEGAN}
-
-
-def _begin(home: Path, stage: str, task: str, spec: dict[str, object]) -> Path:
-    root = home / "runs" / f"01SYNTHETIC{stage.upper().replace('_', ''):>0}" / "attempts" / "1"
-    for folder in ("artifacts", "runtime", "inputs", "scripts"):
-        (root / folder).mkdir(parents=True, exist_ok=True)
-    (root / "artifacts" / "episodes").mkdir(exist_ok=True)
-    inputs = [{"name": "checkpoint", "path": "inputs/checkpoint", "digest": "5e" * 32, "kind": "checkpoint"}] if spec.get("checkpoint", "model") != "model" else []
-    write_json(root / "job.json", {"schema_version": 1, "task": task, "stage": stage, "spec": spec, "model": MODEL, "environment": ENVIRONMENT, "seed": 0, "resources": {"device": "auto", "threads": 1}, "inputs": inputs, "entrypoint": ["perilune", "worker"], "secrets": []})
-    write_json(root / "bundle.json", {"schema_version": 1, "digest": (stage.encode().hex() * 12)[:64], "files": []})
-    write_json(root / "runtime" / "claim.json", {"epoch": 1, "host": "synthetic", "boot_id": "b", "pid": 1, "starttime": 1, "nonce": "n"})
-    _date(root / "runtime" / "claim.json")
-    write_json(root / "artifacts" / "precheck.json", {
-        "python": {"version": "3.11.7", "implementation": "CPython", "compiler": "GCC 12", "build": "main"},
-        "packages": {name: {"file": f"/x/{name}", "distribution": name, "version": version, "editable": False} for name, version in {"torch": "2.13.0+cpu", "numpy": "2.4.0", "pyarrow": "22.0.0", "pydantic": "2.12.0", "tokenizers": "0.22.1", "safetensors": "0.6.2", "perilune": "0.1.0", "reasoning-gym": "0.1.25"}.items()},
+    git = {
+        "checkout": "/x",
+        "commit": "f6f5111e6f" * 4,
+        "dirty": True,
+        "changed": 3,
+        "untracked": ["notes.md"],
+    }
+    return {
+        "python": {"version": "3.11.7", "implementation": "CPython", "compiler": "GCC 12"},
+        "packages": packages,
         "torch": {"version": "2.13.0+cpu", "cuda": None, "threads": 1, "cpu_capability": "AVX512"},
         "machine": describe_machine(),
-        "git": {"checkout": "/x", "commit": "f6f5111e6f" * 4, "dirty": True, "changed": 3, "untracked": ["notes.md"]},
+        "git": git,
         "environment": ["HOME", "PATH"],
-    })
-    return root
+    }
 
 
-def _end(root: Path, stage: str, task: str, summary: dict[str, object], seconds: float) -> StageView:
-    write_json(root / "artifacts" / "summary.json", summary)
-    lines = [f"12:00:{index:02d} {stage} says line {index}" for index in range(8)]
-    (root / "artifacts" / "task.log").write_text("\n".join(lines) + "\n")
-    _hardware(root, seconds)
-    _clock["now"] += seconds
-    write_json(root / "runtime" / "result.json", {"epoch": 1, "exit_code": 0, "signal": None, "cause": "", "message": "", "manifest_digest": "ab" * 32, "seconds": seconds})
-    _date(root / "runtime" / "result.json")
-    return StageView(stage, task, root.parent.parent.name, "succeeded", root)
-
-
-def _date(path: Path) -> None:
-    os.utime(path, (_clock["now"], _clock["now"]))
-
-
-def _hardware(root: Path, seconds: float) -> None:
-    rng = random.Random(int(seconds * 10))
-    for second in range(max(2, int(seconds))):
-        busy = [rng.uniform(80, 99), rng.uniform(5, 40)]
-        append_json_line(root / "artifacts" / "hardware.jsonl", {
-            "time": _clock["now"] + second, "cpu_percent": sum(busy) / 2, "cpu_per_core": busy, "memory_used": 3.1e9 + 1e7 * second, "memory_total": 8e9,
-            "tree": {"processes": 2, "rss": 6.4e8 + 4e6 * min(second, 10), "cpu_percent": busy[0], "rss_by_pid": {}}, "load": [1.0, 0.5, 0.2],
-        })
-
-
-def _checkpoint(root: Path) -> None:
+def save_model(root: Path) -> None:
+    """A checkpoint folder as far as the report looks: tokenizer, config, and a header without tensors."""
     folder = root / "artifacts" / "checkpoints" / "final"
     TOKENIZER.save(folder)
-    write_json(folder / "config.json", {"model_type": "qwen3", "num_hidden_layers": 3, "hidden_size": 96, "vocab_size": 98})
-    header = json.dumps({"model.embed_tokens.weight": {"dtype": "F32", "shape": [98, 96], "data_offsets": [0, 37632]}, "model.layers.0.w": {"dtype": "F32", "shape": [295776], "data_offsets": [37632, 1220736]}}).encode()
+    write_json(folder / "config.json", {"model_type": "qwen3", "num_hidden_layers": 3, "hidden_size": 96})
+    tensors = {"a": {"dtype": "F32", "shape": [98, 96]}, "b": {"dtype": "F32", "shape": [295_776]}}
+    header = json.dumps(tensors).encode()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
 
 
-def lines_of(path: Path) -> Iterator[str]:
-    """Lines of a text file."""
-    yield from path.read_text().splitlines()
+def make_experiment(
+    home: Path, *, seed: int = 0, steps: int = 40, prompts: int = 16, tasks: int = 96
+) -> ExperimentView:
+    """The whole story in six stages."""
+    made = SyntheticExperiment(home, seed)
+    made.collect()
+    made.evaluate("base", "model", UNTRAINED, tasks)
+    made.sft()
+    made.evaluate("after_sft", "sft", AFTER_SFT, tasks)
+    made.rl(steps, prompts)
+    made.evaluate("after_rl", "rl", AFTER_RL, tasks)
+    return made.view()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

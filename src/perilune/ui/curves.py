@@ -114,9 +114,9 @@ def hardware_of(stages: Sequence[tuple[str, Attempt]]) -> Hardware | None:
             readings = columns_of_samples([_readings(row) for row in part])
             at = begin + math.fsum(row["time"] - first for row in part) / len(part)
             rows.append({"seconds": at, **{key: _mean(values) for key, values in readings.items()}})
+        bands.append(Band(name, begin, begin + length))
         begin += length
         rows.append({"seconds": begin})
-        bands.append(Band(name, begin - length, begin))
     columns = columns_of_samples(rows)
     if len(columns) < 2:
         return None

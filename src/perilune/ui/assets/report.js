@@ -415,7 +415,7 @@ const Report = (() => {
         }),
       );
     }
-    const perStep = data.training.filter((training) => training.timings && training.timings.step.length).flatMap((training) => {
+    const perStep = data.training.filter((training) => training.timings.step).flatMap((training) => {
       const { step } = training.timings;
       const width = step.length > 1 ? Math.min(...step.slice(1).map((value, index) => value - step[index])) : 1;
       const parts = PARTS.filter(([name]) => training.timings[name] && training.timings[name].some((value) => value > 0));

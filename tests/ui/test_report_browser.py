@@ -1,0 +1,310 @@
+"""The report in a real browser: drawn, alive, and deaf to what models wrote."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from make_experiment import AFTER_SFT, SyntheticExperiment
+
+from perilune.data.episodes_file import read_episodes, write_episodes
+from perilune.ui.report import build_report
+from perilune.ui.view import ExperimentView
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next((found for name in NAMES if (found := shutil.which(name))), None)
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+]
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium"),
+]
+
+
+class Window:
+    """A page with the report in it, and everything that went wrong there."""
+
+    def __init__(self, page: Any, report: Path) -> None:
+        self.page = page
+        self.errors: list[str] = []
+        self.requests: list[str] = []
+        page.on(
+            "console",
+            lambda message: message.type in ("error", "warning") and self.errors.append(message.text),
+        )
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("dialog", lambda dialog: (self.errors.append(f"dialog {dialog.message}"), dialog.dismiss()))
+        page.on("request", lambda request: self.requests.append(request.url))
+        page.goto(report.as_uri())
+        page.wait_for_selector(".chart svg")
+
+    def chart(self, key: str) -> Any:
+        """The drawing of a chart, scrolled into view."""
+        drawing = self.page.locator(f'[data-chart="{key}"] svg').first
+        drawing.scroll_into_view_if_needed()
+        return drawing
+
+    def hover(self, key: str, across: float) -> str:
+        """Move the pointer over a chart; what the tooltip says."""
+        box = self.chart(key).bounding_box()
+        self.page.mouse.move(box["x"] + across * box["width"], box["y"] + box["height"] / 2)
+        return str(self.page.locator(".tooltip").inner_text())
+
+    def count(self, selector: str) -> int:
+        """How many elements there are."""
+        return int(self.page.locator(selector).count())
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def report(experiment: ExperimentView, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_report(experiment, tmp_path_factory.mktemp("report") / "report.html")
+
+
+@pytest.fixture(scope="module")
+def window(browser: Any, report: Path) -> Iterator[Window]:
+    page = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme="light")
+    yield Window(page, report)
+    page.close()
+
+
+def test_it_is_drawn_without_an_error_and_without_the_network(window: Window, report: Path) -> None:
+    assert window.errors == []
+    assert window.requests == [report.as_uri()]
+    assert window.page.locator("h1").inner_text().startswith("pass@1 rose from")
+    sections = [section.get_attribute("id") for section in window.page.query_selector_all("main > section")]
+    assert sections == ["evaluations", "climb", "tasks", "curves", "time", "episodes", "provenance"]
+
+
+@pytest.mark.parametrize(
+    ("key", "marks", "least"),
+    [
+        ("climb", "circle.dot", 9),
+        ("climb", "path.whisker", 9),
+        ("differences", "path.whisker", 3),
+        ("waterfall", "rect.mark", 4),
+        ("difficulty", "circle.dot", 9),
+        ("passk", "path.line", 3),
+        ("rates", "rect.mark", 4),
+        ("objective", "path.line", 1),
+        ("lengths", "rect.mark", 3),
+        ("sft-loss", "path.line", 1),
+        ("rl-reward", "path.line", 1),
+        ("rl-shares", "path.line", 2),
+        ("rl-gap", "path.line", 2),
+        ("split", "rect.mark", 12),
+        ("rl-steptime", "rect.mark", 36),
+        ("cpu", "path.line", 2),
+    ],
+)
+def test_charts_have_marks(window: Window, key: str, marks: str, least: int) -> None:
+    assert window.count(f'[data-chart="{key}"] svg {marks}') >= least
+
+
+def test_a_figure_that_never_changes_is_said_not_drawn(window: Window) -> None:
+    assert window.page.locator('[data-chart="rl-staleness"] p').inner_text().startswith("0")
+    assert window.count('[data-chart="rl-staleness"] svg') == 0
+
+
+def test_the_pointer_reads_exact_figures_on_all_linked_charts(window: Window) -> None:
+    said = window.hover("rl-reward", 0.99)
+    rl = "Report.data.training.find((one) => one.stage === 'rl')"
+    assert "step 12" in said
+    assert window.page.evaluate(f"Format.percent({rl}.columns.reward.at(-1))") in said
+    assert (
+        window.page.locator('[data-chart="rl-entropy"] .crosshair').get_attribute("visibility") == "visible"
+    )
+    window.page.mouse.move(2, 2)
+    assert not window.page.locator(".tooltip").is_visible()
+    assert window.page.locator('[data-chart="rl-entropy"] .crosshair').get_attribute("visibility") == "hidden"
+
+
+def test_arrow_keys_read_points(window: Window) -> None:
+    window.chart("rl-entropy").focus()
+    window.page.keyboard.press("Home")
+    assert "step 1\n" in window.page.locator(".tooltip").inner_text()
+    window.page.keyboard.press("ArrowRight")
+    assert "step 2\n" in window.page.locator(".tooltip").inner_text()
+    window.page.keyboard.press("Escape")
+    assert not window.page.locator(".tooltip").is_visible()
+
+
+def test_smoothing_and_log_scale_redraw(window: Window) -> None:
+    line = window.page.locator('[data-chart="sft-grad"] path.line').first
+    exact = line.get_attribute("d")
+    window.page.get_by_label("Smoothing").fill("0.9")
+    assert window.count('[data-chart="sft-grad"] path.line') == 2
+    assert window.page.locator('[data-chart="sft-grad"] path.line.raw').get_attribute("d") == exact
+    window.page.get_by_label("Smoothing").fill("0")
+    window.page.locator('[data-chart="sft-grad"] button').click()
+    assert line.get_attribute("d") != exact
+    window.page.locator('[data-chart="sft-grad"] button').click()
+    assert line.get_attribute("d") == exact
+
+
+# ------------------------------------------------------------------------------------------- episodes
+def found(window: Window) -> int:
+    return int(window.page.locator(".list-head").inner_text().split()[0].replace(",", ""))
+
+
+def test_episodes_are_searched_filtered_and_sorted(window: Window) -> None:
+    page = window.page
+    page.get_by_label("Stage", exact=True).select_option("after_sft")
+    everything = found(window)
+    assert everything == 24 * 8
+    page.get_by_label("Reward", exact=True).select_option("right")
+    right = found(window)
+    assert 0 < right < everything
+    page.get_by_label("Strategy", exact=True).select_option("s:scratchpad")
+    assert 0 < found(window) <= right
+    page.get_by_label("Reward", exact=True).select_option("any")
+    page.get_by_label("Strategy", exact=True).select_option("s:direct")
+    page.get_by_label("Shortest length").fill("12")
+    assert found(window) == 0
+    page.get_by_label("Shortest length").fill("")
+    page.get_by_label("Strategy", exact=True).select_option("")
+    page.get_by_label("Group", exact=True).fill("0/3")
+    assert found(window) == 8
+    page.get_by_label("Group", exact=True).fill("")
+    prompt = page.locator(".episode .asked").first.inner_text().strip()
+    page.get_by_label("Search", exact=True).fill(prompt)
+    assert found(window) == 8
+    page.get_by_label("Search", exact=True).fill("")
+    page.get_by_label("Order", exact=True).select_option("longest first")
+    lengths = [int(text.split()[0]) for text in page.locator(".episode .meta:nth-child(3)").all_inner_texts()]
+    assert lengths == sorted(lengths, reverse=True)
+    page.get_by_label("Order", exact=True).select_option("as sampled")
+
+
+def test_an_episode_is_read_token_by_token_beside_its_group(window: Window) -> None:
+    page = window.page
+    page.get_by_label("Stage", exact=True).select_option("rl")
+    page.locator(".episode").nth(1).click()
+    written = page.locator(".episode[aria-current] .text").inner_text()
+    tokens = page.locator(".tokens .token")
+    answer = "".join(tokens.all_inner_texts())
+    assert answer.endswith("<eos>")
+    assert answer.removesuffix("<eos>") in written
+    tokens.nth(0).hover()
+    said = page.locator(".tooltip").inner_text()
+    assert "log-prob" in said
+    assert "weights version 11" in said
+    assert page.locator(".siblings tbody tr").count() == 8
+    page.locator(".siblings tbody button").nth(5).click()
+    assert "sample 5" in page.locator(".detail h3").first.inner_text()
+
+
+def test_a_click_on_a_curve_opens_that_step(window: Window) -> None:
+    box = window.chart("rl-reward").bounding_box()
+    window.page.mouse.click(box["x"] + box["width"] - 10, box["y"] + 60)
+    assert "step 12" in window.page.locator(".detail h3").first.inner_text()
+    window.page.get_by_label("Step", exact=True).fill("0")
+    assert "step 1 " in window.page.locator(".detail h3").first.inner_text()
+
+
+# --------------------------------------------------------------------------------------------- scheme
+def test_dark_and_light_follow_the_system_and_the_toggle(browser: Any, report: Path) -> None:
+    page = browser.new_page(color_scheme="dark", viewport={"width": 390, "height": 844})
+    window = Window(page, report)
+
+    def ground() -> int:
+        return int(page.evaluate("Number(getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0])"))
+
+    assert ground() < 40
+    page.locator("#theme").click()
+    assert page.locator("#theme").inner_text() == "light"
+    assert ground() > 240
+    page.locator("#theme").click()
+    assert ground() < 40
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390  # nothing overflows a phone
+    assert window.errors == []
+    page.close()
+
+
+# -------------------------------------------------------------------------------------------- hostile
+PAYLOADS = (
+    "<img src=x onerror='window.broken = 1'>",
+    "</script><script>window.broken = 1</script>",
+    "<svg onload='window.broken = 1'><!--",
+    "javascript:window.broken=1",
+)
+
+
+def test_what_a_model_wrote_is_shown_and_never_run(browser: Any, tmp_path: Path) -> None:
+    made = SyntheticExperiment(tmp_path)
+    root = made.evaluate("base", "model", AFTER_SFT, 6)
+    path = root / "artifacts" / "episodes" / "step-000000.parquet"
+    episodes = read_episodes(path)
+    for index, one in enumerate(episodes):
+        text = PAYLOADS[index % len(PAYLOADS)]
+        episodes[index] = replace(
+            one,
+            messages=({"role": text, "content": text}, {"role": "assistant", "content": text}),
+            task_id=text,
+            metrics={f"strategy/{text}": 1.0},
+            reward_terms={text: 1.0},
+        )
+    write_episodes(path, episodes)
+    view = made.view()
+    stage = replace(view.stages[0], name=PAYLOADS[0], state="failed", cause=PAYLOADS[1])
+    hostile = ExperimentView(PAYLOADS[0], 0, PAYLOADS[1], (stage,))
+    page = browser.new_page()
+    window = Window(page, build_report(hostile, tmp_path / "report.html"))
+    for index in range(len(PAYLOADS)):
+        page.locator(".episode").nth(index).click()
+        assert PAYLOADS[index] in page.locator(".detail").inner_text()
+    for element in page.locator("svg.plot").all():
+        element.focus()
+        page.keyboard.press("ArrowRight")
+    assert page.evaluate("window.broken") is None
+    assert page.locator("main img, main svg[onload], [onerror]").count() == 0
+    assert window.errors == []
+    assert len(window.requests) == 1
+    page.close()
+
+
+def test_nothing_and_next_to_nothing_are_drawn_too(browser: Any, tmp_path: Path) -> None:
+    made = SyntheticExperiment(tmp_path)
+    made.begin("sft", "sft", {"checkpoint": "model"})
+    root = made.rl(steps=9, prompts=1, until=1)  # one point in every curve
+    made.fail(root, "no space is left on the disk", 3.0)
+    page = browser.new_page()
+    window = Window(page, build_report(made.view(), tmp_path / "report.html"))
+    assert page.locator(".notice.failed").inner_text().startswith("Stage rl failed.")
+    assert window.count('[data-chart="rl-reward"] circle.dot') == 1
+    assert window.errors == []
+    page.close()
+
+
+def test_thousands_of_points_are_drawn_quickly(browser: Any, tmp_path: Path) -> None:
+    made = SyntheticExperiment(tmp_path)
+    root = made.begin("sft", "sft", {"checkpoint": "model", "steps": 20_000})
+    lines = "".join(f'{{"step": {step}, "loss": {1 + 1 / step}, "lr": 0.1}}\n' for step in range(1, 20_001))
+    (root / "artifacts" / "metrics.jsonl").write_text(lines)
+    page = browser.new_page()
+    window = Window(page, build_report(made.view(), tmp_path / "report.html"))
+    drawn = window.page.locator('[data-chart="sft-loss"] path.line').get_attribute("d")
+    assert drawn is not None
+    assert drawn.count("L") > 200
+    assert "every 10th of 20000 steps" in page.locator("#curves").inner_text()
+    assert window.errors == []
+    page.close()

@@ -1,0 +1,191 @@
+"""Reading attempts: whole ones, unfinished ones, failed ones, damaged ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from make_experiment import AFTER_RL, AFTER_SFT, SyntheticExperiment
+
+from perilune.errors import RequestError
+from perilune.ui.attempt import Attempt
+from perilune.ui.collect import collect
+from perilune.ui.curves import hardware_of, training_of
+from perilune.ui.episodes import Source, collect_episodes
+from perilune.ui.view import ExperimentView, view_folder
+
+
+@pytest.fixture
+def unfinished(tmp_path: Path) -> Iterator[SyntheticExperiment]:
+    made = SyntheticExperiment(tmp_path)
+    made.sft(steps=30)
+    made.evaluate("after_sft", "sft", AFTER_SFT, 12)
+    yield made
+
+
+def test_a_finished_experiment_says_what_climbed(experiment: ExperimentView) -> None:
+    data = collect(experiment)
+    assert data.experiment.state == "succeeded"
+    assert data.notices == []
+    assert [one.label for one in data.evaluations] == ["untrained", "after sft", "after rl"]
+    assert data.climb is not None
+    assert (data.climb.before, data.climb.after) == ("after_sft", "after_rl")
+    assert data.headline.title.startswith("pass@1 rose from")
+    change = data.climb.differences["pass@1"]
+    assert f"+{100 * change.mean:.1f} points" in data.headline.paragraphs[0]
+    assert "12 steps of GRPO" in data.headline.paragraphs[0]
+    assert "choosing “scratchpad” more often" in data.headline.paragraphs[1]
+    assert [stage.stage for stage in data.library.stages] == ["traces", "base", "after_sft", "rl", "after_rl"]
+    assert ("Model", "305,184 parameters", "qwen3, 3 layers of width 96") in data.facts
+
+
+def test_a_fall_is_called_a_fall(tmp_path: Path) -> None:
+    made = SyntheticExperiment(tmp_path)
+    made.evaluate("before", "sft", AFTER_RL, 40)
+    made.rl(steps=3, prompts=2)
+    made.evaluate("after", "rl", AFTER_SFT, 40)
+    assert collect(made.view()).headline.title.startswith("pass@1 fell from")
+
+
+def test_no_change_is_not_called_a_climb(tmp_path: Path) -> None:
+    made = SyntheticExperiment(tmp_path)
+    made.evaluate("before", "sft", AFTER_SFT, 30)
+    made.evaluate("after", "rl", AFTER_SFT, 30)
+    title = collect(made.view()).headline.title
+    assert "rose" not in title
+    assert "fell" not in title
+
+
+def test_a_run_that_goes_on_is_shown_as_far_as_it_is(unfinished: SyntheticExperiment) -> None:
+    root = unfinished.rl(steps=10, prompts=2, until=4)
+    with (root / "artifacts" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "rew')  # the line that is being written
+    data = collect(unfinished.view())
+    assert data.experiment.state == "active"
+    assert [(one.kind, one.text) for one in data.notices] == [
+        ("active", "4 of 10 steps were done when this was written.")
+    ]
+    rl = next(one for one in data.training if one.stage == "rl")
+    assert rl.columns["step"] == [1, 2, 3, 4]
+    assert rl.description == "4 of 10 steps of GRPO."
+
+
+def test_a_failed_run_shows_its_cause_and_the_end_of_its_log(unfinished: SyntheticExperiment) -> None:
+    root = unfinished.rl(steps=10, prompts=2, until=2)
+    unfinished.fail(root, "95% of groups had equal rewards for 20 steps", 7.0)
+    data = collect(unfinished.view())
+    assert data.experiment.state == "failed"
+    (notice,) = data.notices
+    assert notice.kind == "failed"
+    assert "95% of groups had equal rewards" in notice.text
+    assert "rl says line 7" in notice.log
+
+
+def test_an_empty_attempt_gives_an_empty_report(tmp_path: Path) -> None:
+    made = SyntheticExperiment(tmp_path)
+    root = made.begin("rl", "rl", {"algorithm": "grpo", "samples": 8, "steps": 5})
+    (root / "artifacts" / "precheck.json").unlink()
+    data = collect(made.view())
+    assert data.headline.title == "No results yet"
+    assert data.training == []
+    waiting = replace(made.stages[0], state="waiting", attempt_dir=None)
+    later = collect(ExperimentView("e", 0, "", (waiting,)))
+    assert later.notices[0].title == "Not begun: rl."
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "episodes/step-000002.parquet"])
+def test_a_damaged_file_is_named_and_left_out(unfinished: SyntheticExperiment, name: str) -> None:
+    root = unfinished.rl(steps=3, prompts=2)
+    (root / "artifacts" / name).write_bytes(b"PAR1 nonsense\n{}\n")
+    notices = [one for one in collect(unfinished.view()).notices if one.kind == "damage"]
+    assert len(notices) == 1
+    assert Path(name).name in notices[0].text
+
+
+def test_a_folder_is_viewed_without_a_control_plane(experiment: ExperimentView) -> None:
+    home = experiment.stages[0].attempt_dir.parents[3]  # type: ignore[union-attr]
+    view = view_folder(home)
+    assert [(one.name, one.state) for one in view.stages] == [
+        (one.name, "succeeded") for one in experiment.stages
+    ]
+    assert view_folder(experiment.stages[4].attempt_dir).stages[0].name == "rl"  # type: ignore[arg-type]
+
+
+def test_of_several_attempts_the_newest_counts(tmp_path: Path) -> None:
+    made = SyntheticExperiment(tmp_path)
+    root = made.rl(steps=3, prompts=2, until=1)
+    shutil.copytree(root, root.with_name("10"))
+    shutil.copytree(root, root.with_name("2"))
+    (stage,) = view_folder(tmp_path).stages
+    assert stage.attempt_dir == root.with_name("10")
+    assert stage.attempts == 3
+
+
+def test_a_folder_without_attempts_is_a_wrong_request(tmp_path: Path) -> None:
+    (tmp_path / "bundle").mkdir()
+    (tmp_path / "bundle" / "job.json").write_text("{}")
+    with pytest.raises(RequestError, match="no attempt directory"):
+        view_folder(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------- episodes
+def test_groups_are_whole_and_chosen_alike_every_time(experiment: ExperimentView) -> None:
+    rl = experiment.stages[4]
+    small, again = (
+        collect_episodes([Source("rl", "rl", Attempt(rl.attempt_dir))], budget=60_000) for _ in range(2)
+    )
+    sizes = {len(group["episodes"]) for one in small.sampled for group in json.loads(one.json)}
+    assert sizes == {8}
+    assert sum(len(one.json) for one in small.sampled) <= 60_000
+    assert 0 < sum(one.embedded for one in small.sampled) < sum(one.total for one in small.sampled)
+    assert [one.json for one in small.sampled] == [one.json for one in again.sampled]
+
+
+def test_a_group_too_long_for_the_budget_keeps_its_text(experiment: ExperimentView) -> None:
+    source = Source("rl", "rl", Attempt(experiment.stages[4].attempt_dir))
+    whole = collect_episodes([source])
+    group = min(len(json.dumps(one, separators=(",", ":"))) for one in json.loads(whole.sampled[0].json))
+    library = collect_episodes([source], budget=len(whole.sampled) * (group - 1))
+    episodes = [e for one in library.sampled for group in json.loads(one.json) for e in group["episodes"]]
+    assert any(one["tokens"] is None for one in episodes)
+    assert all(one["text"] for one in episodes)
+
+
+def test_advantages_are_those_the_run_recorded(experiment: ExperimentView) -> None:
+    library = collect_episodes([Source("rl", "rl", Attempt(experiment.stages[4].attempt_dir))])
+    for one in library.sampled:
+        for group in json.loads(one.json):
+            scored = [e for e in group["episodes"] if e["reward"] is not None]
+            rewards = np.array([e["reward"] for e in scored])
+            advantages = np.array([e["advantage"] for e in scored])
+            assert group["dead"] == (rewards.std() == 0)
+            if not group["dead"]:
+                expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
+                np.testing.assert_allclose(advantages, expected, rtol=1e-4)
+
+
+# --------------------------------------------------------------------------------------------- curves
+def test_long_curves_are_thinned_evenly_and_say_so(tmp_path: Path) -> None:
+    made = SyntheticExperiment(tmp_path)
+    root = made.begin("sft", "sft", {"steps": 9000})
+    lines = "".join(f'{{"step": {step}, "loss": {1 / step}}}\n' for step in range(1, 9001))
+    (root / "artifacts" / "metrics.jsonl").write_text(lines)
+    found = training_of("sft", "sft", "", Attempt(root))
+    assert found is not None
+    assert (found.steps_total, found.steps_kept) == (9000, 2000)
+    assert (found.columns["step"][0], found.columns["step"][-1]) == (1, 9000)
+
+
+def test_hardware_of_stages_follows_one_another_with_a_gap_between(experiment: ExperimentView) -> None:
+    found = hardware_of([(one.name, Attempt(one.attempt_dir)) for one in experiment.stages])
+    assert found is not None
+    seconds = found.columns["seconds"]
+    assert seconds == sorted(seconds)
+    for band, later in zip(found.bands, found.bands[1:], strict=False):
+        assert band.end == later.begin
+        assert found.columns["cpu"][seconds.index(pytest.approx(band.end))] is None

@@ -1,0 +1,98 @@
+"""What a difference between two evaluations is made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perilune.ui.comparisons import UNRECOGNISED, Evaluation, compare, decompose, read_evaluation
+
+
+def evaluation(name: str = "a", **summary: Any) -> Evaluation:
+    pass_at_1 = summary.pop("pass_at_1", 0.5)
+    found = read_evaluation(
+        name,
+        name,
+        {"pass@1": {"mean": pass_at_1, "low": 0.0, "high": 1.0}, **summary},
+        summary.pop("greedy_by_task", {}),
+    )
+    assert found is not None
+    return found
+
+
+def of_strategies(strategies: dict[str, tuple[float, float | None]]) -> Evaluation:
+    mean = sum(share * (accuracy or 0.0) for share, accuracy in strategies.values())
+    rows = {name: {"share": share, "accuracy": accuracy} for name, (share, accuracy) in strategies.items()}
+    return evaluation(pass_at_1=mean, strategies=rows)
+
+
+def test_the_measured_climb_is_mostly_choosing_to_think() -> None:
+    before = of_strategies({"scratchpad": (0.40, 0.673), "direct": (0.60, 0.008)})
+    after = of_strategies({"scratchpad": (0.993, 0.800), "direct": (0.007, 0.0)})
+    parts = {one.strategy: one for one in decompose(before, after)}
+    assert parts["scratchpad"].from_share == pytest.approx(0.593 * (0.673 + 0.800) / 2)
+    assert parts["scratchpad"].from_accuracy == pytest.approx(0.127 * (0.40 + 0.993) / 2)
+    assert parts["direct"].from_share == pytest.approx(-0.593 * 0.004)
+    share = sum(one.from_share for one in parts.values())
+    total = after.measures["pass@1"][0] - before.measures["pass@1"][0]
+    assert 0.75 < share / total < 0.90
+
+
+shares = st.lists(st.floats(0.01, 1), min_size=3, max_size=3).map(
+    lambda parts: [part / sum(parts) for part in parts]
+)
+accuracies = st.lists(st.floats(0, 1), min_size=3, max_size=3)
+
+
+@given(shares, accuracies, shares, accuracies)
+def test_contributions_sum_to_the_difference_and_turn_round_with_it(
+    s0: Any, a0: Any, s1: Any, a1: Any
+) -> None:
+    before = of_strategies(dict(zip("xyz", zip(s0, a0, strict=True), strict=True)))
+    after = of_strategies(dict(zip("xyz", zip(s1, a1, strict=True), strict=True)))
+    there, back = decompose(before, after), decompose(after, before)
+    total = after.measures["pass@1"][0] - before.measures["pass@1"][0]
+    assert sum(one.from_share + one.from_accuracy for one in there) == pytest.approx(total, abs=1e-9)
+    for forth, reverse in zip(there, back, strict=True):
+        assert forth.from_share == pytest.approx(-reverse.from_share)
+        assert forth.from_accuracy == pytest.approx(-reverse.from_accuracy)
+
+
+def test_a_strategy_that_was_never_chosen_before_contributes_by_choice_alone() -> None:
+    before = of_strategies({"direct": (1.0, 0.2)})
+    after = of_strategies({"direct": (0.5, 0.2), "scratchpad": (0.5, 0.9)})
+    new = next(one for one in decompose(before, after) if one.strategy == "scratchpad")
+    assert new.accuracy == (None, 0.9)
+    assert (new.from_share, new.from_accuracy) == (pytest.approx(0.45), 0.0)
+
+
+def test_what_no_strategy_accounts_for_is_shown_as_such() -> None:
+    before = evaluation(pass_at_1=0.3, strategies={"direct": {"share": 0.5, "accuracy": 0.2}})
+    after = evaluation(pass_at_1=0.3, strategies={"direct": {"share": 1.0, "accuracy": 0.3}})
+    rest = next(one for one in decompose(before, after) if one.strategy == UNRECOGNISED)
+    assert rest.share == (0.5, 0.0)
+    assert rest.accuracy[0] == pytest.approx(0.4)
+
+
+def test_differences_are_paired_over_the_tasks_both_judged() -> None:
+    before = evaluation("b", correct_per_task=[[f"t{i}", 8, 2] for i in range(40)])
+    after = evaluation("a", correct_per_task=[[f"t{i}", 8, 6] for i in range(1, 40)])
+    comparison = compare(before, after)
+    assert comparison.tasks == 39
+    assert tuple(comparison.differences["pass@1"]) == (0.5, 0.5, 0.5)  # every task gained as much: no spread
+
+
+def test_evaluations_of_other_tasks_are_not_subtracted() -> None:
+    before = evaluation("b", correct_per_task=[[f"t{i}", 8, 2] for i in range(40)])
+    after = evaluation("a", correct_per_task=[[f"u{i}", 8, 6] for i in range(40)])
+    assert compare(before, after).differences == {}
+
+
+def test_a_measure_needs_enough_samples_of_every_task() -> None:
+    interval = {"mean": 0.5, "low": 0.4, "high": 0.6}
+    rows = [["t0", 8, 2], ["t1", 7, 2]]
+    both = [evaluation(name, correct_per_task=rows, **{"pass@8": interval}) for name in "ab"]
+    assert set(compare(*both).differences) == {"pass@1"}

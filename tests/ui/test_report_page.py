@@ -1,0 +1,102 @@
+"""The report's file: whole, closed, bounded, and with no way in for what a model wrote."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from perilune.cli.main import app
+from perilune.errors import RequestError
+from perilune.ui.collect import collect
+from perilune.ui.headline import Headline
+from perilune.ui.report import build_report, render
+from perilune.ui.view import ExperimentView
+
+HOSTILE = "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 1'>\u2028"
+
+
+@pytest.fixture(scope="module")
+def page(experiment: ExperimentView, tmp_path_factory: pytest.TempPathFactory) -> str:
+    out = tmp_path_factory.mktemp("report") / "deep" / "report.html"
+    return build_report(experiment, out).read_text(encoding="utf-8")
+
+
+def test_it_is_one_closed_file_of_bounded_size(page: str) -> None:
+    assert len(page.encode()) < 8_000_000
+    assert not re.search(r"""(?:src|href)\s*=\s*["']?(?:https?:|//)|@import|url\(""", page)
+    assert "default-src 'none'" in page
+
+
+def test_the_policy_names_the_scripts_and_the_style_by_their_hashes(page: str) -> None:
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
+    assert policy is not None
+    assert "unsafe" not in policy[1]
+    bodies = re.findall(r"<script>(.*?)</script>", page, re.DOTALL) + re.findall(
+        r"<style>(.*?)</style>", page, re.DOTALL
+    )
+    assert len(bodies) == 4
+    for body in bodies:
+        digest = base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in policy[1]
+
+
+def test_hostile_text_stays_inside_its_json(experiment: ExperimentView) -> None:
+    data = collect(experiment)
+    page = render(
+        replace(
+            data, headline=Headline(HOSTILE, (HOSTILE,)), experiment=replace(data.experiment, name=HOSTILE)
+        )
+    )
+    assert "window.broken = 1</script>" not in page
+    assert "<img" not in page
+    block = re.search(r'<script type="application/json" id="report-data">(.*?)</script>', page, re.DOTALL)
+    assert block is not None
+    assert json.loads(block[1])["headline"]["title"] == HOSTILE
+
+
+def test_figures_that_json_cannot_say_are_left_out(experiment: ExperimentView) -> None:
+    data = collect(experiment)
+    first = replace(data.evaluations[0], mean_length=float("nan"))
+    page = render(replace(data, evaluations=[first]))
+    assert '"mean_length":null' in page
+    assert "NaN" not in re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
+
+
+def test_the_same_evidence_gives_the_same_report(experiment: ExperimentView, page: str) -> None:
+    again = render(collect(experiment))
+    assert re.sub(r"Written by[^.]*\.[^.]*\.[^.]*\.", "", again) == re.sub(
+        r"Written by[^.]*\.[^.]*\.[^.]*\.", "", page
+    )
+
+
+def test_a_place_that_cannot_be_written_is_a_wrong_request(
+    experiment: ExperimentView, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RequestError):
+        build_report(experiment, tmp_path / "file" / "report.html")
+
+
+def test_the_command_writes_the_report_of_a_folder(experiment: ExperimentView, tmp_path: Path) -> None:
+    home = experiment.stages[0].attempt_dir.parents[3]  # type: ignore[union-attr]
+    out = tmp_path / "report.html"
+    result = CliRunner().invoke(app, ["report", str(home), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert "pass@1 rose from" in out.read_text()
+
+
+def test_the_command_does_not_know_what_was_never_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["report", "nothing"])
+    assert isinstance(result.exception, RequestError)
+    assert not (tmp_path / "report.html").exists()
