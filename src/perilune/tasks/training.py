@@ -57,7 +57,7 @@ def finish(workspace: Workspace, policy: Policy, learner: Learner, steps: int) -
 
 
 def carry_optimizer(workspace: Workspace, learner: Learner) -> bool:
-    """Start from the second moments that the stage before left beside its weights; False when there are none."""
+    """Start from the second moments the stage before left beside its weights; False when none."""
     if not workspace.has_input("checkpoint"):
         return False
     state = workspace.input("checkpoint") / OPTIMIZER
