@@ -1,6 +1,9 @@
 """Every family of the installed reasoning-gym, through the adapter, in its original wording."""
 
 import json
+import os
+import subprocess
+import sys
 import time
 from itertools import islice
 
@@ -8,7 +11,7 @@ import pytest
 from environment_cases import gym
 
 from perilune.environments import Failure, Transcript, make_environment
-from perilune.environments.reasoning_gym import ReasoningGymEnvironment
+from perilune.environments.reasoning_gym import HASH_SEEDED, ReasoningGymEnvironment
 
 TASKS = 3
 SMALL = {  # settings that make slow generators quick
@@ -62,3 +65,30 @@ def test_scoring_is_quick():
     for task, gold in pairs:
         environment.score(task, gold)
     assert time.process_time() - begun < 0.5
+
+
+DRAW = """
+import json, sys
+from itertools import islice
+from perilune.environments import make_environment
+drawn = {}
+for family, config in json.loads(sys.argv[1]).items():
+    environment = make_environment({"id": "reasoning_gym", "task": family, "config": config})
+    drawn[family] = [[task.task_id, task.data["answer"]] for task in islice(environment.tasks("train", 5), 2)]
+print(json.dumps(drawn))
+"""
+
+
+def draw(families, hash_seed):
+    """Tasks of `families`, drawn in a process of its own."""
+    command = [sys.executable, "-c", DRAW, json.dumps({family: SMALL.get(family, {}) for family in families})]
+    environment = os.environ | {"PYTHONHASHSEED": str(hash_seed)}
+    return json.loads(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
+
+
+def test_other_processes_draw_the_same_tasks():
+    every = set(ReasoningGymEnvironment.families()) - set(SLOW)
+    first, second = draw(sorted(every), 1), draw(sorted(every), 2)
+    assert {family for family in every if first[family] != second[family]} <= HASH_SEEDED
+    fixed = HASH_SEEDED - set(SLOW) - {"codeio"}  # codeio runs programs that look at their process
+    assert draw(sorted(fixed), 1) == {family: first[family] for family in fixed}

@@ -147,7 +147,7 @@ class HostileEnvironment:
         return Score(1.0)
 
     def environment(self, argument):
-        return Failure("sandbox", repr(dict(os.environ)))
+        return Failure("sandbox", os.environ.get(argument, "absent"))
 
     def session(self, argument):
         return Failure("sandbox", f"{os.getsid(0)} {os.getpid()} {Path.cwd()}")

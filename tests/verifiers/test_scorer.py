@@ -155,8 +155,7 @@ def test_no_file_outside_pythons_own_can_be_read(shared, tmp_path):
 def test_no_secret_is_inherited(monkeypatch):
     monkeypatch.setenv("PERILUNE_TEST_TOKEN", "hunter2")
     with Scorer(SPEC, LIMITS) as scorer:
-        (outcome,) = judge(scorer, "environment")
-    assert "hunter2" not in outcome.reason and "PERILUNE_TEST_TOKEN" not in outcome.reason
+        assert judge(scorer, "environment PERILUNE_TEST_TOKEN") == [Failure("sandbox", "absent")]
 
 
 def test_the_process_has_a_session_and_a_working_directory_of_its_own(shared):
@@ -177,14 +176,24 @@ def test_a_process_forked_behind_pythons_back_does_not_outlive_the_scorer():
         assert not _runs(pid)
 
 
-def test_the_process_dies_with_its_parent(tmp_path):
-    code = (
-        "import sys, time; from perilune.verifiers import Scorer; "
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r}); s = Scorer({SPEC!r}); "
-        "print(s._slots[0]._channel._process.pid, flush=True); time.sleep(60)"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+ORPHAN = """
+import sys
+from perilune.environments import Task, Transcript
+from perilune.verifiers import Limits, Scorer
+sys.path.insert(0, sys.argv[1])
+scorer = Scorer({"id": "factory", "factory": "hostile_environment:make"}, Limits(item_seconds=60))
+task = Task("t", (), {})
+scorer.score([(task, Transcript("good"))])
+print(scorer._slots[0]._channel._process.pid, flush=True)
+scorer.score([(task, Transcript("sleep 60"))])
+"""
+
+
+def test_a_busy_process_dies_with_its_parent():
+    command = [sys.executable, "-c", ORPHAN, str(Path(__file__).parent)]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     pid = int(parent.stdout.readline())
+    time.sleep(0.3)  # the item is under way
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
