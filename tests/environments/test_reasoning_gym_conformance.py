@@ -86,6 +86,7 @@ def draw(families, hash_seed):
     return json.loads(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
 
 
+@pytest.mark.slow
 def test_other_processes_draw_the_same_tasks():
     every = set(ReasoningGymEnvironment.families()) - set(SLOW)
     first, second = draw(sorted(every), 1), draw(sorted(every), 2)
