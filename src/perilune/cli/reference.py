@@ -26,20 +26,17 @@ def markdown() -> str:
 
 def _section(path: str, command: Any, level: int) -> Iterator[str]:
     children = getattr(command, "commands", {})
-    yield from ("", f"{'#' * level} {path}", "")
-    paragraphs = inspect.cleandoc(command.help or "").split("\n\n")
-    for paragraph in paragraphs:
-        if paragraph.startswith("\b"):
-            yield from ("```console", *paragraph.splitlines()[1:], "```", "")
-        else:
-            yield from (paragraph, "")
+    yield from ("", f"{'#' * level} {path}")
+    for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):
+        is_example = paragraph.startswith("\b")
+        yield from ("", *(["```console", *paragraph.splitlines()[1:], "```"] if is_example else [paragraph]))
     if children:
         for name, child in children.items():
             yield from _section(f"{path} {name}", child, level + 1)
         return
     rows = [row for parameter in command.params if (row := _row(parameter))]
     if rows:
-        yield from ("| | |", "|---|---|", *rows)
+        yield from ("", "| | |", "|---|---|", *rows)
 
 
 def _row(parameter: Any) -> str:

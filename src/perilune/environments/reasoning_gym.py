@@ -51,7 +51,7 @@ class ReasoningGymSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    id: Literal["reasoning_gym"] = "reasoning_gym"
+    id: Literal["reasoning_gym"] = Field("reasoning_gym", description="which environment this is")
     task: str = Field(description="name of a reasoning-gym task family, e.g. basic_arithmetic")
     config: dict[str, Any] = Field(default_factory=dict, description="the family's own settings")
     prompt: Literal["original", "compact"] = Field(

@@ -1,0 +1,55 @@
+"""The recipe's reference page and JSON schema say what the models say, and there are few keys."""
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from perilune.bundle.plugin import load_plugin, plugin_names
+from perilune.recipe.load import bundled_recipe, bundled_recipes, load_recipe
+from perilune.recipe.reference import markdown, recipe_schema, sections, user_keys
+
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
+MOST_KEYS = 60  # what one person can be asked to know
+
+
+def test_the_page_and_the_schema_are_in_step() -> None:
+    how = "python -m perilune.recipe.reference"
+    assert (REFERENCE / "recipe.md").read_text() == markdown(), f"{how} markdown > docs/reference/recipe.md"
+    schema = json.loads((REFERENCE / "recipe.schema.json").read_text())
+    assert schema == recipe_schema(), f"{how} schema > docs/reference/recipe.schema.json"
+
+
+def test_there_are_few_keys() -> None:
+    keys = user_keys()
+    assert len(set(keys)) == len(keys)
+    for name in plugin_names():
+        for field in load_plugin(name).spec.model_fields:
+            assert f"task: {name}/{field}" in keys
+    assert "environment: reasoning_gym/task" in keys
+    assert "recipe/seed" in keys
+    assert "recipe/stages" not in keys  # holds keys, is none to know by itself
+    assert len(keys) <= MOST_KEYS
+
+
+def test_every_key_is_described() -> None:
+    for section, keys in sections().items():
+        for key in keys:
+            assert key.description, f"{section}: {key.name}"
+            assert "|" not in key.description + key.type
+
+
+@pytest.mark.parametrize("name", bundled_recipes())
+def test_bundled_recipes_are_valid_by_the_schema_too(name: str) -> None:
+    path = bundled_recipe(name)
+    recipe = load_recipe(path)
+    document = yaml.safe_load(path.read_text())
+    schema = recipe_schema()
+    jsonschema.validate(document, schema)
+    assert {stage.name for stage in recipe.stages} == {stage["name"] for stage in document["stages"]}
+
+    document["stages"][0]["flavour"] = "vanilla"
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(document, schema)
