@@ -119,6 +119,11 @@ class DecoderConfig:
             eos_token_ids=read.token_ids("eos_token_id"),
         )
 
+    @staticmethod
+    def end_tokens(raw: Mapping[str, Any], *, where: str) -> tuple[int, ...]:
+        """The end-of-sequence ids in the content of a config.json or generation_config.json."""
+        return _Reader(raw, where).token_ids("eos_token_id")
+
     def to_hf(self) -> dict[str, Any]:
         """The content of a config.json that transformers 4 and 5 both read as this model."""
         scaling = None
@@ -252,8 +257,8 @@ PRESETS = MappingProxyType(
             intermediate_size=256,
             num_layers=3,
             num_heads=3,
-            # Full heads and a rotary base for short texts: with one key head and base 10,000 the same cold start
-            # takes three times the steps.
+            # Full heads and a rotary base for short texts: with one key head and base 10,000 the same cold
+            # start takes three times the steps.
             num_kv_heads=3,
             head_dim=32,
             rope_theta=100.0,

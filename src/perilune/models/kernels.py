@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 
 

@@ -1,20 +1,35 @@
-"""Hugging Face folders: config.json, safetensors and the tokenizer, read and written."""
+"""Hugging Face folders: config.json, safetensors and the tokenizer, read with distrust and written whole.
+
+A checkpoint comes from anywhere. Nothing in it is executed: weights are read as safetensors or not at all,
+names and shapes are compared with the configuration before memory is taken for them, and no file outside
+the folder is opened.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
 from perilune.errors import RequestError
-from perilune.files import read_json, write_json
+from perilune.files import fsync_directory, read_json, write_json
 from perilune.models.config import PRESETS, DecoderConfig
 from perilune.models.decoder import Decoder
 
 if TYPE_CHECKING:
     from perilune.models.tokenizer import Tokenizer
+
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def new_model(preset: str | DecoderConfig, tokenizer: Tokenizer, seed: int) -> Decoder:
@@ -27,35 +42,227 @@ def new_model(preset: str | DecoderConfig, tokenizer: Tokenizer, seed: int) -> D
         if preset not in PRESETS:
             raise RequestError(f"no model preset {preset!r}", remedy=f"one of: {', '.join(PRESETS)}")
         preset = PRESETS[preset]
-    config = preset.replace(vocab_size=tokenizer.vocab_size, eos_token_ids=(tokenizer.eos_token_id,))
-    decoder = Decoder(config)
+    decoder = _empty(
+        preset.replace(
+            vocab_size=tokenizer.vocab_size,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_ids=(tokenizer.eos_token_id,),
+        ),
+        torch.device("cpu"),
+        torch.float32,
+    )
     decoder.initialize(seed)
     return decoder
 
 
 def save_checkpoint(path: Path, decoder: Decoder, tokenizer: Tokenizer) -> None:
-    """Write `decoder` and `tokenizer` as a Hugging Face folder."""
+    """Write a Hugging Face folder; config.json comes last, so that a folder that has it is whole."""
     path.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in decoder.state_dict().items()}
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    write_json(path / "config.json", decoder.config.to_hf())
+    temporary = path / f".{_WEIGHTS}.tmp"
+    try:
+        save_file(tensors, temporary, metadata={"format": "pt"})
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path / _WEIGHTS)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_directory(path)
     tokenizer.save(path)
+    raw = decoder.config.to_hf()
+    ends = {key: raw[key] for key in ("bos_token_id", "eos_token_id")}
+    write_json(path / "generation_config.json", {**ends, "pad_token_id": tokenizer.pad_token_id})
+    dtype = str(decoder.model.embed_tokens.weight.dtype).removeprefix("torch.")
+    write_json(path / "config.json", {**raw, "pad_token_id": tokenizer.pad_token_id, "dtype": dtype})
 
 
 def load_checkpoint(
     path: Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[Decoder, Tokenizer]:
-    """Read a Hugging Face folder."""
+    """Read the model and the tokenizer of a Hugging Face folder.
+
+    Raises:
+        RequestError: naming the file, and the tensor or key, that is missing, malformed or not implemented.
+    """
     from perilune.models.tokenizer import Tokenizer
 
-    return load_decoder(path, device, dtype), Tokenizer.load(path)
+    decoder, tokenizer = load_decoder(path, device, dtype), Tokenizer.load(path)
+    if tokenizer.vocab_size > decoder.config.vocab_size:
+        raise RequestError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model {decoder.config.vocab_size}",
+            where=str(path),
+            remedy="the tokenizer belongs to another model",
+        )
+    return decoder, tokenizer
 
 
 def load_decoder(
     path: Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> Decoder:
-    """Read the model of a Hugging Face folder, without its tokenizer."""
-    config = DecoderConfig.from_hf(read_json(path / "config.json"), where=str(path / "config.json"))
-    decoder = Decoder(config)
-    decoder.load_state_dict(load_file(path / "model.safetensors"))
-    return decoder.to(device=device, dtype=dtype)
+    """Read the model of a Hugging Face folder, without its tokenizer.
+
+    Raises:
+        RequestError: as `load_checkpoint`.
+    """
+    folder = _Folder(Path(path))
+    config = _config(folder)
+    stored: dict[str, _Stored] = {}
+    for tensor in (tensor for file in folder.weight_files() for tensor in _headers(file)):
+        if tensor.name in stored:
+            raise RequestError(
+                f"tensor {tensor.name} is also in {stored[tensor.name].file.name}", where=str(tensor.file)
+            )
+        stored[tensor.name] = tensor
+    if config.num_layers > len(stored):  # before a billion layers are made to be compared
+        raise _missing(f"model.layers.{config.num_layers - 1}.input_layernorm.weight", path)
+    with torch.device("meta"):
+        shapes = {name: tuple(t.shape) for name, t in Decoder(config).state_dict().items()}
+    _compare(stored, shapes, path)
+    decoder = _empty(config, torch.device(device), dtype)
+    for name, parameter in decoder.state_dict().items():
+        parameter.copy_(_read(stored[name]))
+    if config.tie_word_embeddings and "lm_head.weight" in stored:
+        _check_tied(stored["lm_head.weight"], decoder.model.embed_tokens.weight)
+    return decoder
+
+
+def _empty(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """A decoder whose parameters hold whatever was in memory."""
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    return decoder.to(dtype).to_empty(device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor as its file's header tells it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+
+
+class _Folder:
+    """Files of a checkpoint, none of them outside it."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_dir():
+            raise RequestError("no such checkpoint folder", where=str(path))
+        self.path = path
+        # A snapshot in the Hugging Face cache is made of links to the blobs beside it.
+        inside = path.parent.parent if path.parent.name == "snapshots" else path
+        self._root = inside.resolve()
+
+    def file(self, name: str) -> Path:
+        """The file of that plain name.
+
+        Raises:
+            RequestError: when the name leads out of the folder, as a path or through a link.
+        """
+        file = self.path / name
+        if name != Path(name).name or not file.resolve().is_relative_to(self._root):
+            raise RequestError(
+                f"{name!r} leads out of the checkpoint folder",
+                where=str(self.path),
+                remedy="copy the files into the folder",
+            )
+        return file
+
+    def weight_files(self) -> list[Path]:
+        """The safetensors files, by the index when there is one."""
+        if self.file(_INDEX).is_file():
+            where = str(self.path / _INDEX)
+            index = read_json(self.file(_INDEX))
+            names = index.get("weight_map") if isinstance(index, Mapping) else None
+            if not isinstance(names, Mapping) or not all(isinstance(name, str) for name in names.values()):
+                raise RequestError("has no weight_map of names to files", where=where)
+            files = [self.file(name) for name in sorted(set(names.values()))]
+        else:
+            files = [self.file(_WEIGHTS)]
+        for file in files:
+            if not file.is_file():
+                raise self._no_weights(file.name)
+        return files
+
+    def _no_weights(self, name: str) -> RequestError:
+        pickles = sorted(file for pattern in _PICKLES for file in self.path.glob(pattern))
+        return _pickle(pickles[0]) if pickles else RequestError(f"no file {name}", where=str(self.path))
+
+
+def _config(folder: _Folder) -> DecoderConfig:
+    file = folder.file("config.json")
+    config = DecoderConfig.from_hf(read_json(file), where=str(file))
+    generation = folder.file("generation_config.json")
+    if generation.is_file():
+        ends = DecoderConfig.end_tokens(read_json(generation), where=str(generation))
+        config = config.replace(eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + ends)))
+    return config
+
+
+def _headers(file: Path) -> Iterator[_Stored]:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                view = tensors.get_slice(name)
+                yield _Stored(name, view.get_dtype(), tuple(view.get_shape()), file)
+    except SafetensorError as error:
+        with file.open("rb") as opened:
+            start = opened.read(2)
+        if start == b"PK" or start[:1] == b"\x80":  # a zip archive or a bare pickle, as torch.save writes
+            raise _pickle(file) from None
+        raise RequestError(
+            f"not a safetensors file: {error}", where=str(file), remedy="fetch the file again"
+        ) from None
+
+
+def _pickle(file: Path) -> RequestError:
+    return RequestError(
+        "is a pickle, which can run code when it is read, and is never opened",
+        where=str(file),
+        remedy="convert it with transformers: save_pretrained(..., safe_serialization=True)",
+    )
+
+
+def _compare(stored: Mapping[str, _Stored], shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
+    for name, shape in shapes.items():
+        if name not in stored:
+            raise _missing(name, path)
+        tensor = stored[name]
+        if tensor.shape != shape:
+            raise RequestError(
+                f"tensor {name} has shape {list(tensor.shape)}, and config.json asks for {list(shape)}",
+                where=str(tensor.file),
+            )
+    for name, tensor in stored.items():
+        if name not in shapes and not _is_redundant(name):
+            raise RequestError(f"tensor {name} has no place in this architecture", where=str(tensor.file))
+        if tensor.dtype not in _DTYPES:
+            raise RequestError(
+                f"tensor {name} is {tensor.dtype}, not one of {', '.join(_DTYPES)}",
+                where=str(tensor.file),
+                remedy="use the unquantised checkpoint",
+            )
+
+
+def _missing(name: str, path: Path) -> RequestError:
+    return RequestError(f"tensor {name} is missing", where=str(path))
+
+
+def _is_redundant(name: str) -> bool:
+    """Tensors that some savers write although they follow from the rest."""
+    return name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq")
+
+
+def _read(stored: _Stored) -> Tensor:
+    with safe_open(stored.file, framework="pt") as tensors:
+        return tensors.get_tensor(stored.name)  # type: ignore[no-any-return]
+
+
+def _check_tied(head: _Stored, embedding: Tensor) -> None:
+    if not torch.equal(_read(head).to(embedding), embedding):
+        raise RequestError(
+            f"tensor {head.name} differs from the embeddings that config.json says it shares",
+            where=str(head.file),
+            remedy="set tie_word_embeddings to false in config.json",
+        )
