@@ -23,12 +23,6 @@ def weighted(name: str, seed: int, kl: float = 0.0, **shape: int) -> list[GroupW
     return [ALGORITHMS[name](group, max_tokens=8, kl=kl) for group in random_groups(seed, **shape)]
 
 
-@pytest.fixture(params=["kept", "recomputed"])
-def probabilities(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "recomputed":
-        monkeypatch.setattr("perilune.learn.attention._MOST_SCORES", 0)
-
-
 def gradient_of(groups: list[GroupWeights], budget: int, dtype=torch.float64, reference=None):
     learner = Learner(small_decoder(dtype=dtype))
     batches = pack(groups, budget)
@@ -38,7 +32,6 @@ def gradient_of(groups: list[GroupWeights], budget: int, dtype=torch.float64, re
     return figures, {n: p.grad for n, p in learner.decoder.named_parameters()}
 
 
-@pytest.mark.usefixtures("probabilities")
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 @pytest.mark.parametrize("kl", [0.0, 0.05])
 def test_loss_and_gradient_equal_the_definition(name: str, kl: float) -> None:
@@ -72,9 +65,8 @@ def test_a_micro_batch_keeps_to_its_budget_and_a_group_together() -> None:
     groups = weighted("sft", seed=1, groups=8, size=4)
     batches = pack(groups, 40)
     assert all(len(batch.token_ids) <= 40 for batch in batches)
-    prompts = sum(len(batch.layout.prompt_lengths) for batch in batches)
-    assert prompts == 8
-    assert sum(len(batch.layout.completion_lengths) for batch in batches) == 32
+    assert sum(int((batch.prefix_of < 0).sum()) for batch in batches) == 8
+    assert sum(int((batch.prefix_of >= 0).sum()) for batch in batches) == 32
 
 
 def test_a_prompt_is_fed_once_and_a_last_token_never() -> None:
@@ -82,6 +74,8 @@ def test_a_prompt_is_fed_once_and_a_last_token_never() -> None:
     (batch,) = pack([ALGORITHMS["grpo"](group, max_tokens=4)], 100)
     assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 4, 6]
     assert batch.positions.tolist() == [0, 1, 2, 3, 4, 3, 4]
+    assert batch.cu_seqlens.tolist() == [0, 3, 5, 7]
+    assert batch.prefix_of.tolist() == [-1, 0, 0]
     assert batch.rows.tolist() == [2, 3, 4, 2, 5, 6]
     assert batch.targets.tolist() == [4, 5, 6, 4, 6, 6]
 
@@ -129,7 +123,6 @@ def test_all_groups_dead_is_an_empty_step() -> None:
     assert all(torch.equal(before[n], p) for n, p in learner.decoder.named_parameters())
 
 
-@pytest.mark.usefixtures("probabilities")
 def test_packed_logprobs_equal_those_of_each_sequence_alone() -> None:
     decoder = small_decoder()
     groups = weighted("sft", seed=5)

@@ -22,28 +22,14 @@ from perilune.learn.weights import Component, GroupWeights
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layout:
-    """Where prompts and completions lie in the flat tokens: all prompts first, then all completions.
-
-    Attributes:
-        prompt_lengths: of each distinct prompt, in order.
-        completion_lengths: fed tokens of each episode (one less than it has), in order; may be 0.
-        prompt_of: index of each episode's prompt.
-    """
-
-    prompt_lengths: tuple[int, ...]
-    completion_lengths: tuple[int, ...]
-    prompt_of: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class PackedBatch:
     """One micro-batch.
 
     Attributes:
         token_ids: int64[N].
         positions: int64[N], position of each token in its own sequence.
-        layout: what may attend to what.
+        cu_seqlens: int64[S + 1], bounds of the sequences: all prompts first, then all completions.
+        prefix_of: int64[S], index of the prompt that each completion continues, -1 for a prompt.
         rows: int64[M], index of the fed token that predicts each learned token.
         targets: int64[M], the learned tokens.
         old_logprobs: float32[M], of the sampling policy.
@@ -55,7 +41,8 @@ class PackedBatch:
 
     token_ids: Tensor
     positions: Tensor
-    layout: Layout
+    cu_seqlens: Tensor
+    prefix_of: Tensor
     rows: Tensor
     targets: Tensor
     old_logprobs: Tensor
@@ -200,7 +187,8 @@ def _pack_bin(items: list[_Item], temperature: float) -> PackedBatch:
     return PackedBatch(
         token_ids=torch.from_numpy(np.concatenate([*prompt_ids, *completions]).astype(np.int64)),
         positions=torch.from_numpy(np.concatenate(positions).astype(np.int64)),
-        layout=Layout(tuple(prompt_lengths), tuple(item.fed for item in items), tuple(prompt_of)),
+        cu_seqlens=torch.tensor([0, *prompt_ends.tolist(), *starts[1:].tolist()]),
+        prefix_of=torch.tensor([-1] * len(prompt_lengths) + prompt_of),
         rows=torch.from_numpy(np.concatenate(rows).astype(np.int64)),
         targets=learned((item.episode.token_ids for item in items), np.int64),
         old_logprobs=learned((item.episode.logprobs for item in items), np.float32),

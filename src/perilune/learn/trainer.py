@@ -17,10 +17,10 @@ from torch import Tensor
 
 from perilune.errors import RequestError
 from perilune.learn import checkpoints, losses
-from perilune.learn.attention import SharedPromptAttention
 from perilune.learn.batch import PackedBatch
 from perilune.learn.optimizer import AdamW
 from perilune.learn.settings import AlgorithmSettings, OptimizerSettings
+from perilune.models.attention import PackedAttention
 from perilune.models.decoder import Decoder
 
 
@@ -179,7 +179,7 @@ def token_logprobs(decoder: Decoder, batch: PackedBatch) -> Tensor:
 
 def _forward(decoder: Decoder, batch: PackedBatch) -> tuple[Tensor, Tensor]:
     """Log-probs (differentiable) and entropies float32[M]; logits only where something is learned."""
-    attention = SharedPromptAttention(batch.layout, batch.token_ids.device)
+    attention = PackedAttention(batch.cu_seqlens, batch.prefix_of)
     hidden = decoder(batch.token_ids, batch.positions, attention)
     logits = decoder.logits(hidden.index_select(0, batch.rows))
     return losses.token_logprobs(logits, batch.targets, batch.temperature)

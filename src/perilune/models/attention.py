@@ -118,7 +118,7 @@ class PackedAttention:
 
 
 def _bucket(length: int) -> int:
-    """Length that a sequence is padded to: the least of 16, 32, 48, 64, 96, 128, 192, 256, ... to hold it."""
+    """Sequences are padded together with others up to 16, 32, 48, 64, 96, 128, 192, 256, ... tokens."""
     step = _COLUMNS
     while step * 4 < length:
         step *= 2
@@ -140,7 +140,7 @@ class _Layout:
         queries, keys = [], []
         for block in spans:
             start, length, prefix_start, prefix = block[:, :, None].unbind(1)
-            row = torch.arange(_bucket(int(length.max())))
+            row = torch.arange(max(int(length.max()), _LEAST_ROWS))
             column = torch.arange(padded(int(prefix.max()) + len(row)))
             key = torch.where(column < prefix, prefix_start + column, start + column - prefix)
             queries.append(_per_head(torch.where(row < length, start + row, -1), heads))
