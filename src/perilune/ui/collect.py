@@ -17,47 +17,23 @@ from perilune.ui.curves import Hardware, Training, hardware_of, totals_of, train
 from perilune.ui.distributions import Lengths, Rates, lengths_of, rates_of
 from perilune.ui.episodes import RIGHT, EpisodeLibrary, Source, collect_episodes
 from perilune.ui.headline import ALGORITHM_NAMES, Headline, write_headline
-from perilune.ui.provenance import (
-    Pairs,
-    Provenance,
-    model_of,
-    provenance_of,
-    readable,
-    stage_facts,
+from perilune.ui.overview import (
+    Fact,
+    Notice,
+    Stage,
+    day,
+    describe_stage,
+    facts_of,
+    machine_sentence,
+    notices_of,
+    said_of,
+    state_of,
 )
+from perilune.ui.provenance import Provenance, provenance_of
 from perilune.ui.traces import traces_of
 from perilune.ui.view import ExperimentView, StageView
 
 T = TypeVar("T")
-Fact = tuple[str, str, str]  # name, value, detail
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One run as the provenance section shows it."""
-
-    name: str
-    task: str
-    run_id: str
-    state: str
-    attempts: int
-    cause: str
-    digest: str
-    seconds: float | None
-    facts: Pairs
-    summary: str
-    spec: str
-    log: str
-
-
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """Something the reader must know before the figures: `kind` is "failed", "active" or "damage"."""
-
-    kind: str
-    title: str
-    text: str = ""
-    log: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +60,6 @@ class Identity:
 
     name: str
     state: str
-    date: str
     seed: int
 
 
@@ -126,13 +101,13 @@ def collect(view: ExperimentView) -> ReportData:
     order = [stage.name for stage in view.stages]
     library.stages = sorted([*traces, *library.stages], key=lambda one: order.index(one.stage))
     provenance = provenance_of(view, attempts)
-    facts = _facts(view, attempts, provenance)
-    stages = [_stage(stage, attempt) for stage, attempt in pairs]
+    facts = facts_of(view, attempts, provenance)
+    stages = [describe_stage(stage, attempt) for stage, attempt in pairs]
     return ReportData(
-        experiment=Identity(view.name, _state(view.stages), _date(attempts), view.seed),
-        headline=write_headline(evaluations, climb, trained, _said(pairs)),
+        experiment=Identity(view.name, state_of(view.stages), view.seed),
+        headline=write_headline(evaluations, climb, trained, said_of(pairs)),
         facts=facts,
-        notices=_notices(pairs),  # last: only now is it known which files are damaged
+        notices=notices_of(pairs),  # last: only now is it known which files are damaged
         stages=stages,
         evaluations=evaluations,
         comparisons=[compare(before, after) for before, after in pairwise(evaluations)],
@@ -147,9 +122,9 @@ def collect(view: ExperimentView) -> ReportData:
             if stage.task == "evaluate" and (totals := totals_of(attempt.timings)) is not None
         ],
         hardware=hardware_of([(stage.name, attempt) for stage, attempt in pairs]),
-        machine_sentence=_machine_sentence(stages, provenance),
+        machine_sentence=machine_sentence(stages, provenance),
         provenance=provenance,
-        footer=f"Written by Perilune {perilune.__version__} on {_day(time.time())}."
+        footer=f"Written by Perilune {perilune.__version__} on {day(time.time())}."
         " This file is whole: everything it shows is inside it, and it loads nothing from anywhere.",
         library=library,
     )
@@ -225,119 +200,9 @@ def _objective(pairs: Sequence[tuple[StageView, Attempt]]) -> Objective | None:
         if curve:
             label = ALGORITHM_NAMES.get(algorithm, algorithm)
             note = (
-                "Weight w(p) that a task with pass rate p has in the expected gradient, w(p)·∇p, with groups of "
-                f"{samples} and right-or-wrong rewards. A flat line would be climbing pass@1 itself. Read it "
-                "against the figure of how often tasks are solved."
+                "Weight w(p) that a task with pass rate p has in the expected gradient, w(p)·∇p, with groups "
+                f"of {samples} and right-or-wrong rewards. A flat line would be climbing pass@1 itself. Read "
+                "it against the figure of how often tasks are solved."
             )
             return Objective(label, note, [point[0] for point in curve], [point[1] for point in curve])
     return None
-
-
-def _stage(stage: StageView, attempt: Attempt) -> Stage:
-    facts = stage_facts(stage, attempt)
-    if stage.task == "collect" and "rows" in attempt.summary:
-        facts.append(
-            ("Traces", f"{attempt.summary['rows']:,} kept, {attempt.summary.get('rejected', 0):,} rejected")
-        )
-    return Stage(
-        name=stage.name,
-        task=stage.task,
-        run_id=stage.run_id,
-        state=stage.state,
-        attempts=stage.attempts,
-        cause=stage.cause,
-        digest=attempt.digest,
-        seconds=attempt.seconds,
-        facts=facts,
-        summary=readable(attempt.summary),
-        spec=readable(attempt.job),
-        log=attempt.log_tail(),
-    )
-
-
-def _state(stages: Sequence[StageView]) -> str:
-    states = {stage.state for stage in stages}
-    for state in ("failed", "cancelled", "active", "queued", "waiting"):
-        if state in states:
-            return state
-    return "succeeded"
-
-
-def _notices(pairs: Sequence[tuple[StageView, Attempt]]) -> list[Notice]:
-    notices = []
-    for stage, attempt in pairs:
-        if stage.state in ("failed", "cancelled"):
-            title = f"Stage {stage.name} {'failed' if stage.state == 'failed' else 'was cancelled'}."
-            said = str(attempt.verdict.get("message") or "")
-            cause = said if stage.cause in said else ": ".join(one for one in (stage.cause, said) if one)
-            notices.append(
-                Notice("failed", title, f"{cause} What it left until then is shown.", attempt.log_tail())
-            )
-        elif stage.state == "active":
-            done, total, unit = (attempt.progress.get(key) for key in ("done", "total", "unit"))
-            text = f"{done} of {total} {unit} were done when this was written." if total else ""
-            notices.append(Notice("active", f"Stage {stage.name} is still running.", text))
-        notices += [
-            Notice("damage", f"A file of stage {stage.name} is damaged and left out.", one)
-            for one in attempt.damage
-        ]
-    waiting = [stage.name for stage, _ in pairs if stage.state in ("queued", "waiting")]
-    if waiting:
-        notices.append(Notice("active", f"Not begun: {', '.join(waiting)}."))
-    return notices
-
-
-def _said(pairs: Sequence[tuple[StageView, Attempt]]) -> list[str]:
-    """What stages without curves did."""
-    return [
-        f"Stage {stage.name} made {attempt.summary['rows']:,} verified traces and rejected "
-        f"{attempt.summary.get('rejected', 0):,} candidates."
-        for stage, attempt in pairs
-        if stage.task == "collect" and "rows" in attempt.summary
-    ]
-
-
-def _facts(view: ExperimentView, attempts: Sequence[Attempt], provenance: Provenance) -> list[Fact]:
-    jobs = [attempt.job for attempt in attempts if attempt.job]
-    environment = dict(jobs[-1].get("environment") or {}) if jobs else {}
-    facts: list[Fact] = []
-    if (model := model_of(attempts)) is not None:
-        facts.append(
-            ("Model", f"{model.parameters:,} parameters" if model.parameters else "unknown size", model.shape)
-        )
-    if environment:
-        family, task = str(environment.get("id", "")), str(environment.get("task") or "")
-        facts.append(("Environment", task or family, family if task else ""))
-    if provenance.machine_name:
-        threads = next((value for name, value in provenance.machine if name == "Cores"), "")
-        facts.append(("Machine", provenance.machine_name, threads.split(",")[0]))
-    seconds = [one.seconds for one in attempts if one.seconds is not None]
-    if seconds:
-        facts.append(("Time", _duration(sum(seconds)), f"over {len(seconds)} stages"))
-    if date := _date(attempts):
-        day, _, clock = date.partition(", ")
-        facts.append(("Date", day, clock))
-    facts.append(("Seed", str(view.seed), ""))
-    return facts
-
-
-def _machine_sentence(stages: Sequence[Stage], provenance: Provenance) -> str:
-    seconds = [stage.seconds for stage in stages if stage.seconds is not None]
-    where = f" on {provenance.machine_name}" if provenance.machine_name else ""
-    return f"All stages together took {_duration(sum(seconds))}{where}." if seconds else ""
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def _date(attempts: Sequence[Attempt]) -> str:
-    times = [attempt.began for attempt in attempts if attempt.began is not None]
-    return _day(min(times)) if times else ""
-
-
-def _day(moment: float) -> str:
-    return time.strftime("%-d %B %Y, %H:%M UTC", time.gmtime(moment))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from perilune.metrics.bootstrap import Interval
 from perilune.ui.comparisons import Comparison, Evaluation
 from perilune.ui.curves import Training
 
+EDGE = 5  # steps that are averaged at either end of a curve
 ALGORITHM_NAMES = {"grpo": "GRPO", "dr_grpo": "Dr. GRPO", "sft": "supervised fine-tuning"}
 
 
@@ -148,12 +150,12 @@ def _of_curve(trained: Training) -> Headline | None:
     for name, said in (("reward", "Mean training reward"), ("loss", "Training loss")):
         values = [value for value in trained.columns.get(name, []) if value is not None]
         if len(values) > 1:
+            edge = min(EDGE, len(values) // 2)
+            first, last = fmean(values[:edge]), fmean(values[-edge:])
+            ends = f" Means of the first and last {edge}." if edge > 1 else ""
+            rest = "Nothing was evaluated on held-out tasks, so this is no measure of skill."
             return Headline(
-                f"{said} went from {values[0]:.3g} to {values[-1]:.3g}",
-                (
-                    f"{trained.description} Nothing was evaluated on held-out tasks, so this is no measure "
-                    "of skill.",
-                ),
+                f"{said} went from {first:.3g} to {last:.3g}", (f"{trained.description}{ends} {rest}",)
             )
     return None
 

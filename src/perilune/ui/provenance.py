@@ -59,15 +59,12 @@ def _machine(machine: Mapping[str, Any]) -> Pairs:
     memory = machine.get("memory") or {}
     facts: Pairs = []
     if processor:
-        facts += [
-            ("Processor", f"{processor.get('model', '')} ({processor.get('architecture', '')})"),
-            (
-                "Cores",
-                f"{processor.get('usable_cores', 0):g} usable of {processor.get('logical_cores', '?')} logical"
-                f", {processor.get('physical_cores', '?')} physical",
-            ),
-            ("Instructions", " ".join(processor.get("simd") or ())),
-        ]
+        usable, logical, physical = (
+            processor.get(f"{kind}_cores") for kind in ("usable", "logical", "physical")
+        )
+        facts.append(("Processor", f"{processor.get('model', '')} ({processor.get('architecture', '')})"))
+        facts.append(("Cores", f"{usable:g} usable of {logical} logical, {physical} physical"))
+        facts.append(("Instructions", " ".join(processor.get("simd") or ())))
     if memory:
         facts.append(
             (

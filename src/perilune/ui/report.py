@@ -118,8 +118,8 @@ def _lead(library: EpisodeLibrary) -> str:
     kept = f"All {total:,} episodes are in this file."
     if embedded < total or library.steps_left_out:
         kept = (
-            f"This file holds {embedded:,} of {total:,} episodes: whole groups, chosen by a hash of their ids, "
-            "so that neither luck nor reward decided which."
+            f"This file holds {embedded:,} of {total:,} episodes: whole groups, chosen by a hash of their "
+            "ids, so that neither luck nor reward decided which."
         )
     if library.steps_left_out:
         kept += f" {library.steps_left_out:,} steps between those shown were left out altogether."

@@ -138,6 +138,7 @@ const Charts = (() => {
   function hideTooltip() {
     tooltip.hidden = true;
   }
+  addEventListener("scroll", hideTooltip, { passive: true, capture: true });
 
   function swatch({ color: index, hollow, dash }) {
     if (index === undefined) return null;

@@ -75,6 +75,12 @@ const Episodes = (() => {
     return order ? found.map((episode, place) => [episode, place]).sort((a, b) => order(a[0], b[0]) || a[1] - b[1]).map(([episode]) => episode) : found;
   }
 
+  function clear() {
+    for (const field of [view.search, view.least, view.most, view.group, view.strategy, view.finish]) field.value = "";
+    view.reward.value = "any";
+    refresh(true);
+  }
+
   // ---------------------------------------------------------------------------------------- list
   function rewardBadge(episode) {
     if (episode.failure) return h("span", { class: "reward failure", title: episode.failure }, "failed");
@@ -112,7 +118,7 @@ const Episodes = (() => {
       if (episode === state.current) button.setAttribute("aria-current", "true");
       return h("li", {}, button);
     });
-    view.list.replaceChildren(...(rows.length ? rows : [h("li", { class: "list-more muted" }, "No episode matches these filters.")]));
+    view.list.replaceChildren(...(rows.length ? rows : [h("li", { class: "list-more muted" }, "No episode matches these filters. ", h("button", { type: "button", class: "plain", on: { click: clear } }, "Clear them"))]));
     if (state.found.length > state.shown) {
       view.list.append(h("li", { class: "list-more" }, h("button", { type: "button", class: "plain", on: { click: () => { state.shown += PAGE * 4; drawList(); } } }, `Show more (${Format.integer(state.found.length - state.shown)} left)`)));
     }
@@ -135,6 +141,7 @@ const Episodes = (() => {
   // -------------------------------------------------------------------------------------- detail
   function choose(episode) {
     state.current = episode;
+    Charts.hideTooltip();
     for (const [place, button] of [...view.list.querySelectorAll("button.episode")].entries()) {
       if (state.found[place] === episode) {
         button.setAttribute("aria-current", "true");
@@ -303,6 +310,7 @@ const Episodes = (() => {
     const isNew = stage !== state.stage;
     state.stage = stage;
     view.stage.value = name;
+    if (isNew) state.all = false;
     if (isNew) {
       const strategies = stage.strategies;
       view.strategy.replaceChildren(h("option", { value: "" }, "any strategy"), ...strategies.map((one) => h("option", { value: `s:${one}` }, one)), strategies.length ? h("option", { value: "none" }, "no strategy seen") : "");
@@ -323,8 +331,11 @@ const Episodes = (() => {
     view.step.ariaValueText = set.label;
     view.all.checked = state.all;
     drawPicker();
-    view.stepControl.hidden = state.stage.sets.length < 2;
-    view.allControl.hidden = state.stage.sets.length < 2;
+    const isSeries = state.stage.task !== "evaluate" && state.stage.task !== "collect";
+    view.stepControl.hidden = !isSeries || state.stage.sets.length < 2;
+    view.allControl.hidden = view.stepControl.hidden;
+    view.parts.hidden = isSeries || state.stage.sets.length < 2;
+    view.parts.replaceChildren(...state.stage.sets.map((one, index) => h("button", { type: "button", class: "chip", ariaPressed: String(index === place), on: { click: () => setPlace(index) } }, one.label)));
     refresh();
   }
 
@@ -360,6 +371,7 @@ const Episodes = (() => {
     view.stepLabel = h("output", {}, "");
     view.stepControl = h("label", { class: "control" }, view.step, view.stepLabel);
     view.all = h("input", { type: "checkbox", on: { change: () => { state.all = view.all.checked; drawPicker(); refresh(); } } });
+    view.parts = h("div", { class: "parts", role: "group", "aria-label": "Part" });
     view.allControl = h("label", { class: "control" }, view.all, "all steps");
     view.search = h("input", { type: "search", placeholder: "Search text, prompt, task", "aria-label": "Search", on: { input: again } });
     view.reward = select("Reward", [["any", "any reward"], ["right", "right"], ["partial", "partial"], ["wrong", "wrong"], ["failed", "verifier failed"]], again);
@@ -377,9 +389,9 @@ const Episodes = (() => {
       "episodes",
       "Episodes",
       index.lead,
-      h("div", { class: "toolbar" }, h("label", { class: "control" }, "Stage", view.stage), view.stepControl, view.allControl),
+      h("div", { class: "toolbar" }, h("label", { class: "control" }, "Stage", view.stage), view.parts, view.stepControl, view.allControl, h("label", { class: "control last" }, "Sort", view.sort)),
       view.picker,
-      h("div", { class: "toolbar" }, view.search, view.reward, view.strategy, view.finish, view.group, h("label", { class: "control" }, "tokens", view.least, view.most), view.sort),
+      h("div", { class: "toolbar" }, view.search, view.reward, view.strategy, view.finish, view.group, h("label", { class: "control" }, "tokens", view.least, view.most)),
       h("div", { class: "browser" }, h("div", { class: "episode-list" }, h("div", { class: "list-head" }, view.count), view.list), view.detail),
     );
     const trained = index.stages.filter((one) => one.task === "rl");

@@ -1,0 +1,160 @@
+"""What there is to say of an experiment before its figures: state, facts, what went wrong, each run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from perilune.ui.attempt import Attempt
+from perilune.ui.provenance import Pairs, Provenance, model_of, readable, stage_facts
+from perilune.ui.view import ExperimentView, StageView
+
+Fact = tuple[str, str, str]  # name, value, detail
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One run as the provenance section shows it."""
+
+    name: str
+    task: str
+    run_id: str
+    state: str
+    attempts: int
+    cause: str
+    digest: str
+    seconds: float | None
+    facts: Pairs
+    summary: str
+    spec: str
+    log: str
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something the reader must know before the figures: `kind` is "failed", "active" or "damage"."""
+
+    kind: str
+    title: str
+    text: str = ""
+    log: str = ""
+
+
+def describe_stage(stage: StageView, attempt: Attempt) -> Stage:
+    """One run for the provenance section."""
+    facts = stage_facts(stage, attempt)
+    if stage.task == "collect" and "rows" in attempt.summary:
+        facts.append(
+            ("Traces", f"{attempt.summary['rows']:,} kept, {attempt.summary.get('rejected', 0):,} rejected")
+        )
+    return Stage(
+        name=stage.name,
+        task=stage.task,
+        run_id=stage.run_id,
+        state=stage.state,
+        attempts=stage.attempts,
+        cause=stage.cause,
+        digest=attempt.digest,
+        seconds=attempt.seconds,
+        facts=facts,
+        summary=readable(attempt.summary),
+        spec=readable(attempt.job),
+        log=attempt.log_tail(),
+    )
+
+
+def state_of(stages: Sequence[StageView]) -> str:
+    """State of the experiment: the worst of its stages'."""
+    states = {stage.state for stage in stages}
+    for state in ("failed", "cancelled", "active", "queued", "waiting"):
+        if state in states:
+            return state
+    return "succeeded"
+
+
+def notices_of(pairs: Sequence[tuple[StageView, Attempt]]) -> list[Notice]:
+    """What went wrong, what is still under way, what is damaged.
+
+    Call it last: files are found damaged when they are read.
+    """
+    notices = []
+    for stage, attempt in pairs:
+        if stage.state in ("failed", "cancelled"):
+            title = f"Stage {stage.name} {'failed' if stage.state == 'failed' else 'was cancelled'}."
+            cause = str(attempt.verdict.get("message") or stage.cause).rstrip(".")
+            text = f"{cause}. What it left until then is shown." if cause else ""
+            notices.append(Notice("failed", title, text, attempt.log_tail()))
+        elif stage.state == "active":
+            done, total, unit = (attempt.progress.get(key) for key in ("done", "total", "unit"))
+            text = f"{done} of {total} {unit} were done when this was written." if total else ""
+            notices.append(Notice("active", f"Stage {stage.name} is still running.", text))
+        notices += [
+            Notice("damage", f"A file of stage {stage.name} is damaged and left out.", one)
+            for one in attempt.damage
+        ]
+    waiting = [stage.name for stage, _ in pairs if stage.state in ("queued", "waiting")]
+    if waiting:
+        notices.append(Notice("active", f"Not begun: {', '.join(waiting)}."))
+    return notices
+
+
+def said_of(pairs: Sequence[tuple[StageView, Attempt]]) -> list[str]:
+    """What stages without curves did."""
+    return [
+        f"Stage {stage.name} made {attempt.summary['rows']:,} verified traces and rejected "
+        f"{attempt.summary.get('rejected', 0):,} candidates."
+        for stage, attempt in pairs
+        if stage.task == "collect" and "rows" in attempt.summary
+    ]
+
+
+def facts_of(view: ExperimentView, attempts: Sequence[Attempt], provenance: Provenance) -> list[Fact]:
+    """The strip of facts under the headline."""
+    jobs = [attempt.job for attempt in attempts if attempt.job]
+    environment = dict(jobs[-1].get("environment") or {}) if jobs else {}
+    facts: list[Fact] = []
+    if (model := model_of(attempts)) is not None:
+        facts.append(
+            ("Model", f"{model.parameters:,} parameters" if model.parameters else "unknown size", model.shape)
+        )
+    if environment:
+        family, task = str(environment.get("id", "")), str(environment.get("task") or "")
+        facts.append(("Environment", task or family, family if task else ""))
+    if provenance.machine_name:
+        threads = next((value for name, value in provenance.machine if name == "Cores"), "")
+        facts.append(("Machine", provenance.machine_name, threads.split(",")[0]))
+    seconds = [one.seconds for one in attempts if one.seconds is not None]
+    if seconds:
+        facts.append(("Time", _duration(sum(seconds)), f"over {len(seconds)} stages"))
+    if date := date_of(attempts):
+        day, _, clock = date.partition(", ")
+        facts.append(("Date", day, clock))
+    facts.append(("Seed", str(view.seed), ""))
+    return facts
+
+
+def machine_sentence(stages: Sequence[Stage], provenance: Provenance) -> str:
+    """How long it all took, and on what."""
+    seconds = [stage.seconds for stage in stages if stage.seconds is not None]
+    where = f" on {provenance.machine_name}" if provenance.machine_name else ""
+    return f"All stages together took {_duration(sum(seconds))}{where}." if seconds else ""
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def date_of(attempts: Sequence[Attempt]) -> str:
+    """When the first of the attempts began, or ""."""
+    times = [attempt.began for attempt in attempts if attempt.began is not None]
+    return day(min(times)) if times else ""
+
+
+def day(moment: float) -> str:
+    """A moment (seconds since the epoch) for people, in UTC."""
+    then = time.gmtime(moment)
+    return f"{then.tm_mday} {time.strftime('%B %Y, %H:%M UTC', then)}"
