@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
+from perilune.bundle.job import Resources
 from perilune.cli.failures import explain
 from perilune.errors import RequestError, WorkFailedError
 
@@ -60,6 +62,16 @@ def test_an_unexpected_failure_is_short_and_its_traceback_is_saved(
     assert saved.stat().st_mode & 0o777 == 0o600
     assert "ZeroDivisionError: division by zero" in saved.read_text()
     assert "Traceback" in saved.read_text()
+
+
+def test_a_document_that_does_not_fit_its_model_is_a_wrong_request(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Resources.model_validate({"device": "gpu", "threads": -1})
+    assert explain(caught.value, debug=False) == 2
+    err = capsys.readouterr().err
+    assert err == "error: Resources: device: Input should be 'auto', 'cpu' or 'cuda' (and 1 more)\n"
 
 
 def test_debug_prints_the_traceback_and_saves_none(

@@ -50,7 +50,7 @@ def document(tmp_path: Path) -> dict:
         "traces": {"kind": "dataset", "rows": 100},
         "base": evaluation([0, 0, 0, 0]),
         "sft": {"kind": "training"},
-        "after_sft": evaluation([2, 2, 2, 2]),
+        "after_sft": evaluation([2, 2, 2, 2, 2]),
         "rl": {"kind": "training"},
         "after_rl": evaluation([6, 6, 8, 8, 3])
         | {"correct_per_task": [["t1", 8, 6], ["t0", 8, 6], ["t2", 8, 8], ["t3", 8, 8], ["new", 8, 3]]},

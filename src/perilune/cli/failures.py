@@ -10,7 +10,7 @@ import time
 import traceback
 from pathlib import Path
 
-from perilune.errors import PeriluneError
+from perilune.errors import PeriluneError, RequestError
 
 STORAGE = frozenset({
     errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR,
@@ -29,6 +29,8 @@ def explain(error: BaseException, *, debug: bool) -> int:
         return 2
     if isinstance(error, OSError) and error.errno in STORAGE:
         error = _of_storage(error)
+    if "pydantic" in sys.modules:
+        error = _of_validation(error)
     if isinstance(error, PeriluneError):
         _say(f"error: {error}")
         return error.exit_code
@@ -56,6 +58,18 @@ def _of_storage(error: OSError) -> PeriluneError:
             raise error
     except PeriluneError as told:
         return told
+
+
+def _of_validation(error: BaseException) -> BaseException:
+    """A document that does not fit its model is a wrong request: which model, which key, what is wrong."""
+    from pydantic import ValidationError
+
+    if not isinstance(error, ValidationError):
+        return error
+    first, *others = error.errors(include_url=False)
+    key = ".".join(str(part) for part in first["loc"])
+    more = f" (and {len(others)} more)" if others else ""
+    return RequestError(f"{first['msg']}{more}", where=f"{error.title}: {key}" if key else error.title)
 
 
 def _say(message: str) -> None:

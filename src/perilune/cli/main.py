@@ -134,7 +134,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(leaving.code or flush())
     except BaseException as error:
         sys.exit(explain(error, debug=debug))
-    sys.exit(flush())
 
 
 if __name__ == "__main__":
