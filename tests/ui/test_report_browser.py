@@ -127,7 +127,7 @@ def test_a_figure_that_never_changes_is_said_not_drawn(window: Window) -> None:
 
 def test_the_pointer_reads_exact_figures_on_all_linked_charts(window: Window) -> None:
     said = window.hover("rl-reward", 0.99)
-    rl = "Report.data.training.find((one) => one.stage === 'rl')"
+    rl = "Data.training.find((one) => one.stage === 'rl')"
     assert "step 12" in said
     assert window.page.evaluate(f"Format.percent({rl}.columns.reward.at(-1))") in said
     assert (

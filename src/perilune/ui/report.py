@@ -25,7 +25,7 @@ from perilune.ui.collect import ReportData, collect
 from perilune.ui.episodes import RIGHT, EpisodeLibrary
 from perilune.ui.view import ExperimentView
 
-SCRIPTS = ("charts.js", "episodes.js", "report.js")  # in the order in which they are run
+SCRIPTS = ("page.js", "charts.js", "episodes.js", "outcome.js", "course.js", "report.js")  # in the order in which they are run
 
 
 def build_report(experiment: ExperimentView, out: Path) -> Path:

@@ -1,51 +1,6 @@
 // Small SVG charts without dependencies: lines (with intervals, linked crosshairs, log scales), bars
 // (stacked, grouped or mirrored) and rows (dumbbells, forests, waterfalls, time lines).
-// Data reaches the page as text nodes and numbers only: nothing here parses HTML.
 "use strict";
-
-// Make an element; strings among `children` become text nodes, null and false are skipped.
-function h(name, properties = {}, ...children) {
-  const element = document.createElement(name);
-  for (const [key, value] of Object.entries(properties)) {
-    if (value === undefined || value === null || value === false) continue;
-    if (key === "class") element.className = value;
-    else if (key === "on") for (const [event, handler] of Object.entries(value)) element.addEventListener(event, handler);
-    else if (key in element && key !== "list" && key !== "form") element[key] = value;
-    else element.setAttribute(key, value);
-  }
-  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
-  return element;
-}
-
-const Format = {
-  number(value, digits = 4) {
-    if (value === null || value === undefined || Number.isNaN(value)) return "–";
-    if (value === 0) return "0";
-    const size = Math.abs(value);
-    if (size >= 1e6 || size < 1e-3) {
-      const [mantissa, power] = value.toExponential(Math.max(0, digits - 2)).split("e");
-      return `${mantissa.includes(".") ? mantissa.replace(/\.?0+$/, "") : mantissa}e${Number(power)}`.replace("-", "−");
-    }
-    if (size >= 1000) return Math.round(value).toLocaleString("en-US").replace("-", "−");
-    return String(Number(value.toPrecision(digits))).replace("-", "−");
-  },
-  percent: (value) => (value === null || value === undefined || Number.isNaN(value) ? "–" : `${(100 * value).toFixed(1)}%`.replace("-", "−")),
-  percentTick: (value) => `${Number((100 * value).toFixed(4))}%`.replace("-", "−"),
-  points(value) {
-    if (value === null || value === undefined || Number.isNaN(value)) return "–";
-    const size = Math.abs(100 * value).toFixed(1);
-    return size === "0.0" ? size : `${value < 0 ? "−" : "+"}${size}`;
-  },
-  seconds(value) {
-    if (value === null || value === undefined || Number.isNaN(value)) return "–";
-    if (value < 1) return `${Format.number(1000 * value, 3)} ms`;
-    if (value < 60) return `${Format.number(value, 3)} s`;
-    const whole = Math.round(value);
-    if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
-    return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
-  },
-  integer: (value) => (value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en-US").replace("-", "−")),
-};
 
 const Charts = (() => {
   const groups = new Map(); // name of a linked x axis -> the charts that share its crosshair
@@ -54,7 +9,8 @@ const Charts = (() => {
 
   function s(name, attributes = {}, ...children) {
     const element = document.createElementNS("http://www.w3.org/2000/svg", name);
-    for (const [key, value] of Object.entries(attributes)) if (value !== undefined && value !== null) element.setAttribute(key, value);
+    for (const [key, value] of Object.entries(attributes))
+      if (value !== undefined && value !== null) element.setAttribute(key, value);
     element.append(...children.filter((child) => child !== null && child !== undefined));
     return element;
   }
@@ -65,6 +21,21 @@ const Charts = (() => {
     ruler.font = `${weight} ${size}px ${family}`;
     return ruler.measureText(text).width;
   }
+
+  const line = (x1, y1, x2, y2, name) =>
+    s("line", { x1: round(x1), y1: round(y1), x2: round(x2), y2: round(y2), class: name });
+  const disc = (x, y, r, fill, stroke) => s("circle", { cx: round(x), cy: round(y), r, class: "dot", fill, stroke });
+  const label = (x, y, content, name, anchor) =>
+    s("text", { x: round(x), y: round(y), class: name, "text-anchor": anchor }, content);
+  const box = (x, y, width, height, name, fill) =>
+    s("rect", {
+      x: round(x),
+      y: round(y),
+      width: round(Math.max(0.5, width)),
+      height: round(Math.max(0.5, height)),
+      class: name,
+      fill,
+    });
 
   const round = (value) => Math.round(value * 100) / 100;
   const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
@@ -78,7 +49,8 @@ const Charts = (() => {
     const power = 10 ** Math.floor(Math.log10(rough));
     const step = power * ([1, 2, 2.5, 5, 10].find((multiple) => multiple * power >= rough * 0.999) || 10);
     const ticks = [];
-    for (let index = Math.ceil(low / step - 1e-9); index * step <= high + step * 1e-9; index += 1) ticks.push(Number((index * step).toPrecision(12)));
+    for (let index = Math.ceil(low / step - 1e-9); index * step <= high + step * 1e-9; index += 1)
+      ticks.push(Number((index * step).toPrecision(12)));
     return ticks;
   }
 
@@ -97,7 +69,8 @@ const Charts = (() => {
     const [start, end] = [map(low), map(high)];
     const ratio = end === start ? 0 : (to - from) / (end - start);
     const position = (value) => (ratio === 0 ? (from + to) / 2 : from + (map(value) - start) * ratio);
-    position.invert = (pixel) => (ratio === 0 ? low : log ? 10 ** (start + (pixel - from) / ratio) : start + (pixel - from) / ratio);
+    position.invert = (pixel) =>
+      ratio === 0 ? low : log ? 10 ** (start + (pixel - from) / ratio) : start + (pixel - from) / ratio;
     return position;
   }
 
@@ -126,7 +99,15 @@ const Charts = (() => {
   function showTooltip(clientX, clientY, title, rows) {
     tooltip.replaceChildren(
       h("div", { class: "tooltip-title" }, title),
-      ...rows.map((row) => h("div", { class: "tooltip-row" }, swatch(row), h("span", { class: "tooltip-name" }, row.name), h("b", {}, row.value))),
+      ...rows.map((row) =>
+        h(
+          "div",
+          { class: "tooltip-row" },
+          swatch(row),
+          h("span", { class: "tooltip-name" }, row.name),
+          h("b", {}, row.value),
+        ),
+      ),
     );
     tooltip.hidden = false;
     const box = tooltip.getBoundingClientRect();
@@ -172,7 +153,7 @@ const Charts = (() => {
     const chart = { element, stage, tools, legendItems, width: 0 };
     chart.redraw = () => {
       if (chart.width < 40) return;
-      const drawing = draw(chart.width, chart);
+      const drawing = draw(chart.width);
       stage.replaceChildren(drawing);
     };
     new ResizeObserver(([entry]) => {
@@ -185,19 +166,31 @@ const Charts = (() => {
   }
 
   function canvas(width, height, label) {
-    return s("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label, tabindex: 0, class: "plot" });
+    return s("svg", {
+      viewBox: `0 0 ${width} ${height}`,
+      width,
+      height,
+      role: "img",
+      "aria-label": label,
+      tabindex: 0,
+      class: "plot",
+    });
   }
 
   function emptyDrawing(width, height, message) {
     const root = canvas(width, height, message);
     root.removeAttribute("tabindex");
-    root.append(s("text", { x: width / 2, y: height / 2, class: "empty", "text-anchor": "middle" }, message));
+    root.append(label(width / 2, height / 2, message, "empty", "middle"));
     return root;
   }
 
   // Axes with horizontal gridlines; returns the scales of the plotting area.
   function frame(root, width, height, { xTicks, xFormat, xLabel, xScaleOf, yDomain, yFormat, yLog, yCount, yInteger }) {
-    const ticks = (yLog ? logTicks : niceTicks)(yDomain[0], yDomain[1], yCount || Math.max(2, Math.round(height / 48))).filter((tick) => !yInteger || Number.isInteger(tick));
+    const ticks = (yLog ? logTicks : niceTicks)(
+      yDomain[0],
+      yDomain[1],
+      yCount || Math.max(2, Math.round(height / 48)),
+    ).filter((tick) => !yInteger || Number.isInteger(tick));
     const labels = ticks.map((tick) => yFormat(tick));
     const left = Math.max(22, 10 + Math.max(0, ...labels.map((label) => textWidth(label, 11))));
     const area = { left, right: width - 8, top: 10, bottom: height - (xLabel ? 34 : 22) };
@@ -206,8 +199,8 @@ const Charts = (() => {
     ticks.forEach((tick, index) => {
       const at = round(y(tick));
       root.append(
-        s("line", { x1: area.left, x2: area.right, y1: at, y2: at, class: tick === 0 ? "gridline zero" : "gridline" }),
-        s("text", { x: area.left - 7, y: at + 3.5, class: "tick", "text-anchor": "end" }, labels[index]),
+        line(area.left, at, area.right, at, tick === 0 ? "gridline zero" : "gridline"),
+        label(area.left - 7, at + 3.5, labels[index], "tick", "end"),
       );
     });
     let lastEnd = -Infinity;
@@ -218,9 +211,9 @@ const Charts = (() => {
       if (at - half < lastEnd + 6) continue;
       const anchor = at + half > width ? "end" : at - half < 0 ? "start" : "middle";
       lastEnd = at + half;
-      root.append(s("text", { x: round(anchor === "end" ? width : at), y: area.bottom + 15, class: "tick", "text-anchor": anchor }, text));
+      root.append(label(anchor === "end" ? width : at, area.bottom + 15, text, "tick", anchor));
     }
-    if (xLabel) root.append(s("text", { x: (area.left + area.right) / 2, y: height - 4, class: "axis-label", "text-anchor": "middle" }, xLabel));
+    if (xLabel) root.append(label((area.left + area.right) / 2, height - 4, xLabel, "axis-label", "middle"));
     return { x, y, area };
   }
 
@@ -298,79 +291,137 @@ const Charts = (() => {
     let hovered = null; // index into xs
     let state = null;
 
-    const chart = figure({ ...spec, legend: spec.legend || (spec.series.length > 1 || spec.showLegend ? spec.series : []) }, (width) => {
-      if (!xs.length) return emptyDrawing(width, Math.min(height, 90), spec.empty || "no data yet");
-      const ys = series.flatMap((one) => [...one.y, ...(one.low || []), ...(one.high || [])]);
-      const domain = domainOf(ys, y, log);
-      const root = canvas(width, height, describe());
-      const pad = categories ? 0.35 : 0;
-      const [first, last] = [xs[0], xs[xs.length - 1]];
-      const { x, y: toY, area } = frame(root, width, height, {
-        xTicks: () => (categories ? xs : spec.x.ticks ? spec.x.ticks : niceTicks(first, last, Math.max(2, Math.round(width / 64))).filter((tick) => !spec.x.integer || Number.isInteger(tick))),
-        xFormat: spec.x.tick || formatX,
-        xLabel: spec.x.label,
-        xScaleOf: (from, to) => scale(first - pad, last + (spec.valueLabels ? 1.7 : 1) * pad, from, to),
-        yDomain: domain,
-        yFormat: y.tick || y.format,
-        yLog: log,
-        yCount: y.ticks,
-        yInteger: y.integer,
-      });
-      for (const [place, band] of (spec.bands || []).entries()) {
-        const [from, to] = [x(band.begin), x(band.end)];
-        if (place % 2 === 0) root.prepend(s("rect", { x: round(from), y: area.top, width: round(Math.max(0, to - from)), height: area.bottom - area.top, class: "band" }));
-        if (textWidth(band.name, 10.5) + 8 < to - from) root.append(s("text", { x: round((from + to) / 2), y: area.top + 9, class: "band-label", "text-anchor": "middle" }, band.name));
-      }
-      if (isNumber(spec.marker)) root.append(s("line", { x1: round(x(spec.marker)), x2: round(x(spec.marker)), y1: area.top, y2: area.bottom, class: "marker" }));
-      const endLabels = [];
-      series.forEach((one, position) => {
-        const stroke = color(one.color);
-        const values = spec.smooth && smoothing > 0 ? ema(one.y, smoothing) : one.y;
-        const dodge = categories && one.low ? (position - (series.length - 1) / 2) * 7 : 0;
-        const xOf = (value) => x(value) + dodge;
-        if (spec.smooth && smoothing > 0) root.append(s("path", { d: pathOf(one.x, one.y, xOf, toY, width, log), class: "line raw", stroke }));
-        root.append(s("path", { d: pathOf(one.x, values, xOf, toY, width, log), class: `line${one.dash ? " dashed" : ""}${categories ? " thin" : ""}`, stroke }));
-        one.x.forEach((value, index) => {
-          if (!isNumber(one.y[index])) return;
-          const isAlone = !isNumber(one.y[index - 1]) && !isNumber(one.y[index + 1]);
-          if (one.low && isNumber(one.low[index])) {
-            const [at, top, bottom] = [round(xOf(value)), round(toY(one.high[index])), round(toY(one.low[index]))];
-            root.append(s("path", { d: `M${at},${top}V${bottom}M${at - 3},${top}h6M${at - 3},${bottom}h6`, class: "whisker", stroke }));
-          }
-          if (one.points || isAlone) root.append(s("circle", { cx: round(xOf(value)), cy: round(toY(values[index])), r: one.points ? 4 : 3, class: "dot", fill: one.hollow ? "var(--surface)" : stroke, stroke }));
+    const chart = figure(
+      { ...spec, legend: spec.legend || (spec.series.length > 1 || spec.showLegend ? spec.series : []) },
+      (width) => {
+        if (!xs.length) return emptyDrawing(width, Math.min(height, 90), spec.empty || "no data yet");
+        const ys = series.flatMap((one) => [...one.y, ...(one.low || []), ...(one.high || [])]);
+        const domain = domainOf(ys, y, log);
+        const root = canvas(width, height, describe());
+        const pad = categories ? 0.35 : 0;
+        const [first, last] = [xs[0], xs[xs.length - 1]];
+        const {
+          x,
+          y: toY,
+          area,
+        } = frame(root, width, height, {
+          xTicks: () =>
+            categories
+              ? xs
+              : spec.x.ticks
+                ? spec.x.ticks
+                : niceTicks(first, last, Math.max(2, Math.round(width / 64))).filter(
+                    (tick) => !spec.x.integer || Number.isInteger(tick),
+                  ),
+          xFormat: spec.x.tick || formatX,
+          xLabel: spec.x.label,
+          xScaleOf: (from, to) => scale(first - pad, last + (spec.valueLabels ? 1.7 : 1) * pad, from, to),
+          yDomain: domain,
+          yFormat: y.tick || y.format,
+          yLog: log,
+          yCount: y.ticks,
+          yInteger: y.integer,
         });
-        if (spec.valueLabels) {
-          one.x.forEach((value, index) => isNumber(one.y[index]) && endLabels.push({ at: value, x: xOf(value), y: toY(one.y[index]), text: y.format(one.y[index]), stroke, bold: position === 0 }));
+        for (const [place, band] of (spec.bands || []).entries()) {
+          const [from, to] = [x(band.begin), x(band.end)];
+          if (place % 2 === 0) root.prepend(box(from, area.top, to - from, area.bottom - area.top, "band"));
+          if (textWidth(band.name, 10.5) + 8 < to - from)
+            root.append(label((from + to) / 2, area.top + 9, band.name, "band-label", "middle"));
         }
-      });
-      placeLabels(root, endLabels, area);
-      const crosshair = s("line", { y1: area.top, y2: area.bottom, class: "crosshair", visibility: "hidden" });
-      const dots = s("g", {});
-      root.append(crosshair, dots);
-      if (log) noteHidden(root, series, area);
-      state = { root, x, toY, crosshair, dots, area, width };
-      listen(root);
-      show(hovered);
-      return root;
-    });
+        if (isNumber(spec.marker)) root.append(line(x(spec.marker), area.top, x(spec.marker), area.bottom, "marker"));
+        const endLabels = [];
+        series.forEach((one, position) => {
+          const stroke = color(one.color);
+          const values = spec.smooth && smoothing > 0 ? ema(one.y, smoothing) : one.y;
+          const dodge = categories && one.low ? (position - (series.length - 1) / 2) * 7 : 0;
+          const xOf = (value) => x(value) + dodge;
+          if (spec.smooth && smoothing > 0)
+            root.append(s("path", { d: pathOf(one.x, one.y, xOf, toY, width, log), class: "line raw", stroke }));
+          root.append(
+            s("path", {
+              d: pathOf(one.x, values, xOf, toY, width, log),
+              class: `line${one.dash ? " dashed" : ""}${categories ? " thin" : ""}`,
+              stroke,
+            }),
+          );
+          one.x.forEach((value, index) => {
+            if (!isNumber(one.y[index])) return;
+            const isAlone = !isNumber(one.y[index - 1]) && !isNumber(one.y[index + 1]);
+            if (one.low && isNumber(one.low[index])) {
+              const [at, top, bottom] = [round(xOf(value)), round(toY(one.high[index])), round(toY(one.low[index]))];
+              root.append(
+                s("path", {
+                  d: `M${at},${top}V${bottom}M${at - 3},${top}h6M${at - 3},${bottom}h6`,
+                  class: "whisker",
+                  stroke,
+                }),
+              );
+            }
+            if (one.points || isAlone)
+              root.append(
+                disc(
+                  xOf(value),
+                  toY(values[index]),
+                  one.points ? 4 : 3,
+                  one.hollow ? "var(--surface)" : stroke,
+                  stroke,
+                ),
+              );
+          });
+          if (spec.valueLabels) {
+            one.x.forEach(
+              (value, index) =>
+                isNumber(one.y[index]) &&
+                endLabels.push({
+                  at: value,
+                  x: xOf(value),
+                  y: toY(one.y[index]),
+                  text: y.format(one.y[index]),
+                  stroke,
+                  bold: position === 0,
+                }),
+            );
+          }
+        });
+        placeLabels(root, endLabels, area);
+        const crosshair = s("line", { y1: area.top, y2: area.bottom, class: "crosshair", visibility: "hidden" });
+        const dots = s("g", {});
+        root.append(crosshair, dots);
+        if (log) noteHidden(root, series, area);
+        state = { root, x, toY, crosshair, dots, area, width };
+        listen(root);
+        show(hovered);
+        return root;
+      },
+    );
 
     function placeLabels(root, labels, area) {
       const columns = new Map();
-      for (const label of labels) columns.set(label.at, [...(columns.get(label.at) || []), label]);
+      for (const one of labels) columns.set(one.at, [...(columns.get(one.at) || []), one]);
       for (const column of columns.values()) {
         column.sort((a, b) => a.y - b.y);
-        column.forEach((label, index) => {
-          label.top = Math.max(area.top + 4, index ? Math.max(label.y, column[index - 1].top + 13) : label.y);
+        column.forEach((one, index) => {
+          one.top = Math.max(area.top + 4, index ? Math.max(one.y, column[index - 1].top + 13) : one.y);
         });
         const excess = Math.max(0, column[column.length - 1].top - (area.bottom - 5));
-        const right = Math.max(...column.map((label) => label.x)) + 10;
-        for (const label of column) root.append(s("text", { x: round(right), y: round(label.top - excess + 4), class: `value-label${label.bold ? " strong" : ""}`, fill: label.stroke }, label.text));
+        const right = Math.max(...column.map((one) => one.x)) + 10;
+        for (const one of column) {
+          const text = label(right, one.top - excess + 4, one.text, `value-label${one.bold ? " strong" : ""}`);
+          text.setAttribute("fill", one.stroke);
+          root.append(text);
+        }
       }
     }
 
     function noteHidden(root, shown, area) {
-      const hidden = shown.reduce((total, one) => total + one.y.filter((value) => isNumber(value) && value <= 0).length, 0);
-      if (hidden) root.append(s("text", { x: area.right, y: area.top + 2, class: "axis-label", "text-anchor": "end" }, `${hidden} zero values not on this scale`));
+      const hidden = shown.reduce(
+        (total, one) => total + one.y.filter((value) => isNumber(value) && value <= 0).length,
+        0,
+      );
+      if (hidden)
+        root.append(
+          label(area.right, area.top + 2, `${hidden} values at or below 0 are not on this scale`, "axis-label", "end"),
+        );
     }
 
     function describe() {
@@ -388,7 +439,14 @@ const Charts = (() => {
         if (at < 0 || !isNumber(one.y[at])) continue;
         const format = one.format || y.format;
         const range = one.low && isNumber(one.low[at]) ? ` (${format(one.low[at])} to ${format(one.high[at])})` : "";
-        rows.push({ name: one.name, value: format(one.y[at]) + range, color: one.color, dash: one.dash, hollow: one.hollow, y: one.y[at] });
+        rows.push({
+          name: one.name,
+          value: format(one.y[at]) + range,
+          color: one.color,
+          dash: one.dash,
+          hollow: one.hollow,
+          y: one.y[at],
+        });
       }
       return rows;
     }
@@ -409,7 +467,9 @@ const Charts = (() => {
       const at = round(x(xs[index]));
       crosshair.setAttribute("x1", at);
       crosshair.setAttribute("x2", at);
-      if (!categories) for (const row of rows) if (!(log && row.y <= 0)) dots.append(s("circle", { cx: at, cy: round(toY(row.y)), r: 3.2, class: "dot", fill: color(row.color), stroke: "var(--surface)" }));
+      if (!categories)
+        for (const row of rows)
+          if (!(log && row.y <= 0)) dots.append(disc(at, toY(row.y), 3.2, color(row.color), "var(--surface)"));
     }
 
     chart.showAt = (value) => show(value === null || !xs.length ? null : nearestIndex(xs, value));
@@ -418,8 +478,7 @@ const Charts = (() => {
       const value = index === null ? null : xs[index];
       for (const other of spec.group ? groups.get(spec.group) : [chart]) other.showAt(value);
       if (index === null) return hideTooltip();
-      const label = `${spec.x.name ? `${spec.x.name} ` : ""}${formatX(value)}`;
-      return showTooltip(clientX, clientY, label, rowsAt(index));
+      return showTooltip(clientX, clientY, `${spec.x.name ? `${spec.x.name} ` : ""}${formatX(value)}`, rowsAt(index));
     }
 
     function listen(root) {
@@ -433,7 +492,14 @@ const Charts = (() => {
       root.addEventListener("keydown", (event) => {
         const last = xs.length - 1;
         const current = hovered === null ? last : hovered;
-        const moves = { ArrowLeft: current - 1, ArrowRight: hovered === null ? last : current + 1, Home: 0, End: last, PageUp: current - 10, PageDown: current + 10 };
+        const moves = {
+          ArrowLeft: current - 1,
+          ArrowRight: hovered === null ? last : current + 1,
+          Home: 0,
+          End: last,
+          PageUp: current - 10,
+          PageDown: current + 10,
+        };
         if (event.key === "Escape") return announce(null);
         if (event.key === "Enter" && spec.pick && hovered !== null) return spec.pick(xs[hovered]);
         if (!(event.key in moves)) return undefined;
@@ -449,7 +515,11 @@ const Charts = (() => {
     }
 
     if (y.log && series.some((one) => one.y.some((value) => value > 0))) {
-      const button = h("button", { type: "button", class: "chip", ariaPressed: String(log), title: "Logarithmic scale" }, "log");
+      const button = h(
+        "button",
+        { type: "button", class: "chip", ariaPressed: String(log), title: "Logarithmic scale" },
+        "log",
+      );
       button.addEventListener("click", () => {
         log = !log;
         button.ariaPressed = String(log);
@@ -475,14 +545,24 @@ const Charts = (() => {
 
     const chart = figure({ ...spec, legend: spec.series }, (width) => {
       if (!centers.length) return emptyDrawing(width, Math.min(height, 90), spec.empty || "no data yet");
-      const root = canvas(width, height, `${spec.title || ""}: ${spec.series.map((one) => one.name).join(", ")} by ${spec.x.label || "group"}`);
+      const root = canvas(
+        width,
+        height,
+        `${spec.title || ""}: ${spec.series.map((one) => one.name).join(", ")} by ${spec.x.label || "group"}`,
+      );
       const sums = centers.map((_, index) => spec.series.map((one) => one.values[index] || 0));
-      const tops = sums.map((row) => (mode === "stacked" ? row.reduce((a, b) => a + b, 0) : Math.max(...(mode === "mirrored" ? [row[0]] : row))));
+      const tops = sums.map((row) =>
+        mode === "stacked" ? row.reduce((a, b) => a + b, 0) : Math.max(...(mode === "mirrored" ? [row[0]] : row)),
+      );
       const depth = mode === "mirrored" ? Math.max(...sums.map((row) => row[1])) : 0;
       const domain = spec.y.domain || [-depth * 1.05, Math.max(...tops, depth ? 0 : 1e-9) * 1.05];
       const half = spec.x.width / 2;
       const { x, y, area } = frame(root, width, height, {
-        xTicks: () => spec.x.ticks || niceTicks(centers[0], centers[centers.length - 1], Math.max(2, Math.round(width / 80))).filter((tick) => !spec.x.integer || Number.isInteger(tick)),
+        xTicks: () =>
+          spec.x.ticks ||
+          niceTicks(centers[0], centers[centers.length - 1], Math.max(2, Math.round(width / 80))).filter(
+            (tick) => !spec.x.integer || Number.isInteger(tick),
+          ),
         xFormat: spec.x.tick || formatX,
         xLabel: spec.x.label,
         xScaleOf: (from, to) => scale(centers[0] - half, centers[centers.length - 1] + half, from, to),
@@ -492,24 +572,40 @@ const Charts = (() => {
       const slot = x(centers[0] + half) - x(centers[0] - half);
       const gap = slot > 6 ? Math.min(4, slot * 0.16) : 0;
       if (mode === "stacked" && slot < 4) stackAreas(root, sums, x, y, half);
-      else centers.forEach((center, index) => {
-        const from = x(center - half) + gap / 2;
-        const full = Math.max(0.5, slot - gap);
-        let base = 0;
-        spec.series.forEach((one, position) => {
-          const value = sums[index][position];
-          if (!value) return;
-          const grouped = mode === "grouped";
-          const bottom = grouped || mode === "mirrored" ? 0 : base;
-          const top = bottom + sign(position) * value;
-          base = top;
-          const [y1, y2] = [y(Math.max(bottom, top)), y(Math.min(bottom, top))];
-          const share = grouped ? full / spec.series.length : full;
-          root.append(s("rect", { x: round(from + (grouped ? share * position : 0)), y: round(y1), width: round(Math.max(0.5, share - (grouped && share > 4 ? 1 : 0))), height: round(Math.max(0.5, y2 - y1)), class: "mark", fill: color(one.color) }));
+      else
+        centers.forEach((center, index) => {
+          const from = x(center - half) + gap / 2;
+          const full = Math.max(0.5, slot - gap);
+          let base = 0;
+          spec.series.forEach((one, position) => {
+            const value = sums[index][position];
+            if (!value) return;
+            const grouped = mode === "grouped";
+            const bottom = grouped || mode === "mirrored" ? 0 : base;
+            const top = bottom + sign(position) * value;
+            base = top;
+            const [y1, y2] = [y(Math.max(bottom, top)), y(Math.min(bottom, top))];
+            const share = grouped ? full / spec.series.length : full;
+            root.append(
+              box(
+                from + (grouped ? share * position : 0),
+                y1,
+                share - (grouped && share > 4 ? 1 : 0),
+                y2 - y1,
+                "mark",
+                color(one.color),
+              ),
+            );
+          });
         });
+      if (mode === "mirrored") root.append(line(area.left, y(0), area.right, y(0), "gridline zero"));
+      const highlight = s("rect", {
+        y: area.top,
+        height: area.bottom - area.top,
+        width: round(slot),
+        class: "highlight",
+        visibility: "hidden",
       });
-      if (mode === "mirrored") root.append(s("line", { x1: area.left, x2: area.right, y1: y(0), y2: y(0), class: "gridline zero" }));
-      const highlight = s("rect", { y: area.top, height: area.bottom - area.top, width: round(slot), class: "highlight", visibility: "hidden" });
       root.prepend(highlight);
       interact(root, {
         count: centers.length,
@@ -533,9 +629,15 @@ const Charts = (() => {
       const base = centers.map(() => 0);
       spec.series.forEach((one, position) => {
         const top = base.map((value, index) => value + sums[index][position]);
-        const forward = centers.map((center, index) => `${round(x(center - half))},${round(y(top[index]))}H${round(x(center + half))}`);
-        const backward = centers.map((center, index) => `${round(x(center + half))},${round(y(base[index]))}H${round(x(center - half))}`).reverse();
-        root.append(s("path", { d: `M${forward.join("L")}L${backward.join("L")}Z`, class: "mark", fill: color(one.color) }));
+        const forward = centers.map(
+          (center, index) => `${round(x(center - half))},${round(y(top[index]))}H${round(x(center + half))}`,
+        );
+        const backward = centers
+          .map((center, index) => `${round(x(center + half))},${round(y(base[index]))}H${round(x(center - half))}`)
+          .reverse();
+        root.append(
+          s("path", { d: `M${forward.join("L")}L${backward.join("L")}Z`, class: "mark", fill: color(one.color) }),
+        );
         top.forEach((value, index) => (base[index] = value));
       });
     }
@@ -553,7 +655,11 @@ const Charts = (() => {
     };
     root.addEventListener("pointermove", (event) => {
       const box = root.getBoundingClientRect();
-      set(indexAt(((event.clientX - box.left) * width) / box.width, ((event.clientY - box.top) * width) / box.width), event.clientX, event.clientY);
+      set(
+        indexAt(((event.clientX - box.left) * width) / box.width, ((event.clientY - box.top) * width) / box.width),
+        event.clientX,
+        event.clientY,
+      );
     });
     root.addEventListener("pointerleave", () => set(null));
     root.addEventListener("blur", () => set(null));
@@ -576,34 +682,55 @@ const Charts = (() => {
     const chart = figure(spec, (width) => {
       if (!spec.rows.length) return emptyDrawing(width, 70, spec.empty || "no data yet");
       const height = spec.rows.length * rowHeight + (spec.x.label ? 40 : 28);
-      const root = canvas(width, height, `${spec.title || ""}: ${spec.rows.map((row) => `${row.label} ${row.value || ""}`).join("; ")}`);
+      const root = canvas(
+        width,
+        height,
+        `${spec.title || ""}: ${spec.rows.map((row) => `${row.label} ${row.value || ""}`).join("; ")}`,
+      );
       const left = Math.min(width * 0.42, 14 + Math.max(...spec.rows.map((row) => textWidth(row.label, 12.5, 620))));
       const right = width - 16 - Math.max(0, ...spec.rows.map((row) => textWidth(row.value || "", 12.5, 560)));
       const x = scale(spec.x.domain[0], spec.x.domain[1], left, right);
       const bottom = spec.rows.length * rowHeight + 4;
       for (const tick of niceTicks(spec.x.domain[0], spec.x.domain[1], Math.max(2, Math.round((right - left) / 70)))) {
         const at = round(x(tick));
-        root.append(s("line", { x1: at, x2: at, y1: 2, y2: bottom, class: tick === 0 && spec.x.zero ? "gridline zero" : "gridline" }));
-        root.append(s("text", { x: at, y: bottom + 14, class: "tick", "text-anchor": "middle" }, (spec.x.tick || spec.x.format)(tick)));
+        root.append(line(at, 2, at, bottom, tick === 0 && spec.x.zero ? "gridline zero" : "gridline"));
+        root.append(label(at, bottom + 14, (spec.x.tick || spec.x.format)(tick), "tick", "middle"));
       }
-      if (spec.x.label) root.append(s("text", { x: (left + right) / 2, y: height - 3, class: "axis-label", "text-anchor": "middle" }, spec.x.label));
+      if (spec.x.label) root.append(label((left + right) / 2, height - 3, spec.x.label, "axis-label", "middle"));
       const highlight = s("rect", { x: 0, width, height: rowHeight, class: "highlight", visibility: "hidden" });
       root.prepend(highlight);
       spec.rows.forEach((row, index) => {
         const middle = 2 + rowHeight * (index + 0.5);
-        const label = s("text", { x: left - 10, y: middle + 4, class: `row-label${row.strong ? " strong" : ""}`, "text-anchor": "end" }, clip(row.label, left - 10));
-        root.append(label);
-        if (row.value) root.append(s("text", { x: width - 2, y: middle + 4, class: "row-value", "text-anchor": "end" }, row.value));
+        root.append(
+          label(left - 10, middle + 4, clip(row.label, left - 10), `row-label${row.strong ? " strong" : ""}`, "end"),
+        );
+        if (row.value) root.append(label(width - 2, middle + 4, row.value, "row-value", "end"));
         for (const mark of row.marks) {
           const paint = color(mark.color || 1);
           if (mark.bar) {
             const [from, to] = [x(Math.min(...mark.bar)), x(Math.max(...mark.bar))];
-            root.append(s("rect", { x: round(from), y: middle - (mark.thin ? 1.5 : rowHeight * 0.3), width: round(Math.max(1, to - from)), height: mark.thin ? 3 : rowHeight * 0.6, rx: mark.thin ? 1.5 : 2, class: "mark", fill: paint, opacity: mark.faint ? 0.35 : undefined }));
+            const thickness = mark.thin ? 3 : rowHeight * 0.6;
+            root.append(
+              box(
+                from,
+                middle - thickness / 2,
+                Math.max(1, to - from),
+                thickness,
+                mark.thin ? "mark thin" : "mark",
+                paint,
+              ),
+            );
           } else if (mark.whisker) {
             const [from, to] = mark.whisker.map((value) => round(x(value)));
-            root.append(s("path", { d: `M${from},${middle}H${to}M${from},${middle - 4}v8M${to},${middle - 4}v8`, class: "whisker", stroke: paint }));
+            root.append(
+              s("path", {
+                d: `M${from},${middle}H${to}M${from},${middle - 4}v8M${to},${middle - 4}v8`,
+                class: "whisker",
+                stroke: paint,
+              }),
+            );
           } else if (isNumber(mark.dot)) {
-            root.append(s("circle", { cx: round(x(mark.dot)), cy: middle, r: 5, class: "dot", fill: mark.hollow ? "var(--surface)" : paint, stroke: paint }));
+            root.append(disc(x(mark.dot), middle, 5, mark.hollow ? "var(--surface)" : paint, paint));
           }
         }
       });

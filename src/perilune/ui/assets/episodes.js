@@ -1,6 +1,6 @@
 // The browser of episodes: choose a stage and a step, search, filter, sort, and read one episode token by
 // token beside the other samples of its group. Each step's episodes are a JSON block parsed when first read.
-// What models wrote is shown through text nodes only (`h` in charts.js), never as markup.
+// What models wrote is shown through text nodes only (`h` in page.js), never as markup.
 "use strict";
 
 const Episodes = (() => {
@@ -21,8 +21,12 @@ const Episodes = (() => {
         for (const episode of members) {
           episode.length = episode.logprobs.length;
           episode.prompt = group.prompt.map((message) => message.content).join("\n");
-          episode.strategies = Object.keys(episode.metrics).filter((name) => name.startsWith("strategy/") && episode.metrics[name] > 0).map((name) => name.slice(9));
-          episode.meanLogprob = episode.length ? episode.logprobs.reduce((sum, value) => sum + value, 0) / episode.length / 1000 : 0;
+          episode.strategies = Object.keys(episode.metrics)
+            .filter((name) => name.startsWith("strategy/") && episode.metrics[name] > 0)
+            .map((name) => name.slice(9));
+          episode.meanLogprob = episode.length
+            ? episode.logprobs.reduce((sum, value) => sum + value, 0) / episode.length / 1000
+            : 0;
         }
         group.members = members;
         return members;
@@ -51,7 +55,11 @@ const Episodes = (() => {
   };
 
   function select(label, options, onChange) {
-    const element = h("select", { "aria-label": label, on: { change: onChange } }, options.map(([value, text]) => h("option", { value }, text)));
+    const element = h(
+      "select",
+      { "aria-label": label, on: { change: onChange } },
+      options.map(([value, text]) => h("option", { value }, text)),
+    );
     return element;
   }
 
@@ -61,18 +69,31 @@ const Episodes = (() => {
     const words = view.search.value.toLowerCase().split(/\s+/).filter(Boolean);
     const least = Number(view.least.value) || 0;
     const most = Number(view.most.value) || Infinity;
-    const found = sets.flatMap((set) => load(set, stage)).filter((episode) => {
-      if (!REWARDS[view.reward.value](episode)) return false;
-      if (view.strategy.value === "none" ? episode.strategies.length : view.strategy.value && !episode.strategies.includes(view.strategy.value.slice(2))) return false;
-      if (view.finish.value && episode.finish !== view.finish.value) return false;
-      if (episode.length < least || episode.length > most) return false;
-      if (view.group.value && episode.group.id !== view.group.value.trim()) return false;
-      if (!words.length) return true;
-      const text = `${episode.text}\n${episode.prompt}\n${episode.group.task}\n${episode.id}\n${episode.failure}`.toLowerCase();
-      return words.every((word) => text.includes(word));
-    });
+    const found = sets
+      .flatMap((set) => load(set, stage))
+      .filter((episode) => {
+        if (!REWARDS[view.reward.value](episode)) return false;
+        if (
+          view.strategy.value === "none"
+            ? episode.strategies.length
+            : view.strategy.value && !episode.strategies.includes(view.strategy.value.slice(2))
+        )
+          return false;
+        if (view.finish.value && episode.finish !== view.finish.value) return false;
+        if (episode.length < least || episode.length > most) return false;
+        if (view.group.value && episode.group.id !== view.group.value.trim()) return false;
+        if (!words.length) return true;
+        const text =
+          `${episode.text}\n${episode.prompt}\n${episode.group.task}\n${episode.id}\n${episode.failure}`.toLowerCase();
+        return words.every((word) => text.includes(word));
+      });
     const order = SORTS[view.sort.value];
-    return order ? found.map((episode, place) => [episode, place]).sort((a, b) => order(a[0], b[0]) || a[1] - b[1]).map(([episode]) => episode) : found;
+    return order
+      ? found
+          .map((episode, place) => [episode, place])
+          .sort((a, b) => order(a[0], b[0]) || a[1] - b[1])
+          .map(([episode]) => episode)
+      : found;
   }
 
   function clear() {
@@ -98,10 +119,14 @@ const Episodes = (() => {
     const sets = state.all ? stage.sets : [stage.sets[state.set]];
     const embedded = sets.reduce((sum, set) => sum + set.embedded, 0);
     const total = sets.reduce((sum, set) => sum + set.total, 0);
-    const coverage = embedded < total ? `${Format.integer(embedded)} of ${Format.integer(total)} are in this file` : `all ${Format.integer(total)} are in this file`;
+    const coverage =
+      embedded < total
+        ? `${Format.integer(embedded)} of ${Format.integer(total)} are in this file`
+        : `all ${Format.integer(total)} are in this file`;
     view.count.textContent = `${Format.integer(state.found.length)} ${state.found.length === 1 ? "episode" : "episodes"} · ${coverage}`;
     drawList();
-    if (!keepSelection || !state.found.includes(state.current)) choose(state.found.find((episode) => !episode.group.dead) || state.found[0] || null);
+    if (!keepSelection || !state.found.includes(state.current))
+      choose(state.found.find((episode) => !episode.group.dead) || state.found[0] || null);
   }
 
   function drawList() {
@@ -110,17 +135,61 @@ const Episodes = (() => {
         "button",
         { type: "button", class: "episode", on: { click: () => choose(episode) } },
         rewardBadge(episode),
-        h("span", { class: "text" }, h("span", { class: "asked" }, `${oneLine(lastLine(episode.prompt)).slice(-60)} `), oneLine(episode.text)),
+        h(
+          "span",
+          { class: "text" },
+          h("span", { class: "asked" }, `${oneLine(lastLine(episode.prompt)).slice(-60)} `),
+          oneLine(episode.text),
+        ),
         h("span", { class: "meta" }, episode.length ? `${episode.length} tokens` : ""),
-        h("span", { class: "meta" }, [state.all ? `${episode.set.label} · ` : "", `group ${episode.group.id.split("/").pop()}`, ...episode.strategies.map((name) => ` · ${name}`), episode.finish === "length" ? " · truncated" : ""].join("")),
+        h(
+          "span",
+          { class: "meta" },
+          [
+            state.all ? `${episode.set.label} · ` : "",
+            `group ${episode.group.id.split("/").pop()}`,
+            ...episode.strategies.map((name) => ` · ${name}`),
+            episode.finish === "length" ? " · truncated" : "",
+          ].join(""),
+        ),
         h("span", { class: "meta" }, episode.advantage === null ? "" : `adv. ${signed(episode.advantage)}`),
       );
       if (episode === state.current) button.setAttribute("aria-current", "true");
       return h("li", {}, button);
     });
-    view.list.replaceChildren(...(rows.length ? rows : [h("li", { class: "list-more muted" }, "No episode matches these filters. ", h("button", { type: "button", class: "plain", on: { click: clear } }, "Clear them"))]));
+    view.list.replaceChildren(
+      ...(rows.length
+        ? rows
+        : [
+            h(
+              "li",
+              { class: "list-more muted" },
+              "No episode matches these filters. ",
+              h("button", { type: "button", class: "plain", on: { click: clear } }, "Clear them"),
+            ),
+          ]),
+    );
     if (state.found.length > state.shown) {
-      view.list.append(h("li", { class: "list-more" }, h("button", { type: "button", class: "plain", on: { click: () => { state.shown += PAGE * 4; drawList(); } } }, `Show more (${Format.integer(state.found.length - state.shown)} left)`)));
+      view.list.append(
+        h(
+          "li",
+          { class: "list-more" },
+          h(
+            "button",
+            {
+              type: "button",
+              class: "plain",
+              on: {
+                click: () => {
+                  state.shown += PAGE * 4;
+                  drawList();
+                },
+              },
+            },
+            `Show more (${Format.integer(state.found.length - state.shown)} left)`,
+          ),
+        ),
+      );
     }
   }
 
@@ -146,23 +215,33 @@ const Episodes = (() => {
       if (state.found[place] === episode) {
         button.setAttribute("aria-current", "true");
         const top = button.offsetTop - view.list.offsetTop;
-        if (top < view.list.scrollTop || top + button.offsetHeight > view.list.scrollTop + view.list.clientHeight) view.list.scrollTop = top - 60;
-      }
-      else button.removeAttribute("aria-current");
+        if (top < view.list.scrollTop || top + button.offsetHeight > view.list.scrollTop + view.list.clientHeight)
+          view.list.scrollTop = top - 60;
+      } else button.removeAttribute("aria-current");
     }
-    view.detail.replaceChildren(...(episode ? detail(episode) : [h("div", { class: "card muted" }, "Nothing selected.")]));
+    view.detail.replaceChildren(
+      ...(episode ? detail(episode) : [h("div", { class: "card muted" }, "Nothing selected.")]),
+    );
   }
 
   function detail(episode) {
     const { group, set } = episode;
     const place = state.found.indexOf(episode);
     const step = (by) => () => state.found[place + by] && choose(state.found[place + by]);
-    const turn = (text, by) => h("button", { type: "button", class: "plain", disabled: !state.found[place + by], on: { click: step(by) } }, text);
+    const turn = (text, by) =>
+      h(
+        "button",
+        { type: "button", class: "plain", disabled: !state.found[place + by], on: { click: step(by) } },
+        text,
+      );
     const fields = [
       ["reward", rewardBadge(episode)],
       ["advantage", episode.advantage === null ? null : signed(episode.advantage)],
       ["length", episode.length ? `${episode.length} tokens` : null],
-      ["ended by", episode.finish === "stop" ? "end of sequence" : episode.finish === "length" ? "token limit" : episode.finish],
+      [
+        "ended by",
+        episode.finish === "stop" ? "end of sequence" : episode.finish === "length" ? "token limit" : episode.finish,
+      ],
       ["weights", versionLabel(episode)],
       ["strategy", episode.strategies.join(", ")],
       ["task", group.task],
@@ -174,16 +253,52 @@ const Episodes = (() => {
       h(
         "div",
         { class: "card" },
-        h("div", { class: "chart-head" }, h("h3", {}, group.members.length > 1 ? `${set.label} · group ${group.id.split("/").pop()} · sample ${episode.id.split("/").pop()}` : `${set.label} · ${group.id.split("/").pop()}`), h("div", { class: "chart-tools" }, turn("Previous", -1), turn("Next", 1))),
-        h("dl", { class: "fields" }, fields.filter(([, value]) => value !== null && value !== "").map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
+        h(
+          "div",
+          { class: "chart-head" },
+          h(
+            "h3",
+            {},
+            group.members.length > 1
+              ? `${set.label} · group ${group.id.split("/").pop()} · sample ${episode.id.split("/").pop()}`
+              : `${set.label} · ${group.id.split("/").pop()}`,
+          ),
+          h("div", { class: "chart-tools" }, turn("Previous", -1), turn("Next", 1)),
+        ),
+        h(
+          "dl",
+          { class: "fields" },
+          fields
+            .filter(([, value]) => value !== null && value !== "")
+            .map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))),
+        ),
         episode.failure ? h("p", { class: "notice" }, h("b", {}, "No score. "), episode.failure) : null,
         group.prompt.length ? h("h4", {}, "Prompt") : null,
-        group.prompt.length === 0 ? null : h("div", { class: "prose", tabindex: 0 }, group.prompt.map((message) => [group.prompt.length > 1 || message.role !== "user" ? h("span", { class: "role" }, message.role) : null, h("span", {}, message.content), "\n"])),
-        group.rendered ? [h("h4", {}, "Prompt as the model saw it"), h("div", { class: "prose", tabindex: 0 }, group.rendered)] : null,
+        group.prompt.length === 0
+          ? null
+          : h(
+              "div",
+              { class: "prose", tabindex: 0 },
+              group.prompt.map((message) => [
+                group.prompt.length > 1 || message.role !== "user" ? h("span", { class: "role" }, message.role) : null,
+                h("span", {}, message.content),
+                "\n",
+              ]),
+            ),
+        group.rendered
+          ? [h("h4", {}, "Prompt as the model saw it"), h("div", { class: "prose", tabindex: 0 }, group.rendered)]
+          : null,
         h("h4", {}, "Answer"),
         tokens(episode),
         terms.length || figures.length ? h("h4", {}, "What it got") : null,
-        terms.length || figures.length ? h("dl", { class: "fields" }, [...terms.map(([name, value]) => h("div", {}, h("dt", {}, `reward for ${name}`), h("dd", {}, Format.number(value)))), ...figures.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, Format.number(value))))]) : null,
+        terms.length || figures.length
+          ? h("dl", { class: "fields" }, [
+              ...terms.map(([name, value]) =>
+                h("div", {}, h("dt", {}, `reward for ${name}`), h("dd", {}, Format.number(value))),
+              ),
+              ...figures.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, Format.number(value)))),
+            ])
+          : null,
       ),
       ...(group.members.length > 1 ? [siblings(group, episode)] : []),
     ];
@@ -210,14 +325,34 @@ const Episodes = (() => {
 
   function tokens(episode) {
     if (!episode.tokens) {
-      const why = !episode.length ? null : episode.vocabulary ? "This group was too long to carry its tokens, so the answer is shown whole." : "The tokenizer of this run was not found, so the answer is shown whole, without its tokens.";
-      return [h("div", { class: "prose", tabindex: 0 }, episode.text || "(empty)"), why ? h("p", { class: "heat-key" }, why) : null].filter(Boolean);
+      const why = !episode.length
+        ? null
+        : episode.vocabulary
+          ? "This group was too long to carry its tokens, so the answer is shown whole."
+          : "The tokenizer of this run was not found, so the answer is shown whole, without its tokens.";
+      return [
+        h("div", { class: "prose", tabindex: 0 }, episode.text || "(empty)"),
+        why ? h("p", { class: "heat-key" }, why) : null,
+      ].filter(Boolean);
     }
     const pieces = episode.tokens.map((token) => (typeof token === "string" ? [token, 0] : episode.vocabulary[token]));
-    const holder = h("div", { class: "tokens", tabindex: 0, role: "group", "aria-label": "Answer, token by token; arrow keys move" });
+    const holder = h("div", {
+      class: "tokens",
+      tabindex: 0,
+      role: "group",
+      "aria-label": "Answer, token by token; arrow keys move",
+    });
     const elements = pieces.map(([text, special], place) => {
       const masked = episode.masked && episode.masked[place];
-      const element = h("span", { class: `token${special ? " special" : ""}${masked ? " masked" : ""}` }, special ? text : VISIBLE[text] !== undefined ? [h("span", { class: "invisible" }, VISIBLE[text][0]), VISIBLE[text].slice(1)] : text);
+      const element = h(
+        "span",
+        { class: `token${special ? " special" : ""}${masked ? " masked" : ""}` },
+        special
+          ? text
+          : VISIBLE[text] !== undefined
+            ? [h("span", { class: "invisible" }, VISIBLE[text][0]), VISIBLE[text].slice(1)]
+            : text,
+      );
       if (!masked) element.style.setProperty("--heat-alpha", heat(episode.logprobs[place] / 1000).toFixed(3));
       return element;
     });
@@ -239,7 +374,15 @@ const Episodes = (() => {
           ? [{ name: "written by", value: "environment, not the policy" }]
           : [
               { name: "log-prob", value: Format.number(logprob, 4) },
-              { name: "probability", value: probability > 0.9995 ? "> 99.9%" : probability < 1e-4 ? Format.number(probability, 3) : Format.percent(probability) },
+              {
+                name: "probability",
+                value:
+                  probability > 0.9995
+                    ? "> 99.9%"
+                    : probability < 1e-4
+                      ? Format.number(probability, 3)
+                      : Format.percent(probability),
+              },
             ]),
         ...(version === null ? [] : [{ name: "sampled by", value: `weights version ${version}` }]),
       ]);
@@ -258,7 +401,13 @@ const Episodes = (() => {
       show(Math.max(0, Math.min(elements.length - 1, current === null ? 0 : current + by)));
     });
     const key = h("p", { class: "heat-key" }, "How sure the policy was of each token:");
-    for (const [label, probability] of [["certain", 1], ["50%", 0.5], ["10%", 0.1], ["1%", 0.01], ["0.1%", 0.001]]) {
+    for (const [label, probability] of [
+      ["certain", 1],
+      ["50%", 0.5],
+      ["10%", 0.1],
+      ["1%", 0.01],
+      ["0.1%", 0.001],
+    ]) {
       const sample = h("span", { class: "token" }, label);
       sample.style.setProperty("--heat-alpha", heat(Math.log(probability)).toFixed(3));
       key.append(sample);
@@ -286,9 +435,29 @@ const Episodes = (() => {
       const row = h(
         "tr",
         {},
-        h("td", {}, h("button", { type: "button", "aria-label": `Read sample ${episode.id.split("/").pop()}`, on: { click: () => choose(episode) } }, episode.id.split("/").pop())),
+        h(
+          "td",
+          {},
+          h(
+            "button",
+            {
+              type: "button",
+              "aria-label": `Read sample ${episode.id.split("/").pop()}`,
+              on: { click: () => choose(episode) },
+            },
+            episode.id.split("/").pop(),
+          ),
+        ),
         h("td", {}, rewardBadge(episode)),
-        isTraining ? h("td", {}, episode.advantage === null ? "–" : [advantageBar(episode.advantage, largest), " ", signed(episode.advantage)]) : null,
+        isTraining
+          ? h(
+              "td",
+              {},
+              episode.advantage === null
+                ? "–"
+                : [advantageBar(episode.advantage, largest), " ", signed(episode.advantage)],
+            )
+          : null,
         h("td", {}, String(episode.length)),
         h("td", { class: "words" }, oneLine(episode.text)),
       );
@@ -300,7 +469,28 @@ const Episodes = (() => {
       { class: "card" },
       h("h3", {}, "Its group"),
       h("p", { class: "muted" }, summary),
-      h("div", { class: "scroll", tabindex: 0 }, h("table", { class: "siblings" }, h("thead", {}, h("tr", {}, h("th", {}, "Sample"), h("th", {}, "Reward"), isTraining ? h("th", {}, "Advantage") : null, h("th", {}, "Tokens"), h("th", { class: "text" }, "Answer"))), h("tbody", {}, rows))),
+      h(
+        "div",
+        { class: "scroll", tabindex: 0 },
+        h(
+          "table",
+          { class: "siblings" },
+          h(
+            "thead",
+            {},
+            h(
+              "tr",
+              {},
+              h("th", {}, "Sample"),
+              h("th", {}, "Reward"),
+              isTraining ? h("th", {}, "Advantage") : null,
+              h("th", {}, "Tokens"),
+              h("th", { class: "text" }, "Answer"),
+            ),
+          ),
+          h("tbody", {}, rows),
+        ),
+      ),
     );
   }
 
@@ -313,12 +503,24 @@ const Episodes = (() => {
     if (isNew) state.all = false;
     if (isNew) {
       const strategies = stage.strategies;
-      view.strategy.replaceChildren(h("option", { value: "" }, "any strategy"), ...strategies.map((one) => h("option", { value: `s:${one}` }, one)), strategies.length ? h("option", { value: "none" }, "no strategy seen") : "");
+      view.strategy.replaceChildren(
+        h("option", { value: "" }, "any strategy"),
+        ...strategies.map((one) => h("option", { value: `s:${one}` }, one)),
+        strategies.length ? h("option", { value: "none" }, "no strategy seen") : "",
+      );
       view.strategy.hidden = !strategies.length;
       view.group.value = "";
     }
     const places = stage.sets.map((set) => set.step);
-    const wanted = step === undefined ? (stage.task === "rl" ? stage.sets.length - 1 : 0) : places.reduce((best, value, place) => (Math.abs(value - step) < Math.abs(places[best] - step) ? place : best), 0);
+    const wanted =
+      step === undefined
+        ? stage.task === "rl"
+          ? stage.sets.length - 1
+          : 0
+        : places.reduce(
+            (best, value, place) => (Math.abs(value - step) < Math.abs(places[best] - step) ? place : best),
+            0,
+          );
     setPlace(wanted);
   }
 
@@ -335,7 +537,15 @@ const Episodes = (() => {
     view.stepControl.hidden = !isSeries || state.stage.sets.length < 2;
     view.allControl.hidden = view.stepControl.hidden;
     view.parts.hidden = isSeries || state.stage.sets.length < 2;
-    view.parts.replaceChildren(...state.stage.sets.map((one, index) => h("button", { type: "button", class: "chip", ariaPressed: String(index === place), on: { click: () => setPlace(index) } }, one.label)));
+    view.parts.replaceChildren(
+      ...state.stage.sets.map((one, index) =>
+        h(
+          "button",
+          { type: "button", class: "chip", ariaPressed: String(index === place), on: { click: () => setPlace(index) } },
+          one.label,
+        ),
+      ),
+    );
     refresh();
   }
 
@@ -351,7 +561,9 @@ const Episodes = (() => {
         x: { name: "step", integer: true },
         marker: state.all ? undefined : stage.sets[state.set].step,
         y: { format: (value) => Format.number(value, 3), ticks: 2 },
-        series: [{ name: "mean reward", x: rated.map((set) => set.step), y: rated.map((set) => set.mean_reward), color: 1 }],
+        series: [
+          { name: "mean reward", x: rated.map((set) => set.step), y: rated.map((set) => set.mean_reward), color: 1 },
+        ],
         pick: (step) => setStage(stage.stage, step),
       }),
     );
@@ -366,21 +578,93 @@ const Episodes = (() => {
   function section(make) {
     if (!index.stages.length) return null;
     const again = () => refresh(true);
-    view.stage = select("Stage", index.stages.map((one) => [one.stage, one.stage]), () => setStage(view.stage.value));
-    view.step = h("input", { type: "range", min: 0, max: 0, step: 1, value: 0, "aria-label": "Step", on: { input: () => { state.all = false; setPlace(Number(view.step.value)); } } });
+    view.stage = select(
+      "Stage",
+      index.stages.map((one) => [one.stage, one.stage]),
+      () => setStage(view.stage.value),
+    );
+    view.step = h("input", {
+      type: "range",
+      min: 0,
+      max: 0,
+      step: 1,
+      value: 0,
+      "aria-label": "Step",
+      on: {
+        input: () => {
+          state.all = false;
+          setPlace(Number(view.step.value));
+        },
+      },
+    });
     view.stepLabel = h("output", {}, "");
     view.stepControl = h("label", { class: "control" }, view.step, view.stepLabel);
-    view.all = h("input", { type: "checkbox", on: { change: () => { state.all = view.all.checked; drawPicker(); refresh(); } } });
+    view.all = h("input", {
+      type: "checkbox",
+      on: {
+        change: () => {
+          state.all = view.all.checked;
+          drawPicker();
+          refresh();
+        },
+      },
+    });
     view.parts = h("div", { class: "parts", role: "group", "aria-label": "Part" });
     view.allControl = h("label", { class: "control" }, view.all, "all steps");
-    view.search = h("input", { type: "search", placeholder: "Search text, prompt, task", "aria-label": "Search", on: { input: again } });
-    view.reward = select("Reward", [["any", "any reward"], ["right", "right"], ["partial", "partial"], ["wrong", "wrong"], ["failed", "verifier failed"]], again);
+    view.search = h("input", {
+      type: "search",
+      placeholder: "Search text, prompt, task",
+      "aria-label": "Search",
+      on: { input: again },
+    });
+    view.reward = select(
+      "Reward",
+      [
+        ["any", "any reward"],
+        ["right", "right"],
+        ["partial", "partial"],
+        ["wrong", "wrong"],
+        ["failed", "verifier failed"],
+      ],
+      again,
+    );
     view.strategy = select("Strategy", [["", "any strategy"]], again);
-    view.finish = select("How it ended", [["", "any ending"], ["stop", "end of sequence"], ["length", "token limit"], ["aborted", "aborted"]], again);
-    view.least = h("input", { type: "number", min: 0, placeholder: "min", "aria-label": "Shortest length", on: { input: again } });
-    view.most = h("input", { type: "number", min: 0, placeholder: "max", "aria-label": "Longest length", on: { input: again } });
-    view.group = h("input", { type: "search", placeholder: "group, e.g. 20/3", "aria-label": "Group", class: "narrow", on: { input: again } });
-    view.sort = select("Order", Object.keys(SORTS).map((name) => [name, name]), again);
+    view.finish = select(
+      "How it ended",
+      [
+        ["", "any ending"],
+        ["stop", "end of sequence"],
+        ["length", "token limit"],
+        ["aborted", "aborted"],
+      ],
+      again,
+    );
+    view.least = h("input", {
+      type: "number",
+      min: 0,
+      placeholder: "min",
+      "aria-label": "Shortest length",
+      on: { input: again },
+    });
+    view.most = h("input", {
+      type: "number",
+      min: 0,
+      placeholder: "max",
+      "aria-label": "Longest length",
+      on: { input: again },
+    });
+    view.group = h("input", {
+      type: "search",
+      placeholder: "group, e.g. 20/3",
+      "aria-label": "Group",
+      class: "narrow",
+      on: { input: again },
+    });
+    view.sort = select(
+      "Order",
+      Object.keys(SORTS).map((name) => [name, name]),
+      again,
+    );
     view.count = h("span", { role: "status" });
     view.list = h("ol", { on: { keydown: moveFocus } });
     view.detail = h("div", { class: "detail" });
@@ -389,10 +673,32 @@ const Episodes = (() => {
       "episodes",
       "Episodes",
       index.lead,
-      h("div", { class: "toolbar" }, h("label", { class: "control" }, "Stage", view.stage), view.parts, view.stepControl, view.allControl, h("label", { class: "control last" }, "Sort", view.sort)),
+      h(
+        "div",
+        { class: "toolbar" },
+        h("label", { class: "control" }, "Stage", view.stage),
+        view.parts,
+        view.stepControl,
+        view.allControl,
+        h("label", { class: "control last" }, "Sort", view.sort),
+      ),
       view.picker,
-      h("div", { class: "toolbar" }, view.search, view.reward, view.strategy, view.finish, view.group, h("label", { class: "control" }, "tokens", view.least, view.most)),
-      h("div", { class: "browser" }, h("div", { class: "episode-list" }, h("div", { class: "list-head" }, view.count), view.list), view.detail),
+      h(
+        "div",
+        { class: "toolbar" },
+        view.search,
+        view.reward,
+        view.strategy,
+        view.finish,
+        view.group,
+        h("label", { class: "control" }, "tokens", view.least, view.most),
+      ),
+      h(
+        "div",
+        { class: "browser" },
+        h("div", { class: "episode-list" }, h("div", { class: "list-head" }, view.count), view.list),
+        view.detail,
+      ),
     );
     const trained = index.stages.filter((one) => one.task === "rl");
     setStage((trained[trained.length - 1] || index.stages[index.stages.length - 1]).stage);

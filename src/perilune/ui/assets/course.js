@@ -1,0 +1,419 @@
+// How it came about: curves of every training stage, where the time went, what the machine did.
+"use strict";
+
+const Course = ((data) => {
+  const { section, part } = Page;
+  const percent = { format: Format.percent, tick: Format.percentTick };
+  const unit = { domain: [0, 1], ...percent };
+  const seriesOf = (training, names) =>
+    names
+      .filter(([key]) => training.columns[key])
+      .map(([key, name, index, more]) => ({
+        name,
+        x: training.columns.step,
+        y: training.columns[key],
+        color: index,
+        ...more,
+      }));
+
+  // -------------------------------------------------------------------------------------- curves
+  const x = { label: "step", name: "step", integer: true };
+
+  function curvesOf(training) {
+    const group = `training-${training.stage}`;
+    const pick = Episodes.has(training.stage) ? (step) => Episodes.open(training.stage, step) : undefined;
+    const charts = [];
+    const steady = [];
+    const add = (key, title, note, names, y = {}, more = {}) => {
+      const series = seriesOf(training, names).filter((one) => one.y.some((value) => value !== null));
+      if (!series.length) return;
+      if (training.steps_total > 1 && series.every((one) => one.y.every((value) => value === one.y[0]))) {
+        const format = y.format || Format.number;
+        steady.push(
+          h(
+            "figure",
+            { class: "chart steady", "data-chart": `${training.stage}-${key}` },
+            h("h4", {}, title),
+            series.map((one) =>
+              h(
+                "p",
+                {},
+                format(one.y[0]),
+                h("small", {}, series.length > 1 ? `${one.name}, at every step` : "at every step"),
+              ),
+            ),
+            h("figcaption", {}, note),
+          ),
+        );
+        return;
+      }
+      charts.push(
+        Charts.lines({
+          key: `${training.stage}-${key}`,
+          title,
+          note,
+          x,
+          y,
+          series,
+          group,
+          smooth: true,
+          pick,
+          showLegend: true,
+          ...more,
+        }),
+      );
+    };
+    if (training.task !== "rl") {
+      add(
+        "loss",
+        "Loss",
+        "Mean cross-entropy of the trace's tokens, in nats. 0 would be certainty.",
+        [["loss", "loss", 1]],
+        { log: true },
+      );
+    }
+    const isSameCurve =
+      training.columns.reward &&
+      training.columns.pass_rate &&
+      training.columns.reward.every((value, index) => value === training.columns.pass_rate[index]);
+    add(
+      "reward",
+      "Reward and pass rate",
+      isSameCurve
+        ? "Mean over the step's samples. Reward and pass rate are the same number here: the reward is 1 for a right answer and 0 otherwise."
+        : "Mean reward of the step's samples, and the share that passed.",
+      [["reward", "reward", 1], ...(isSameCurve ? [] : [["pass_rate", "pass rate", 3]])],
+      isSameCurve ? unit : percent,
+    );
+    const strategies = Object.keys(training.columns).filter((key) => key.startsWith("strategy/"));
+    const names = strategies.map((key) => key.slice("strategy/".length));
+    const hues = [1, 2, 3, 4, 5, 6];
+    add(
+      "shares",
+      "Share of each strategy",
+      "How the policy attacks its tasks, as the environment recognises it.",
+      names.map((name, index) => [`strategy/${name}`, name, hues[index % 6]]),
+      unit,
+    );
+    add(
+      "accuracies",
+      "Accuracy within each strategy",
+      "How often a strategy is right when it is chosen. Gaps: not chosen at that step.",
+      names.map((name, index) => [`accuracy/${name}`, name, hues[index % 6]]),
+      unit,
+    );
+    add(
+      "entropy",
+      "Entropy",
+      "Mean entropy of the next-token distribution, in nats. A fall to zero means no more variety to learn from.",
+      [["entropy", "entropy", 4]],
+      { log: true },
+    );
+    add(
+      "dead",
+      "Dead groups",
+      "Share of groups in which every sample earned the same; they give no gradient.",
+      [["dead_groups", "dead groups", 2]],
+      unit,
+    );
+    add("length", "Length", "Mean tokens in an answer, end-of-sequence included.", [["length", "length", 1]], {
+      format: (value) => Format.number(value, 4),
+    });
+    add(
+      "truncated",
+      "Truncated answers",
+      "Share cut off by the token limit.",
+      [["truncated", "truncated", 2]],
+      percent,
+    );
+    add(
+      "kl",
+      "KL divergence",
+      "Behaviour: between the policy that sampled and the one that learns, estimated on the samples. Reference: from the checkpoint where RL began.",
+      [
+        ["kl_behaviour", "behaviour", 1],
+        ["kl_reference", "reference", 3],
+      ],
+      { log: true },
+    );
+    add(
+      "clip",
+      "Clipped tokens",
+      "Share of tokens whose probability ratio left the trust region and gave no gradient.",
+      [["clip_fraction", "clip fraction", 5]],
+      percent,
+    );
+    add(
+      "gap",
+      "Engine–learner log-prob gap",
+      "Largest and mean |log p| difference between sampling and learning code on the same tokens and weights. Zero means the two agree bit for bit.",
+      [
+        ["logprob_gap_max", "largest", 2],
+        ["logprob_gap_mean", "mean", 1],
+      ],
+      { log: true },
+    );
+    add("staleness", "Staleness", "How many weight updates lie between sampling a token and learning from it.", [
+      ["staleness", "staleness", 7],
+    ]);
+    add("grad", "Gradient norm", "Before clipping.", [["grad_norm", "gradient norm", 4]], { log: true });
+    add("lr", "Learning rate", "As scheduled.", [["lr", "learning rate", 7]], {
+      format: (value) => Format.number(value, 4),
+    });
+    add("reward_std", "Spread of rewards", "Mean standard deviation of rewards within a group.", [
+      ["reward_std", "std", 6],
+    ]);
+    add(
+      "failures",
+      "Verifier failures",
+      "Samples whose verifier failed; they leave their group and are never counted as zero.",
+      [["failures", "failures", 2]],
+      { format: Format.integer, integer: true },
+    );
+    return charts.length || steady.length ? [charts, steady] : null;
+  }
+
+  function curves() {
+    const groups = data.training.map((training) => [training, curvesOf(training)]).filter(([, found]) => found);
+    if (!groups.length) return null;
+    const slider = h("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: 0, "aria-label": "Smoothing" });
+    const shown = h("output", {}, "off");
+    slider.addEventListener("input", () => {
+      shown.textContent = Number(slider.value) ? Number(slider.value).toFixed(2) : "off";
+      Charts.smooth(Number(slider.value));
+    });
+    return section(
+      "curves",
+      "Training curves",
+      "Every step of every training stage. Move over a chart to read all charts at the same step; arrow keys do the same.",
+      h(
+        "div",
+        { class: "toolbar" },
+        h("label", { class: "control" }, "Smoothing", slider, shown),
+        h(
+          "span",
+          { class: "muted" },
+          h(
+            "small",
+            {},
+            "Smoothing draws a moving average over the faint exact line; tooltips always give exact figures.",
+          ),
+        ),
+      ),
+      groups.map(([training, [charts, steady]]) => [
+        part(
+          `${training.stage}`,
+          [
+            training.description,
+            training.steps_kept < training.steps_total
+              ? ` Shown: every ${Math.round(training.steps_total / training.steps_kept)}th of ${training.steps_total} steps.`
+              : "",
+            Episodes.has(training.stage) ? " Click a chart to read that step's episodes." : "",
+          ].join(""),
+        ),
+        h("div", { class: charts.length === 4 ? "tiles two" : "tiles" }, charts),
+        steady.length ? h("div", { class: "tiles small" }, steady) : null,
+      ]),
+    );
+  }
+
+  // ------------------------------------------------------------------------------ time, hardware
+  const PARTS = [
+    ["sampling", 1],
+    ["scoring", 5],
+    ["learning", 2],
+    ["other", 7],
+  ];
+
+  function time() {
+    const nodes = [];
+    const timed = data.stages.filter((stage) => stage.seconds !== null);
+    if (timed.length) {
+      const total = timed.reduce((sum, stage) => sum + stage.seconds, 0);
+      let from = 0;
+      nodes.push(
+        Charts.rows({
+          key: "timeline",
+          title: `Stages, ${Format.seconds(total)} in all`,
+          rowHeight: 28,
+          x: {
+            domain: [0, total || 1],
+            format: Format.seconds,
+            tick: (value) => (value ? Format.seconds(value) : "0"),
+            label: "time in stages, end to end",
+          },
+          rows: timed.map((stage) => {
+            const start = from;
+            from += stage.seconds;
+            return {
+              label: stage.name,
+              value: Format.seconds(stage.seconds),
+              marks: [
+                {
+                  bar: [start, from],
+                  color: stage.task === "rl" ? 2 : stage.task === "evaluate" ? 3 : stage.task === "sft" ? 1 : 7,
+                },
+              ],
+              details: [
+                { name: "task", value: stage.task },
+                { name: "time", value: Format.seconds(stage.seconds) },
+                { name: "share", value: Format.percent(stage.seconds / total) },
+              ],
+            };
+          }),
+        }),
+      );
+    }
+    const order = data.stages.map((stage) => stage.name);
+    const split = [...data.training, ...data.timed_evaluations]
+      .filter((one) => one.totals)
+      .sort((a, b) => order.indexOf(a.stage) - order.indexOf(b.stage));
+    if (split.length) {
+      const longest = Math.max(...split.map((one) => PARTS.reduce((sum, [name]) => sum + (one.totals[name] || 0), 0)));
+      nodes.push(
+        Charts.rows({
+          key: "split",
+          title: "Where the seconds went",
+          legend: PARTS.map(([name, index]) => ({ name, color: index })),
+          rowHeight: 30,
+          x: {
+            domain: [0, longest * 1.02 || 1],
+            format: Format.seconds,
+            tick: (value) => (value ? Format.seconds(value) : "0"),
+          },
+          rows: split.map((one) => {
+            let from = 0;
+            const total = PARTS.reduce((sum, [name]) => sum + (one.totals[name] || 0), 0);
+            return {
+              label: one.stage,
+              value: Format.seconds(total),
+              marks: PARTS.map(([name, index]) => ({ bar: [from, (from += one.totals[name] || 0)], color: index })),
+              details: PARTS.map(([name, index]) => ({
+                name,
+                color: index,
+                value: `${Format.seconds(one.totals[name] || 0)} · ${Format.percent((one.totals[name] || 0) / total)}`,
+              })),
+            };
+          }),
+        }),
+      );
+    }
+    const perStep = data.training
+      .filter((training) => training.timings.step)
+      .flatMap((training) => {
+        const { step } = training.timings;
+        const width = step.length > 1 ? Math.min(...step.slice(1).map((value, index) => value - step[index])) : 1;
+        const parts = PARTS.filter(
+          ([name]) => training.timings[name] && training.timings[name].some((value) => value > 0),
+        );
+        return [
+          parts.length
+            ? Charts.bars({
+                key: `${training.stage}-steptime`,
+                title: `Time of a step: ${training.stage}`,
+                mode: "stacked",
+                total: true,
+                x: { centers: step, width, label: "step", name: "step", integer: true, format: Format.integer },
+                y: { format: Format.seconds, tick: (value) => (value ? Format.seconds(value) : "0") },
+                series: parts.map(([name, index]) => ({ name, values: training.timings[name], color: index })),
+              })
+            : null,
+          training.timings.tokens_per_second && training.timings.tokens_per_second.some((value) => value > 0)
+            ? Charts.lines({
+                key: `${training.stage}-throughput`,
+                title: `Tokens per second: ${training.stage}`,
+                x,
+                y: { format: Format.integer },
+                showLegend: true,
+                smooth: true,
+                group: `training-${training.stage}`,
+                series: [
+                  {
+                    name: training.task === "rl" ? "sampled tokens/s" : "tokens/s",
+                    x: step,
+                    y: training.timings.tokens_per_second,
+                    color: 3,
+                  },
+                ],
+              })
+            : null,
+        ];
+      });
+    const hardware = data.hardware ? hardwareCharts(data.hardware) : [];
+    if (!nodes.length && !perStep.some(Boolean) && !hardware.some(Boolean)) return null;
+    return section(
+      "time",
+      "Time and machine",
+      data.machine_sentence,
+      h("div", { class: "tiles two" }, nodes),
+      perStep.some(Boolean) ? [part("Step by step"), h("div", { class: "tiles two" }, perStep)] : null,
+      hardware.some(Boolean)
+        ? [part("Hardware", data.hardware.note), h("div", { class: "tiles two" }, hardware)]
+        : null,
+    );
+  }
+
+  function hardwareCharts({ columns, bands }) {
+    const axis = {
+      label: "time in stages, end to end",
+      name: "at",
+      format: Format.seconds,
+      tick: (value) => (value ? Format.seconds(value) : "0"),
+    };
+    const percentOf = { format: (value) => `${Format.number(value, 3)}%`, domain: [0, 112] };
+    const gpus = Object.keys(columns)
+      .filter((name) => name.endsWith("_utilisation"))
+      .map((name) => name.replace("_utilisation", ""));
+    const chart = (key, title, note, y, names) => {
+      const series = names
+        .filter(([column]) => columns[column])
+        .map(([column, name, index]) => ({ name, x: columns.seconds, y: columns[column], color: index }));
+      return series.length
+        ? Charts.lines({
+            key,
+            title,
+            note,
+            x: axis,
+            y,
+            series,
+            bands,
+            group: "hardware",
+            showLegend: true,
+            height: 200,
+          })
+        : null;
+    };
+    return [
+      chart("cpu", "Processor", "Percent of all cores. The machine may have had other work to do.", percentOf, [
+        ["process_cpu", "this run", 1],
+        ["cpu", "whole machine", 7],
+      ]),
+      chart(
+        "memory",
+        "Memory",
+        "Resident memory of the run's processes, and what the machine used in all.",
+        { format: Format.bytes },
+        [
+          ["rss", "this run", 1],
+          ["memory", "whole machine", 7],
+        ],
+      ),
+      chart(
+        "gpu",
+        "GPU use",
+        null,
+        percentOf,
+        gpus.map((name, index) => [`${name}_utilisation`, name, (index % 8) + 1]),
+      ),
+      chart(
+        "gpu-memory",
+        "GPU memory",
+        null,
+        { format: Format.bytes },
+        gpus.map((name, index) => [`${name}_memory`, name, (index % 8) + 1]),
+      ),
+    ];
+  }
+
+  return { curves, time };
+})(Data);

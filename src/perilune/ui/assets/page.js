@@ -1,0 +1,143 @@
+// What all scripts of the report share: making elements, writing numbers, the parts a section is made of.
+// Data reaches the page as text nodes and numbers only: nothing here parses HTML.
+"use strict";
+
+// Make an element; strings among `children` become text nodes, null and false are skipped.
+function h(name, properties = {}, ...children) {
+  const element = document.createElement(name);
+  for (const [key, value] of Object.entries(properties)) {
+    if (value === undefined || value === null || value === false) continue;
+    if (key === "class") element.className = value;
+    else if (key === "on")
+      for (const [event, handler] of Object.entries(value)) element.addEventListener(event, handler);
+    else if (key in element && key !== "list" && key !== "form") element[key] = value;
+    else element.setAttribute(key, value);
+  }
+  element.append(
+    ...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false),
+  );
+  return element;
+}
+
+const Format = {
+  number(value, digits = 4) {
+    if (value === null || value === undefined || Number.isNaN(value)) return "–";
+    if (value === 0) return "0";
+    const size = Math.abs(value);
+    if (size >= 1e6 || size < 1e-3) {
+      const [mantissa, power] = value.toExponential(Math.max(0, digits - 2)).split("e");
+      return `${mantissa.includes(".") ? mantissa.replace(/\.?0+$/, "") : mantissa}e${Number(power)}`.replaceAll(
+        "-",
+        "−",
+      );
+    }
+    if (size >= 1000) return Math.round(value).toLocaleString("en-US").replaceAll("-", "−");
+    return String(Number(value.toPrecision(digits))).replaceAll("-", "−");
+  },
+  percent: (value) =>
+    value === null || value === undefined || Number.isNaN(value)
+      ? "–"
+      : `${(100 * value).toFixed(1)}%`.replaceAll("-", "−"),
+  percentTick: (value) => `${Number((100 * value).toFixed(4))}%`.replaceAll("-", "−"),
+  points(value) {
+    if (value === null || value === undefined || Number.isNaN(value)) return "–";
+    const size = Math.abs(100 * value).toFixed(1);
+    return size === "0.0" ? size : `${value < 0 ? "−" : "+"}${size}`;
+  },
+  seconds(value) {
+    if (value === null || value === undefined || Number.isNaN(value)) return "–";
+    if (value < 1) return `${Format.number(1000 * value, 3)} ms`;
+    if (value < 60) return `${Format.number(value, 3)} s`;
+    const whole = Math.round(value);
+    if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+    return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
+  },
+  bytes(value) {
+    if (value === 0) return "0";
+    if (value >= 1e9) return `${(value / 1e9).toFixed(2)} GB`;
+    return value >= 1e6 ? `${(value / 1e6).toFixed(1)} MB` : `${Math.round(value / 1e3)} kB`;
+  },
+  integer: (value) =>
+    value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en-US").replaceAll("-", "−"),
+};
+
+const Page = (() => {
+  function section(id, title, lead, ...nodes) {
+    return h(
+      "section",
+      { id, "aria-labelledby": `${id}-title` },
+      h("h2", { id: `${id}-title` }, title),
+      lead ? h("p", { class: "lead" }, lead) : null,
+      ...nodes,
+    );
+  }
+
+  // Heading and lead of a part of a section.
+  const part = (title, lead) => [h("h3", { class: "part" }, title), lead ? h("p", { class: "lead" }, lead) : null];
+
+  function table(columns, rows, caption) {
+    const cell = (column, row) =>
+      h(
+        column.header ? "th" : "td",
+        { class: column.text ? "text" : "", scope: column.header ? "row" : null },
+        column.value(row),
+      );
+    return h(
+      "div",
+      { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
+      h(
+        "table",
+        {},
+        h(
+          "thead",
+          {},
+          h(
+            "tr",
+            {},
+            columns.map((column) => h("th", { scope: "col", class: column.text ? "text" : "" }, column.name)),
+          ),
+        ),
+        h(
+          "tbody",
+          {},
+          rows.map((row) =>
+            h(
+              "tr",
+              {},
+              columns.map((column) => cell(column, row)),
+            ),
+          ),
+        ),
+      ),
+    );
+  }
+
+  function copyable(text) {
+    const block = h("pre", { tabindex: 0 }, text);
+    const button = h("button", { type: "button", class: "chip" }, "Copy");
+    button.addEventListener("click", async () => {
+      try {
+        await navigator.clipboard.writeText(text);
+      } catch {
+        getSelection().selectAllChildren(block);
+        document.execCommand("copy");
+      }
+      button.textContent = "Copied";
+      setTimeout(() => (button.textContent = "Copy"), 1500);
+    });
+    return h("div", { class: "copyable" }, block, button);
+  }
+
+  const definitions = (pairs, name = "keyvalue") =>
+    h(
+      "dl",
+      { class: name },
+      pairs
+        .filter(([, value]) => value !== null && value !== undefined && value !== "")
+        .map(([key, value]) => [h("dt", {}, key), h("dd", {}, value)]),
+    );
+
+  return { section, part, table, copyable, definitions };
+})();
+
+const Data = JSON.parse(document.getElementById("report-data").textContent);
