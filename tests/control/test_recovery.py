@@ -154,6 +154,7 @@ def test_cancel_is_proven_and_the_next_run_goes_on_from_there(control: Control) 
     assert len(family(attempt)) == 1
     run = cancel(control, only_run(control).id)
     assert run.state == "cancelled" and not family(attempt)
+    assert attempts(control, run.id)[0].manifest_digest  # what it left is vouched for
     last = list(events)[-1]
     assert isinstance(last, StageFailed) and last.cancelled
     with pytest.raises(RequestError, match="been cancelled already"):
@@ -178,7 +179,10 @@ def test_cancel_between_start_and_claim_leaves_no_worker(control: Control) -> No
     assert attempts(control, run_id)[0].state == "starting"
     other = drill_control(control.home.root)  # another command: it did not start that worker
     run = cancel(other, run_id)
-    assert run.state == "cancelled" and not family(control.directory(run))
+    assert run.state == "cancelled"
+    attempt = control.directory(run)
+    wait_for(lambda: not control.reconciler.placement.starting(attempt, 1), "the worker's end")
+    assert not family(attempt) and not (attempt / "runtime" / "runtime.log").exists()
 
 
 def test_a_wish_to_cancel_survives_the_command_that_had_it(control: Control) -> None:

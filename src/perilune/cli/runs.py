@@ -318,22 +318,13 @@ def _check_record(control: Control) -> None:
 def _show(events: Iterable[StageEvent]) -> StageEvent | None:
     """Show progress on stderr as events come; returns the last one."""
     from perilune.cli.console import stage_progress
-    from perilune.control import progress
+    from perilune.cli.follow import show as show_event
 
     last: StageEvent | None = None
     with stage_progress() as view:
         for event in events:
             last = event
-            match event:
-                case progress.StageProgress():
-                    view.progressed(event.stage, event.done, event.total, event.unit, event.figures)
-                case progress.StageResumed():
-                    view.say(f"[{event.stage}] attempt {event.attempt} takes over: {event.message}")
-                case progress.StageFinished():
-                    view.ended(event.stage, "done", "")
-                case progress.StageFailed():
-                    view.ended(event.stage, "failed", event.message)
-                    view.say(event.log_tail)
+            show_event(event, view)
     return last
 
 

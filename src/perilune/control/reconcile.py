@@ -44,7 +44,7 @@ class Reconciler:
             return session.get_one(Run, run_id)
 
     def all(self, *, act: bool = True) -> list[Run]:
-        """Reconcile every live run; with `act=False` only look, start and stop nothing. Returns them."""
+        """Reconcile every live run and return them; with `act=False` begin nothing, only finish."""
         with self.store.snapshot() as session:
             live = list(session.scalars(select(Run.id).where(Run.state.in_(LIVE_RUNS)).order_by(Run.id)))
         runs = [self.one(run_id, act=act) for run_id in live]
@@ -104,7 +104,7 @@ class Reconciler:
             case Step.START:
                 return act and self._start(attempt, directory)
             case Step.STOP:
-                return act and self._stop(run, attempt, directory)
+                return self._stop(attempt, directory)  # the wish was for this, whatever the command is
             case Step.ADOPT:
                 return self._adopt(attempt)
             case Step.FINALIZE:
@@ -202,7 +202,7 @@ class Reconciler:
         reached("adopt.committed")
         return False
 
-    def _stop(self, run: Run, attempt: Attempt, directory: Path) -> bool:
+    def _stop(self, attempt: Attempt, directory: Path) -> bool:
         """End the attempt; CANCELLED only when it is proven, and not when it had succeeded first."""
         proven = self.placement.stop(directory, attempt.number)
         seen = self.placement.observe(directory, attempt.number)
