@@ -186,12 +186,15 @@ class _Reader:
 
     def architecture(self) -> Architecture:
         kind = self.raw.get("model_type")
-        if kind not in HF_CLASS:
+        if not isinstance(kind, str) or kind not in HF_CLASS:
             raise self.wrong("model_type", f"use a checkpoint of one of: {', '.join(HF_CLASS)}")
         if self.raw.get("hidden_act", "silu") != "silu":
             raise self.wrong("hidden_act", "only silu is implemented")
         if self.raw.get("use_sliding_window"):
             raise self.wrong("use_sliding_window", "sliding-window attention is not implemented")
+        layers = self.raw.get("layer_types") or []
+        if not isinstance(layers, list) or any(layer != "full_attention" for layer in layers):
+            raise self.wrong("layer_types", "only full attention is implemented")
         if self.raw.get("quantization_config") is not None:
             raise self.wrong("quantization_config", "use the unquantised checkpoint")
         return cast(Architecture, kind)

@@ -1,0 +1,134 @@
+"""Packed attention against one sequence at a time in float64, and a query alone against one among many."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from perilune.models import attention, kernels
+from perilune.models.attention import PackedAttention, attend_one, padded
+
+exact = pytest.mark.skipif(not kernels.is_exact(torch.zeros(1)), reason="needs a torch built with oneDNN")
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, prefix: int = 0) -> Tensor:
+    """Causal attention of the last queries of one sequence, head by head."""
+    group = q.shape[1] // k.shape[1]
+    out = torch.empty_like(q)
+    for row in range(len(q)):
+        for head in range(q.shape[1]):
+            seen = k[: prefix + row + 1, head // group]
+            weights = (seen @ q[row, head] / q.shape[-1] ** 0.5).softmax(0)
+            out[row, head] = weights @ v[: prefix + row + 1, head // group]
+    return out
+
+
+def random_qkv(tokens: int, heads: int, kv_heads: int, size: int = 16) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(tokens)
+    return tuple(torch.randn(tokens, h, size) for h in (heads, kv_heads, kv_heads))  # type: ignore[return-value]
+
+
+def bounds(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def check(lengths: list[int], prefix_of: list[int] | None, heads: tuple[int, int]) -> None:
+    cu = bounds(lengths)
+    inputs = random_qkv(int(cu[-1]), *heads)
+    ours = [x.clone().requires_grad_() for x in inputs]
+    of = None if prefix_of is None else torch.tensor(prefix_of)
+    out = PackedAttention(cu, of)(0, *ours)
+    theirs = [x.double().requires_grad_() for x in inputs]
+    parts = []
+    for index, length in enumerate(lengths):
+        tokens = torch.arange(int(cu[index]), int(cu[index]) + length)
+        before = prefix_of[index] if prefix_of is not None else -1
+        past = torch.arange(int(cu[before]), int(cu[before + 1])) if before >= 0 else tokens[:0]
+        keys = torch.cat([past, tokens])
+        parts.append(plain(theirs[0][tokens], theirs[1][keys], theirs[2][keys], len(past)))
+    expected = torch.cat(parts)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
+    weight = torch.randn_like(out)
+    (out * weight).sum().backward()
+    (expected * weight).sum().backward()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad.double(), b.grad, rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    heads=st.sampled_from([(3, 1), (4, 2), (2, 2), (8, 1)]),
+)
+def test_packed_sequences_do_not_see_each_other(lengths: list[int], heads: tuple[int, int]) -> None:
+    check(lengths, None, heads)
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data(), heads=st.sampled_from([(3, 1), (4, 2), (2, 2)]))
+def test_completions_see_their_shared_prompt(data: st.DataObject, heads: tuple[int, int]) -> None:
+    prompts = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=3))
+    completions = data.draw(st.lists(st.integers(0, 20), min_size=1, max_size=4))
+    of = data.draw(
+        st.lists(st.integers(0, len(prompts) - 1), min_size=len(completions), max_size=len(completions))
+    )
+    check([*prompts, *completions], [-1] * len(prompts) + of, heads)
+
+
+@pytest.mark.parametrize("prefix_of", [None, [-1, 0, 0]])
+def test_many_queries_are_taken_in_turns(
+    prefix_of: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_QUERY_BLOCK", 16)
+    check([35, 50, 7], prefix_of, (4, 2))
+
+
+def test_more_terms_than_are_summed_at_once() -> None:
+    check([450], None, (2, 1))
+
+
+@exact
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("heads", [(3, 1), (3, 3), (8, 2), (4, 4), (16, 2)])
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+def test_a_query_has_the_same_bits_alone_as_in_its_sequence(
+    heads: tuple[int, int], size: int, threads: int
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        lengths = [1, 3, 17, 64, 100, 191, 230, 600]
+        cu = bounds(lengths)
+        q, k, v = random_qkv(int(cu[-1]), *heads, size)
+        packed = PackedAttention(cu)(0, q, k, v)
+        columns = padded(max(lengths)) + 64
+        keys = torch.randn(len(lengths), heads[1], columns, size)  # leftovers of others where masked
+        values = torch.randn_like(keys)
+        for row, length in enumerate(lengths):
+            tokens = slice(int(cu[row]), int(cu[row]) + length)
+            keys[row, :, :length], values[row, :, :length] = (
+                k[tokens].transpose(0, 1),
+                v[tokens].transpose(0, 1),
+            )
+        for seen in (columns, padded(max(lengths))):
+            unseen = torch.arange(seen) >= torch.tensor(lengths)[:, None]
+            mask = torch.zeros(unseen.shape).masked_fill_(unseen, -torch.inf)
+            mask = mask.repeat_interleave(heads[1], dim=0)[:, None]
+            alone = attend_one(q[cu[1:] - 1], keys[:, :, :seen], values[:, :, :seen], mask)
+            assert torch.equal(alone, packed[cu[1:] - 1])
+    finally:
+        torch.set_num_threads(before)
+
+
+@exact
+def test_a_query_has_the_same_bits_behind_a_shared_prefix() -> None:
+    q, k, v = random_qkv(70, 4, 2, 32)
+    whole = PackedAttention(bounds([70]))(0, q, k, v)
+    again = torch.cat([torch.arange(30), torch.arange(30, 70), torch.arange(30, 70)])
+    shared = PackedAttention(bounds([30, 40, 40]), torch.tensor([-1, 0, 0]))
+    out = shared(0, q[again], k[again], v[again])
+    assert torch.equal(out[:70], whole)
+    assert torch.equal(out[70:], whole[30:])

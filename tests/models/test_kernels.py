@@ -1,0 +1,142 @@
+"""Each kernel against its definition in float64, forward and backward; and each row alone against many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from perilune.models import kernels
+
+Function = Callable[..., Tensor]
+
+
+def plain_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+
+def plain_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    left, right = x.chunk(2, dim=-1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+
+
+def angles() -> tuple[Tensor, Tensor]:
+    angle = torch.randn(7, 1, 16)
+    return angle.cos(), angle.sin()
+
+
+CASES: dict[str, tuple[Function, Function, Callable[[], list[Tensor]]]] = {
+    "linear": (kernels.linear, F.linear, lambda: [torch.randn(7, 24), torch.randn(40, 24)]),
+    "linear, wide to narrow": (kernels.linear, F.linear, lambda: [torch.randn(7, 40), torch.randn(24, 40)]),
+    "linear, one row": (kernels.linear, F.linear, lambda: [torch.randn(1, 24), torch.randn(40, 24)]),
+    "linear with bias": (
+        kernels.linear,
+        F.linear,
+        lambda: [torch.randn(7, 24), torch.randn(40, 24), torch.randn(40)],
+    ),
+    "rms_norm": (
+        lambda x, w: kernels.rms_norm(x, w, 1e-6),
+        plain_rms_norm,
+        lambda: [torch.randn(7, 24), torch.randn(24)],
+    ),
+    "rms_norm per head": (
+        lambda x, w: kernels.rms_norm(x, w, 1e-6),
+        plain_rms_norm,
+        lambda: [torch.randn(7, 3, 32), torch.randn(3, 32)],
+    ),
+    "rotate": (
+        lambda x: kernels.rotate(x, *ANGLES),
+        lambda x: plain_rotate(x, *(a.to(x.dtype) for a in ANGLES)),
+        lambda: [torch.randn(7, 3, 32)],
+    ),
+    "swiglu": (
+        kernels.swiglu,
+        lambda g, u: F.silu(g) * u,
+        lambda: [torch.randn(7, 24), torch.randn(7, 24)],
+    ),
+}
+ANGLES = angles()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients_are_those_of_the_definition(case: str) -> None:
+    torch.manual_seed(0)
+    kernel, definition, make = CASES[case]
+    inputs = [x.requires_grad_() for x in make()]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    out, expected = kernel(*inputs), definition(*exact)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    weight = torch.randn_like(out)
+    (out * weight).sum().backward()
+    (expected * weight).sum().backward()
+    for got, wanted in zip(inputs, exact, strict=True):
+        torch.testing.assert_close(got.grad.double(), wanted.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_and_inference_compute_the_same_bits(case: str) -> None:
+    kernel, _, make = CASES[case]
+    inputs = make()
+    with torch.no_grad():
+        without = kernel(*inputs)
+    assert torch.equal(kernel(*[x.requires_grad_() for x in inputs]), without)
+
+
+def test_only_the_gradients_that_are_needed() -> None:
+    x, weight = torch.randn(5, 8), torch.randn(6, 8, requires_grad=True)
+    kernels.linear(x, weight).sum().backward()
+    assert x.grad is None
+    assert weight.grad is not None
+    y, frozen = torch.randn(5, 8, requires_grad=True), torch.randn(6, 8)
+    kernels.linear(y, frozen).sum().backward()
+    torch.testing.assert_close(y.grad, frozen.sum(0).expand(5, -1))
+
+
+@pytest.mark.skipif(not kernels.is_exact(torch.zeros(1)), reason="needs a torch built with oneDNN")
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("inner", "outer"), [(96, 288), (256, 96), (96, 98), (768, 1280), (2304, 768)])
+def test_a_row_of_a_product_does_not_depend_on_its_neighbours(inner: int, outer: int, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        torch.manual_seed(0)
+        x, weight = torch.randn(4096, inner), torch.randn(outer, inner)
+        packed = kernels.pack_weight(weight)
+        whole = kernels.linear(x, weight)
+        for rows in (1, 2, 3, 4, 7, 8, 16, 31, 64, 100, 257, 1024):
+            for start in (0, 1000):
+                some = x[start : start + rows]
+                assert torch.equal(kernels.linear(some, weight), whole[start : start + rows])
+                assert torch.equal(kernels.linear(some, packed), whole[start : start + rows])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not kernels.is_exact(torch.zeros(1)), reason="needs a torch built with oneDNN")
+def test_a_row_of_the_other_kernels_does_not_depend_on_its_neighbours() -> None:
+    torch.manual_seed(0)
+    x, weight, up = torch.randn(300, 5, 32), torch.randn(5, 32), torch.randn(300, 256)
+    angle = torch.randn(300, 1, 16)
+    whole = [
+        kernels.rms_norm(x, weight, 1e-6),
+        kernels.rotate(x, angle.cos(), angle.sin()),
+        kernels.swiglu(up, up),
+    ]
+    for rows in (1, 2, 3, 17, 100):
+        part = [
+            kernels.rms_norm(x[:rows], weight, 1e-6),
+            kernels.rotate(x[:rows], angle[:rows].cos(), angle[:rows].sin()),
+            kernels.swiglu(up[:rows], up[:rows]),
+        ]
+        assert all(torch.equal(a[:rows], b) for a, b in zip(whole, part, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_take_the_librarys_kernels(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(5, 8, dtype=dtype), torch.randn(6, 8, dtype=dtype)
+    assert torch.equal(kernels.linear(x, kernels.pack_weight(weight)), F.linear(x, weight))
+    norm = kernels.rms_norm(x, weight[0], 1e-6)
+    torch.testing.assert_close(norm, F.rms_norm(x, (8,), weight[0], 1e-6))
