@@ -25,6 +25,7 @@ from drill_cases import (
 from sqlalchemy import select
 
 from perilune.control.experiments import Control, advance, watch
+from perilune.control.ledger import commit_result
 from perilune.control.planner import RetryPolicy
 from perilune.control.progress import (
     StageEvent,
@@ -35,7 +36,6 @@ from perilune.control.progress import (
     StageReused,
     StageStarted,
 )
-from perilune.control.reconcile import commit_result
 from perilune.control.requests import cancel, retry
 from perilune.control.store import Attempt, Run
 from perilune.errors import RequestError, WorkFailedError

@@ -18,6 +18,7 @@ from sqlalchemy import select
 from perilune.bundle.freeze import freeze
 from perilune.bundle.job import InputReference, Job
 from perilune.bundle.plugin import consumed_fields, load_plugin
+from perilune.control.evidence import evidence_problem, log_tail
 from perilune.control.home import Home
 from perilune.control.ids import new_ulid
 from perilune.control.planner import RetryPolicy
@@ -30,7 +31,7 @@ from perilune.control.progress import (
     StageReused,
     StageStarted,
 )
-from perilune.control.reconcile import Reconciler, evidence_problem, log_tail
+from perilune.control.reconcile import Reconciler
 from perilune.control.store import Attempt, Experiment, Run, Stage, Store, record
 from perilune.control.submission import Wish, submit
 from perilune.control.transitions import RunState

@@ -10,24 +10,24 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from sqlalchemy import func, select, update
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from perilune.bundle.storage import remove_tree, storage_errors
+from perilune.bundle.storage import remove_tree
+from perilune.control.evidence import evidence_problem, log_tail
 from perilune.control.faults import reached
 from perilune.control.home import Home, locked
+from perilune.control.ledger import commit_result, current, done, intend, operations, started
 from perilune.control.planner import RetryPolicy, Step, next_step
-from perilune.control.store import Attempt, Operation, Run, Store, move_attempt, move_run, record
+from perilune.control.store import Attempt, Run, Store, move_attempt, move_run, record
 from perilune.control.transitions import AttemptState, Cleanup, Reachability, RunState
-from perilune.errors import PeriluneError, WorkFailedError
+from perilune.errors import PeriluneError
 from perilune.execution.observation import Observation
 from perilune.execution.placements.local import LocalPlacement
 from perilune.execution.processes import Presence, boot_id
 from perilune.execution.verdict import Cause, Verdict, cause_of
-from perilune.files import read_json, sha256_file
 
 LIVE_RUNS = (RunState.QUEUED.value, RunState.ACTIVE.value)
-LOG_TAIL = 20  # lines
 
 
 class Reconciler:
@@ -77,7 +77,7 @@ class Reconciler:
         with self.store.snapshot() as session:
             run = session.get_one(Run, run_id)
             attempt = session.get(Attempt, (run_id, run.current_epoch))
-            starts = _operations(session, run_id, run.current_epoch, "start")
+            starts = operations(session, run_id, run.current_epoch, "start")
         state = RunState(run.state)
         if state.terminal:
             return False
@@ -152,10 +152,10 @@ class Reconciler:
 
     def _stage(self, run: Run, attempt: Attempt, directory: Path) -> bool:
         with self.store.transaction() as session:
-            row = _current(session, attempt)
+            row = current(session, attempt)
             if row.state == AttemptState.PLANNED:
                 move_attempt(session, row, AttemptState.STAGING)
-            key = _intend(session, attempt, "stage")
+            key = intend(session, attempt, "stage")
         reached("stage.intended")
         order = {
             "run": run.id,
@@ -170,8 +170,8 @@ class Reconciler:
             return self._end(attempt, AttemptState.FAILED, cause, str(error))
         reached("stage.done")
         with self.store.transaction() as session:
-            _done(session, key)
-            move_attempt(session, _current(session, attempt), AttemptState.STARTING)
+            done(session, key)
+            move_attempt(session, current(session, attempt), AttemptState.STARTING)
         reached("stage.committed")
         return True
 
@@ -188,17 +188,17 @@ class Reconciler:
 
     def _start(self, attempt: Attempt, directory: Path) -> bool:
         with self.store.transaction() as session:
-            key = _intend(session, attempt, "start")
+            key = intend(session, attempt, "start")
         reached("start.intended")
         self.placement.start(directory, attempt.number)
         reached("start.done")
         with self.store.transaction() as session:
-            _done(session, key)
+            done(session, key)
         return False  # it needs a moment to claim
 
     def _adopt(self, attempt: Attempt) -> bool:
         with self.store.transaction() as session:
-            move_attempt(session, _started(session, attempt), AttemptState.RUNNING)
+            move_attempt(session, started(session, attempt), AttemptState.RUNNING)
         reached("adopt.committed")
         return False
 
@@ -236,7 +236,7 @@ class Reconciler:
     def _finalize(self, attempt: Attempt, directory: Path, verdict: Verdict) -> bool:
         """Check the evidence and commit the result, once, if this is still the current attempt."""
         with self.store.transaction() as session:
-            row = _started(session, attempt)
+            row = started(session, attempt)
             if row.state != AttemptState.FINALIZING:
                 move_attempt(session, row, AttemptState.FINALIZING)
         reached("finalize.begun")
@@ -266,7 +266,7 @@ class Reconciler:
     ) -> bool:
         """The attempt's last transition and what it means for its run, in one transaction."""
         with self.store.transaction() as session:
-            row = _current(session, attempt)
+            row = current(session, attempt)
             row.cleanup = cleanup.value
             if verdict is not None:
                 row.exit_code, row.signal = verdict.exit_code, verdict.signal
@@ -303,7 +303,7 @@ class Reconciler:
         if now == attempt.reachability and not (hidden and (moved or not same_boot)):
             return
         with self.store.transaction() as session:
-            row = _current(session, attempt)
+            row = current(session, attempt)
             row.unreachable_since = (
                 {"boot_id": boot_id(), "seconds": _boot_seconds(), "heartbeat": seen.heartbeat}
                 if hidden
@@ -313,95 +313,6 @@ class Reconciler:
                 row.reachability = now.value
                 record(session, f"attempt.{now.value}", run_id=row.run_id, epoch=row.number)
         attempt.unreachable_since, attempt.reachability = row.unreachable_since, row.reachability
-
-
-def commit_result(session: Session, run: Run, epoch: int, verdict: Verdict) -> None:
-    """Make `verdict` the result of its run: once, and only while its attempt is the current one.
-
-    Raises:
-        WorkFailedError: when a newer attempt has begun, or the run has ended.
-    """
-    fenced = (
-        update(Run)
-        .where(Run.id == run.id, Run.current_epoch == epoch, Run.state == RunState.ACTIVE.value)
-        .values(manifest_digest=verdict.manifest_digest)
-    )
-    if session.connection().execute(fenced).rowcount != 1:
-        raise WorkFailedError(
-            f"attempt {epoch} is out of date; its result is not taken", where=f"run {run.id}"
-        )
-    session.refresh(run)
-    move_run(session, run, RunState.SUCCEEDED)
-
-
-def evidence_problem(attempt: Path, verdict: Verdict) -> str:
-    """What is wrong with an attempt's artifacts: "" when the manifest is the one of the verdict and all of
-    its files are there in their sizes. (`verify` compares contents.)
-    """
-    manifest = attempt / "artifacts" / "manifest.json"
-    with storage_errors("read the evidence", manifest):
-        if not manifest.is_file() or sha256_file(manifest) != verdict.manifest_digest:
-            return "artifacts/manifest.json is not the one the worker wrote"
-        for name, entry in read_json(manifest)["files"].items():
-            path = manifest.parent / name
-            if not path.is_file() or path.stat().st_size != entry["size"]:
-                return f"artifacts/{name} is missing or has another size"
-    return ""
-
-
-def log_tail(path: Path, lines: int = LOG_TAIL) -> str:
-    """The last lines of a log, or nothing when there is none."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - (1 << 16)))
-            text = file.read().decode("utf-8", errors="replace")
-    except OSError:
-        return ""
-    return "\n".join(text.splitlines()[-lines:])
-
-
-def _current(session: Session, attempt: Attempt) -> Attempt:
-    """The attempt's row, in a transaction that may only go on while it is the current epoch of its run."""
-    run = session.get_one(Run, attempt.run_id)
-    if run.current_epoch != attempt.number:
-        raise WorkFailedError(f"attempt {attempt.number} is out of date", where=f"run {run.id}")
-    return session.get_one(Attempt, (attempt.run_id, attempt.number))
-
-
-def _started(session: Session, attempt: Attempt) -> Attempt:
-    """The attempt's row, not before STARTING: a claim was seen, whatever an older database remembers."""
-    row = _current(session, attempt)
-    for before, after in (
-        (AttemptState.PLANNED, AttemptState.STAGING),
-        (AttemptState.STAGING, AttemptState.STARTING),
-    ):
-        if row.state == before:
-            move_attempt(session, row, after)
-    return row
-
-
-def _intend(session: Session, attempt: Attempt, verb: str) -> str:
-    """Record that an effect is about to happen; returns its key."""
-    ordinal = _operations(session, attempt.run_id, attempt.number, verb) + 1
-    key = f"{attempt.run_id}/{attempt.number}/{verb}/{ordinal}"
-    session.add(
-        Operation(key=key, run_id=attempt.run_id, epoch=attempt.number, verb=verb, created=time.time())
-    )
-    record(session, f"{verb}.intended", run_id=attempt.run_id, epoch=attempt.number, key=key)
-    return key
-
-
-def _done(session: Session, key: str) -> None:
-    operation = session.get_one(Operation, key)
-    operation.status, operation.ended = "done", time.time()
-    record(session, f"{operation.verb}.done", run_id=operation.run_id, epoch=operation.epoch, key=key)
-
-
-def _operations(session: Session, run_id: str, epoch: int, verb: str) -> int:
-    query = select(func.count()).where(
-        Operation.run_id == run_id, Operation.epoch == epoch, Operation.verb == verb
-    )
-    return session.scalar(query) or 0
 
 
 def _unseen_seconds(attempt: Attempt, seen: Observation) -> float:

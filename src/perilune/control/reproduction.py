@@ -12,10 +12,10 @@ from perilune.bundle.compare import compare_artifacts
 from perilune.bundle.freeze import attempt_copy
 from perilune.bundle.storage import remove_tree
 from perilune.bundle.verify import Difference, require_verified
+from perilune.control.evidence import log_tail
 from perilune.control.experiments import POLL_SECONDS, Control, read_progress
 from perilune.control.ids import new_ulid
 from perilune.control.progress import StageEvent, StageProgress
-from perilune.control.reconcile import log_tail
 from perilune.control.transitions import RunState
 from perilune.errors import RequestError, WorkFailedError
 from perilune.execution.launchers.process import worker_command

@@ -31,13 +31,7 @@ def cancel(control: Control, run_id: str, *, patience: float = CANCEL_PATIENCE) 
         RequestError: when the run has ended already.
         WorkFailedError: when it could not be proven to have stopped within `patience` seconds.
     """
-    with control.store.transaction() as session:
-        run = session.get_one(Run, run_id)
-        if RunState(run.state).terminal:
-            raise RequestError(f"the run has {_ended(run.state)} already", where=f"run {run_id}")
-        if run.desired != RunState.CANCELLED:
-            run.desired = RunState.CANCELLED.value
-            record(session, "run.cancel_requested", run_id=run_id, epoch=run.current_epoch)
+    request_cancel(control, run_id)
     deadline = time.monotonic() + patience
     while not RunState((run := control.reconciler.one(run_id)).state).terminal:
         if time.monotonic() > deadline:
@@ -48,6 +42,21 @@ def cancel(control: Control, run_id: str, *, patience: float = CANCEL_PATIENCE) 
             )
         time.sleep(POLL_SECONDS)
     return run
+
+
+def request_cancel(control: Control, run_id: str) -> None:
+    """Record that a run is to stop; whoever reconciles next stops it.
+
+    Raises:
+        RequestError: when the run has ended already.
+    """
+    with control.store.transaction() as session:
+        run = session.get_one(Run, run_id)
+        if RunState(run.state).terminal:
+            raise RequestError(f"the run has {_ended(run.state)} already", where=f"run {run_id}")
+        if run.desired != RunState.CANCELLED:
+            run.desired = RunState.CANCELLED.value
+            record(session, "run.cancel_requested", run_id=run_id, epoch=run.current_epoch)
 
 
 def _ended(state: str) -> str:

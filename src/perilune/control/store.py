@@ -183,8 +183,8 @@ class Store:
         Rows stay readable after the block.
 
         Raises:
-            WorkFailedError: the disk is full or the file is damaged.
-            RequestError: the file cannot be written to.
+            WorkFailedError: the file is damaged, or held by another process for too long.
+            RequestError: the disk is full, or the file cannot be written to.
         """
         try:
             with Session(self.engine, expire_on_commit=False) as session, session.begin():

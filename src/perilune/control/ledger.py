@@ -1,0 +1,76 @@
+"""What may be written about an attempt, and only while it is the current one: intents, states, the result."""
+
+from __future__ import annotations
+
+import time
+
+from sqlalchemy import func, select, update
+from sqlalchemy.orm import Session
+
+from perilune.control.store import Attempt, Operation, Run, move_attempt, move_run, record
+from perilune.control.transitions import AttemptState, RunState
+from perilune.errors import WorkFailedError
+from perilune.execution.verdict import Verdict
+
+
+def commit_result(session: Session, run: Run, epoch: int, verdict: Verdict) -> None:
+    """Make `verdict` the result of its run: once, and only while its attempt is the current one.
+
+    Raises:
+        WorkFailedError: when a newer attempt has begun, or the run has ended.
+    """
+    fenced = (
+        update(Run)
+        .where(Run.id == run.id, Run.current_epoch == epoch, Run.state == RunState.ACTIVE.value)
+        .values(manifest_digest=verdict.manifest_digest)
+    )
+    if session.connection().execute(fenced).rowcount != 1:
+        raise WorkFailedError(
+            f"attempt {epoch} is out of date; its result is not taken", where=f"run {run.id}"
+        )
+    session.refresh(run)
+    move_run(session, run, RunState.SUCCEEDED)
+
+
+def current(session: Session, attempt: Attempt) -> Attempt:
+    """The attempt's row, in a transaction that may only go on while it is the current epoch of its run."""
+    run = session.get_one(Run, attempt.run_id)
+    if run.current_epoch != attempt.number:
+        raise WorkFailedError(f"attempt {attempt.number} is out of date", where=f"run {run.id}")
+    return session.get_one(Attempt, (attempt.run_id, attempt.number))
+
+
+def started(session: Session, attempt: Attempt) -> Attempt:
+    """The attempt's row, not before STARTING: a claim was seen, whatever an older database remembers."""
+    row = current(session, attempt)
+    for before, after in (
+        (AttemptState.PLANNED, AttemptState.STAGING),
+        (AttemptState.STAGING, AttemptState.STARTING),
+    ):
+        if row.state == before:
+            move_attempt(session, row, after)
+    return row
+
+
+def intend(session: Session, attempt: Attempt, verb: str) -> str:
+    """Record that an effect is about to happen; returns its key."""
+    ordinal = operations(session, attempt.run_id, attempt.number, verb) + 1
+    key = f"{attempt.run_id}/{attempt.number}/{verb}/{ordinal}"
+    session.add(
+        Operation(key=key, run_id=attempt.run_id, epoch=attempt.number, verb=verb, created=time.time())
+    )
+    record(session, f"{verb}.intended", run_id=attempt.run_id, epoch=attempt.number, key=key)
+    return key
+
+
+def done(session: Session, key: str) -> None:
+    operation = session.get_one(Operation, key)
+    operation.status, operation.ended = "done", time.time()
+    record(session, f"{operation.verb}.done", run_id=operation.run_id, epoch=operation.epoch, key=key)
+
+
+def operations(session: Session, run_id: str, epoch: int, verb: str) -> int:
+    query = select(func.count()).where(
+        Operation.run_id == run_id, Operation.epoch == epoch, Operation.verb == verb
+    )
+    return session.scalar(query) or 0

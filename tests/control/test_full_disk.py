@@ -1,0 +1,47 @@
+"""A home on a disk that fills up: one clear message, nothing lost, and it goes on when there is room."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ISOLATED = ["unshare", "--user", "--map-root-user", "--mount"]
+
+# On a small disk of its own: the command, then more space, then the same command again.
+SCENARIO = """
+set -e
+mount -t tmpfs -o size=$1 none "$2"
+"$3" -c "$4" "$2/home"
+mount -o remount,size=64m "$2"
+"$3" -c "$4" "$2/home"
+"""
+
+COMMAND = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[1] / "drill")!r})
+from pathlib import Path
+from drill_cases import carry_out, drill_control, drill_plan
+from perilune.errors import RequestError
+try:
+    last = carry_out(drill_control(Path(sys.argv[1])), drill_plan(steps=2))[-1]
+    print(type(last).__name__, getattr(last, "cause", ""))
+except RequestError as error:
+    print("RequestError", error.remedy)
+"""
+
+
+@pytest.mark.parametrize("size", ["64k", "700k", "1200k", "2m"])
+def test_a_full_disk_is_told_and_survived(tmp_path: Path, size: str) -> None:
+    if subprocess.run([*ISOLATED, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("needs unshare(1) with user namespaces: sysctl kernel.unprivileged_userns_clone=1")
+    arguments = ["sh", size, str(tmp_path), sys.executable, COMMAND]
+    done = subprocess.run(
+        [*ISOLATED, "sh", "-c", SCENARIO, *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    full, freed = done.stdout.splitlines()
+    assert full.startswith("RequestError free some space") or full == "StageFailed disk_full"
+    assert freed == "StageFinished "
