@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +12,10 @@ from typing import Any
 from perilune.data.episode import Episode
 from perilune.files import sha256_bytes
 from perilune.ui.attempt import Attempt
+from perilune.ui.embedding import embeddable_json
 from perilune.ui.pieces import Piece, Vocabulary
 
-BUDGET = 5_000_000  # bytes of JSON
+BUDGET = 6_500_000  # characters of JSON
 MOST_STEPS = 160  # steps of one stage that are looked into
 RIGHT = 1.0  # a reward that counts as a right answer
 
@@ -31,7 +31,7 @@ class Source:
 
 @dataclass
 class EpisodeSet:
-    """The episodes of one step (or of one part of an evaluation) that are embedded, as JSON text."""
+    """The episodes of one step (or of one part of an evaluation) that are embedded, as embeddable JSON."""
 
     label: str
     step: int
@@ -75,7 +75,7 @@ class _File:
 
 
 def collect_episodes(sources: Sequence[Source], budget: int = BUDGET) -> EpisodeLibrary:
-    """Embed episodes of every source in at most about `budget` bytes of JSON.
+    """Embed episodes of every source in at most `budget` characters of JSON.
 
     Files share the budget evenly, small files first, so that what they leave goes to larger ones. Within a
     file whole groups are taken in the order of the SHA-256 of their ids.
@@ -136,11 +136,11 @@ def _embed(
     taken: dict[int, str] = {}
     size = 0
     for place in order:
-        text = compact_json(_group(groups[place], vocabulary))
+        text = embeddable_json(_group(groups[place], vocabulary))
         if size + len(text) > budget and taken:
             break
         if len(text) > budget:  # one group is too much: keep what was said, leave the tokens out
-            text = compact_json(_group(groups[place], None))
+            text = embeddable_json(_group(groups[place], None))
         if len(text) > budget:
             break
         taken[place] = text
@@ -207,11 +207,6 @@ def _versions(episode: Episode) -> int | list[tuple[int, int]]:
 
 def _short(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
-
-
-def compact_json(value: Any) -> str:
-    """JSON without spaces."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 class _Tokenizers:

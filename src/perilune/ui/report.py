@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -22,10 +21,18 @@ from typing import Any
 from perilune.bundle.storage import storage_errors
 from perilune.files import write_atomic
 from perilune.ui.collect import ReportData, collect
+from perilune.ui.embedding import embeddable_json
 from perilune.ui.episodes import RIGHT, EpisodeLibrary
 from perilune.ui.view import ExperimentView
 
-SCRIPTS = ("page.js", "charts.js", "episodes.js", "outcome.js", "course.js", "report.js")  # in the order in which they are run
+SCRIPTS = (
+    "page.js",
+    "charts.js",
+    "episodes.js",
+    "outcome.js",
+    "course.js",
+    "report.js",
+)  # in the order in which they are run
 
 
 def build_report(experiment: ExperimentView, out: Path) -> Path:
@@ -51,7 +58,13 @@ def render(data: ReportData) -> str:
         title=html.escape(f"{data.experiment.name}: {data.headline.title}"),
         policy=_policy(style, scripts),
         style=style,
-        data="\n".join([_data("report-data", _plain(document)), _data("episodes-index", index), *blocks]),
+        data="\n".join(
+            [
+                _block("report-data", embeddable_json(_plain(document))),
+                _block("episodes-index", embeddable_json(index)),
+                *blocks,
+            ]
+        ),
         scripts="\n".join(f"<script>{script}</script>" for script in scripts),
     )
 
@@ -69,15 +82,8 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _data(name: str, value: Any) -> str:
-    return _block(name, json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
-
-
-def _block(name: str, text: str) -> str:
-    """A data element. In JSON `<`, `>` and `&` occur inside strings only, where an escape says the same."""
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return f'<script type="application/json" id="{name}">{text}</script>'
+def _block(name: str, json_text: str) -> str:
+    return f'<script type="application/json" id="{name}">{json_text}</script>'
 
 
 def _plain(value: Any) -> Any:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from perilune.ui.attempt import Attempt
-from perilune.ui.episodes import EpisodeSet, StageEpisodes, compact_json
+from perilune.ui.embedding import embeddable_json
+from perilune.ui.episodes import EpisodeSet, StageEpisodes
 
 KEPT = 300
 REFUSED = 100
@@ -32,7 +33,7 @@ def _set(
     label: str, step: int, rows: Sequence[Mapping[str, Any]], chosen: Sequence[int], mean: float | None
 ) -> EpisodeSet:
     groups = [_group(str(place + 1), rows[place]) for place in chosen]
-    return EpisodeSet(label, step, len(rows), len(groups), mean, compact_json(groups))
+    return EpisodeSet(label, step, len(rows), len(groups), mean, embeddable_json(groups))
 
 
 def _group(number: str, row: Mapping[str, Any]) -> dict[str, Any]:

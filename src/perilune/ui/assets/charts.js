@@ -54,6 +54,17 @@ const Charts = (() => {
     return ticks;
   }
 
+  const TIME_STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400];
+
+  function timeTicks(low, high, count) {
+    const step = TIME_STEPS.find((one) => (high - low) / one <= count);
+    return step && high - low > 4
+      ? niceTicks(low / step, high / step, count)
+          .filter(Number.isInteger)
+          .map((tick) => tick * step)
+      : niceTicks(low, high, count);
+  }
+
   function logTicks(low, high, count) {
     const first = Math.floor(Math.log10(low) + 1e-9);
     const last = Math.ceil(Math.log10(high) - 1e-9);
@@ -310,7 +321,7 @@ const Charts = (() => {
               ? xs
               : spec.x.ticks
                 ? spec.x.ticks
-                : niceTicks(first, last, Math.max(2, Math.round(width / 64))).filter(
+                : (spec.x.time ? timeTicks : niceTicks)(first, last, Math.max(2, Math.round(width / 64))).filter(
                     (tick) => !spec.x.integer || Number.isInteger(tick),
                   ),
           xFormat: spec.x.tick || formatX,
@@ -691,7 +702,11 @@ const Charts = (() => {
       const right = width - 16 - Math.max(0, ...spec.rows.map((row) => textWidth(row.value || "", 12.5, 560)));
       const x = scale(spec.x.domain[0], spec.x.domain[1], left, right);
       const bottom = spec.rows.length * rowHeight + 4;
-      for (const tick of niceTicks(spec.x.domain[0], spec.x.domain[1], Math.max(2, Math.round((right - left) / 70)))) {
+      for (const tick of (spec.x.time ? timeTicks : niceTicks)(
+        spec.x.domain[0],
+        spec.x.domain[1],
+        Math.max(2, Math.round((right - left) / 70)),
+      )) {
         const at = round(x(tick));
         root.append(line(at, 2, at, bottom, tick === 0 && spec.x.zero ? "gridline zero" : "gridline"));
         root.append(label(at, bottom + 14, (spec.x.tick || spec.x.format)(tick), "tick", "middle"));

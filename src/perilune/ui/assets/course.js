@@ -238,6 +238,7 @@ const Course = ((data) => {
           rowHeight: 28,
           x: {
             domain: [0, total || 1],
+            time: true,
             format: Format.seconds,
             tick: (value) => (value ? Format.seconds(value) : "0"),
             label: "time in stages, end to end",
@@ -278,6 +279,7 @@ const Course = ((data) => {
           rowHeight: 30,
           x: {
             domain: [0, longest * 1.02 || 1],
+            time: true,
             format: Format.seconds,
             tick: (value) => (value ? Format.seconds(value) : "0"),
           },
@@ -357,6 +359,7 @@ const Course = ((data) => {
     const axis = {
       label: "time in stages, end to end",
       name: "at",
+      time: true,
       format: Format.seconds,
       tick: (value) => (value ? Format.seconds(value) : "0"),
     };

@@ -212,16 +212,23 @@ const Episodes = (() => {
     state.current = episode;
     Charts.hideTooltip();
     for (const [place, button] of [...view.list.querySelectorAll("button.episode")].entries()) {
-      if (state.found[place] === episode) {
-        button.setAttribute("aria-current", "true");
-        const top = button.offsetTop - view.list.offsetTop;
-        if (top < view.list.scrollTop || top + button.offsetHeight > view.list.scrollTop + view.list.clientHeight)
-          view.list.scrollTop = top - 60;
-      } else button.removeAttribute("aria-current");
+      if (state.found[place] === episode) button.setAttribute("aria-current", "true");
+      else button.removeAttribute("aria-current");
     }
+    requestAnimationFrame(reveal);
     view.detail.replaceChildren(
       ...(episode ? detail(episode) : [h("div", { class: "card muted" }, "Nothing selected.")]),
     );
+  }
+
+  // Scroll the list, and only the list, to the episode that is shown.
+  function reveal() {
+    const { list } = view;
+    const button = list.querySelector("[aria-current]");
+    if (!button) return;
+    const top = button.offsetTop - list.offsetTop;
+    if (top < list.scrollTop || top + button.offsetHeight > list.scrollTop + list.clientHeight)
+      list.scrollTop = top - 60;
   }
 
   function detail(episode) {
@@ -455,7 +462,7 @@ const Episodes = (() => {
               {},
               episode.advantage === null
                 ? "–"
-                : [advantageBar(episode.advantage, largest), " ", signed(episode.advantage)],
+                : [advantageBar(episode.advantage, largest), h("span", { class: "figure" }, signed(episode.advantage))],
             )
           : null,
         h("td", {}, String(episode.length)),

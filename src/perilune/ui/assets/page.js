@@ -49,8 +49,9 @@ const Format = {
     if (value < 1) return `${Format.number(1000 * value, 3)} ms`;
     if (value < 60) return `${Format.number(value, 3)} s`;
     const whole = Math.round(value);
-    if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
-    return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
+    const [hours, minutes, rest] = [Math.floor(whole / 3600), Math.floor((whole % 3600) / 60), whole % 60];
+    if (hours) return minutes ? `${hours} h ${minutes} min` : `${hours} h`;
+    return rest ? `${minutes} min ${rest} s` : `${minutes} min`;
   },
   bytes(value) {
     if (value === 0) return "0";

@@ -1,0 +1,52 @@
+"""Take the README's pictures of a report, in headless Chromium.
+
+    perilune report quickstart --out report.html
+    python docs/make_screenshot.py report.html docs/images
+
+writes report.png (the top of the page), report-dark.png and episodes.png (the browser of episodes).
+Needs `pip install playwright` and Chromium.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
+WIDTH, HEIGHT = 1280, 800
+
+
+def main() -> None:
+    """Take the three pictures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("report", type=Path)
+    parser.add_argument("folder", type=Path)
+    arguments = parser.parse_args()
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        sys.exit("no Chromium found: apt-get install chromium")
+    from playwright.sync_api import sync_playwright
+
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=ARGUMENTS)
+        for scheme, name in (("light", "report"), ("dark", "report-dark")):
+            page = browser.new_page(
+                viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=scheme, device_scale_factor=1.5
+            )
+            page.goto(arguments.report.resolve().as_uri())
+            page.wait_for_selector(".hero svg")
+            page.screenshot(path=arguments.folder / f"{name}.png")
+            if scheme == "light" and page.locator("#episodes").count():
+                page.evaluate("document.querySelector('.masthead').hidden = true")
+                page.locator("#episodes").screenshot(path=arguments.folder / "episodes.png")
+            page.close()
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
