@@ -161,7 +161,7 @@ class _Folder:
             RequestError: when the name leads out of the folder, as a path or through a link.
         """
         file = self.path / name
-        if name != Path(name).name or not file.resolve().is_relative_to(self._root):
+        if not name or name != Path(name).name or not file.resolve().is_relative_to(self._root):
             raise RequestError(
                 f"{name!r} leads out of the checkpoint folder",
                 where=str(self.path),

@@ -1,0 +1,278 @@
+"""Checkpoints that are wrong: each is refused by name, before any of it is used."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from perilune.errors import RequestError
+from perilune.models.config import PRESETS
+from perilune.models.decoder import Decoder
+from perilune.models.loading import load_checkpoint, load_decoder, new_model, save_checkpoint
+from perilune.models.tokenizer import Tokenizer
+
+NORM = "model.layers.0.input_layernorm.weight"
+EMBEDDING = "model.embed_tokens.weight"
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tokenizer = Tokenizer.characters()
+    save_checkpoint(tmp_path / "good", new_model("tiny", tokenizer, seed=3), tokenizer)
+    return tmp_path / "good"
+
+
+def edit_tensors(folder: Path, change: Callable[[Tensors], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def shard(folder: Path) -> dict[str, str]:
+    """Split the weights in two files with an index, as large models come."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    where = {name: f"model-0000{1 + (i % 2)}-of-00002.safetensors" for i, name in enumerate(names)}
+    for file in set(where.values()):
+        save_file({n: t for n, t in tensors.items() if where[n] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    return where
+
+
+def test_what_is_saved_is_loaded(folder: Path) -> None:
+    decoder, tokenizer = load_checkpoint(folder)
+    original = new_model("tiny", tokenizer, seed=3)
+    assert decoder.config == original.config
+    assert decoder.config.eos_token_ids == (tokenizer.eos_token_id,)
+    for name, tensor in original.state_dict().items():
+        assert torch.equal(decoder.state_dict()[name], tensor)
+    assert all(parameter.requires_grad for parameter in decoder.parameters())
+
+
+def test_saving_twice_gives_the_same_bytes(folder: Path, tmp_path: Path) -> None:
+    decoder, tokenizer = load_checkpoint(folder)
+    save_checkpoint(tmp_path / "again", decoder, tokenizer)
+    for file in folder.iterdir():
+        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_shards_are_read_by_their_index(folder: Path) -> None:
+    expected = load_decoder(folder).state_dict()
+    shard(folder)
+    loaded = load_decoder(folder).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_float_types_are_converted(folder: Path, dtype: torch.dtype) -> None:
+    expected = load_decoder(folder).state_dict()
+    edit_tensors(folder, lambda t: t.update({n: x.to(dtype) for n, x in t.items()}))
+    for name, tensor in load_decoder(folder).state_dict().items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, expected[name].to(dtype).float())
+    assert (
+        load_decoder(folder, dtype=torch.bfloat16).logits(torch.ones(1, 96).bfloat16()).dtype
+        == torch.bfloat16
+    )
+
+
+def test_further_end_tokens_come_from_the_generation_config(folder: Path) -> None:
+    edit_json(folder / "generation_config.json", eos_token_id=[1, 7])
+    assert load_decoder(folder).config.eos_token_ids == (1, 7)
+
+
+def test_a_copy_of_the_tied_embeddings_is_allowed(folder: Path) -> None:
+    edit_tensors(folder, lambda t: t.update({"lm_head.weight": t[EMBEDDING].clone()}))
+    load_decoder(folder)
+
+
+WRONG_TENSORS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
+    "missing": (lambda t: t.pop(NORM), f"tensor {NORM} is missing"),
+    "extra": (
+        lambda t: t.update({"model.layers.0.secret": torch.zeros(1)}),
+        "model.layers.0.secret has no place",
+    ),
+    "a layer too many": (lambda t: t.update({NORM.replace("0", "3"): t[NORM].clone()}), "layers.3"),
+    "shape": (lambda t: t.update({NORM: torch.ones(95)}), rf"{NORM} has shape \[95\]"),
+    "rank": (lambda t: t.update({NORM: torch.ones(96, 1)}), rf"{NORM} has shape \[96, 1\]"),
+    "integer": (lambda t: t.update({NORM: torch.ones(96, dtype=torch.int64)}), f"{NORM} is I64"),
+    "fp8": (lambda t: t.update({NORM: torch.ones(96).to(torch.float8_e4m3fn)}), f"{NORM} is F8_E4M3"),
+    "other head than said": (
+        lambda t: t.update({"lm_head.weight": t[EMBEDDING] + 1}),
+        "lm_head.weight differs from the embeddings",
+    ),
+    "nothing": (lambda t: t.clear(), "is missing"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_TENSORS)
+def test_wrong_tensors_are_named(folder: Path, case: str) -> None:
+    change, message = WRONG_TENSORS[case]
+    edit_tensors(folder, change)
+    with pytest.raises(RequestError, match=message) as caught:
+        load_decoder(folder)
+    assert str(folder) in caught.value.where
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pth", "last.ckpt"])
+def test_a_pickle_is_never_opened(folder: Path, name: str, tmp_path: Path) -> None:
+    trap = tmp_path / "sprung"
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(pickle.dumps(Trap(trap)))
+    with pytest.raises(RequestError, match="is a pickle") as caught:
+        load_decoder(folder)
+    assert name in caught.value.where
+    assert "convert" in caught.value.remedy
+    assert not trap.exists()
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_under_the_name_of_safetensors(folder: Path, zipped: bool, tmp_path: Path) -> None:
+    trap = tmp_path / "sprung"
+    file = folder / "model.safetensors"
+    torch.save(Trap(trap), file, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(RequestError, match="is a pickle"):
+        load_decoder(folder)
+    assert not trap.exists()
+
+
+class Trap:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("damage", [b"", b"\0" * 100, b"\xff" * 100, b'{"a":1}'])
+def test_a_damaged_file(folder: Path, damage: bytes) -> None:
+    (folder / "model.safetensors").write_bytes(damage)
+    with pytest.raises(RequestError, match="not a safetensors file"):
+        load_decoder(folder)
+
+
+def test_a_cut_file(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(RequestError, match="not a safetensors file"):
+        load_decoder(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [("{", "not valid JSON"), ("[]", "not an object"), ("{}", "model_type")]
+)
+def test_a_malformed_config(folder: Path, content: str, message: str) -> None:
+    (folder / "config.json").write_text(content)
+    with pytest.raises(RequestError, match=message) as caught:
+        load_decoder(folder)
+    assert "config.json" in caught.value.where
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size"])
+def test_a_config_that_asks_for_the_impossible_takes_no_memory(folder: Path, key: str) -> None:
+    edit_json(folder / "config.json", **{key: 10**12})
+    with pytest.raises(RequestError, match=r"tensor model\."):
+        load_decoder(folder)
+
+
+def test_a_missing_folder_or_file(folder: Path) -> None:
+    with pytest.raises(RequestError, match="no such checkpoint folder"):
+        load_decoder(folder / "nowhere")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(RequestError, match=r"no file model\.safetensors"):
+        load_decoder(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(RequestError, match=r"no file config\.json"):
+        load_decoder(folder)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "sub/model.safetensors", "..", ""])
+def test_an_index_that_leads_out(folder: Path, name: str) -> None:
+    where = shard(folder)
+    edit_json(folder / "model.safetensors.index.json", weight_map={**where, NORM: name})
+    with pytest.raises(RequestError, match="leads out of the checkpoint folder"):
+        load_decoder(folder)
+
+
+@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
+def test_a_malformed_index(folder: Path, index: str) -> None:
+    shard(folder)
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(RequestError, match="weight_map"):
+        load_decoder(folder)
+
+
+def test_a_shard_that_is_not_there(folder: Path) -> None:
+    shard(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(RequestError, match="no file model-00002-of-00002"):
+        load_decoder(folder)
+
+
+def test_a_tensor_in_two_shards(folder: Path) -> None:
+    shard(folder)
+    for number in (1, 2):
+        file = folder / f"model-0000{number}-of-00002.safetensors"
+        save_file({**load_file(file), NORM: torch.ones(96)}, file)
+    with pytest.raises(RequestError, match=f"{NORM} is also in"):
+        load_decoder(folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "generation_config.json"])
+def test_a_link_that_leads_out(folder: Path, name: str) -> None:
+    (folder / name).rename(folder.parent / name)
+    (folder / name).symlink_to(folder.parent / name)
+    with pytest.raises(RequestError, match="leads out of the checkpoint folder"):
+        load_decoder(folder)
+
+
+def test_a_snapshot_of_the_hugging_face_cache(folder: Path, tmp_path: Path) -> None:
+    model = tmp_path / "models--someone--tiny"
+    (model / "blobs").mkdir(parents=True)
+    (model / "snapshots" / "abc").mkdir(parents=True)
+    for number, file in enumerate(folder.iterdir()):
+        file.rename(model / "blobs" / str(number))
+        (model / "snapshots" / "abc" / file.name).symlink_to(Path("../../blobs") / str(number))
+    load_decoder(model / "snapshots" / "abc")
+
+
+def test_a_tokenizer_of_another_model(folder: Path) -> None:
+    config = PRESETS["tiny"].replace(vocab_size=50)
+    decoder = Decoder(config)
+    save_checkpoint(folder, decoder, Tokenizer.characters())
+    with pytest.raises(RequestError, match="the tokenizer has 98 tokens, the model 50"):
+        load_checkpoint(folder)
+
+
+def test_an_unknown_preset() -> None:
+    with pytest.raises(RequestError, match="no model preset 'huge'") as caught:
+        new_model("huge", Tokenizer.characters(), 0)
+    assert "tiny" in caught.value.remedy
+
+
+def test_a_full_disk_leaves_no_half_file(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, tokenizer = load_checkpoint(folder)
+
+    def fail(tensors: Tensors, path: Path, metadata: dict[str, str]) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("perilune.models.loading.save_file", fail)
+    with pytest.raises(OSError, match="No space left"):
+        save_checkpoint(tmp_path / "full", decoder, tokenizer)
+    assert list((tmp_path / "full").iterdir()) == []
