@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING
 
 from perilune.cli.console import StageProgress, duration, stage_progress
 from perilune.control import progress as events
 from perilune.control.experiments import advance, stage_plans
-from perilune.control.requests import cancel
+from perilune.control.requests import cancel, request_cancel
 from perilune.errors import PeriluneError, RequestError, WorkFailedError
 from perilune.execution.verdict import Cause
 
@@ -80,13 +81,20 @@ def _interrupt(control: Control, running: events.StageStarted, view: StageProgre
     if running.attached:
         view.say(f"left {stage} running: perilune cancel {run_id} stops it")
         return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the wish is recorded
+    try:
+        request_cancel(control, run_id)
+    except RequestError:
+        return  # it had just ended
+    finally:
+        signal.signal(signal.SIGINT, handler)
     try:
         view.say(f"stopping {stage}; Ctrl-C again leaves at once")
         cancel(control, run_id)
         view.ended(stage, "failed", "stopped")
         view.say("stopped: the same command goes on from the last checkpoint")
     except KeyboardInterrupt:
-        view.say(f"left while {stage} was stopping: perilune show {run_id} tells what became of it")
+        view.say(f"left while {stage} is being stopped: perilune reconcile sees to it")
         raise
 
 
