@@ -153,6 +153,7 @@ def test_smoothing_and_log_scale_redraw(window: Window) -> None:
     exact = line.get_attribute("d")
     window.page.get_by_label("Smoothing").fill("0.9")
     assert window.count('[data-chart="sft-grad"] path.line') == 2
+    assert window.page.locator('[data-chart="sft-grad"] path.line').last.get_attribute("d") != exact
     assert window.page.locator('[data-chart="sft-grad"] path.line.raw').get_attribute("d") == exact
     window.page.get_by_label("Smoothing").fill("0")
     window.page.locator('[data-chart="sft-grad"] button').click()

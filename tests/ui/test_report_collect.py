@@ -150,10 +150,12 @@ def test_a_group_too_long_for_the_budget_keeps_its_text(experiment: ExperimentVi
     source = Source("rl", "rl", Attempt(experiment.stages[4].attempt_dir))
     whole = collect_episodes([source])
     group = min(len(json.dumps(one, separators=(",", ":"))) for one in json.loads(whole.sampled[0].json))
-    library = collect_episodes([source], budget=len(whole.sampled) * (group - 1))
+    library = collect_episodes([source], budget=3 * (group - 1))
     episodes = [e for one in library.sampled for group in json.loads(one.json) for e in group["episodes"]]
     assert any(one["tokens"] is None for one in episodes)
     assert all(one["text"] for one in episodes)
+    assert [one.step for one in library.sampled] == [1, 7, 12]
+    assert library.steps_left_out == 9
 
 
 def test_advantages_are_those_the_run_recorded(experiment: ExperimentView) -> None:

@@ -16,7 +16,9 @@ from perilune.ui.embedding import embeddable_json
 from perilune.ui.pieces import Piece, Vocabulary
 
 BUDGET = 6_500_000  # characters of JSON
-MOST_STEPS = 160  # steps of one stage that are looked into
+MOST_STEPS = 160  # of one stage that are looked into ...
+FEWEST_STEPS = 3  # ... and always these
+MOST_BYTES = 300_000_000  # of one stage's files that are read
 RIGHT = 1.0  # a reward that counts as a right answer
 
 
@@ -84,9 +86,10 @@ def collect_episodes(sources: Sequence[Source], budget: int = BUDGET) -> Episode
     tokenizers = _Tokenizers(sources)
     files: list[_File] = []
     for source in sources:
-        steps, left_out = _evenly(list(_files(source)), MOST_STEPS)
-        library.steps_left_out += left_out
-        files += steps
+        found = list(_files(source))
+        kept = _evenly(found, _most(found, tokenizers, budget // len(sources)))
+        library.steps_left_out += len(found) - len(kept)
+        files += kept
     chosen: dict[_File, tuple[EpisodeSet, set[str]]] = {}
     spent = 0
     for place, file in enumerate(sorted(files, key=lambda one: (one.path.stat().st_size, str(one.path)))):
@@ -120,12 +123,25 @@ def _files(source: Source) -> Iterator[_File]:
         yield _File(source, source.attempt.greedy_file, "greedy answers", 1)
 
 
-def _evenly(files: list[_File], most: int) -> tuple[list[_File], int]:
-    """At most `most` of the files, evenly spaced, first and last among them; and how many are left out."""
+def _most(files: list[_File], tokenizers: _Tokenizers, budget: int) -> int:
+    """How many steps to look into: each shall have room for a group with its tokens, and be read in time."""
+    if len(files) <= FEWEST_STEPS:
+        return len(files)
+    middle = files[len(files) // 2]
+    episodes = middle.source.attempt.episodes(middle.path)
+    if not episodes:
+        return MOST_STEPS
+    group = [one for one in episodes if one.group_id == episodes[0].group_id]
+    cost = len(embeddable_json(_group(group, tokenizers.find(middle.source.stage, episodes))))
+    most = min(MOST_STEPS, budget // cost, MOST_BYTES // middle.path.stat().st_size)
+    return max(FEWEST_STEPS, most)
+
+
+def _evenly(files: list[_File], most: int) -> list[_File]:
+    """At most `most` of the files, evenly spaced, first and last among them."""
     if len(files) <= most:
-        return files, 0
-    places = sorted({round(index * (len(files) - 1) / (most - 1)) for index in range(most)})
-    return [files[place] for place in places], len(files) - len(places)
+        return files
+    return [files[round(index * (len(files) - 1) / (most - 1))] for index in range(most)]
 
 
 def _embed(
