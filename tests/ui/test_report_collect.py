@@ -191,3 +191,11 @@ def test_hardware_of_stages_follows_one_another_with_a_gap_between(experiment: E
     for band, later in zip(found.bands, found.bands[1:], strict=False):
         assert band.end == later.begin
         assert found.columns["cpu"][seconds.index(pytest.approx(band.end))] is None
+
+
+def test_what_was_within_reach_before_is_not_sold_as_new(experiment: ExperimentView) -> None:
+    data = collect(experiment)
+    said = data.headline.paragraphs[1]
+    before, after = data.evaluations[1:]
+    assert before.measures["pass@8"][0] >= after.measures["pass@1"][0]
+    assert f"pass@8 was already {100 * before.measures['pass@8'][0]:.1f}% before" in said

@@ -97,13 +97,16 @@ def _explained(climb: Comparison, before: Evaluation, after: Evaluation) -> str:
             )
     for name in [one for one in before.measures if one not in ("pass@1", "greedy")][-1:]:
         could, does = before.measures[name][0], after.measures["pass@1"][0]
+        change = climb.differences.get(name)
+        moved_to = _percent(after.measures[name][0]) if name in after.measures else ""
         if could >= does > before.measures["pass@1"][0]:
+            rose = f"; {name} itself rose to {moved_to}" if change is not None and change.low > 0 else ""
             sentences.append(
                 f"{name} was already {_percent(could)} before: training made dependable what the model could "
-                "sometimes do."
+                f"sometimes do{rose}."
             )
-        elif name in after.measures and could != after.measures[name][0]:
-            sentences.append(f"{name} went from {_percent(could)} to {_percent(after.measures[name][0])}.")
+        elif moved_to and moved_to != _percent(could):
+            sentences.append(f"{name} went from {_percent(could)} to {moved_to}.")
     return " ".join(sentences)
 
 
