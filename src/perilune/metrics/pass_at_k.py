@@ -16,7 +16,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
         RequestError: unless 0 <= c <= n and 1 <= k <= n.
     """
     _check(n, c, k)
-    return 1.0 - math.prod(1 - k / i for i in range(n - c + 1, n + 1)) if n - c >= k else 1.0
+    return 1.0 - math.prod(1 - k / i for i in range(n - c + 1, n + 1))
 
 
 def pass_hat_k(n: int, c: int, k: int) -> float:
