@@ -150,6 +150,17 @@ def test_order_within_a_group_does_not_matter(seed: int, shuffler) -> None:
                     )
 
 
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_the_reference_kl_weighs_every_scored_token_alike(name: str) -> None:
+    failed = episode(None, failure="verifier: timed out", name="0/0/1")
+    group = [episode(1.0, tokens=[1, 2, 3]), failed, episode(0.0, tokens=[4], name="0/0/2")]
+    assert ALGORITHMS[name](group, max_tokens=4, kl=0.0).reference_kl is None
+    kl = ALGORITHMS[name](group, max_tokens=4, kl=0.1).reference_kl
+    each = 0.1 / 4 if name == "dr_grpo" else 0.1
+    assert [w.tolist() for w in kl.weights] == [pytest.approx([each] * 3), [0.0, 0.0], pytest.approx([each])]
+    assert kl.denominator == (2 if name == "dr_grpo" else 4)
+
+
 def test_names() -> None:
     with pytest.raises(RequestError, match="'gpro'"):
         algorithm("gpro")

@@ -13,19 +13,17 @@ from perilune.models.loading import new_model
 from perilune.models.tokenizer import Tokenizer
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.8])
-@pytest.mark.parametrize("token_budget", [60, 100_000])
+@pytest.mark.parametrize(("temperature", "token_budget"), [(1.0, 100_000), (0.8, 60)])
 def test_engine_and_learner_agree(temperature: float, token_budget: int) -> None:
     tokenizer = Tokenizer.characters()
     decoder = new_model("tiny", tokenizer, seed=3)
-    prompts = [
-        Prompt(tokenizer.encode(text), (0, 1, i))
-        for i, text in enumerate(["12+7=", "347+268=", "what is 1?"])
-    ]
+    texts = ["12+7=", "347+268=", "what is 1?"]
+    prompts = [Prompt(tokenizer.encode(text), (0, 1, i)) for i, text in enumerate(texts)]
     engine, learner = Engine(decoder), Learner(decoder)
     for _ in range(2):  # with fresh weights, and after an update
         engine.update_weights(None, learner.version)
         params = SamplingParams(30, temperature, stop_token_ids=tuple(range(5)))
+        sampled = engine.sample(prompts, 4, params)
         groups = [
             [
                 Episode(
@@ -35,7 +33,7 @@ def test_engine_and_learner_agree(temperature: float, token_budget: int) -> None
                 )
                 for j, one in enumerate(answers)
             ]
-            for i, (prompt, answers) in enumerate(zip(prompts, engine.sample(prompts, 4, params), strict=True))
+            for i, (prompt, answers) in enumerate(zip(prompts, sampled, strict=True))
         ]  # fmt: skip
         weighed = [ALGORITHMS["grpo"](group, max_tokens=30) for group in groups]
         figures = learner.forward_backward(pack(weighed, token_budget, temperature=temperature))
