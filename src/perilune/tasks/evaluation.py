@@ -12,6 +12,7 @@ from perilune.metrics.bootstrap import bootstrap_problems
 from perilune.metrics.pass_at_k import pass_at_k
 
 CORRECT = 1.0  # a reward of at least this counts as a pass
+MOST = 0.9  # of the tasks must have k verdicts for pass@k to be given; the rest is left out of it
 STRATEGY = "strategy/"
 
 
@@ -21,7 +22,7 @@ def evaluation_summary(
     """The evaluation's document, less its times.
 
     Episodes whose verifier failed count neither as right nor as wrong; a task with no verdict is left out
-    and counted.
+    and counted, and a task with fewer than k verdicts is left out of pass@k.
 
     Raises:
         WorkFailedError: when no task has a verdict.
@@ -31,20 +32,24 @@ def evaluation_summary(
     if not judged:
         first = next(one.failure for group in groups for one in group if one.failure)
         raise WorkFailedError(f"the verifier judged no answer: {first}", where=environment)
-    fewest = min(n for _, n, _ in judged)
+    most = max(n for _, n, _ in judged)
 
     def interval(values: Sequence[float]) -> dict[str, float]:
         return bootstrap_problems(values, seed=seed)._asdict()
 
-    ks = [k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256) if k <= fewest]
+    passes = {
+        k: [pass_at_k(n, c, k) for _, n, c in judged if n >= k]
+        for k in (1, 2, 4, 8, 16, 32, 64, 128, 256)
+        if k <= most
+    }
     samples = [one for group in groups for one in group]
     scored_greedy = [float(_passed(one)) for one in greedy if not one.failure]
     return {
         "kind": "evaluation",
         "environment": environment,
         "tasks": len(judged),
-        "samples": fewest,
-        **{f"pass@{k}": interval([pass_at_k(n, c, k) for _, n, c in judged]) for k in ks},
+        "samples": most,
+        **{f"pass@{k}": interval(found) for k, found in passes.items() if len(found) >= MOST * len(judged)},
         "greedy": interval(scored_greedy) if scored_greedy else None,
         "length": {"mean": sum(len(one.token_ids) for one in samples) / len(samples)},
         "truncated": sum(one.truncated for one in samples) / len(samples),
