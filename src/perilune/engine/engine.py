@@ -62,7 +62,7 @@ class Engine:
         params: SamplingParams,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> list[list[Completion]]:
-        """Continue every prompt `n` times; result[i][j] is sample j of prompt i.
+        """Continue every prompt `n` times; `result[i][j]` is sample j of prompt i.
 
         `on_progress(finished, total)` is called after every token of the batch, with counts of samples.
 
@@ -74,9 +74,9 @@ class Engine:
         self._check(prompts, params)
         batch = _Batch(self._decoder, prompts, n, params, self._slots)
         while batch.unfinished:
-            batch.admit(self._decoder)
-            batch.draw(self.version)
-            batch.decode(self._decoder)
+            batch.admit(self._decoder, self.version)
+            batch.draw()
+            batch.decode(self._decoder, self.version)
             if on_progress is not None:
                 on_progress(batch.finished, len(prompts) * n)
         return batch.completions()
@@ -91,6 +91,8 @@ class Engine:
         """Log-probs float32[T] of each `token_ids[i]` after `prompt_ids[i]`, by one packed forward."""
         scores: list[NDArray[np.float32]] = []
         pairs = list(zip(prompt_ids, token_ids, strict=True))
+        for index, (prompt, answer) in enumerate(pairs):
+            self._check_tokens(prompt, len(answer), f"prompt {index}")
         while len(scores) < len(pairs):
             batch: list[tuple[Sequence[int], Sequence[int]]] = []
             tokens = 0
@@ -118,22 +120,25 @@ class Engine:
         return np.split(picked, np.cumsum(lengths)[:-1])
 
     def _check(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
-        config = self._decoder.config
         for index, prompt in enumerate(prompts):
             where = f"prompt {index}"
-            if not prompt.token_ids:
-                raise RequestError("has no tokens", where=where)
-            if not 0 <= min(prompt.token_ids) <= max(prompt.token_ids) < config.vocab_size:
-                raise RequestError(f"has a token outside 0..{config.vocab_size - 1}", where=where)
+            self._check_tokens(prompt.token_ids, params.max_tokens, where)
             if not (0 <= prompt.key[0] < 2**64 and all(0 <= word < 2**32 for word in prompt.key[1:])):
                 raise RequestError(f"key {prompt.key} does not fit 64, 32 and 32 bits", where=where)
-            if len(prompt.token_ids) + params.max_tokens > config.max_position_embeddings:
-                raise RequestError(
-                    f"has {len(prompt.token_ids)} tokens, and with max_tokens {params.max_tokens} passes the "
-                    f"model's {config.max_position_embeddings} positions",
-                    where=where,
-                    remedy="shorten the prompt or lower max_tokens",
-                )
+
+    def _check_tokens(self, prompt: Sequence[int], more: int, where: str) -> None:
+        config = self._source.config
+        if not len(prompt):
+            raise RequestError("has no tokens", where=where)
+        if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
+            raise RequestError(f"has a token outside 0..{config.vocab_size - 1}", where=where)
+        if len(prompt) + more > config.max_position_embeddings:
+            raise RequestError(
+                f"has {len(prompt)} tokens, and with {more} more passes the model's "
+                f"{config.max_position_embeddings} positions",
+                where=where,
+                remedy="shorten the prompt, or ask for fewer tokens",
+            )
 
 
 class _Batch:
@@ -158,6 +163,7 @@ class _Batch:
         self.waiting = deque(range(total))
         self.active = np.zeros(0, dtype=np.int64)  # the sample in each slot
         self.logits: Tensor | None = None  # float[B, V], of the next token of each active sample
+        self.version = np.zeros(0, dtype=np.int32)  # of the weights that computed each row of the logits
 
     @property
     def unfinished(self) -> bool:
@@ -167,7 +173,7 @@ class _Batch:
     def finished(self) -> int:
         return len(self.lengths) - len(self.waiting) - len(self.active)
 
-    def admit(self, decoder: Decoder) -> None:
+    def admit(self, decoder: Decoder, version: int) -> None:
         """Give free slots to waiting samples; the prompts they share are computed once."""
         free = self.slots - len(self.active)
         if not self.waiting or free < max(1, self.slots // _REFILL_SHARE):
@@ -180,31 +186,34 @@ class _Batch:
         logits = decoder.logits(hidden[cu_seqlens[1:] - 1])[prompt_of_slot]
         self.logits = logits if self.logits is None else torch.cat([self.logits, logits])
         self.active = np.concatenate([self.active, new])
+        self.version = np.concatenate([self.version, np.full(len(new), version, dtype=np.int32)])
 
-    def draw(self, version: int) -> None:
+    def draw(self) -> None:
         """Sample the next token of every active sample, and let go of those that are done."""
         rows, at = self.active, self.lengths[self.active]
         assert self.logits is not None
         logprobs = log_distribution(self.logits, self.params.temperature)
         picked = logprobs.argmax(-1) if self.params.temperature == 0 else draw(logprobs, self._uniform(at))
-        if int(picked.max()) >= logprobs.shape[-1]:
+        picked_logprobs = chosen(logprobs, picked).cpu().numpy()
+        if not np.isfinite(picked_logprobs).all():
             raise WorkFailedError(
                 "the model's probabilities are not finite",
-                where=f"sampling, policy version {version}",
+                where=f"sampling, policy version {self.version.max()}",
                 remedy="the weights diverged: lower the learning rate, or start from an earlier checkpoint",
             )
         tokens = picked.cpu().numpy()
         self.token_ids[rows, at] = tokens
-        self.logprobs[rows, at] = chosen(logprobs, picked).cpu().numpy()
-        self.versions[rows, at] = version
+        self.logprobs[rows, at] = picked_logprobs
+        self.versions[rows, at] = self.version
         self.lengths[rows] = at + 1
         stopped = np.isin(tokens, self.params.stop_token_ids)
         self.stopped[rows] = stopped
         self._keep(~stopped & (at + 1 < self.params.max_tokens))
 
-    def decode(self, decoder: Decoder) -> None:
+    def decode(self, decoder: Decoder, version: int) -> None:
         """Feed every active sample its last token; what comes out are the logits of the next one."""
         rows = self.active
+        self.version = np.full(len(rows), version, dtype=np.int32)
         if not len(rows):
             self.logits = None
             return
@@ -226,7 +235,7 @@ class _Batch:
             )
             for row, length in enumerate(self.lengths)
         ]
-        return [samples[i : i + self.n] for i in range(0, len(samples), self.n)]
+        return [samples[i * self.n : (i + 1) * self.n] for i in range(len(self.prompts))]
 
     def _uniform(self, at: NDArray[np.int64]) -> Tensor:
         """float64[B] for the tokens at `at`; computed _DRAWS_AHEAD positions at a time."""

@@ -73,11 +73,12 @@ def draw(logprobs: Tensor, uniform: Tensor) -> Tensor:
         uniform: float64[B] in [0, 1).
 
     Returns:
-        int64[B], the drawn tokens; V where the log-probs are not numbers.
+        int64[B], the drawn tokens; the last one where the log-probs are not numbers.
 
     A token of probability zero is never drawn. Sums in float64, so that rounding moves no boundary
     by more than the resolution of the uniform numbers.
     """
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     threshold = uniform[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, threshold, right=True)[:, 0]
+    token = torch.searchsorted(cumulative, threshold, right=True)[:, 0]
+    return token.clamp_(max=logprobs.shape[-1] - 1)

@@ -1,0 +1,329 @@
+"""The engine: what it samples, that nothing else in the batch changes it, and that scoring agrees exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perilune.engine import engine as engine_module
+from perilune.engine.engine import Engine
+from perilune.engine.sampling import Completion, Prompt, SamplingParams
+from perilune.errors import RequestError, WorkFailedError
+from perilune.models import kernels
+from perilune.models.attention import PackedAttention
+from perilune.models.config import PRESETS
+from perilune.models.decoder import Decoder
+from perilune.models.logprobs import chosen, log_distribution
+
+exact = pytest.mark.skipif(not kernels.is_exact(torch.zeros(1)), reason="needs a torch built with oneDNN")
+STOP = (1, 2, 3)
+
+
+def make(**changes: Any) -> Decoder:
+    decoder = Decoder(PRESETS["tiny"].replace(**{"initializer_range": 0.15, **changes}))
+    decoder.initialize(0)
+    return decoder
+
+
+DECODER = make()
+
+
+def prompts(lengths: Sequence[int], seed: int = 0, step: int = 0) -> list[Prompt]:
+    rng = np.random.default_rng(0)
+    return [Prompt(rng.integers(98, size=n).tolist(), (seed, step, i)) for i, n in enumerate(lengths)]
+
+
+def flat(groups: list[list[Completion]]) -> list[tuple[list[int], list[float], str]]:
+    return [
+        (one.token_ids.tolist(), one.logprobs.tolist(), one.finish_reason)
+        for group in groups
+        for one in group
+    ]
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_shapes_and_reasons() -> None:
+    params = SamplingParams(max_tokens=20, stop_token_ids=STOP)
+    groups = Engine(DECODER).sample(prompts([3, 9, 1, 5]), 6, params)
+    assert [len(group) for group in groups] == [6] * 4
+    reasons = set()
+    for one in (one for group in groups for one in group):
+        length = len(one.token_ids)
+        assert 1 <= length <= 20
+        assert (one.token_ids.dtype, one.logprobs.dtype) == (np.int32, np.float32)
+        assert one.policy_version.tolist() == [0] * length
+        assert not np.isin(one.token_ids[:-1], STOP).any()
+        stopped = int(one.token_ids[-1]) in STOP
+        assert one.finish_reason == ("stop" if stopped else "length")
+        assert stopped or length == 20
+        reasons.add(one.finish_reason)
+    assert reasons == {"stop", "length"}
+    assert len({tuple(one.token_ids) for one in groups[0]}) > 1
+
+
+def test_no_prompts_and_no_samples() -> None:
+    params = SamplingParams(max_tokens=3)
+    assert Engine(DECODER).sample([], 4, params) == []
+    assert Engine(DECODER).sample(prompts([3]), 0, params) == [[]]
+
+
+@torch.no_grad()
+def one_by_one(prompt: Prompt, sample: int, params: SamplingParams) -> list[int]:
+    """The same draws by the whole sequence's forward pass for every token, without a cache."""
+    from perilune.engine.random import uniforms
+    from perilune.engine.sampling import draw
+
+    tokens = list(prompt.token_ids)
+    for position in range(params.max_tokens):
+        ids = torch.tensor(tokens)
+        hidden = DECODER(ids, torch.arange(len(ids)), PackedAttention(torch.tensor([0, len(ids)])))
+        logprobs = log_distribution(DECODER.logits(hidden[-1:]), params.temperature)
+        key = np.array([[*prompt.key, sample]], dtype=np.uint64)
+        uniform = torch.from_numpy(uniforms(key, np.array([[position]])))[:, 0]
+        token = int(logprobs.argmax()) if params.temperature == 0 else int(draw(logprobs, uniform))
+        tokens.append(token)
+        if token in params.stop_token_ids:
+            break
+    return tokens[len(prompt.token_ids) :]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_tokens_are_those_of_a_loop_without_a_cache(temperature: float) -> None:
+    params = SamplingParams(max_tokens=24, temperature=temperature, stop_token_ids=STOP)
+    asked = prompts([4, 11], seed=2**63, step=5)
+    groups = Engine(DECODER).sample(asked, 3, params)
+    for prompt, group in zip(asked, groups, strict=True):
+        for sample, one in enumerate(group):
+            assert one.token_ids.tolist() == one_by_one(prompt, sample, params)
+
+
+@exact
+@settings(max_examples=20, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    n=st.integers(1, 5),
+    slots=st.integers(1, 40),
+    max_tokens=st.integers(1, 80),
+    temperature=st.sampled_from([0.6, 1.0, 1.3]),
+)
+def test_a_sample_does_not_depend_on_the_batch(
+    lengths: list[int], n: int, slots: int, max_tokens: int, temperature: float
+) -> None:
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, stop_token_ids=STOP)
+    asked = prompts(lengths)
+    together = Engine(DECODER).sample(asked, n, params)
+    assert flat(Engine(DECODER, slots=slots).sample(asked, n, params)) == flat(together)
+    alone = [Engine(DECODER).sample([prompt], n, params)[0] for prompt in asked]
+    assert flat(alone) == flat(together)
+    fewer = [group[:1] for group in together]
+    assert flat(Engine(DECODER).sample(asked, 1, params)) == flat(fewer)
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "one key head": {"num_kv_heads": 1},
+    "llama, grouped": {"architecture": "llama", "num_heads": 4, "num_kv_heads": 2, "head_dim": 64},
+    "biased, untied": {
+        "architecture": "llama",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "wide": {
+        "hidden_size": 768,
+        "intermediate_size": 2304,
+        "num_layers": 2,
+        "num_heads": 12,
+        "num_kv_heads": 4,
+        "head_dim": 64,
+        "vocab_size": 1000,
+        "initializer_range": 0.04,
+    },
+}
+
+
+@exact
+@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.0])
+@pytest.mark.parametrize("model", MODELS)
+def test_logprobs_are_the_learners_to_the_last_bit(model: str, temperature: float) -> None:
+    decoder = make(**MODELS[model])
+    params = SamplingParams(max_tokens=64, temperature=temperature, stop_token_ids=STOP)
+    asked = prompts([2, 30, 7])
+    groups = Engine(decoder, slots=8).sample(asked, 4, params)
+    samples = [(p, one) for p, group in zip(asked, groups, strict=True) for one in group]
+    scored = Engine(decoder).score(
+        [p.token_ids for p, _ in samples], [one.token_ids for _, one in samples], temperature
+    )
+    for (_, one), again in zip(samples, scored, strict=True):
+        assert np.array_equal(one.logprobs, again)
+    # As the learner computes them: prompts and completions packed, the prompt shared, with gradients.
+    ids = [torch.tensor(p.token_ids) for p in asked] + [
+        torch.from_numpy(o.token_ids).long() for _, o in samples
+    ]
+    cu_seqlens = torch.tensor([0, *map(len, ids)]).cumsum(0)
+    prefix_of = torch.tensor([-1] * 3 + [i for i in range(3) for _ in range(4)])
+    starts = [len(asked[i].token_ids) if i >= 0 else 0 for i in prefix_of.tolist()]
+    positions = torch.cat([torch.arange(len(x)) + start for x, start in zip(ids, starts, strict=True)])
+    hidden = decoder(torch.cat(ids), positions, PackedAttention(cu_seqlens, prefix_of))
+    assert hidden.requires_grad
+    for index, (_, one) in enumerate(samples):
+        begin, length = int(cu_seqlens[3 + index]), len(one.token_ids)
+        last = int(cu_seqlens[int(prefix_of[3 + index]) + 1]) - 1
+        rows = torch.tensor([last, *range(begin, begin + length - 1)])
+        logprobs = chosen(log_distribution(decoder.logits(hidden[rows]), temperature), ids[3 + index])
+        assert np.array_equal(logprobs.detach().numpy(), one.logprobs)
+
+
+@exact
+@pytest.mark.usefixtures("two_threads")
+def test_logprobs_are_the_same_on_two_threads() -> None:
+    asked, params = prompts([2, 30, 7]), SamplingParams(max_tokens=20)
+    groups = Engine(DECODER).sample(asked, 4, params)
+    torch.set_num_threads(1)
+    assert flat(Engine(DECODER).sample(asked, 4, params)) == flat(groups)
+
+
+@exact
+def test_long_contexts_agree_exactly() -> None:
+    decoder = make(num_layers=1)
+    asked = prompts([180, 700])
+    groups = Engine(decoder).sample(asked, 2, SamplingParams(max_tokens=40))
+    for prompt, group in zip(asked, groups, strict=True):
+        for one in group:
+            (scored,) = Engine(decoder).score([prompt.token_ids], [one.token_ids])
+            assert np.array_equal(one.logprobs, scored)
+
+
+def test_other_dtypes_agree_to_rounding() -> None:
+    decoder = make().to(torch.bfloat16)
+    asked = prompts([5, 8])
+    groups = Engine(decoder).sample(asked, 4, SamplingParams(max_tokens=20))
+    for prompt, group in zip(asked, groups, strict=True):
+        scored = Engine(decoder).score([prompt.token_ids] * 4, [one.token_ids for one in group])
+        for one, again in zip(group, scored, strict=True):
+            np.testing.assert_allclose(one.logprobs, again, atol=0.15)
+
+
+def test_scoring_in_small_batches_changes_nothing() -> None:
+    rng = np.random.default_rng(0)
+    pairs = [(rng.integers(98, size=p).tolist(), rng.integers(98, size=t).tolist())
+             for p, t in [(3, 5), (1, 1), (9, 0), (4, 30), (2, 2)]]  # fmt: skip
+    asked, answers = [p for p, _ in pairs], [t for _, t in pairs]
+    whole = Engine(DECODER).score(asked, answers)
+    small = Engine(DECODER, score_tokens=10).score(asked, answers)
+    assert [len(x) for x in whole] == [5, 1, 0, 30, 2]
+    for a, b in zip(whole, small, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    assert Engine(DECODER).score([], []) == []
+    with pytest.raises(RequestError, match="no tokens"):
+        Engine(DECODER).score([[]], [[1]])
+
+
+def test_training_does_not_reach_the_engine_before_update_weights() -> None:
+    decoder = make()
+    engine = Engine(decoder)
+    params = SamplingParams(max_tokens=10)
+    before = engine.sample(prompts([4]), 2, params)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.mul_(1.3)
+    assert flat(engine.sample(prompts([4]), 2, params)) == flat(before)
+    engine.update_weights(None, 3)
+    after = engine.sample(prompts([4]), 2, params)
+    assert flat(after) != flat(before)
+    assert flat(after) == flat(Engine(decoder).sample(prompts([4]), 2, params))
+    assert set(after[0][0].policy_version) == {3}
+    engine.update_weights(make().state_dict(), 4)
+    assert flat(engine.sample(prompts([4]), 2, params)) == flat(before)
+
+
+def test_weights_may_change_in_flight_and_every_token_says_which_sampled_it() -> None:
+    decoder = make()
+    engine = Engine(decoder)
+    calls: list[tuple[int, int]] = []
+
+    def progress(finished: int, total: int) -> None:
+        calls.append((finished, total))
+        if len(calls) == 4:
+            with torch.no_grad():
+                decoder.model.norm.weight.mul_(0.5)
+            engine.update_weights(None, 1)
+
+    groups = engine.sample(prompts([4, 4]), 2, SamplingParams(max_tokens=9), progress)
+    # What the fifth token is drawn from was computed before the change.
+    assert all(one.policy_version.tolist() == [0] * 5 + [1] * 4 for group in groups for one in group)
+    assert calls[0] == (0, 4)
+    assert calls[-1] == (4, 4)
+
+
+def test_a_group_larger_than_the_slots_computes_its_prompt_again_and_agrees() -> None:
+    params = SamplingParams(max_tokens=12, stop_token_ids=STOP)
+    few = Engine(DECODER, slots=3).sample(prompts([5]), 10, params)
+    assert [x for x, _, _ in flat(few)] == [
+        x for x, _, _ in flat(Engine(DECODER).sample(prompts([5]), 10, params))
+    ]
+
+
+def test_finished_samples_do_not_cost_further_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = []
+    decode = engine_module._Batch.decode
+
+    def count(self: Any, decoder: Decoder, version: int) -> None:
+        rows.append(len(self.active))
+        decode(self, decoder, version)
+
+    monkeypatch.setattr(engine_module._Batch, "decode", count)
+    groups = Engine(DECODER, slots=16).sample(prompts([4] * 8), 8, SamplingParams(50, stop_token_ids=STOP))
+    sampled = sum(len(one.token_ids) for group in groups for one in group)
+    assert sum(rows) == sampled - 64  # every token but a sample's last is fed once
+    assert len(rows) < 64 * 50 / 16
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (Prompt([], (0, 0, 0)), "prompt 1.*no tokens"),
+        (Prompt([98], (0, 0, 0)), "token outside 0..97"),
+        (Prompt([-1], (0, 0, 0)), "token outside"),
+        (Prompt([1], (-1, 0, 0)), "key"),
+        (Prompt([1], (0, 2**32, 0)), "key"),
+        (Prompt([1] * 4090, (0, 0, 0)), "passes the model's 4096 positions"),
+    ],
+)
+def test_impossible_prompts_are_refused_before_anything_is_sampled(prompt: Prompt, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        Engine(DECODER).sample([Prompt([1], (0, 0, 0)), prompt], 1, SamplingParams(max_tokens=10))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_diverged_weights_are_a_failure_not_a_token(temperature: float) -> None:
+    decoder = make()
+    with torch.no_grad():
+        decoder.model.norm.weight[0] = torch.nan
+    with pytest.raises(WorkFailedError, match="not finite"):
+        Engine(decoder).sample(prompts([3]), 2, SamplingParams(max_tokens=4, temperature=temperature))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_it_samples_on_a_gpu() -> None:
+    decoder = make().to("cuda")
+    asked = prompts([5, 8])
+    groups = Engine(decoder).sample(asked, 4, SamplingParams(max_tokens=20, stop_token_ids=STOP))
+    for prompt, group in zip(asked, groups, strict=True):
+        scored = Engine(decoder).score([prompt.token_ids] * 4, [one.token_ids for one in group])
+        for one, again in zip(group, scored, strict=True):
+            np.testing.assert_allclose(one.logprobs, again, atol=1e-3)
