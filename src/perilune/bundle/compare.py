@@ -20,7 +20,7 @@ from perilune.files import read_json, read_json_lines, sha256_file
 
 # Under artifacts/. Wall-clock figures, logs and observations of the machine are not results.
 _NOT_RESULTS = {"timings.jsonl", "hardware.jsonl", "precheck.json", "source.patch", "manifest.json"}
-_WALL_CLOCK = {"seconds", "tokens_per_second"}  # keys of summary.json
+_MEASURED = {"seconds", "tokens_per_second", "peak_bytes"}  # keys of summary.json
 _ABSENT = "absent"
 
 
@@ -83,8 +83,8 @@ def compare_runs(a: Path, b: Path) -> RunDiff:
         packages=part(_packages),
         machine=part(_machine),
         inputs=part(lambda run: {given["name"]: given["digest"] for given in run.job.get("inputs", [])}),
-        results=(*_first_metric(a, b), *(change for change in summary if not _wall_clock(change))),
-        timings=tuple(change for change in summary if _wall_clock(change)),
+        results=(*_first_metric(a, b), *(change for change in summary if not _measured(change))),
+        timings=tuple(change for change in summary if _measured(change)),
     )
 
 
@@ -92,8 +92,8 @@ def compare_artifacts(a: Path, b: Path) -> list[Difference]:
     """What a second run of a bundle computed otherwise than the first; empty when it is reproduced.
 
     Compared byte for byte: metrics.jsonl, episodes, data sets, the final checkpoint. summary.json is compared
-    without its wall-clock figures. Checkpoints on the way are not compared: which of them exist depends
-    on interruptions, and the final one follows from them.
+    without what the run took (time, memory). Checkpoints on the way are not compared: which of them exist
+    depends on interruptions, and the final one follows from them.
 
     Args:
         a: the attempt that is taken as given; b: the attempt that should equal it.
@@ -136,12 +136,12 @@ def _results(attempt: Path) -> dict[str, Path]:
 
 def _summary_difference(name: str, a: Path, b: Path) -> Iterator[Difference]:
     for change in _changes(read_json(a), read_json(b)):
-        if not _wall_clock(change):
+        if not _measured(change):
             yield Difference(name, "changed", str(change.a), str(change.b), change.key)
 
 
-def _wall_clock(change: Change) -> bool:
-    return change.key.rpartition(".")[2] in _WALL_CLOCK
+def _measured(change: Change) -> bool:
+    return change.key.rpartition(".")[2] in _MEASURED
 
 
 def _first_metric(a: Path, b: Path) -> tuple[Change, ...]:

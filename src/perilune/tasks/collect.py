@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace
     from perilune.data.generators.teacher import Rejected
 
+MOST_REASONS = 20  # told in the summary; all are in rejected.jsonl
 MOST_REJECTED = 4  # give up after this many rejected candidates for every trace asked for
 
 
@@ -62,6 +63,7 @@ class Collect:
         spec = CollectSpec.model_validate(workspace.job.spec)
         seed = workspace.job.seed
         begun = perf_counter()
+        workspace.rewind(-1)  # what an earlier attempt left
         kept: list[TraceRecord] = []
         rejected: list[Rejected] = []
         with Scorer(workspace.job.environment) as scorer:
@@ -76,17 +78,18 @@ class Collect:
                 workspace.progress(len(kept), spec.traces, "traces", rejected=len(rejected))
                 if len(kept) == spec.traces or len(rejected) > MOST_REJECTED * spec.traces:
                     break
+        output = workspace.root / self.output
+        _write_rejected(output / "rejected.jsonl", rejected)
         reasons = Counter(one.reason for one in rejected)
         if len(kept) < spec.traces:
             worst = ", ".join(f"{count} x {reason}" for reason, count in reasons.most_common(3))
             raise WorkFailedError(
                 f"{len(kept)} of {spec.traces} traces passed the verifier ({worst or 'no more tasks'})",
                 where=f"stage {workspace.job.stage}",
-                remedy="ask for fewer traces, widen the environment's config, or look at the teacher",
+                remedy=f"look at {self.output}/rejected.jsonl in the run's directory; ask for fewer traces,"
+                " widen the environment's config, or take another teacher",
             )
-        output = workspace.root / self.output
         write_records(output / "records.jsonl", kept)
-        _write_rejected(output / "rejected.jsonl", rejected)
         sources = Counter(record.source for record in kept)
         counts = {f"source/{name}": count for name, count in sources.items()}
         workspace.metric(0, rows=len(kept), rejected=len(rejected), **counts)
@@ -96,7 +99,7 @@ class Collect:
             "kind": "dataset",
             "rows": len(kept),
             "rejected": len(rejected),
-            "reasons": dict(reasons),
+            "reasons": dict(reasons.most_common(MOST_REASONS)),
             "sources": dict(sources),
             "environment": environment.id,
             "seconds": perf_counter() - begun,

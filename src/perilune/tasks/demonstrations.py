@@ -26,18 +26,24 @@ class Demonstrations:
         """Read trace records.
 
         Raises:
-            RequestError: for a broken row (file and line), no rows, or one longer than the model takes.
+            RequestError: for a broken row (file and line), no rows, or one longer than the model takes or
+                with a character that its vocabulary lacks.
         """
-        episodes = [_episode(record, tokenizer, seed) for record in read_records(path)]
-        if not episodes:
+        records = read_records(path)
+        if not records:
             raise RequestError("there are no traces to learn from", where=str(path))
-        for line, one in enumerate(episodes, start=1):
+        episodes = []
+        for line, record in enumerate(records, start=1):
+            where = f"{path / 'records.jsonl' if path.is_dir() else path}:{line}"
+            one = _episode(record, tokenizer, seed, where)
             length = len(one.prompt_ids) + len(one.token_ids)
             if length > longest:
                 raise RequestError(
                     f"a trace of {length} tokens; the model takes {longest}",
-                    where=f"{path}:{line}",
+                    where=where,
+                    remedy="leave it out, or take a model with more positions",
                 )
+            episodes.append(one)
         return cls(episodes, seed)
 
     def __len__(self) -> int:
@@ -54,9 +60,13 @@ class Demonstrations:
         return np.random.default_rng([self.seed, int(epoch)]).permutation(len(self.episodes))
 
 
-def _episode(record: TraceRecord, tokenizer: Tokenizer, seed: int) -> Episode:
+def _episode(record: TraceRecord, tokenizer: Tokenizer, seed: int, where: str) -> Episode:
     *prompt, answer = record.messages
-    token_ids = np.asarray(tokenizer.encode_completion(answer["content"]), dtype=np.int32)
+    try:
+        prompt_ids = tokenizer.encode_prompt(prompt)
+        token_ids = np.asarray(tokenizer.encode_completion(answer["content"]), dtype=np.int32)
+    except RequestError as error:
+        raise RequestError(error.what, where=where, remedy=error.remedy) from None
     return Episode(
         episode_id=record.digest,
         group_id=record.digest,
@@ -64,7 +74,7 @@ def _episode(record: TraceRecord, tokenizer: Tokenizer, seed: int) -> Episode:
         environment=record.environment,
         seed=seed,
         messages=tuple(record.messages),
-        prompt_ids=np.asarray(tokenizer.encode_prompt(prompt), dtype=np.int32),
+        prompt_ids=np.asarray(prompt_ids, dtype=np.int32),
         token_ids=token_ids,
         loss_mask=np.ones(len(token_ids), dtype=np.bool_),
         logprobs=np.zeros(len(token_ids), dtype=np.float32),

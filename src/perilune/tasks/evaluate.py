@@ -12,6 +12,8 @@ from perilune.bundle.plugin import Consumes
 
 if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace
+    from perilune.models.config import DecoderConfig
+    from perilune.models.memory import MemoryPlan
 
 
 class EvaluateSpec(Frozen):
@@ -34,11 +36,15 @@ class Evaluate:
 
     def plan(self, job: Job) -> Mapping[str, str]:
         """Answers to sample."""
+        from perilune.tasks.footprint import model_config
+
         spec = EvaluateSpec.model_validate(job.spec)
+        memory = _memory(spec, model_config(job))
         return {
             "answers": f"{spec.tasks} held-out tasks x ({spec.samples} samples + 1 greedy)"
             f" = {spec.tasks * (spec.samples + 1):,}",
             "tokens at most": f"{spec.tasks * (spec.samples + 1) * spec.max_tokens:,}",
+            "memory": str(memory),
         }
 
     def run(self, workspace: Workspace) -> dict[str, Any]:
@@ -47,6 +53,7 @@ class Evaluate:
         from perilune.engine.engine import Engine
         from perilune.engine.sampling import SamplingParams
         from perilune.tasks.evaluation import evaluation_summary
+        from perilune.tasks.footprint import SLOTS, memory_figures
         from perilune.tasks.rollouts import Rollouts, Stopwatch
         from perilune.tasks.session import (
             load_policy,
@@ -59,10 +66,14 @@ class Evaluate:
 
         spec = EvaluateSpec.model_validate(workspace.job.spec)
         seed = workspace.job.seed
+        workspace.rewind(-1)  # what an earlier attempt left
         with Scorer(workspace.job.environment) as scorer:  # its process warms up while the model loads
-            policy = load_policy(workspace, prepare_device(workspace))
+            device = prepare_device(workspace)
+            policy = load_policy(workspace, device)
+            memory = _memory(spec, policy.decoder.config)
             environment = open_environment(workspace)
-            rollouts = Rollouts(Engine(policy.decoder), policy.tokenizer, scorer, environment.id, seed)
+            engine = Engine(policy.decoder, slots=SLOTS)
+            rollouts = Rollouts(engine, policy.tokenizer, scorer, environment.id, seed)
             tasks = take_tasks(task_stream(environment, "heldout", seed), spec.tasks, environment.id)
             total = spec.tasks * (spec.samples + 1)
 
@@ -100,7 +111,15 @@ class Evaluate:
         return summary | {
             "tokens_per_second": watch.figures()["tokens_per_second"],
             "seconds": watch.elapsed,
+            "memory": memory_figures(memory, device),
         }
+
+
+def _memory(spec: EvaluateSpec, config: DecoderConfig) -> MemoryPlan:
+    from perilune.tasks.footprint import require_room, stage_memory
+
+    require_room(config, spec.max_tokens)
+    return stage_memory(config, samples=spec.tasks * spec.samples, max_tokens=spec.max_tokens)
 
 
 plugin = Evaluate()

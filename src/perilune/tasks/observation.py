@@ -16,6 +16,7 @@ from perilune.learn.weights import GroupWeights
 from perilune.metrics.objective import objective_curve
 from perilune.tasks.evaluation import CORRECT, strategies
 from perilune.tasks.rollouts import Stopwatch
+from perilune.tasks.training import first_and_last
 
 GAP_LIMIT = 1e-2  # nats; past this the sampler and the learner are not the same policy
 DEAD_LIMIT = 0.95  # share of groups that teach nothing ...
@@ -25,6 +26,7 @@ DEAD_PATIENCE = 20  # ... for this many steps in a row
 class Observer:
     """Writes metrics, timings and episodes of each step, and stops a run that cannot be right.
 
+    Made after the workspace was rewound: what it then holds of earlier steps counts.
     Pass rates and rewards are of all episodes the verifier judged, before dead groups are left out.
     """
 
@@ -34,6 +36,8 @@ class Observer:
         self._dead_in_a_row = 0
         self._total = Stopwatch()
         workspace.episodes.mkdir(exist_ok=True)
+        for line in self._lines():  # of the attempts before this one
+            self._count_dead(line["dead_groups"])
 
     def record(
         self, step: int, groups: Sequence[GroupWeights], figures: Mapping[str, float], watch: Stopwatch
@@ -82,7 +86,7 @@ class Observer:
                 where=f"step {step}",
                 remedy="this is a defect of the engine or the learner, not of the recipe: please report it",
             )
-        self._dead_in_a_row = self._dead_in_a_row + 1 if dead > DEAD_LIMIT else 0
+        self._count_dead(dead)
         if self._dead_in_a_row >= DEAD_PATIENCE:
             raise WorkFailedError(
                 f"more than {DEAD_LIMIT:.0%} of groups had equal rewards for {DEAD_PATIENCE} steps:"
@@ -92,19 +96,19 @@ class Observer:
                 " or more samples; if the reward fell to zero, lower lr",
             )
 
+    def _count_dead(self, dead: float) -> None:
+        self._dead_in_a_row = self._dead_in_a_row + 1 if dead > DEAD_LIMIT else 0
+
+    def _lines(self) -> list[dict[str, Any]]:
+        return list(read_json_lines(self._workspace.artifacts / "metrics.jsonl"))
+
     def summary(self, algorithm: str, samples: int) -> dict[str, Any]:
         """First and last figures, and what the estimator climbs."""
-        lines = list(read_json_lines(self._workspace.artifacts / "metrics.jsonl"))
-        edge = max(1, min(5, len(lines) // 2))
-
-        def mean(name: str, rows: Sequence[Mapping[str, float]]) -> float:
-            return math.fsum(row[name] for row in rows) / len(rows)
-
+        lines = self._lines()
         gaps = [line["logprob_gap_max"] for line in lines if "logprob_gap_max" in line]
         return {
             "algorithm": algorithm,
-            "first": {name: mean(name, lines[:edge]) for name in ("reward", "pass_rate", "length")},
-            "last": {name: mean(name, lines[-edge:]) for name in ("reward", "pass_rate", "length")},
+            **first_and_last(self._workspace, ("reward", "pass_rate", "length")),
             "logprob_gap_max": max(gaps, default=0.0),
             "failures": sum(line["failures"] for line in lines),
             "implicit_objective": [list(point) for point in objective_curve(algorithm, samples)],

@@ -13,6 +13,8 @@ from perilune.learn.settings import AlgorithmSettings, OptimizerSettings
 
 if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace
+    from perilune.models.config import DecoderConfig
+    from perilune.models.memory import MemoryPlan
 
 
 class RLSpec(AlgorithmSettings, OptimizerSettings, Frozen):
@@ -36,8 +38,11 @@ class RL:
     output = "artifacts/checkpoints/final"
 
     def plan(self, job: Job) -> Mapping[str, str]:
-        """Episodes, updates and the schedule."""
+        """Episodes, updates, the schedule and memory."""
+        from perilune.tasks.footprint import model_config
+
         spec = RLSpec.model_validate(job.spec)
+        memory = _memory(spec, model_config(job))
         episodes = spec.steps * spec.prompts * spec.samples
         return {
             "episodes": f"{spec.steps} steps x {spec.prompts} tasks x {spec.samples} = {episodes:,}",
@@ -45,6 +50,7 @@ class RL:
             "algorithm": f"{spec.algorithm}, one update a step,"
             f" clip {spec.clip_low:g}/{spec.clip_high:g}, KL {spec.kl:g}",
             "learning rate": f"{spec.lr:g} after {spec.warmup} steps, cosine to {spec.lr * spec.final_lr:g}",
+            "memory": str(memory),
         }
 
     def run(self, workspace: Workspace) -> dict[str, Any]:
@@ -55,6 +61,7 @@ class RL:
         from perilune.learn.batch import pack
         from perilune.learn.schedules import learning_rate
         from perilune.learn.trainer import Learner, with_reference
+        from perilune.tasks.footprint import SLOTS, memory_figures
         from perilune.tasks.observation import Observer
         from perilune.tasks.rollouts import Rollouts, Stopwatch
         from perilune.tasks.session import (
@@ -72,16 +79,17 @@ class RL:
             device = prepare_device(workspace)
             policy = load_policy(workspace, device)
             reference = load_policy(workspace, device).decoder if spec.kl else None
+            memory = _memory(spec, policy.decoder.config)
             environment = open_environment(workspace)
-            engine = Engine(policy.decoder)
+            engine = Engine(policy.decoder, slots=SLOTS)
             learner = Learner(policy.decoder, spec, spec)
             carried = carry_optimizer(workspace, learner)
             weigh = algorithm(spec.algorithm)
             rollouts = Rollouts(engine, policy.tokenizer, scorer, environment.id, workspace.job.seed)
             params = SamplingParams(spec.max_tokens, spec.temperature, policy.stop_token_ids)
-            observer = Observer(workspace, spec.steps)
 
             first = resume(workspace, learner)
+            observer = Observer(workspace, spec.steps)
             tasks = task_stream(environment, "train", workspace.job.seed, skip=first * spec.prompts)
             for step in range(first, spec.steps):
                 watch = Stopwatch()
@@ -100,8 +108,22 @@ class RL:
                 observer.record(step + 1, weighed, figures, watch)
                 if (step + 1) % spec.save_every == 0 and step + 1 < spec.steps:
                     save(workspace, learner, step + 1)
-        summary = observer.summary(spec.algorithm, spec.samples)
-        return finish(workspace, policy, learner, spec.steps) | summary | {"carried_second_moments": carried}
+        summary = finish(workspace, policy, learner, spec.steps)
+        summary |= observer.summary(spec.algorithm, spec.samples)
+        return summary | {"carried_second_moments": carried, "memory": memory_figures(memory, device)}
+
+
+def _memory(spec: RLSpec, config: DecoderConfig) -> MemoryPlan:
+    from perilune.tasks.footprint import require_room, stage_memory
+
+    require_room(config, spec.max_tokens)
+    return stage_memory(
+        config,
+        samples=spec.prompts * spec.samples,
+        max_tokens=spec.max_tokens,
+        token_budget=spec.token_budget,
+        reference=spec.kl > 0,
+    )
 
 
 plugin = RL()

@@ -28,8 +28,8 @@ class Policy:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a sample: the model's own list, or the tokenizer's end-of-sequence."""
-        return self.decoder.config.eos_token_ids or (self.tokenizer.eos_token_id,)
+        """Tokens that end a sample: those the model names, the tokenizer's end-of-sequence among them."""
+        return self.decoder.config.eos_token_ids
 
 
 def prepare_device(workspace: Workspace) -> torch.device:
@@ -68,6 +68,9 @@ def start_model(workspace: Workspace, device: torch.device) -> Policy:
         decoder = new_model(model["preset"], tokenizer, workspace.job.seed).to(device)
     if model.get("chat_template"):
         tokenizer = tokenizer.with_chat_template(model["chat_template"], where="model.chat_template")
+    # A base model may name another end than its tokenizer, whose token training ends every answer with.
+    ends = dict.fromkeys((*decoder.config.eos_token_ids, tokenizer.eos_token_id))
+    decoder.config = decoder.config.replace(eos_token_ids=tuple(ends))
     return Policy(decoder, tokenizer)
 
 

@@ -37,11 +37,15 @@ class SFT:
     output = "artifacts/checkpoints/final"
 
     def plan(self, job: Job) -> Mapping[str, str]:
-        """Traces seen and the schedule."""
+        """Traces seen, the schedule and memory."""
+        from perilune.tasks.footprint import model_config, stage_memory
+
         spec = SFTSpec.model_validate(job.spec)
+        memory = stage_memory(model_config(job), token_budget=spec.token_budget)
         return {
             "traces seen": f"{spec.steps} steps x {spec.batch_size} = {spec.steps * spec.batch_size:,}",
             "learning rate": f"{spec.lr:g} after {spec.warmup} steps, cosine to {spec.lr * spec.final_lr:g}",
+            "memory": str(memory),
         }
 
     def run(self, workspace: Workspace) -> dict[str, Any]:
@@ -51,12 +55,15 @@ class SFT:
         from perilune.learn.schedules import learning_rate
         from perilune.learn.trainer import Learner
         from perilune.tasks.demonstrations import Demonstrations
+        from perilune.tasks.footprint import memory_figures, stage_memory
         from perilune.tasks.rollouts import Stopwatch
         from perilune.tasks.session import load_policy, prepare_device
-        from perilune.tasks.training import finish, resume, save
+        from perilune.tasks.training import finish, first_and_last, resume, save
 
         spec = SFTSpec.model_validate(workspace.job.spec)
-        policy = load_policy(workspace, prepare_device(workspace))
+        device = prepare_device(workspace)
+        policy = load_policy(workspace, device)
+        memory = stage_memory(policy.decoder.config, token_budget=spec.token_budget)
         learner = Learner(policy.decoder, spec)
         demonstrations = Demonstrations.load(
             workspace.input("data"), policy.tokenizer, workspace.job.seed,
@@ -80,7 +87,9 @@ class SFT:
         return finish(workspace, policy, learner, spec.steps) | {
             "algorithm": "sft",
             "traces": len(demonstrations),
+            **first_and_last(workspace, ("loss",)),
             "seconds": total_watch.elapsed,
+            "memory": memory_figures(memory, device),
         }
 
 

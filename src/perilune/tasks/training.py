@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import math
 import shutil
+from collections.abc import Sequence
 from typing import Any
 
 from perilune.bundle.workspace import Workspace
-from perilune.files import fsync_directory
-from perilune.learn.checkpoints import latest_complete
+from perilune.files import fsync_directory, read_json_lines
+from perilune.learn.checkpoints import is_complete, latest_complete
 from perilune.learn.trainer import Learner
 from perilune.models.loading import save_checkpoint
 from perilune.tasks.session import Policy
 
+FINAL = "final"
 OPTIMIZER = (
     "optimizer"  # folder beside the final weights: the learner's state, for a stage that carries it on
 )
 
 
 def resume(workspace: Workspace, learner: Learner) -> int:
-    """Continue from the last complete checkpoint of an earlier attempt; return the step to start at."""
+    """Continue from the last complete checkpoint of an earlier attempt; return the step to start at.
+
+    What was being written when it died is removed.
+    """
+    for unfinished in workspace.checkpoints.glob(".*"):
+        shutil.rmtree(unfinished)
+    final = workspace.checkpoints / FINAL
     directory = latest_complete(workspace.checkpoints)
+    if is_complete(final / OPTIMIZER):  # all steps are done, and only the summary is missing
+        directory = final / OPTIMIZER
+    elif final.exists():
+        shutil.rmtree(final)
     if directory is None:
         workspace.rewind(0)
         return 0
@@ -41,19 +54,32 @@ def save(workspace: Workspace, learner: Learner, step: int, keep: int = 1) -> No
 
 def finish(workspace: Workspace, policy: Policy, learner: Learner, steps: int) -> dict[str, Any]:
     """Write the final checkpoint (Hugging Face format, the optimizer's state beside it)."""
-    final = workspace.checkpoints / "final"
-    partial = workspace.checkpoints / ".final.partial"
-    for directory in (partial, final):
-        if directory.exists():
-            shutil.rmtree(directory)
-    save_checkpoint(partial, policy.decoder, policy.tokenizer)
-    learner.save_state(partial / OPTIMIZER, {"step": steps})
-    partial.rename(final)
-    fsync_directory(workspace.checkpoints)
+    final = workspace.checkpoints / FINAL
+    if not final.exists():
+        partial = workspace.checkpoints / ".final.partial"
+        save_checkpoint(partial, policy.decoder, policy.tokenizer)
+        learner.save_state(partial / OPTIMIZER, {"step": steps})
+        partial.rename(final)
+        fsync_directory(workspace.checkpoints)
     for old in workspace.checkpoints.glob("step-*"):
         shutil.rmtree(old)
     parameters = sum(parameter.numel() for parameter in policy.decoder.parameters())
     return {"kind": "training", "steps": steps, "parameters": parameters}
+
+
+def first_and_last(workspace: Workspace, names: Sequence[str]) -> dict[str, Any]:
+    """Means of the named figures over the first and the last few steps, and the tokens learned from."""
+    lines = list(read_json_lines(workspace.artifacts / "metrics.jsonl"))
+    edge = max(1, min(5, len(lines) // 2))
+
+    def means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+        return {name: math.fsum(row[name] for row in rows) / len(rows) for name in names}
+
+    return {
+        "first": means(lines[:edge]),
+        "last": means(lines[-edge:]),
+        "tokens": int(sum(line["tokens"] for line in lines)),
+    }
 
 
 def carry_optimizer(workspace: Workspace, learner: Learner) -> bool:

@@ -1,0 +1,92 @@
+"""What a stage will need of model and memory, before any work starts; and what it took."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from perilune.bundle.job import Job
+from perilune.errors import RequestError
+from perilune.files import read_json
+from perilune.models.config import PRESETS, DecoderConfig
+from perilune.models.memory import MemoryPlan, plan_memory
+
+if TYPE_CHECKING:
+    import torch
+
+SLOTS = 256  # samples in flight
+PROMPT_TOKENS = 256  # assumed of a prompt: tasks are not looked at before the work starts
+
+
+def model_config(job: Job) -> DecoderConfig:
+    """Shape of the recipe's model, which every checkpoint of the recipe shares; no weights are read.
+
+    Raises:
+        RequestError: when its config.json is missing, malformed or not implemented.
+    """
+    if job.model.get("preset"):
+        return PRESETS[job.model["preset"]]
+    file = Path(job.model["path"]) / "config.json"
+    return DecoderConfig.from_hf(read_json(file), where=str(file))
+
+
+def stage_memory(
+    config: DecoderConfig,
+    *,
+    samples: int = 0,
+    max_tokens: int = 0,
+    token_budget: int = 0,
+    reference: bool = False,
+) -> MemoryPlan:
+    """Memory of a stage that samples `samples` answers, learns from `token_budget` tokens at once, or both.
+
+    A trace or an answer with its prompt is taken to be as long as the model allows, but at most
+    `PROMPT_TOKENS` longer than `max_tokens`.
+    """
+    length = min(PROMPT_TOKENS + max_tokens, config.max_position_embeddings)
+    return plan_memory(
+        config,
+        sampling=(min(samples, SLOTS), length) if samples else None,
+        learning=(token_budget, min(length, token_budget)) if token_budget else None,
+        reference=reference,
+    )
+
+
+def require_room(config: DecoderConfig, max_tokens: int) -> None:
+    """Refuse answers that leave no room for a prompt.
+
+    Raises:
+        RequestError: naming the key.
+    """
+    if max_tokens >= config.max_position_embeddings:
+        raise RequestError(
+            f"max_tokens is {max_tokens}, and the model has {config.max_position_embeddings} positions for"
+            " prompt and answer together",
+            where="max_tokens",
+            remedy="lower max_tokens",
+        )
+
+
+def memory_figures(plan: MemoryPlan, device: torch.device) -> dict[str, int]:
+    """What was planned, and the most that was held so far: resident memory, or the GPU's own.
+
+    The second depends on the machine and the moment; comparisons leave it out.
+    """
+    if device.type == "cuda":
+        import torch
+
+        on_device = plan.total - plan.standing["process"]
+        return {"planned_bytes": on_device, "peak_bytes": torch.cuda.max_memory_allocated(device)}
+    return {"planned_bytes": plan.total, "peak_bytes": _peak_resident()}
+
+
+def _peak_resident() -> int:
+    """Largest resident size of this process so far, in bytes."""
+    if sys.platform == "linux":  # where getrusage also counts what the process was before it called exec
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
