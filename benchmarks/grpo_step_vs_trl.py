@@ -95,7 +95,7 @@ class Stopwatch:
 # ---------------------------------------------------------------- the model both start from
 
 
-def make_model(path: Path, steps: int = 190) -> None:
+def make_model(path: Path, steps: int = 150) -> None:
     """Teach a tiny decoder to add, and save it in Hugging Face format."""
     import numpy as np
 
