@@ -1,0 +1,111 @@
+"""The quickstart over several seeds: does it climb, by how much, and how long does it take?
+
+    python benchmarks/quickstart.py --seeds 0 1 2
+
+Each seed runs `perilune quickstart --json` in a home of its own, one after the other. Recorded are the three
+evaluations with their intervals, the paired gains, the curve of the pass rate, seconds a stage and in all,
+and the largest difference between the log-probs of engine and learner. Writes results/quickstart.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from perilune.bundle.machine import describe_machine
+
+HERE = Path(__file__).resolve().parent
+KEPT = (
+    "pass@1",
+    "pass@8",
+    "greedy",
+    "length",
+    "truncated",
+    "failures",
+    "strategies",
+    "tokens_per_second",
+    "gain",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument(
+        "--set", action="append", default=[], help="override of the recipe, as for `perilune run`"
+    )
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "quickstart.json")
+    arguments = parser.parse_args()
+    runs = [quickstart(seed, arguments.set) for seed in arguments.seeds]
+    document = {
+        "command": shlex.join(["python", "benchmarks/quickstart.py", *sys.argv[1:]]),
+        "versions": {name: version(name) for name in ("perilune", "torch", "reasoning-gym")},
+        "python": sys.version.split()[0],
+        "processor": describe_machine()["processor"],
+        "runs": runs,
+        "gain_over_sft": [run["gain"] for run in runs],
+    }
+    arguments.out.parent.mkdir(exist_ok=True)
+    arguments.out.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    for run in runs:
+        rates = " -> ".join(f"{one['pass@1']['mean']:.3f}" for one in run["evaluations"])
+        gain = run["gain"]
+        print(f"seed {run['seed']}: pass@1 {rates}, RL {gain['mean']:+.3f} [{gain['low']:+.3f}, {gain['high']:+.3f}]"
+              f", {run['seconds']:.0f} s")  # fmt: skip
+
+
+def quickstart(seed: int, overrides: list[str]) -> dict[str, Any]:
+    """One run from nothing, and what it showed."""
+    with tempfile.TemporaryDirectory(prefix="perilune-quickstart-") as home:
+        command = ["quickstart", "--seed", str(seed), "--json"]
+        for override in overrides:
+            command += ["--set", override]
+        began = time.monotonic()
+        done = subprocess.run(
+            [Path(sys.executable).with_name("perilune"), *command],
+            env={**os.environ, "PERILUNE_HOME": home},
+            stdout=subprocess.PIPE,
+            check=True,
+        )
+        seconds = time.monotonic() - began
+        result = json.loads(done.stdout)
+        climb = artifacts(result, "rl")
+        curve = [json.loads(line) for line in (climb / "metrics.jsonl").read_text().splitlines()]
+        summary = json.loads((climb / "summary.json").read_text())
+        times = [json.loads(line) for line in (climb / "timings.jsonl").read_text().splitlines()]
+    return {
+        "seed": seed,
+        "seconds": seconds,
+        "stages": [
+            {key: stage[key] for key in ("name", "seconds", "attempts")} for stage in result["stages"]
+        ],
+        "evaluations": [
+            {"stage": one["stage"], **{key: one.get(key) for key in KEPT}} for one in result["evaluations"]
+        ],
+        "gain": result["evaluations"][-1]["gain"]["pass@1"],
+        "logprob_gap_max": summary["logprob_gap_max"],
+        "split_seconds": {
+            part: sum(line[part] for line in times) for part in ("sampling", "scoring", "learning", "other")
+        },
+        "curve": [{"step": line["step"], "pass_rate": line["pass_rate"]} for line in curve],
+    }
+
+
+def artifacts(result: dict[str, Any], stage: str) -> Path:
+    """Where the evidence of a stage lies."""
+    return Path(result["bundles"][stage]) / "artifacts"
+
+
+if __name__ == "__main__":
+    main()
