@@ -61,8 +61,8 @@ def main() -> None:
     for run in runs:
         rates = " -> ".join(f"{one['pass@1']['mean']:.3f}" for one in run["evaluations"])
         gain = run["gain"]
-        print(f"seed {run['seed']}: pass@1 {rates}, RL {gain['mean']:+.3f} [{gain['low']:+.3f}, {gain['high']:+.3f}]"
-              f", {run['seconds']:.0f} s")  # fmt: skip
+        interval = f"{gain['mean']:+.3f} [{gain['low']:+.3f}, {gain['high']:+.3f}]"
+        print(f"seed {run['seed']}: pass@1 {rates}, RL {interval}, {run['seconds']:.0f} s")
 
 
 def quickstart(seed: int, overrides: list[str]) -> dict[str, Any]:

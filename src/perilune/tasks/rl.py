@@ -98,8 +98,7 @@ class RL:
                 groups = rollouts.play(batch, samples=spec.samples, params=params, step=step + 1, watch=watch)
                 watch.start_learning()
                 weighed = [weigh(group, max_tokens=spec.max_tokens, kl=spec.kl) for group in groups]
-                live = [group for group in weighed if not group.dead]
-                batches = pack(live, spec.token_budget, temperature=spec.temperature)
+                batches = pack(weighed, spec.token_budget, temperature=spec.temperature)
                 if reference is not None:
                     batches = with_reference(batches, reference)
                 figures = learner.forward_backward(batches)
