@@ -176,7 +176,7 @@ def test_threads_that_get_in_each_others_way():
 
 
 def test_commands_can_be_pasted_from_a_narrow_terminal():
-    command = "python -m pip install --force-reinstall --index-url https://pypi.org/simple 'torch<2.14,>=2.6'"
+    command = "python -m pip install --isolated --force-reinstall 'torch<2.14,>=2.6'"
     findings = (Finding("GPU", "advice", "a [bold]device[/bold]", command),)
     output = io.StringIO()
     show(Diagnosis(True, {}, {}, findings, ()), Console(file=output, width=40))

@@ -209,8 +209,8 @@ def _torch_build() -> dict[str, Any]:
 
 def _cuda_torch() -> str:
     range_ = next((str(need.specifier) for need in _requirements() if need.name == "torch"), "")
-    # The index of record has CUDA builds for Linux; a machine that got a CPU build was pointed elsewhere.
-    return _pip_install("--force-reinstall", "--index-url", "https://pypi.org/simple", f"torch{range_}")
+    # What pip finds by itself has CUDA builds for Linux; a machine that got a CPU build was pointed elsewhere.
+    return _pip_install("--isolated", "--force-reinstall", f"torch{range_}")
 
 
 def _pip_install(*arguments: str) -> str:

@@ -1,0 +1,38 @@
+"""In continuous integration everything is installed, so a skipped test there is a failed one.
+
+A test marked `gpu` may skip anywhere; no other may where CI is set.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+IN_CI = os.environ.get("CI", "").lower() not in {"", "0", "false"}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Turn the skip of a test into its failure."""
+    report = yield
+    if IN_CI and report.skipped and not hasattr(report, "wasxfail") and "gpu" not in item.keywords:
+        _fail(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    """Turn the skip of a whole module into its failure."""
+    report = yield
+    if IN_CI and report.skipped:
+        _fail(report)
+    return report
+
+
+def _fail(report: Any) -> None:
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+    report.outcome = "failed"
+    report.longrepr = f"only GPU tests may skip where CI is set; this one did: {reason}"

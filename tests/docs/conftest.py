@@ -1,0 +1,56 @@
+"""One home, one downloaded model and one small experiment for all pages; a folder of its own for each."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from doc_blocks import ROOT, Block
+from doc_runner import Runner
+from hub_model import put_in_cache
+
+from perilune.bundle.plugin import load_plugin, plugin_names
+from perilune.data.generators import registry as teachers
+from perilune.environments import registry as environments
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Environment of every command; a small model lies where Qwen/Qwen3-0.6B would."""
+    root = tmp_path_factory.mktemp("docs")
+    put_in_cache(root / "huggingface", "Qwen/Qwen3-0.6B")
+    return os.environ | {
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PERILUNE_HOME": str(root / "home"),
+        "HF_HOME": str(root / "huggingface"),
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "160",
+    }
+
+
+@pytest.fixture(scope="session")
+def experiment(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The quickstart, made small, has been run: what most pages talk about."""
+    runner = Runner(tmp_path_factory.mktemp("quickstart"), environment)
+    runner.do(Block(ROOT / "README.md", 1, "bash", "", "perilune quickstart\n", ""))
+
+
+@pytest.fixture
+def runner(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
+    """Runs blocks in a folder of its own; what they install and import is forgotten after."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("PATH", "PERILUNE_HOME", "HF_HOME"):
+        monkeypatch.setenv(name, environment[name])
+    made = Runner(tmp_path, environment)
+    for path in made.import_paths:
+        monkeypatch.syspath_prepend(str(path))
+    known = set(sys.modules)
+    yield made
+    for name in set(sys.modules) - known:
+        if Path(getattr(sys.modules[name], "__file__", None) or "/").is_relative_to(tmp_path):
+            del sys.modules[name]
+    for cached in (plugin_names, load_plugin, environments._factories, teachers._classes):
+        cached.cache_clear()

@@ -1,0 +1,134 @@
+"""Does what a page's blocks say, in a folder of the page's own: runs code and commands, checks recipes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import yaml
+from doc_blocks import Block
+
+from perilune.cli.run import find_recipe
+from perilune.errors import RequestError
+from perilune.recipe.load import bundled_recipe, load_recipe
+
+# What makes a stage of a documented recipe small enough to be run for real by a test.
+SMALL = {
+    "collect": {"traces": 200},
+    "sft": {"steps": 2, "batch_size": 8},
+    "rl": {"steps": 2, "prompts": 2},
+    "evaluate": {"tasks": 4},
+}
+RUNS_A_RECIPE = re.compile(r"^perilune (quickstart|run)\b")
+
+
+class Runner:
+    """Runs the blocks of one page, in order; Python blocks share their names."""
+
+    def __init__(self, folder: Path, environment: dict[str, str], seconds: float = 120) -> None:
+        self.folder = folder
+        self.seconds = seconds
+        self.site = folder / "installed"  # where the page's own package counts as installed
+        self.site.mkdir(parents=True)
+        self.import_paths = (self.site, folder / "src", folder)
+        paths = [*map(str, self.import_paths), environment.get("PYTHONPATH", "")]
+        self.environment = environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        self.names: dict[str, Any] = {"__name__": "page"}
+
+    def do(self, block: Block) -> None:
+        """Run or check one block; fails with the place of the block in its page."""
+        if block.title:
+            self._write(block)
+        try:
+            getattr(self, f"_{block.language}")(block)
+        except subprocess.CalledProcessError as error:
+            raise AssertionError(
+                f"{block.place}: exit code {error.returncode}\n{error.stdout}{error.stderr}"
+            ) from None
+        except RequestError as error:
+            raise AssertionError(f"{block.place}: {error}") from None
+
+    def _write(self, block: Block) -> None:
+        path = self.folder / block.title
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(block.text, encoding="utf-8")
+
+    def _python(self, block: Block) -> None:
+        """A titled block is a module that others import; any other runs here and now."""
+        if block.title:
+            compile(block.text, block.place, "exec")
+            return
+        source = "\n" * (block.line - 1) + block.text  # a traceback then names the line of the page
+        exec(compile(source, str(block.page), "exec"), self.names)
+
+    def _bash(self, block: Block) -> None:
+        self._shell(block.text)
+
+    def _console(self, block: Block) -> None:
+        """A session: commands stand after "$ ", what they print is for the reader."""
+        commands = re.findall(r"^\$ (.*)$", block.text, re.MULTILINE)
+        assert commands, f"{block.place}: a console block without a command"
+        self._shell("\n".join(commands))
+
+    def _shell(self, text: str) -> None:
+        joined = text.replace("\\\n", " ")
+        script = "\n".join(map(self.small, joined.splitlines()))
+        subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", script],
+            cwd=self.folder,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=self.seconds,
+            check=True,
+        )
+
+    def small(self, line: str) -> str:
+        """The command with overrides that make its recipe small."""
+        if not RUNS_A_RECIPE.match(line):
+            return line
+        words = shlex.split(line, comments=True)
+        path = Path("quickstart") if words[1] == "quickstart" else self.folder / words[2]
+        recipe = load_recipe(find_recipe(str(path)) if path.exists() else bundled_recipe(path.name))
+        changes = ["resources.threads=1"]
+        for stage in recipe.stages:
+            changes += [f"{stage.name}.{key}={value}" for key, value in SMALL.get(stage.task, {}).items()]
+        return shlex.join([*words, *(part for change in changes for part in ("--set", change))])
+
+    def _yaml(self, block: Block) -> None:
+        """A recipe is loaded; sections without stages are laid over the bundled quickstart."""
+        document = yaml.safe_load(block.text)
+        if "stages" not in document:
+            base = yaml.safe_load(bundled_recipe("quickstart").read_text(encoding="utf-8"))
+            document = base | document
+        path = self.folder / "checked.yaml"
+        path.write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
+        load_recipe(path)
+
+    def _json(self, block: Block) -> None:
+        for line in [block.text] if block.text.startswith(("{\n", "[\n")) else block.text.splitlines():
+            json.loads(line)
+
+    def _toml(self, block: Block) -> None:
+        """A titled pyproject.toml counts as installed from here on: its entry points are registered."""
+        document = tomllib.loads(block.text)
+        groups = document["project"].get("entry-points", {})
+        if not block.title:
+            return
+        name = document["project"]["name"]
+        info = self.site / f"{name.replace('-', '_')}-0.0.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.0.0\n")
+        lines = []
+        for group, points in groups.items():
+            lines += [f"[{group}]", *(f"{key} = {value}" for key, value in points.items())]
+        (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+        importlib.invalidate_caches()

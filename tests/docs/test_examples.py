@@ -1,0 +1,64 @@
+"""Every example of the README and of docs/ is run, with small settings; recipes are loaded."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from doc_blocks import PAGES, ROOT, RUN, SHOWN, Block, blocks
+from doc_runner import Runner
+
+MOST_NOT_RUN = 16  # what may be excepted; each says why
+
+ALL = [block for page in PAGES for block in blocks(page)]
+WITH_EXAMPLES = [page for page in PAGES if any(block.language in RUN for block in blocks(page))]
+
+pytestmark = pytest.mark.xdist_group("docs")  # one experiment serves all pages
+
+
+@pytest.mark.parametrize("page", WITH_EXAMPLES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.usefixtures("experiment")
+def test_examples_run(page: Path, runner: Runner) -> None:
+    for block in blocks(page):
+        if block.language in RUN and not block.not_run:
+            runner.do(block)
+
+
+def test_every_block_says_what_it_is() -> None:
+    odd = [f"{block.place}: {block.language!r}" for block in ALL if block.language not in RUN | SHOWN]
+    assert not odd
+
+
+def test_few_examples_are_not_run() -> None:
+    excepted = [block for block in ALL if block.not_run]
+    listing = "\n".join(f"{block.place}: {block.not_run}" for block in excepted)
+    print(f"{len(excepted)} of {len(ALL)} blocks are not run:\n{listing}")
+    assert len(excepted) <= MOST_NOT_RUN, listing
+
+
+@pytest.mark.parametrize(
+    ("language", "text", "error", "message"),
+    [
+        ("python", "1 / 0\n", ZeroDivisionError, "division"),
+        ("console", "$ perilune quickstrat\n", AssertionError, "no command is called 'quickstrat'"),
+        ("bash", "false | true\n", AssertionError, "exit code 1"),
+        ("yaml", "sede: 1\n", AssertionError, "sede"),
+        ("toml", "[project\n", ValueError, "line 1"),
+        ("json", "{]\n", ValueError, "line 1"),
+    ],
+)
+def test_a_broken_example_is_found(
+    runner: Runner, language: str, text: str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        runner.do(Block(ROOT / "README.md", 7, language, "", text, ""))
+
+
+def test_a_recipe_is_made_small_and_a_hanging_command_ended(runner: Runner) -> None:
+    small = runner.small("perilune run quickstart --set rl.steps=500  # long")
+    assert small.index("rl.steps=500") < small.index("rl.steps=2") and "#" not in small
+    assert runner.small("perilune runs") == "perilune runs"
+    runner.seconds = 0.2
+    with pytest.raises(subprocess.TimeoutExpired):
+        runner.do(Block(ROOT / "README.md", 7, "bash", "", "sleep 5\n", ""))
