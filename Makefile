@@ -2,44 +2,56 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# torch is taken first and pinned, so that pip picks the small CPU build where one is offered.
+# torch is taken first and bounded, so that pip picks the small CPU build where one is offered.
 TORCH ?= torch>=2.6,<2.14
+# Test processes: one for each core that may be used, four at most.
+JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && n=4; echo $$n)
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --retries 5 --timeout 60
 
-.PHONY: quickstart test lint types layers docs wheel clean
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test lint types layers docs results wheel clean
+
+help: ## list what can be made
+	@sed -n 's/^\([a-z]*\):.*## /\1: /p' $(MAKEFILE_LIST) | column -t -s: 2>/dev/null || true
 
 quickstart: $(VENV)/.installed ## install, then the whole story on this machine
 	$(BIN)/perilune quickstart
 
 test: $(VENV)/.installed-dev lint types layers ## install what is needed and run every check
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --cov --cov-report=term:skip-covered
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --cov --cov-report=term:skip-covered
 
-lint: $(VENV)/.installed-dev
+lint: $(VENV)/.installed-dev ## formatting and rules
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
-types: $(VENV)/.installed-dev
+types: $(VENV)/.installed-dev ## strict typing
 	$(BIN)/mypy
 
-layers: $(VENV)/.installed-dev
+layers: $(VENV)/.installed-dev ## which package may import which
 	$(BIN)/lint-imports
 
-docs: $(VENV)/.installed-dev ## build the documentation, warnings are errors
-	$(BIN)/mkdocs build --strict
+docs: $(VENV)/.installed-dev ## the documentation as a site; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-wheel: $(VENV)/.installed-dev ## build the wheel and prove that it works outside the checkout
-	bash .ci/wheel
+results: $(VENV)/.installed-dev ## docs/results from benchmarks/results
+	$(BIN)/python benchmarks/report.py
+
+wheel: $(VENV)/.installed-dev ## build the wheel into dist/ and prove that it works outside the checkout
+	VENV=$(VENV) bash .ci/wheel
 
 $(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "$(PYTHON) is older than 3.11: make PYTHON=python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: $(VENV)/bin/python pyproject.toml
-	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/pip install --quiet --disable-pip-version-check -e .
-	touch $@
+$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	$(PIP) "$(TORCH)"
+	$(PIP) -e .
+	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev,docs]"
-	touch $@
+	$(PIP) -e ".[dev,docs]"
+	@touch $@
 
-clean:
-	rm -rf $(VENV) build dist site .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis
+clean: ## remove the environment and everything that was built
+	rm -rf $(VENV) build dist site .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
