@@ -5,13 +5,15 @@
 
 A result is one JSON object. `title`, `about` and `command` become heading, text and the way to make it again;
 every other value is shown as it is: an object of plain values as a list of facts, a list of like objects as a
-table, and an object of like objects as a table with their names down the side.
+table, and an object of like objects as a table with their names down the side. In a table three or more numbers
+become their median (least to most).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -82,10 +84,21 @@ def compound(value: Any, level: int) -> list[str]:
         if len(rows) > 1 and alike(rows):
             return rows_table(rows, list(value))
         return section(value, level + 1)
-    rows = list(value)
+    rows = [flat(row) if isinstance(row, Mapping) else row for row in value]
     shown, left_out = rows[:MOST_ROWS], len(rows) - MOST_ROWS
     lines = rows_table(shown) if alike(rows) else [f"* {cell(row)}" for row in shown] + [""]
     return lines + ([f"And {left_out} more.", ""] if left_out > 0 else [])
+
+
+def flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """An object with the keys of the objects inside it as its own: "outer: inner"."""
+    found: dict[str, Any] = {}
+    for key, value in row.items():
+        if isinstance(value, Mapping) and not is_plain(value):
+            found |= flat(value, f"{prefix}{key}: ")
+        else:
+            found[prefix + key] = value
+    return found
 
 
 def rows_table(rows: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> list[str]:
@@ -95,7 +108,10 @@ def rows_table(rows: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> 
     labels: list[list[str]] = [[words(name)] for name in names] or [[] for _ in rows]
     return table(
         header,
-        [[*label, *(cell(row.get(key)) for key in columns)] for label, row in zip(labels, rows, strict=True)],
+        [
+            [*label, *(repeats(row.get(key)) for key in columns)]
+            for label, row in zip(labels, rows, strict=True)
+        ],
     )
 
 
@@ -141,11 +157,20 @@ def cell(value: Any) -> str:
         return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     if isinstance(value, int):
         return f"{value:,}"
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and is_plain(value):
         return f"{cell(value['mean'])} ({cell(value['low'])} to {cell(value['high'])})"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{words(key)} {cell(item)}" for key, item in value.items())
     if isinstance(value, list):
         return ", ".join(map(cell, value))
     return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def repeats(value: Any) -> str:
+    """A cell of a table of measurements: several numbers are one figure, measured several times."""
+    if isinstance(value, list) and len(value) > 2 and all(isinstance(item, (int, float)) for item in value):
+        return f"{cell(statistics.median(value))} ({cell(min(value))} to {cell(max(value))})"
+    return cell(value)
 
 
 def words(key: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from doc_blocks import Block
 
-from perilune.cli.run import find_recipe
+from perilune.cli.main import load_command
 from perilune.errors import RequestError
 from perilune.recipe.load import bundled_recipe, load_recipe
 
@@ -26,7 +26,7 @@ SMALL = {
     "rl": {"steps": 2, "prompts": 2},
     "evaluate": {"tasks": 4},
 }
-RUNS_A_RECIPE = re.compile(r"^perilune (quickstart|run)\b")
+RUNS_A_RECIPE = re.compile(r"^perilune (quickstart|run)\b[^|>&#]*")
 
 
 class Runner:
@@ -72,10 +72,12 @@ class Runner:
         self._shell(block.text)
 
     def _console(self, block: Block) -> None:
-        """A session: commands stand after "$ ", what they print is for the reader."""
+        """Commands stand after "$ ", the rest is what they print; without any "$ " every line is a form."""
         commands = re.findall(r"^\$ (.*)$", block.text, re.MULTILINE)
-        assert commands, f"{block.place}: a console block without a command"
-        self._shell("\n".join(commands))
+        if commands:
+            self._shell("\n".join(commands))
+        for line in [] if commands else block.text.splitlines():
+            parses(shlex.split(line))
 
     def _shell(self, text: str) -> None:
         joined = text.replace("\\\n", " ")
@@ -93,15 +95,17 @@ class Runner:
 
     def small(self, line: str) -> str:
         """The command with overrides that make its recipe small."""
-        if not RUNS_A_RECIPE.match(line):
+        if not (command := RUNS_A_RECIPE.match(line)):
             return line
-        words = shlex.split(line, comments=True)
-        path = Path("quickstart") if words[1] == "quickstart" else self.folder / words[2]
-        recipe = load_recipe(find_recipe(str(path)) if path.exists() else bundled_recipe(path.name))
+        words = shlex.split(command[0])
+        named = Path("quickstart" if words[1] == "quickstart" else words[2])
+        bundled = not (self.folder / named).exists()
+        recipe = load_recipe(bundled_recipe(named.name) if bundled else self.folder / named)
         changes = ["resources.threads=1"]
         for stage in recipe.stages:
             changes += [f"{stage.name}.{key}={value}" for key, value in SMALL.get(stage.task, {}).items()]
-        return shlex.join([*words, *(part for change in changes for part in ("--set", change))])
+        words += [part for change in changes for part in ("--set", change)]
+        return f"{shlex.join(words)} {line[command.end() :]}"
 
     def _yaml(self, block: Block) -> None:
         """A recipe is loaded; sections without stages are laid over the bundled quickstart."""
@@ -132,3 +136,17 @@ class Runner:
             lines += [f"[{group}]", *(f"{key} = {value}" for key, value in points.items())]
         (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
         importlib.invalidate_caches()
+
+
+def parses(words: list[str]) -> None:
+    """Check that the command line has this command, and the command these options and arguments.
+
+    Raises:
+        click.UsageError: when it does not.
+    """
+    program, name, *rest = words
+    assert program == "perilune"
+    command = load_command(name)
+    while commands := getattr(command, "commands", None):
+        command, rest = commands[rest[0]], rest[1:]
+    command.make_context(name, rest)
