@@ -131,7 +131,9 @@ class Body(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        # Without torch's own initialisation, which on the meta device imports its compiler: a second or two.
+        table = torch.empty(config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)  # type: ignore[no-untyped-call]
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 

@@ -130,7 +130,13 @@ def _empty(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> D
     """A decoder whose parameters hold whatever was in memory."""
     with torch.device("meta"):
         decoder = Decoder(config)
-    return decoder.to(dtype).to_empty(device=device)
+    # Not by `to_empty`, which imports half of torch's compiler to look at tensors that hold nothing.
+    tensors = {
+        name: torch.empty(tensor.shape, device=device, dtype=dtype)
+        for name, tensor in decoder.state_dict().items()
+    }
+    decoder.load_state_dict(tensors, assign=True)
+    return decoder
 
 
 @dataclass(frozen=True, slots=True)
