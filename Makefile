@@ -18,7 +18,7 @@ quickstart: $(VENV)/.installed ## install, then the whole story on this machine
 	$(BIN)/perilune quickstart
 
 test: $(VENV)/.installed-dev lint types layers ## install what is needed and run every check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --cov --cov-report=term:skip-covered
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --cov --cov-report=term:skip-covered
 
 lint: $(VENV)/.installed-dev ## formatting and rules
 	$(BIN)/ruff format --check .
