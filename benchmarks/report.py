@@ -5,8 +5,8 @@
 
 A result is one JSON object. `title`, `about` and `command` become heading, text and the way to make it again;
 every other value is shown as it is: an object of plain values as a list of facts, a list of like objects as a
-table, and an object of like objects as a table with their names down the side. In a table three or more numbers
-become their median (least to most).
+table, and an object of like objects as a table with their names down the side. In a table three or more
+numbers become their median (least to most).
 """
 
 from __future__ import annotations

@@ -83,9 +83,7 @@ def load_plugin(name: str) -> TaskPlugin:
         if point.name == name:
             plugin: TaskPlugin = point.load()
             return plugin
-    raise RequestError(
-        f"no task called '{name}' is installed", remedy=f"one of: {', '.join(plugin_names())}"
-    )
+    raise RequestError(f"no task called '{name}' is installed", remedy=f"one of: {', '.join(plugin_names())}")
 
 
 def consumed_fields(spec: type[BaseModel]) -> dict[str, OutputKind]:

@@ -209,7 +209,7 @@ def _torch_build() -> dict[str, Any]:
 
 def _cuda_torch() -> str:
     range_ = next((str(need.specifier) for need in _requirements() if need.name == "torch"), "")
-    # What pip finds by itself has CUDA builds for Linux; a machine that got a CPU build was pointed elsewhere.
+    # What pip finds by itself has CUDA builds for Linux; who got a CPU build was pointed elsewhere.
     return _pip_install("--isolated", "--force-reinstall", f"torch{range_}")
 
 
