@@ -199,3 +199,12 @@ def test_what_was_within_reach_before_is_not_sold_as_new(experiment: ExperimentV
     before, after = data.evaluations[1:]
     assert before.measures["pass@8"][0] >= after.measures["pass@1"][0]
     assert f"pass@8 was already {100 * before.measures['pass@8'][0]:.1f}% before" in said
+
+
+def test_the_time_of_a_run_counts_the_attempts_that_died(tmp_path: Path) -> None:
+    for number, seconds in ((1, 40.0), (2, 5.0), (3, 900.0)):
+        runtime = tmp_path / str(number) / "runtime"
+        runtime.mkdir(parents=True)
+        (runtime / "result.json").write_text(json.dumps({"seconds": seconds}))
+    assert Attempt(tmp_path / "2").run_seconds == 45.0
+    assert Attempt(tmp_path / "2").seconds == 5.0

@@ -118,6 +118,20 @@ class Attempt:
         began, latest = self.began, self.progress.get("time")
         return max(0.0, float(latest) - began) if began is not None and latest is not None else None
 
+    @property
+    def run_seconds(self) -> float | None:
+        """Seconds of this attempt and of those before it in the same run."""
+        if self.root is None:
+            return None
+        earlier = [
+            Attempt(path)
+            for path in self.root.parent.iterdir()
+            if path.name.isdigit() and self.root.name.isdigit() and int(path.name) < int(self.root.name)
+        ]
+        spent = [one.seconds for one in (*earlier, self)]
+        known = [seconds for seconds in spent if seconds is not None]
+        return sum(known) if known else None
+
     def log_tail(self) -> str:
         """The last lines of its log."""
         for name in ("artifacts/task.log", "runtime/runtime.log"):

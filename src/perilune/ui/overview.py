@@ -56,7 +56,7 @@ def describe_stage(stage: StageView, attempt: Attempt) -> Stage:
         attempts=stage.attempts,
         cause=stage.cause,
         digest=attempt.digest,
-        seconds=attempt.seconds,
+        seconds=attempt.run_seconds,
         facts=facts,
         summary=readable(attempt.summary),
         spec=readable(attempt.job),
@@ -124,7 +124,7 @@ def facts_of(view: ExperimentView, attempts: Sequence[Attempt], provenance: Prov
     if provenance.machine_name:
         threads = next((value for name, value in provenance.machine if name == "Cores"), "")
         facts.append(("Machine", provenance.machine_name, threads.split(",")[0]))
-    seconds = [one.seconds for one in attempts if one.seconds is not None]
+    seconds = [spent for one in attempts if (spent := one.run_seconds) is not None]
     if seconds:
         facts.append(("Time", _duration(sum(seconds)), f"over {len(seconds)} stages"))
     if date := date_of(attempts):
