@@ -1,0 +1,110 @@
+"""Jobs small enough for a second, and the bundles they run in."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from perilune.bundle.freeze import job_document
+from perilune.bundle.job import InputReference, Job, Resources
+from perilune.bundle.plugin import consumed_fields, load_plugin
+from perilune.bundle.workspace import Workspace, summary_document
+from perilune.files import read_json, read_json_lines
+
+DIGITS: Mapping[str, Any] = {"id": "factory", "factory": "task_environments:Digits"}
+SUMS: Mapping[str, Any] = {
+    "id": "reasoning_gym",
+    "task": "basic_arithmetic",
+    "config": {
+        "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2, "operators": ["+"],
+        "allow_parentheses": False, "allow_negation": False,
+    },
+    "prompt": "compact",
+}  # fmt: skip
+TINY: Mapping[str, Any] = {"preset": "tiny"}
+
+COLLECT: Mapping[str, Any] = {"teacher": "gold", "traces": 40}
+SFT: Mapping[str, Any] = {"data": "traces", "steps": 6, "batch_size": 8, "warmup": 2, "save_every": 2}
+RL: Mapping[str, Any] = {
+    "checkpoint": "model", "steps": 4, "prompts": 4, "samples": 4, "max_tokens": 6, "temperature": 0.8,
+    "lr": 1e-3, "warmup": 2, "save_every": 1,
+}  # fmt: skip
+EVALUATE: Mapping[str, Any] = {"checkpoint": "model", "tasks": 6, "samples": 4, "max_tokens": 6}
+
+OPTIONS = {"collect": COLLECT, "sft": SFT, "rl": RL, "evaluate": EVALUATE}
+
+
+def make_job(
+    task: str,
+    *,
+    environment: Mapping[str, Any] = DIGITS,
+    model: Mapping[str, Any] = TINY,
+    seed: int = 1,
+    inputs: Mapping[str, Path] | None = None,
+    **options: Any,
+) -> Job:
+    """A job of the plugin `task`: the tiny options above, changed by `options`."""
+    plugin = load_plugin(task)
+    kinds = {"model": "checkpoint"} | consumed_fields(plugin.spec)
+    return Job(
+        task=task,
+        stage=task,
+        spec=plugin.spec.model_validate({**OPTIONS[task], **options}).model_dump(mode="json"),
+        model=dict(model),
+        environment=dict(environment),
+        seed=seed,
+        resources=Resources(device="cpu", threads=1),
+        inputs=tuple(
+            InputReference(name=name, path=f"inputs/{name}", digest="", kind=kinds[name])  # type: ignore[arg-type]
+            for name in inputs or {}
+        ),
+    )
+
+
+def make_bundle(root: Path, job: Job, inputs: Mapping[str, Path] | None = None) -> Path:
+    """What of a bundle a task sees: its job and its inputs."""
+    for directory in ("inputs", "artifacts"):
+        (root / directory).mkdir(parents=True)
+    (root / "job.json").write_bytes(job_document(job))
+    for name, source in (inputs or {}).items():
+        copy = shutil.copytree if source.is_dir() else shutil.copyfile
+        copy(source, root / "inputs" / name)
+    return root
+
+
+def run_in(bundle: Path) -> Path:
+    """Run a bundle's task here, and write its summary; returns the bundle."""
+    workspace = Workspace(bundle)
+    plugin = load_plugin(workspace.job.task)
+    summary = plugin.run(workspace)
+    (bundle / "artifacts" / "summary.json").write_bytes(summary_document(summary))
+    assert (bundle / plugin.output).exists()
+    return bundle
+
+
+def run_task(root: Path, task: str, *, inputs: Mapping[str, Path] | None = None, **options: Any) -> Path:
+    """Run a tiny task in a new bundle at `root`."""
+    return run_in(make_bundle(root, make_job(task, inputs=inputs, **options), inputs))
+
+
+def metrics(bundle: Path) -> list[dict[str, Any]]:
+    return list(read_json_lines(bundle / "artifacts" / "metrics.jsonl"))
+
+
+def summary(bundle: Path) -> dict[str, Any]:
+    return dict(read_json(bundle / "artifacts" / "summary.json"))
+
+
+def episodes(bundle: Path, pattern: str = "step-*.parquet") -> pd.DataFrame:
+    """All episodes of a bundle as pandas reads them, with the step of their file."""
+    files = sorted((bundle / "artifacts" / "episodes").glob(pattern))
+    return pd.concat([pd.read_parquet(file).assign(step=file.stem) for file in files], ignore_index=True)
+
+
+def figures_of(pairs: Any) -> dict[str, float]:
+    """A Parquet map as a dictionary."""
+    return dict(pairs)

@@ -1,0 +1,146 @@
+"""Wrong requests that only show when a task runs: one message that names the place, and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import string
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from task_cases import DIGITS, make_job, metrics, run_task
+
+from perilune.bundle.freeze import freeze
+from perilune.data.records import make_record, write_records
+from perilune.errors import RequestError
+from perilune.files import read_json
+
+Row = dict[str, Any]
+
+
+def written(folder: Path, *answers: str) -> Path:
+    """A data set with one trace an answer."""
+    records = [
+        make_record(
+            [{"role": "user", "content": f"{place}="}, {"role": "assistant", "content": answer}],
+            environment="digits", task_id=str(place), score=1.0, source="gold/direct", seed=0,
+        )
+        for place, answer in enumerate(answers)
+    ]  # fmt: skip
+    write_records(folder / "records.jsonl", records)
+    return folder
+
+
+def with_second_row(folder: Path, change: Callable[[Row], object]) -> Path:
+    """The data set with its second row changed by hand."""
+    file = folder / "records.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    change(rows[1])
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda row: row.pop("task_id"), "the field 'task_id' is missing"),
+        (lambda row: row.update(reward=1.0), "unknown field 'reward'"),
+        (lambda row: row.update(score="good"), "field 'score' is 'good', not a finite number"),
+        (lambda row: row["messages"].pop(), "does not end with the assistant's answer"),
+        (lambda row: row["messages"][0].update(role="boss"), "messages[0]"),
+        (lambda row: row["messages"][1].update(content="2"), "the row was changed"),
+    ],
+)
+def test_a_row_that_breaks_the_schema(change: Callable[[Row], object], said: str, tmp_path: Path) -> None:
+    data = with_second_row(written(tmp_path / "data", "1", "1", "1"), change)
+    with pytest.raises(RequestError) as caught:
+        run_task(tmp_path / "sft", "sft", inputs={"data": data})
+    assert said in caught.value.what
+    assert caught.value.where == f"{tmp_path}/sft/inputs/data/records.jsonl:2"
+    assert not (tmp_path / "sft" / "artifacts" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("1" * 5000, "a trace of 5003 tokens; the model takes 4096"),
+        ("naïve", "the tokenizer cannot encode 'ï', in 'naïve'"),
+    ],
+)
+def test_a_trace_that_the_model_cannot_take(answer: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError) as caught:
+        run_task(tmp_path / "sft", "sft", inputs={"data": written(tmp_path / "data", "1", answer, "1")})
+    assert said in caught.value.what
+    assert caught.value.where == f"{tmp_path}/sft/inputs/data/records.jsonl:2"
+    assert caught.value.remedy
+
+
+def test_no_traces(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="no traces to learn from"):
+        run_task(tmp_path / "sft", "sft", inputs={"data": written(tmp_path / "data")})
+
+
+@pytest.mark.parametrize(
+    ("task", "options"), [("rl", {"steps": 100}), ("evaluate", {"tasks": 20}), ("collect", {"traces": 60})]
+)
+def test_an_environment_that_runs_out_of_tasks(task: str, options: Row, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"digits gave|no more tasks") as caught:
+        run_task(tmp_path / task, task, environment={**DIGITS, "limit": 60}, **options)
+    if task == "collect":
+        assert "of 60 traces passed the verifier (no more tasks)" in str(caught.value)
+    else:
+        assert isinstance(caught.value, RequestError)
+        assert "widen its config" in caught.value.remedy
+    if task == "rl":
+        assert len(metrics(tmp_path / "rl")) > 5  # what was learned until then is kept
+
+
+@pytest.mark.parametrize("task", ["rl", "evaluate"])
+def test_answers_longer_than_the_model(task: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="max_tokens is 4096, and the model has 4096 positions"):
+        run_task(tmp_path / "whole", task, max_tokens=4096)
+    with pytest.raises(RequestError, match=r"has \d tokens, and with 4095 more passes the model's 4096"):
+        run_task(tmp_path / "prompt", task, max_tokens=4095)
+
+
+@pytest.mark.parametrize("task", ["rl", "evaluate"])
+def test_a_prompt_that_the_tokenizer_cannot_read(task: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="cannot encode '€', in '€"):
+        run_task(tmp_path / task, task, environment={**DIGITS, "prefix": "€"})
+
+
+@pytest.mark.parametrize("task", ["rl", "evaluate"])
+def test_an_empty_prompt(task: str, tmp_path: Path) -> None:
+    environment = {"id": "factory", "factory": "task_environments:Silent"}
+    with pytest.raises(RequestError, match="prompt 0: has no tokens"):
+        run_task(tmp_path / task, task, environment=environment)
+
+
+def test_through_the_worker_it_is_a_wrong_request(tmp_path: Path) -> None:
+    """Exit code 2 and the place, in the verdict that outlives the process."""
+    data = with_second_row(written(tmp_path / "data", "1", "1"), lambda row: row.pop("score"))
+    bundle = tmp_path / "bundle"
+    freeze(make_job("sft", inputs={"data": data}), {"data": data}, bundle)
+    script = "import sys; from perilune.cli.main import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "worker", str(bundle)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert f"{bundle}/inputs/data/records.jsonl:2: the field 'score' is missing" in done.stderr
+    assert "Traceback" not in done.stderr
+    verdict = read_json(bundle / "runtime" / "result.json")
+    assert (verdict["exit_code"], verdict["cause"]) == (2, "request_error")
+
+
+def test_a_staged_model_that_is_damaged(tmp_path: Path) -> None:
+    first = run_task(
+        tmp_path / "sft", "sft", inputs={"data": written(tmp_path / "data", *string.digits)}, steps=1
+    )
+    folder = shutil.copytree(first / "artifacts" / "checkpoints" / "final", tmp_path / "copy")
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-8])
+    with pytest.raises(RequestError, match="not a safetensors file"):
+        run_task(tmp_path / "evaluate", "evaluate", inputs={"checkpoint": folder})

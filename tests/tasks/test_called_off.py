@@ -1,0 +1,56 @@
+"""A climb that cannot be right is called off: nothing to learn from, or sampler and learner differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from task_cases import DIGITS, metrics, run_task
+
+from perilune.engine.engine import Engine
+from perilune.errors import WorkFailedError
+from perilune.learn import batch
+from perilune.tasks.observation import DEAD_PATIENCE, GAP_LIMIT
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo"])
+def test_equal_rewards_for_too_long(algorithm: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"prompts": 2, "samples": 2, "max_tokens": 1, "save_every": 100, "steps": 50}
+    with pytest.raises(WorkFailedError, match="nothing to learn from") as caught:
+        run_task(tmp_path / "rl", "rl", environment={**DIGITS, "equal": 0.5}, algorithm=algorithm, **options)
+    assert caught.value.where == f"step {DEAD_PATIENCE}"
+    assert "lower lr" in caught.value.remedy
+    lines = metrics(tmp_path / "rl")
+    assert [line["dead_groups"] for line in lines] == [1.0] * DEAD_PATIENCE
+    assert {line["grad_norm"] for line in lines} == {0.0}
+    assert {line["tokens"] for line in lines} == {0.0}
+
+
+def test_the_default_settings_pass(tmp_path: Path) -> None:
+    """What the planted defects below change is what makes the difference."""
+    bundle = run_task(tmp_path / "rl", "rl", lr=2e-4, warmup=10, steps=3)
+    assert max(line["logprob_gap_max"] for line in metrics(bundle)) <= 1e-6
+
+
+def test_an_engine_with_stale_weights_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says that it has the new weights, and samples with the old ones."""
+
+    def claim_only(engine: Engine, state: None, version: int) -> None:
+        engine.version = version
+
+    monkeypatch.setattr(Engine, "update_weights", claim_only)
+    with pytest.raises(WorkFailedError, match="sampler and learner differ by"):
+        run_task(tmp_path / "rl", "rl", lr=2e-4, warmup=10, steps=12)
+    assert metrics(tmp_path / "rl")[-1]["logprob_gap_max"] > GAP_LIMIT
+
+
+def test_a_temperature_that_the_learner_forgets_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack = batch.pack
+    monkeypatch.setattr(batch, "pack", lambda groups, budget, temperature: pack(groups, budget))
+    with pytest.raises(WorkFailedError, match="sampler and learner differ by") as caught:
+        run_task(tmp_path / "rl", "rl", temperature=0.9)
+    assert caught.value.where == "step 1"
+    assert "defect" in caught.value.remedy

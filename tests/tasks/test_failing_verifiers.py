@@ -1,0 +1,112 @@
+"""A verifier that fails is recorded, leaves its group, and never counts as zero; if all fail, work stops."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from task_cases import DIGITS, episodes, figures_of, metrics, run_task, summary
+from task_environments import Digits
+
+from perilune.errors import WorkFailedError
+from perilune.files import read_json_lines
+from perilune.verifiers import Limits
+
+HALF = "02468ace"  # of the task ids begin with one of these
+
+
+@pytest.fixture(autouse=True)
+def short_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("perilune.verifiers.scorer.Limits", partial(Limits, item_seconds=0.4))
+
+
+def test_failures_on_some_tasks_of_a_climb(tmp_path: Path) -> None:
+    environment = {**DIGITS, "raises": HALF, "refuses": "1"}
+    bundle = run_task(tmp_path / "rl", "rl", environment=environment, prompts=8)
+    rows = episodes(bundle)
+    failing = rows["task_id"].str[0].isin([*HALF, "1"])
+    assert 0 < failing.sum() < len(rows)
+    assert (rows["failure"] != "").equals(failing)
+    assert rows["reward"].isna().equals(failing)
+    assert set(rows["failure"][rows["task_id"].str[0].isin(list(HALF))]) == {
+        "verifier: scorer raised ValueError: no idea what this is"
+    }
+    assert set(rows["failure"][rows["task_id"].str[0] == "1"]) <= {"environment: nobody can judge this"}
+    for line, (_, step) in zip(metrics(bundle), rows.groupby("step"), strict=True):
+        assert line["failures"] == (step["failure"] != "").sum()
+        assert line["reward"] == pytest.approx(step["reward"].mean())  # over those that were judged
+        assert line["dead_groups"] >= step[step["failure"] != ""]["group_id"].nunique() / line["groups"]
+    assert summary(bundle)["failures"] == failing.sum()
+
+
+def test_a_failed_episode_leaves_its_group(tmp_path: Path) -> None:
+    """Its fellows are compared with each other, and it teaches nothing."""
+    environment = {**DIGITS, "raises_on": list("abcdefghijklmnopqrstuvwxyz")}
+    bundle = run_task(tmp_path / "rl", "rl", environment=environment, steps=2, samples=8)
+    rows = episodes(bundle)
+    rows["advantage"] = [figures_of(pairs).get("advantage") for pairs in rows["metrics"]]
+    failed = rows["failure"] != ""
+    mixed = rows[
+        failed.groupby(rows["group_id"]).transform("any") & ~failed.groupby(rows["group_id"]).transform("all")
+    ]
+    assert len(mixed)
+    assert rows["advantage"].isna().equals(failed)
+    for _, group in mixed.groupby("group_id"):
+        judged = group[group["failure"] == ""]
+        assert judged["advantage"].sum() == pytest.approx(0.0, abs=1e-5)
+        if judged["reward"].std() > 1e-3:
+            expected = (judged["reward"] - judged["reward"].mean()) / (judged["reward"].std() + 1e-4)
+            assert judged["advantage"].to_numpy() == pytest.approx(expected.to_numpy(), abs=1e-4)
+    learned = rows[rows["advantage"].fillna(0) != 0]
+    lengths = learned["token_ids"].map(len).groupby(learned["step"]).sum()
+    assert [line["tokens"] for line in metrics(bundle)] == list(lengths)
+
+
+def test_hangs_and_refusals_in_an_evaluation(tmp_path: Path) -> None:
+    asked = [task.task_id[0] for task in islice(Digits({}).tasks("heldout", 1), 12)]
+    rare = min(sorted(set(asked)), key=asked.count)
+    others = "89abcdef".replace(rare, "")
+    environment = {**DIGITS, "hangs": rare, "refuses": others}
+    bundle = run_task(tmp_path / "evaluate", "evaluate", environment=environment, tasks=12, samples=1)
+    rows, told = episodes(bundle), summary(bundle)
+    hung, refused = rows["task_id"].str[0] == rare, rows["task_id"].str[0].isin(list(others))
+    assert 0 < hung.sum() < (hung | refused).sum() < 12
+    assert set(rows["failure"][hung]) == {"verifier: no outcome within 0.4 s"}
+    assert told["tasks_without_verdict"] == (hung | refused).sum()
+    assert told["tasks"] == 12 - told["tasks_without_verdict"]
+    assert told["failures"] == 2 * told["tasks_without_verdict"]  # the sample and the greedy answer of each
+    judged = {task for task, _, _ in told["correct_per_task"]}
+    assert judged == set(rows["task_id"][~(hung | refused)])
+
+
+def test_rejected_traces_are_kept_apart_with_the_reason(tmp_path: Path) -> None:
+    bundle = run_task(tmp_path / "collect", "collect", environment={**DIGITS, "raises": HALF})
+    told = summary(bundle)
+    reason = "verifier: scorer raised ValueError: no idea what this is"
+    assert told["rows"] == 40
+    assert told["reasons"] == {reason: told["rejected"]}
+    rejected = list(read_json_lines(bundle / "artifacts" / "traces" / "rejected.jsonl"))
+    assert len(rejected) == told["rejected"] > 0
+    assert {row["reason"] for row in rejected} == {reason}
+    kept = {row["task_id"] for row in read_json_lines(bundle / "artifacts" / "traces" / "records.jsonl")}
+    assert not kept & {row["task_id"] for row in rejected}
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ("rl", "step 1: the verifier judged no episode: verifier: scorer raised ValueError: no idea"),
+        ("evaluate", "digits: the verifier judged no answer: verifier: scorer raised ValueError: no idea"),
+        ("collect", r"0 of 5 traces passed the verifier \(21 x verifier: scorer raised ValueError: no idea"),
+    ],
+)
+def test_when_every_verdict_fails_the_work_stops(task: str, said: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"traces": 5} if task == "collect" else {}
+    with pytest.raises(WorkFailedError, match=said):
+        run_task(tmp_path / task, task, environment={**DIGITS, "raises": "0123456789abcdef"}, **options)
+    if task == "collect":
+        rejected = tmp_path / task / "artifacts" / "traces" / "rejected.jsonl"
+        assert len(list(read_json_lines(rejected))) == 21

@@ -1,0 +1,142 @@
+"""What plans derive before any work starts, held against what the work then takes."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from task_cases import make_job
+
+from perilune.bundle.plugin import load_plugin
+from perilune.engine.cache import KVCache
+from perilune.engine.engine import Engine
+from perilune.errors import RequestError
+from perilune.files import write_json
+from perilune.learn import losses
+from perilune.models.attention import PackedAttention
+from perilune.models.config import PRESETS, DecoderConfig
+from perilune.models.decoder import Decoder
+from perilune.models.memory import learning_bytes, parameter_count, plan_memory, sampling_bytes
+from perilune.tasks.footprint import SLOTS
+
+TINY = PRESETS["tiny"]
+WIDE = DecoderConfig(
+    architecture="llama", vocab_size=700, hidden_size=64, intermediate_size=160, num_layers=2, num_heads=4,
+    num_kv_heads=2, head_dim=24, tie_word_embeddings=False, attention_bias=True, mlp_bias=True,
+)  # fmt: skip
+QWEN3_0_6B: dict[str, Any] = {
+    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
+    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "tie_word_embeddings": True, "max_position_embeddings": 40960,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [TINY, WIDE, TINY.replace(tie_word_embeddings=False)])
+def test_parameters_are_counted(config: DecoderConfig) -> None:
+    assert parameter_count(config) == sum(p.numel() for p in Decoder(config).parameters())
+
+
+def test_a_published_count() -> None:
+    assert (
+        parameter_count(DecoderConfig.from_hf(QWEN3_0_6B)) == 596_049_920
+    )  # the model card says 0.6 billion
+
+
+@pytest.mark.parametrize("config", [TINY, WIDE])
+@pytest.mark.parametrize(("sequences", "length"), [(32, 32), (4, 256)])
+def test_activations_are_within_the_estimate(config: DecoderConfig, sequences: int, length: int) -> None:
+    """All that autograd keeps of a learner's forward pass, each storage counted once, weights left out."""
+    decoder = Decoder(config)
+    own = {parameter.untyped_storage().data_ptr() for parameter in decoder.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens = torch.randint(config.vocab_size, (sequences * length,))
+    bounds = torch.arange(sequences + 1) * length
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = decoder(tokens, torch.arange(length).repeat(sequences), PackedAttention(bounds))
+        logprobs, _ = losses.token_logprobs(decoder.logits(hidden), tokens, 0.9)
+    assert logprobs.requires_grad
+    planned = learning_bytes(config, len(tokens), length)
+    assert 0.5 * planned < sum(kept.values()) < planned
+
+
+@pytest.mark.parametrize("config", [TINY, WIDE])
+def test_the_cache_is_within_the_estimate(config: DecoderConfig) -> None:
+    cache = KVCache(config, 8, torch.device("cpu"), torch.float32)
+    for length in range(1, 301):
+        cache.reserve(length)
+    held = cache.keys.nbytes + cache.values.nbytes
+    assert 0.5 * sampling_bytes(config, 8, 300) < held < sampling_bytes(config, 8, 300)
+
+
+def test_only_the_largest_of_what_passes_counts() -> None:
+    plan = plan_memory(TINY, sampling=(256, 64), learning=(4096, 64), reference=True)
+    weights = 4 * parameter_count(TINY)
+    assert plan.standing["weights"] == plan.standing["reference"] == weights
+    assert plan.standing["moments"] == 2 * weights
+    assert plan.standing["engine"] == weights + 4 * 98 * 96  # the embedding twice: it is the head too
+    assert plan.total == sum(plan.standing.values()) + max(plan.passing.values())
+    assert plan_memory(TINY, sampling=(256, 64)).passing.keys() == {"sampling"}
+    assert str(plan).startswith(f"about {plan.total / 2**20:.0f} MiB: process ")
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> dict[str, Any]:
+    """A model of which there is only the configuration."""
+    write_json(tmp_path / "config.json", QWEN3_0_6B)
+    return {"path": str(tmp_path)}
+
+
+def derived(task: str, **options: Any) -> dict[str, str]:
+    return dict(load_plugin(task).plan(make_job(task, **options)))
+
+
+def test_plans_say_what_will_be_done() -> None:
+    rl = derived("rl", steps=10, prompts=4, samples=8, max_tokens=20)
+    assert rl["episodes"] == "10 steps x 4 tasks x 8 = 320"
+    assert rl["tokens at most"] == "6,400"
+    assert derived("sft", steps=6, batch_size=8)["traces seen"] == "6 steps x 8 = 48"
+    evaluate = derived("evaluate", tasks=6, samples=4, max_tokens=10)
+    assert evaluate["answers"] == "6 held-out tasks x (4 samples + 1 greedy) = 30"
+    assert evaluate["tokens at most"] == "300"
+    assert derived("collect", teacher="arithmetic") == {
+        "traces": "40 verified, one a task, from the training split",
+        "teacher": "arithmetic (40% scratchpad, 60% direct)",
+    }
+
+
+def test_plans_of_a_large_model_need_its_configuration_alone(large: dict[str, Any]) -> None:
+    rl = derived("rl", model=large, prompts=32, samples=8, max_tokens=256, kl=0.01)["memory"]
+    # 256 samples of 512 tokens of 8 * 28 * 8 * 128 bytes, half as much again, a layer, the logits: 43.9 GiB.
+    assert "weights 2.2 GiB, engine 2.8 GiB, reference 2.2 GiB, moments 4.4 GiB" in rl
+    assert "sampling 43.9 GiB or learning 24.9 GiB or update 2.8 GiB" in rl
+    few = derived("rl", model=large, prompts=2, samples=4, max_tokens=256, token_budget=512)["memory"]
+    assert "sampling 1." in few
+    assert "learning" in few
+
+
+@pytest.mark.parametrize("task", ["rl", "evaluate"])
+def test_a_plan_refuses_answers_that_leave_no_room(task: str, large: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="max_tokens is 40960, and the model has 40960 positions"):
+        derived(task, model=large, max_tokens=40960)
+    derived(task, model=large, max_tokens=40959)
+
+
+@pytest.mark.parametrize("task", ["rl", "sft", "evaluate"])
+def test_a_plan_refuses_a_model_that_is_not_implemented(task: str, large: dict[str, Any]) -> None:
+    write_json(Path(large["path"]) / "config.json", QWEN3_0_6B | {"model_type": "mamba"})
+    with pytest.raises(RequestError, match="model_type is 'mamba'"):
+        derived(task, model=large)
+
+
+def test_the_engine_is_planned_with_the_slots_it_has() -> None:
+    assert inspect.signature(Engine).parameters["slots"].default == SLOTS

@@ -1,0 +1,273 @@
+"""One recipe through the control plane, a kill on its way, and everything it leaves."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pandas as pd
+import psutil
+import pytest
+import yaml
+from task_cases import DIGITS, EVALUATE, RL, SFT, episodes, figures_of, metrics, run_in, summary
+
+from perilune.bundle.compare import compare_artifacts
+from perilune.bundle.freeze import attempt_copy
+from perilune.control.experiments import Control, advance, open_experiment, stage_plans
+from perilune.control.home import Home
+from perilune.control.planner import RetryPolicy
+from perilune.control.progress import StageFailed, StageFinished, StageProgress, StageResumed
+from perilune.execution.claim import MARK, read_claim
+from perilune.execution.processes import marked
+from perilune.files import read_json_lines
+from perilune.models.config import PRESETS
+from perilune.models.memory import parameter_count
+from perilune.recipe.load import load_recipe
+
+STEPS, PROMPTS, SAMPLES = 12, 4, 4
+RECIPE = {
+    "name": "small",
+    "seed": 3,
+    "model": {"preset": "tiny"},
+    "environment": {**DIGITS},
+    "resources": {"device": "cpu", "threads": 1},
+    "stages": [
+        {"name": "traces", "task": "collect", "teacher": "gold", "traces": 60},
+        {"name": "base", "task": "evaluate", **EVALUATE},
+        {"name": "sft", "task": "sft", **SFT, "steps": 12},
+        {"name": "rl", "task": "rl", **RL, "checkpoint": "sft", "steps": STEPS, "save_every": 2, "kl": 0.01},
+        {"name": "after", "task": "evaluate", **EVALUATE, "checkpoint": "rl"},
+    ],
+}
+
+
+@dataclass
+class Story:
+    """What the experiment left: attempt directory and frozen bundle of each stage, and the events."""
+
+    attempts: dict[str, Path]
+    bundles: dict[str, Path]
+    resumed: list[StageResumed]
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    """The recipe run to its end; the task process of stage rl is killed once, at some instant."""
+    folder = tmp_path_factory.mktemp("story")
+    (folder / "small.yaml").write_text(yaml.safe_dump(RECIPE))
+    recipe = load_recipe(folder / "small.yaml")
+    control = Control(Home.open(folder / "home"), RetryPolicy(base=0.01))
+    runs: dict[str, str] = {}
+    resumed = []
+    kill_at: float | None = None
+    with closing(control.store):
+        for event in advance(control, open_experiment(control, recipe), stage_plans(recipe), poll=0.02):
+            assert not isinstance(event, StageFailed), event
+            if isinstance(event, StageProgress) and event.stage == "rl" and kill_at is None:
+                kill_at = random.uniform(0.0, 0.3)
+                time.sleep(kill_at)
+                kill_task(control.directory(control.run(event.run_id)))
+            if isinstance(event, StageResumed):
+                resumed.append(event)
+            if isinstance(event, StageFinished):
+                runs[event.stage] = event.run_id
+        attempts = {name: control.directory(control.run(run)) for name, run in runs.items()}
+        yield Story(attempts, {name: control.home.bundle(run) for name, run in runs.items()}, resumed)
+
+
+def kill_task(attempt: Path) -> None:
+    """SIGKILL the task's process, as the kernel would for want of memory; its worker lives on."""
+    claim = read_claim(attempt / "runtime")
+    assert claim is not None
+    for process in marked(MARK, claim.nonce):
+        try:
+            if "task_process" in " ".join(process.cmdline()):
+                process.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:  # the task was quicker
+            continue
+
+
+def test_every_stage_ends_with_its_output(story: Story) -> None:
+    assert list(story.attempts) == ["traces", "base", "sft", "rl", "after"]
+    kinds = {name: summary(attempt)["kind"] for name, attempt in story.attempts.items()}
+    assert kinds == {
+        "traces": "dataset", "base": "evaluation", "sft": "training", "rl": "training", "after": "evaluation",
+    }  # fmt: skip
+    for name in ("sft", "rl"):
+        final = story.attempts[name] / "artifacts" / "checkpoints" / "final"
+        assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+            path.name for path in final.iterdir()
+        }
+        assert [path.name for path in final.parent.iterdir()] == ["final"]
+
+
+def test_a_killed_climb_goes_on_as_if_nothing_had_happened(story: Story, tmp_path: Path) -> None:
+    assert len(story.resumed) <= 1
+    again = tmp_path / "again"
+    attempt_copy(story.bundles["rl"], again)
+    assert compare_artifacts(story.attempts["rl"], run_in(again)) == []
+
+
+def test_metrics_of_a_climb(story: Story) -> None:
+    lines = metrics(story.attempts["rl"])
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    promised = {
+        "step", "reward", "pass_rate", "reward_std", "dead_groups", "groups", "failures", "length",
+        "truncated", "entropy", "kl_reference", "kl_behaviour", "clip_fraction", "logprob_gap_max",
+        "logprob_gap_mean", "staleness", "grad_norm", "lr", "tokens", "loss",
+    }  # fmt: skip
+    for line in lines:
+        assert promised <= line.keys()
+        assert line["logprob_gap_max"] <= 1e-6
+        assert line["staleness"] == 0
+        assert line["groups"] == PROMPTS
+        assert line["failures"] == 0
+        strategies = [key for key in line if key.startswith("strategy/")]
+        assert sum(line[key] for key in strategies) == pytest.approx(1.0)
+        assert all(key.replace("strategy", "accuracy") in line for key in strategies)
+    assert lines[0]["kl_reference"] == pytest.approx(0.0, abs=1e-6)  # the policy has not moved yet
+    assert lines[-1]["kl_reference"] > 1e-6
+    assert lines[0]["entropy"] > 0
+    assert [line["lr"] for line in lines[:3]] == [5e-4, 1e-3, 1e-3]
+
+
+def test_metrics_of_imitation(story: Story) -> None:
+    lines = metrics(story.attempts["sft"])
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert all({"loss", "lr", "grad_norm", "tokens"} <= line.keys() for line in lines)
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    told = summary(story.attempts["sft"])
+    assert told["tokens"] == sum(line["tokens"] for line in lines)
+    assert told["last"]["loss"] < told["first"]["loss"]
+
+
+def test_times_are_told_apart_from_metrics(story: Story) -> None:
+    rows = list(read_json_lines(story.attempts["rl"] / "artifacts" / "timings.jsonl"))
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    for row in rows:
+        assert {"sampling", "scoring", "learning", "other", "tokens_per_second"} <= row.keys()
+        assert min(row.values()) >= 0
+
+
+def test_summary_of_a_climb(story: Story) -> None:
+    told = summary(story.attempts["rl"])
+    assert told["algorithm"] == "grpo"
+    assert told["steps"] == STEPS
+    assert told["carried_second_moments"] is True
+    assert told["parameters"] == parameter_count(PRESETS["tiny"])
+    assert told["logprob_gap_max"] <= 1e-6
+    assert told["seconds"] > 0
+    for edge in ("first", "last"):
+        assert told[edge].keys() == {"reward", "pass_rate", "length"}
+    curve = dict(map(tuple, told["implicit_objective"]))
+    assert curve[0.5] > 0  # GRPO with four samples: the group with two right and two wrong weighs most
+    assert curve[0.5] == max(curve.values()) or curve[0.5] == pytest.approx(max(curve.values()), rel=0.2)
+
+
+def test_episodes_are_read_by_pandas(story: Story) -> None:
+    rows = episodes(story.attempts["rl"])
+    assert len(rows) == STEPS * PROMPTS * SAMPLES
+    assert rows["episode_id"].is_unique
+    assert set(rows.groupby("group_id").size()) == {SAMPLES}
+    for row in rows.itertuples():
+        step = int(row.step.removeprefix("step-"))
+        assert set(row.policy_version) == {step - 1}  # the weights after step - 1 updates
+        assert len(row.token_ids) == len(row.logprobs) == len(row.loss_mask) == len(row.policy_version) <= 6
+        assert row.finish_reason in ("stop", "length")
+        assert (row.logprobs <= 0).all()
+        assert figures_of(row.reward_terms) == {"digits": row.reward}
+
+
+def test_advantages_are_stored_and_centred(story: Story) -> None:
+    rows = episodes(story.attempts["rl"])
+    rows["advantage"] = [figures_of(pairs)["advantage"] for pairs in rows["metrics"]]
+    for _, group in rows.groupby("group_id"):
+        assert group["advantage"].sum() == pytest.approx(0.0, abs=1e-5)
+        if group["reward"].std() > 1e-3:
+            best = group["reward"].idxmax()
+            assert group["advantage"][best] == group["advantage"].max() > 0
+        else:
+            assert (group["advantage"] == 0).all()
+
+
+def test_figures_follow_from_the_episodes(story: Story) -> None:
+    """Read by DuckDB, another reader than ours."""
+    pattern = story.attempts["rl"] / "artifacts" / "episodes" / "step-*.parquet"
+    found = duckdb.sql(
+        f"""select episode_id.split('/')[1]::int as step, avg(reward) as reward,
+        avg(len(token_ids)) as length, avg(truncated::int) as truncated,
+        avg((metrics['strategy/digits'] is not null)::int) as digits
+        from '{pattern}' group by step order by step"""
+    ).df()
+    told = pd.DataFrame(metrics(story.attempts["rl"]))
+    for name in ("reward", "length", "truncated"):
+        assert found[name].to_numpy() == pytest.approx(told[name].to_numpy())
+    assert found["digits"].to_numpy() == pytest.approx(told["strategy/digits"].fillna(0).to_numpy())
+
+
+def test_summary_of_an_evaluation(story: Story) -> None:
+    for name in ("base", "after"):
+        told = summary(story.attempts[name])
+        assert told["environment"] == "digits"
+        assert (told["tasks"], told["samples"], told["failures"]) == (6, 4, 0)
+        for measure in ("pass@1", "pass@2", "pass@4", "greedy"):
+            assert 0 <= told[measure]["low"] <= told[measure]["mean"] <= told[measure]["high"] <= 1
+        assert "pass@8" not in told
+        assert told["pass@4"]["mean"] >= told["pass@1"]["mean"]
+        assert [row["difficulty"] for row in told["by_difficulty"]] == [0.0, 1.0]
+        assert sum(row["tasks"] for row in told["by_difficulty"]) == 6
+        assert sum(found["share"] for found in told["strategies"].values()) == pytest.approx(1.0)
+        counted = pd.DataFrame(told["correct_per_task"], columns=["task", "n", "c"])
+        assert (counted["c"] / counted["n"]).mean() == pytest.approx(told["pass@1"]["mean"])
+        assert told["seconds"] > 0
+        assert told["tokens_per_second"] > 0
+    assert (
+        summary(story.attempts["after"])["correct_per_task"]
+        != summary(story.attempts["base"])["correct_per_task"]
+    )
+
+
+def test_episodes_of_an_evaluation(story: Story) -> None:
+    attempt = story.attempts["after"]
+    samples, greedy = episodes(attempt), episodes(attempt, "greedy.parquet")
+    told = summary(attempt)
+    assert list(samples.groupby("task_id", sort=False).size()) == [4] * 6
+    assert len(greedy) == 6
+    assert told["greedy"]["mean"] == pytest.approx((greedy["reward"] >= 1).mean())
+    right = (samples["reward"] >= 1).groupby(samples["task_id"], sort=False).sum()
+    assert [[task, 4, c] for task, c in right.items()] == told["correct_per_task"]
+
+
+def test_held_out_tasks_were_never_trained_on(story: Story) -> None:
+    traces = list(read_json_lines(story.attempts["traces"] / "artifacts" / "traces" / "records.jsonl"))
+    trained = {row["task_id"] for row in traces} | set(episodes(story.attempts["rl"])["task_id"])
+    judged = [
+        [task for task, _, _ in summary(story.attempts[name])["correct_per_task"]]
+        for name in ("base", "after")
+    ]
+    assert judged[0] == judged[1]  # the same tasks for every checkpoint, so that differences can be paired
+    assert len(trained) == 60  # RL takes the tasks in the same order, and has fewer of them
+    assert not trained & set(judged[0])
+
+
+def test_traces_are_verified_answers(story: Story) -> None:
+    folder = story.attempts["traces"] / "artifacts" / "traces"
+    rows: list[dict[str, Any]] = list(read_json_lines(folder / "records.jsonl"))
+    told = summary(story.attempts["traces"])
+    assert (told["rows"], told["rejected"], told["sources"]) == (60, 0, {"gold/direct": 60})
+    assert {row["score"] for row in rows} == {1.0}
+    assert all(row["messages"][-1]["content"] == row["messages"][0]["content"][-2::-1] for row in rows)
+
+
+@pytest.mark.parametrize("stage", ["base", "sft", "rl"])
+def test_memory_is_told(story: Story, stage: str) -> None:
+    """A process of its own is needed here: the peak is one of the whole process."""
+    memory = summary(story.attempts[stage])["memory"]
+    assert 0.5 < memory["peak_bytes"] / memory["planned_bytes"] < 1.5
