@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from perilune.bundle.compare import compare_artifacts, compare_runs
+from perilune.bundle.compare import Change, compare_artifacts, compare_runs
 from perilune.errors import RequestError
 
 PRECHECK: dict[str, Any] = {
@@ -69,6 +69,20 @@ def test_times_logs_and_the_machine_are_not_results(make_run: Callable[[str], Pa
     edit(b / "artifacts" / "precheck.json", lambda check: check["environment"].append("HOME"))
     edit(b / "artifacts" / "summary.json", lambda summary: summary.update(seconds=9.0))
     assert compare_artifacts(a, b) == []
+
+
+def test_memory_taken_is_not_a_result_and_memory_planned_is(make_run: Callable[[str], Path]) -> None:
+    a, b = make_run("a"), make_run("b")
+    for run, planned, peak in ((a, 500, 400), (b, 500, 410)):
+        memory = {"planned_bytes": planned, "peak_bytes": peak}
+        edit(run / "artifacts" / "summary.json", lambda summary, memory=memory: summary.update(memory=memory))
+    assert compare_artifacts(a, b) == []
+    difference = compare_runs(a, b)
+    assert difference.results == ()
+    assert [change.key for change in difference.timings] == ["memory.peak_bytes"]
+    edit(b / "artifacts" / "summary.json", lambda summary: summary["memory"].update(planned_bytes=501))
+    (changed,) = compare_artifacts(a, b)
+    assert changed.place == "memory.planned_bytes"
 
 
 @pytest.mark.parametrize(
@@ -180,3 +194,11 @@ def test_a_damaged_document_is_named(make_run: Callable[[str], Path]) -> None:
     (b / "artifacts" / "precheck.json").write_text("{")
     with pytest.raises(RequestError, match=r"precheck\.json:1"):
         compare_runs(a, b)
+
+
+def test_long_values_are_counted_for_people_and_whole_in_the_document() -> None:
+    long, other = list(range(200)), [*range(199), 7]
+    change = Change("correct_per_task", long, other)
+    assert str(change) == "correct_per_task: 200 values -> 200 values"
+    assert change.a == long
+    assert str(Change("pass@1.mean", 0.2290039, 1.0)) == "pass@1.mean: 0.229004 -> 1"

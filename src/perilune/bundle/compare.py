@@ -22,6 +22,7 @@ from perilune.files import read_json, read_json_lines, sha256_file
 _NOT_RESULTS = {"timings.jsonl", "hardware.jsonl", "precheck.json", "source.patch", "manifest.json"}
 _MEASURED = {"seconds", "tokens_per_second", "peak_bytes"}  # keys of summary.json
 _ABSENT = "absent"
+_LONGEST_SHOWN = 100  # characters of a list or mapping that are printed
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,16 @@ class Change:
     b: Any
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.a} -> {self.b}"
+        return f"{self.key}: {_in_short(self.a)} -> {_in_short(self.b)}"
+
+
+def _in_short(value: Any) -> str:
+    """A value on one line, for people; the document holds all of it."""
+    if isinstance(value, list | dict) and len(str(value)) > _LONGEST_SHOWN:
+        return f"{len(value)} {'entries' if isinstance(value, dict) else 'values'}"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value)
 
 
 @dataclass(frozen=True, slots=True)
