@@ -317,6 +317,33 @@ def test_diverged_weights_are_a_failure_not_a_token(temperature: float) -> None:
         Engine(decoder).sample(prompts([3]), 2, SamplingParams(max_tokens=4, temperature=temperature))
 
 
+def test_after_a_failure_nothing_of_it_is_left() -> None:
+    decoder = make()
+    engine, params = Engine(decoder), SamplingParams(max_tokens=30)
+    expected = flat(engine.sample(prompts([5, 20]), 3, params))
+    state = {name: tensor.clone() for name, tensor in decoder.state_dict().items()}
+    with torch.no_grad():
+        decoder.model.layers[0].self_attn.v_proj.weight.fill_(torch.nan)
+    engine.update_weights(None, 1)
+    with pytest.raises(WorkFailedError):
+        engine.sample(prompts([30, 30]), 3, params)
+    engine.update_weights(state, 2)
+    assert flat(engine.sample(prompts([5, 20]), 3, params)) == expected
+
+
+def test_an_interrupted_call_leaves_the_engine_usable() -> None:
+    engine, params = Engine(DECODER), SamplingParams(max_tokens=30)
+
+    def interrupt(finished: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.sample(prompts([5]), 3, params, interrupt)
+    assert flat(engine.sample(prompts([5]), 3, params)) == flat(
+        Engine(DECODER).sample(prompts([5]), 3, params)
+    )
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_it_samples_on_a_gpu() -> None:

@@ -105,19 +105,19 @@ def test_a_query_has_the_same_bits_alone_as_in_its_sequence(
         q, k, v = random_qkv(int(cu[-1]), *heads, size)
         packed = PackedAttention(cu)(0, q, k, v)
         columns = padded(max(lengths)) + 64
-        keys = torch.randn(len(lengths), heads[1], columns, size)  # leftovers of others where masked
-        values = torch.randn_like(keys)
+        # As a cache holds them: a key is a column; where masked, leftovers of others.
+        keys = torch.randn(len(lengths), heads[1], size, columns)
+        values = torch.randn(len(lengths), heads[1], columns, size)
         for row, length in enumerate(lengths):
             tokens = slice(int(cu[row]), int(cu[row]) + length)
-            keys[row, :, :length], values[row, :, :length] = (
-                k[tokens].transpose(0, 1),
-                v[tokens].transpose(0, 1),
-            )
+            keys[row, ..., :length] = k[tokens].permute(1, 2, 0)
+            values[row, :, :length] = v[tokens].transpose(0, 1)
         for seen in (columns, padded(max(lengths))):
             unseen = torch.arange(seen) >= torch.tensor(lengths)[:, None]
             mask = torch.zeros(unseen.shape).masked_fill_(unseen, -torch.inf)
             mask = mask.repeat_interleave(heads[1], dim=0)[:, None]
-            alone = attend_one(q[cu[1:] - 1], keys[:, :, :seen], values[:, :, :seen], mask)
+            of_k, of_v = keys[..., :seen].transpose(-1, -2).flatten(0, 1), values[:, :, :seen].flatten(0, 1)
+            alone = attend_one(q[cu[1:] - 1], of_k, of_v, mask)
             assert torch.equal(alone, packed[cu[1:] - 1])
     finally:
         torch.set_num_threads(before)

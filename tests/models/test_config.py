@@ -73,7 +73,7 @@ def _fields(scaling: Llama3Scaling) -> dict[str, Any]:
         ({"hidden_size": True}, "hidden_size"),
         ({"hidden_size": -96}, "hidden_size"),
         ({"num_hidden_layers": 0}, "num_layers"),
-        ({"num_key_value_heads": 2}, "key-value heads"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 2}, "key-value heads"),
         ({"head_dim": 31}, "head_dim"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"use_sliding_window": True}, "use_sliding_window"),

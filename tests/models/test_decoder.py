@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from perilune.engine.cache import Decode, KVCache, Prefill
+from perilune.engine.cache import Decode, KVCache, Memory, Prefill
 from perilune.models.attention import PackedAttention
 from perilune.models.config import PRESETS
 from perilune.models.decoder import Decoder
@@ -90,7 +90,8 @@ def test_logits_token_by_token(pair: tuple[Any, Decoder], frozen: bool) -> None:
     theirs, ours = pair
     ours = ours.frozen() if frozen else ours
     expected = torch.stack([theirs(s[None]).logits[0, 2:][:3] for s in SEQUENCES])
-    cache = KVCache(ours.config, len(SEQUENCES), torch.device("cpu"), torch.float32)
+    cache = KVCache(ours.config, len(SEQUENCES), Memory(torch.device("cpu"), torch.float32))
+    cache.reserve(5, 0)
     prompts = torch.cat([s[:3] for s in SEQUENCES])
     bounds = torch.tensor([0, 3, 6, 9])
     prefill = Prefill(cache, bounds, torch.arange(3), 0)

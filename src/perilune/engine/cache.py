@@ -2,43 +2,88 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from perilune.models.attention import PackedAttention, attend_one, padded
 from perilune.models.config import DecoderConfig
 
-_GROWTH = 64
+_GAP = 64  # elements between heads: memory is slow where many things lie a power of two apart
+
+
+class Memory:
+    """Buffers that are given back and taken again: the first touch of fresh memory is slow.
+
+    What they hold is arbitrary but finite, as long as nothing else was written to them.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device, self._dtype = device, dtype
+        self._free: list[Tensor] = []
+
+    def take(self, elements: int) -> Tensor:
+        """A buffer of at least that many elements."""
+        for index, buffer in enumerate(self._free):
+            if buffer.numel() >= elements:
+                return self._free.pop(index)
+        self._free.clear()  # all too small
+        return torch.zeros(elements, device=self._device, dtype=self._dtype)
+
+    def give(self, buffer: Tensor) -> None:
+        """Let `buffer` be taken again."""
+        self._free.append(buffer)
 
 
 class KVCache:
-    """Keys and values of up to `slots` samples; grows along time as needed.
+    """Keys and values of up to `slots` samples.
+
+    It is hardly longer than the longest sample, and laid out anew when that grows: products read what lies
+    close together several times as fast.
 
     Attributes:
-        keys, values: [layers, slots, KV, capacity, D] in the model's dtype.
+        keys: [layers, slots, KV, D, capacity]; a key is a column, because products read them that way.
+        values: [layers, slots, KV, capacity, D].
     """
 
-    def __init__(self, config: DecoderConfig, slots: int, device: torch.device, dtype: torch.dtype) -> None:
-        shape = (config.num_layers, slots, config.num_kv_heads, 0, config.head_dim)
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
+    def __init__(self, config: DecoderConfig, slots: int, memory: Memory) -> None:
+        self.config, self.slots = config, slots
+        self._memory = memory
+        self._lay_out(0)
 
-    def reserve(self, length: int) -> None:
-        """Make room for `length` tokens a slot."""
-        held = self.keys.shape[3]
-        if length <= held:
+    def _lay_out(self, capacity: int) -> None:
+        heads, size = self.config.num_kv_heads, self.config.head_dim
+        self.capacity = capacity
+        shape = (2, self.config.num_layers, self.slots, heads, capacity * size + _GAP)
+        self._buffer = self._memory.take(math.prod(shape))
+        keys, values = self._buffer[: math.prod(shape)].view(shape)[..., :-_GAP].unbind()
+        self.keys = keys.view(*shape[1:-1], size, capacity)
+        self.values = values.view(*shape[1:-1], capacity, size)
+
+    def reserve(self, length: int, used: int) -> None:
+        """Make room for `length` tokens a slot; only the first `used` slots are kept."""
+        if length <= self.capacity:
             return
-        capacity = -(-max(length, held * 3 // 2) // _GROWTH) * _GROWTH
-        for name in ("keys", "values"):
-            old = getattr(self, name)
-            new = old.new_zeros((*old.shape[:3], capacity, old.shape[4]))
-            new[:, :, :, :held] = old
-            setattr(self, name, new)
+        held, keys, values, buffer = self.capacity, self.keys, self.values, self._buffer
+        self._lay_out(padded(max(length, held + held // 8)))
+        self.keys[:, :used, ..., :held] = keys[:, :used]
+        self.values[:, :used, :, :held] = values[:, :used]
+        self._memory.give(buffer)
+
+    def release(self) -> None:
+        """Give its memory back; the cache is not used again."""
+        self._memory.give(self._buffer)
+
+    def store(self, layer: int, rows: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
+        """Put float[B, KV, D] keys and values at int64[B] positions of int64[B] slots."""
+        self.keys[layer][rows, :, :, positions] = k
+        self.values[layer][rows, :, positions] = v
 
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
         """Copy the first `length` tokens of slots int64[M] `sources` over slots int64[M] `targets`."""
-        for tensor in (self.keys, self.values):
-            tensor[:, targets, :, :length] = tensor[:, sources, :, :length]
+        self.keys[:, targets, :, :, :length] = self.keys[:, sources, :, :, :length]
+        self.values[:, targets, :, :length] = self.values[:, sources, :, :length]
 
 
 class Prefill:
@@ -58,11 +103,10 @@ class Prefill:
         flat = cu_seqlens[:-1][prompt_of_slot, None] + column
         self._tokens = flat.clamp(max=int(cu_seqlens[-1]) - 1)
         self._slots = slice(first_slot, first_slot + len(prompt_of_slot))
-        cache.reserve(self._length)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        for stored, new in ((self._cache.keys, k), (self._cache.values, v)):
-            stored[layer, self._slots, :, : self._length] = new[self._tokens].transpose(1, 2)
+        self._cache.keys[layer, self._slots, :, :, : self._length] = k[self._tokens].permute(0, 2, 3, 1)
+        self._cache.values[layer, self._slots, :, : self._length] = v[self._tokens].transpose(1, 2)
         return self._packed(layer, q, k, v)
 
 
@@ -75,19 +119,17 @@ class Decode:
     """
 
     def __init__(self, cache: KVCache, positions: Tensor, longest: int) -> None:
-        columns = padded(longest)
-        cache.reserve(columns)
         self._cache = cache
         self._positions = positions
-        self._rows = torch.arange(len(positions), device=positions.device)
-        self._held = (slice(len(positions)), slice(None), slice(columns))
-        unseen = torch.arange(columns, device=positions.device) > positions[:, None]
-        mask = torch.zeros(unseen.shape, device=positions.device, dtype=cache.keys.dtype)
-        mask = mask.masked_fill_(unseen, -torch.inf)
+        count = positions.shape[0]
+        self._rows = torch.arange(count, device=positions.device)
+        columns = torch.arange(padded(longest), device=positions.device)
+        mask = torch.zeros(count, columns.shape[0], device=positions.device, dtype=cache.keys.dtype)
+        mask = mask.masked_fill_(columns > positions[:, None], -torch.inf)
         self._mask = mask.repeat_interleave(cache.keys.shape[2], dim=0)[:, None]
+        self._keys = cache.keys[:, :count, :, :, : columns.shape[0]].transpose(-1, -2).flatten(1, 2)
+        self._values = cache.values[:, :count, :, : columns.shape[0]].flatten(1, 2)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        keys[self._rows, :, self._positions] = k
-        values[self._rows, :, self._positions] = v
-        return attend_one(q, keys[self._held], values[self._held], self._mask)
+        self._cache.store(layer, self._rows, self._positions, k, v)
+        return attend_one(q, self._keys[layer], self._values[layer], self._mask)

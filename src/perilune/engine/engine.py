@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perilune.engine.cache import Decode, KVCache, Prefill
+from perilune.engine.cache import Decode, KVCache, Memory, Prefill
 from perilune.engine.random import uniforms
 from perilune.engine.sampling import Completion, Prompt, SamplingParams, draw
 from perilune.errors import RequestError, WorkFailedError
@@ -40,6 +40,7 @@ class Engine:
         self._source = decoder
         self._decoder = decoder.frozen()
         self._slots = slots
+        self._memory: Memory | None = None
         self._score_tokens = score_tokens
         self.version = 0
 
@@ -72,13 +73,19 @@ class Engine:
             WorkFailedError: when the model gives no finite probabilities.
         """
         self._check(prompts, params)
-        batch = _Batch(self._decoder, prompts, n, params, self._slots)
+        weight = self._decoder.model.embed_tokens.weight
+        memory = self._memory or Memory(weight.device, weight.dtype)
+        self._memory = None  # kept only when all goes well: what a failure leaves may not be finite
+        cache = KVCache(self._decoder.config, min(self._slots, len(prompts) * n), memory)
+        batch = _Batch(prompts, n, params, cache)
         while batch.unfinished:
             batch.admit(self._decoder, self.version)
             batch.draw()
             batch.decode(self._decoder, self.version)
             if on_progress is not None:
                 on_progress(batch.finished, len(prompts) * n)
+        batch.cache.release()
+        self._memory = memory
         return batch.completions()
 
     @torch.inference_mode()
@@ -144,14 +151,10 @@ class Engine:
 class _Batch:
     """One call of `Engine.sample`: of all samples, B are active, in the slots 0 .. B - 1."""
 
-    def __init__(
-        self, decoder: Decoder, prompts: Sequence[Prompt], n: int, params: SamplingParams, slots: int
-    ) -> None:
+    def __init__(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, cache: KVCache) -> None:
         total = len(prompts) * n
-        weight = decoder.model.embed_tokens.weight
-        self.prompts, self.n, self.params = prompts, n, params
-        self.device, self.slots = weight.device, min(slots, total)
-        self.cache = KVCache(decoder.config, self.slots, weight.device, weight.dtype)
+        self.prompts, self.n, self.params, self.cache = prompts, n, params, cache
+        self.slots, self.device = cache.slots, cache.keys.device
         self.keys = np.array([(*p.key, j) for p in prompts for j in range(n)], dtype=np.uint64)
         self.prompt_lengths = np.repeat([len(prompt.token_ids) for prompt in prompts], n)
         self.token_ids = np.zeros((total, params.max_tokens), dtype=np.int32)
@@ -159,6 +162,7 @@ class _Batch:
         self.versions = np.zeros((total, params.max_tokens), dtype=np.int32)
         self.lengths = np.zeros(total, dtype=np.int64)  # tokens sampled so far
         self.stopped = np.zeros(total, dtype=np.bool_)
+        self.stops = np.isin(np.arange(cache.config.vocab_size), params.stop_token_ids)
         self.uniforms = np.zeros((total, _DRAWS_AHEAD))
         self.waiting = deque(range(total))
         self.active = np.zeros(0, dtype=np.int64)  # the sample in each slot
@@ -181,6 +185,7 @@ class _Batch:
         new = np.array([self.waiting.popleft() for _ in range(min(free, len(self.waiting)))])
         which, prompt_of_slot = np.unique(new // self.n, return_inverse=True)
         tokens, positions, cu_seqlens = pack([self.prompts[i].token_ids for i in which], self.device)
+        self.cache.reserve(int(cu_seqlens.diff().max()), len(self.active))
         attention = Prefill(self.cache, cu_seqlens, torch.from_numpy(prompt_of_slot), len(self.active))
         hidden = decoder(tokens, positions, attention)
         logits = decoder.logits(hidden[cu_seqlens[1:] - 1])[prompt_of_slot]
@@ -206,7 +211,7 @@ class _Batch:
         self.logprobs[rows, at] = picked_logprobs
         self.versions[rows, at] = self.version
         self.lengths[rows] = at + 1
-        stopped = np.isin(tokens, self.params.stop_token_ids)
+        stopped = self.stops[tokens]
         self.stopped[rows] = stopped
         self._keep(~stopped & (at + 1 < self.params.max_tokens))
 
@@ -220,8 +225,9 @@ class _Batch:
         at = self.lengths[rows] - 1
         tokens = torch.from_numpy(self.token_ids[rows, at].astype(np.int64)).to(self.device)
         stands = self.prompt_lengths[rows] + at
-        positions = torch.from_numpy(stands).to(self.device)
-        attention = Decode(self.cache, positions, longest=int(stands.max()) + 1)
+        positions, longest = torch.from_numpy(stands).to(self.device), int(stands.max()) + 1
+        self.cache.reserve(longest, len(rows))
+        attention = Decode(self.cache, positions, longest)
         hidden = decoder(tokens, positions, attention)
         self.logits = decoder.logits(hidden)
 

@@ -50,20 +50,27 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(D) + mask) v for R independent sets of queries and keys.
 
     Args:
-        q: float[R, M, D], M at least 4.
-        k, v: float[R, T, D], T a multiple of 16.
+        q: float[R, M, D].
+        k, v: float[R, T, D], T a multiple of 16; finite also where masked.
         mask: float, broadcastable to [R, M, T]: 0 where a query sees a key, -inf where not. Each query
             must see a key, and what it sees must be the first columns.
 
     Returns:
         float[R, M, D].
     """
-    scores = torch.baddbmm(mask, q * q.shape[-1] ** -0.5, k.transpose(1, 2))
-    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+    rows = q.shape[1]
+    missing = max(_LEAST_ROWS - rows, 0)
+    scores = torch.baddbmm(mask, _with_rows(q * q.shape[-1] ** -0.5, missing), k.transpose(1, 2))
+    weights = scores[:, :rows].softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    weights = _with_rows(weights.to(v.dtype), missing)
     if v.shape[1] <= _TERMS:
-        return torch.bmm(weights, v)
+        return torch.bmm(weights, v)[:, :rows]
     parts = zip(torch.split(weights, _TERMS, 2), torch.split(v, _TERMS, 1), strict=True)
-    return reduce(torch.add, (torch.bmm(some, of_v) for some, of_v in parts))
+    return reduce(torch.add, (torch.bmm(some, of_v) for some, of_v in parts))[:, :rows]
+
+
+def _with_rows(x: Tensor, more: int) -> Tensor:
+    return F.pad(x, (0, 0, 0, more)) if more else x
 
 
 def padded(length: int) -> int:
@@ -76,19 +83,14 @@ def attend_one(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
 
     Args:
         q: float[B, H, D].
-        keys, values: float[B, KV, T, D], T a multiple of 16; finite also where masked.
+        keys, values: float[B * KV, T, D], T a multiple of 16; finite also where masked.
         mask: float[B * KV, 1, T], 0 on the columns a sequence holds and -inf after them.
 
     Returns:
         float[B, H, D].
     """
-    rows, heads, size = q.shape
-    group = heads // keys.shape[1]
-    grouped = q.reshape(-1, group, size)
-    if group < _LEAST_ROWS:
-        grouped = F.pad(grouped, (0, 0, 0, _LEAST_ROWS - group))
-    out = attend(grouped, keys.flatten(0, 1), values.flatten(0, 1), mask)
-    return out[:, :group].reshape(rows, heads, size)
+    grouped = q.reshape(keys.shape[0], -1, q.shape[-1])
+    return attend(grouped, keys, values, mask).reshape(q.shape)
 
 
 class PackedAttention:

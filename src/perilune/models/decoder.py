@@ -77,19 +77,22 @@ class SelfAttention(nn.Module):
             self.q_norm = RMSNorm(self.size, config.rms_norm_eps)
             self.k_norm = RMSNorm(self.size, config.rms_norm_eps)
         self.qk_norm = config.qk_norm
+        self.frozen_qk_norm: Tensor | None = None
         self.qkv = Projection(self.q_proj, self.k_proj, self.v_proj)
         self.out = Projection(self.o_proj)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        qkv = self.qkv(x).view(len(x), -1, self.size)
-        qk, v = torch.split(qkv, [self.heads + self.kv_heads, self.kv_heads], dim=1)
+        qkv = self.qkv(x).view(x.shape[0], -1, self.size)
+        qk, v = torch.split_with_sizes(qkv, [self.heads + self.kv_heads, self.kv_heads], 1)
         if self.qk_norm:
             qk = rms_norm(qk, self.qk_norm_weight(), self.q_norm.eps)
-        q, k = torch.split(rotate(qk, cos, sin), [self.heads, self.kv_heads], dim=1)
-        return self.out(attention(self.layer, q, k, v).reshape(len(x), -1))
+        q, k = torch.split_with_sizes(rotate(qk, cos, sin), [self.heads, self.kv_heads], 1)
+        return self.out(attention(self.layer, q, k, v).reshape(x.shape[0], -1))
 
     def qk_norm_weight(self) -> Tensor:
         """float[H + KV, D]: the norm weight of each head of q, then of k."""
+        if self.frozen_qk_norm is not None:
+            return self.frozen_qk_norm
         q, k = self.q_norm.weight, self.k_norm.weight
         return torch.cat([q.expand(self.heads, -1), k.expand(self.kv_heads, -1)])
 
@@ -175,13 +178,15 @@ class Decoder(nn.Module):
         """A copy of the present weights for inference, faster than the original and untouched by training."""
         with torch.device("meta"):
             copy = Decoder(self.config)
-        for mine, its in zip(self._projections(), copy._projections(), strict=True):
-            its.freeze(mine)
+        for projection, its_projection in zip(self._projections(), copy._projections(), strict=True):
+            its_projection.freeze(projection)
         embedding = nn.Parameter(self.model.embed_tokens.weight.detach().clone(), requires_grad=False)
         copy.model.embed_tokens.weight = embedding
-        for norm, its_norm in zip(self.modules(), copy.modules(), strict=True):
-            if isinstance(norm, RMSNorm) and isinstance(its_norm, RMSNorm):
-                its_norm.weight = nn.Parameter(norm.weight.detach().clone(), requires_grad=False)
+        for mine, its in zip(self.modules(), copy.modules(), strict=True):
+            if isinstance(mine, RMSNorm) and isinstance(its, RMSNorm):
+                its.weight = nn.Parameter(mine.weight.detach().clone(), requires_grad=False)
+            if isinstance(mine, SelfAttention) and isinstance(its, SelfAttention) and mine.qk_norm:
+                its.frozen_qk_norm = mine.qk_norm_weight()
         return copy
 
     def _projections(self) -> list[Projection]:

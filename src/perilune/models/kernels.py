@@ -51,7 +51,7 @@ _TYPICAL_ROWS = 256
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T by oneDNN."""
-    if len(x) == 1:
+    if x.shape[0] == 1:
         return _product(x.expand(2, -1), weight)[:1]
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")  # type: ignore[no-any-return]
 
