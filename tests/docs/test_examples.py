@@ -1,7 +1,12 @@
-"""Every example of the README and of docs/ is run, with small settings; recipes are loaded."""
+"""Every example of the README and of docs/ is run, with small settings; recipes are loaded.
+
+One experiment serves all of this file.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -14,8 +19,6 @@ MOST_NOT_RUN = 16  # what may be excepted; each says why
 ALL = [block for page in PAGES for block in blocks(page)]
 WITH_EXAMPLES = [page for page in PAGES if any(block.language in RUN for block in blocks(page))]
 
-pytestmark = pytest.mark.xdist_group("docs")  # one experiment serves all pages
-
 
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=lambda page: str(page.relative_to(ROOT)))
 @pytest.mark.usefixtures("experiment")
@@ -23,6 +26,27 @@ def test_examples_run(page: Path, runner: Runner) -> None:
     for block in blocks(page):
         if block.language in RUN and not block.not_run:
             runner.do(block)
+
+
+def attempt(stage: str, environment: dict[str, str]) -> Path:
+    command = ["perilune", "show", f"quickstart/{stage}", "--json"]
+    shown = subprocess.run(command, env=environment, capture_output=True, check=True).stdout
+    return Path(json.loads(shown)["directory"])
+
+
+@pytest.mark.usefixtures("experiment")
+@pytest.mark.parametrize("stage", ["traces", "sft", "rl", "after_rl"])
+def test_every_figure_of_a_run_is_documented(stage: str, environment: dict[str, str]) -> None:
+    documented = set(re.findall(r"`([^`]+)`", (ROOT / "docs" / "reference" / "metrics.md").read_text()))
+    artifacts = attempt(stage, environment) / "artifacts"
+    for name in ("metrics.jsonl", "timings.jsonl", "hardware.jsonl"):
+        for line in (artifacts / name).read_text().splitlines() if (artifacts / name).exists() else ():
+            named = {re.sub("^(strategy|accuracy|source)/.*", r"\1/NAME", key) for key in json.loads(line)}
+            assert named <= documented, f"{name} of {stage}"
+    summary = {
+        re.sub(r"^pass@\d+$", "pass@1", key) for key in json.loads((artifacts / "summary.json").read_text())
+    }
+    assert summary <= documented, f"summary.json of {stage}"
 
 
 def test_every_block_says_what_it_is() -> None:
