@@ -40,6 +40,7 @@ def test_failures_on_some_tasks_of_a_climb(tmp_path: Path) -> None:
         assert line["reward"] == pytest.approx(step["reward"].mean())  # over those that were judged
         assert line["dead_groups"] >= step[step["failure"] != ""]["group_id"].nunique() / line["groups"]
     assert summary(bundle)["failures"] == failing.sum()
+    assert not any("advantage" in figures_of(pairs) for pairs in rows["metrics"][failing])
 
 
 def test_a_failed_episode_leaves_its_group(tmp_path: Path) -> None:

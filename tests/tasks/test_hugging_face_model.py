@@ -102,7 +102,9 @@ def journey(qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Journey:
     evaluate = run_task(
         folder / "evaluate", "evaluate", inputs=started, environment=WORDS, model=model, max_tokens=12
     )
-    rl = run_task(folder / "rl", "rl", inputs=started, model=model, checkpoint="sft", kl=0.01)
+    rl = run_task(
+        folder / "rl", "rl", inputs=started, model=model, checkpoint="sft", kl=0.01, samples=8, max_tokens=12
+    )
     return Journey(collect, sft, evaluate, rl)
 
 
@@ -122,8 +124,7 @@ def test_what_is_learned_and_judged(journey: Journey, qwen: Path) -> None:
     row = episodes(journey.evaluate).iloc[0]
     assert tokenizer.encode_prompt(list(row["messages"][:1])) == row["prompt_ids"].tolist()
     assert row["prompt_ids"][0] == 1  # <|im_start|>, as one token
-    assert max(line["logprob_gap_max"] for line in metrics(journey.rl)) <= 1e-6
-    assert min(line["dead_groups"] for line in metrics(journey.rl)) < 1
+    assert all(line["logprob_gap_max"] <= 1e-6 for line in metrics(journey.rl))
 
 
 def test_an_answer_ends_where_training_ended_it(journey: Journey) -> None:

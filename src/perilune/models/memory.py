@@ -7,13 +7,13 @@ Standing, from the beginning to the end:
 
 * weights 4 P; the engine's frozen copy 4 P, plus 4 V d where head and embedding are one tensor, for it keeps
   each in the order that is fastest to read; a reference policy 4 P;
-* AdamW's two moments 8 P.
+* AdamW's two moments 8 P;
+* keys and values of S samples of T tokens, 8 L KV D S T: the cache grows by an eighth or more at a time,
+  keeps what it outgrew beside what it grew to, and stays for the next call (hence 17/8 of that).
 
 Besides, one of these at a time:
 
-* sampling S samples of T tokens: keys and values 8 L KV D for each token, in a cache that grows by halves
-  (hence 1.5); one layer of it once more, laid out for the product; logits and what is drawn from them,
-  24 S V;
+* sampling: logits and what is drawn from them, 24 S V;
 * learning from N fed tokens in sequences of T: gradients 4 P; what each layer keeps of a token for its
   gradient, 4 (4 d + 3 F + 3 (H + KV) D + H T), half of that again while one layer is computed; logits,
   log-probs, probabilities and their gradient, 16 N V;
@@ -33,7 +33,7 @@ PROCESS_BYTES = 400 << 20
 MENTIONED = 0.01  # smallest share of the total that is told apart
 
 _FLOAT = 4
-_GROWTH = 1.5  # of the KV cache
+_GROWTH = 17 / 8  # of the KV cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,8 @@ def plan_memory(
     passing = {}
     if sampling:
         standing["engine"] = weights + _FLOAT * _tied(config)
-        passing["sampling"] = sampling_bytes(config, *sampling)
+        standing["cache"] = cache_bytes(config, *sampling)
+        passing["sampling"] = 24 * sampling[0] * config.vocab_size
     if reference:
         standing["reference"] = weights
     if learning:
@@ -105,10 +106,10 @@ def parameter_count(config: DecoderConfig) -> int:
     return embeddings + config.num_layers * (attention + mlp + 2 * d) + d
 
 
-def sampling_bytes(config: DecoderConfig, samples: int, length: int) -> int:
-    """The KV cache of `samples` samples of `length` tokens, prompts included, and one step's logits."""
-    layer = 2 * _FLOAT * config.num_kv_heads * config.head_dim * samples * length
-    return int(layer * config.num_layers * _GROWTH) + layer + 24 * samples * config.vocab_size
+def cache_bytes(config: DecoderConfig, samples: int, length: int) -> int:
+    """The KV cache of `samples` samples of `length` tokens, prompts included."""
+    token = 2 * _FLOAT * config.num_layers * config.num_kv_heads * config.head_dim
+    return int(token * samples * length * _GROWTH)
 
 
 def learning_bytes(config: DecoderConfig, tokens: int, length: int) -> int:

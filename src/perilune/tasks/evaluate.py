@@ -39,7 +39,7 @@ class Evaluate:
         from perilune.tasks.footprint import model_config
 
         spec = EvaluateSpec.model_validate(job.spec)
-        memory = _memory(spec, model_config(job))
+        memory = _memory(spec, model_config(job), job.resources.device)
         return {
             "answers": f"{spec.tasks} held-out tasks x ({spec.samples} samples + 1 greedy)"
             f" = {spec.tasks * (spec.samples + 1):,}",
@@ -53,7 +53,7 @@ class Evaluate:
         from perilune.engine.engine import Engine
         from perilune.engine.sampling import SamplingParams
         from perilune.tasks.evaluation import evaluation_summary
-        from perilune.tasks.footprint import SLOTS, memory_figures
+        from perilune.tasks.footprint import memory_figures, slots_for
         from perilune.tasks.rollouts import Rollouts, Stopwatch
         from perilune.tasks.session import (
             load_policy,
@@ -70,9 +70,10 @@ class Evaluate:
         with Scorer(workspace.job.environment) as scorer:  # its process warms up while the model loads
             device = prepare_device(workspace)
             policy = load_policy(workspace, device)
-            memory = _memory(spec, policy.decoder.config)
+            memory = _memory(spec, policy.decoder.config, device.type)
             environment = open_environment(workspace)
-            engine = Engine(policy.decoder, slots=SLOTS)
+            slots = slots_for(policy.decoder.config, spec.max_tokens, device.type)
+            engine = Engine(policy.decoder, slots=slots)
             rollouts = Rollouts(engine, policy.tokenizer, scorer, environment.id, seed)
             tasks = take_tasks(task_stream(environment, "heldout", seed), spec.tasks, environment.id)
             total = spec.tasks * (spec.samples + 1)
@@ -115,11 +116,11 @@ class Evaluate:
         }
 
 
-def _memory(spec: EvaluateSpec, config: DecoderConfig) -> MemoryPlan:
+def _memory(spec: EvaluateSpec, config: DecoderConfig, device: str) -> MemoryPlan:
     from perilune.tasks.footprint import require_room, stage_memory
 
     require_room(config, spec.max_tokens)
-    return stage_memory(config, samples=spec.tasks * spec.samples, max_tokens=spec.max_tokens)
+    return stage_memory(config, samples=spec.tasks * spec.samples, max_tokens=spec.max_tokens, device=device)
 
 
 plugin = Evaluate()

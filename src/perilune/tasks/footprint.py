@@ -11,12 +11,13 @@ from perilune.bundle.job import Job
 from perilune.errors import RequestError
 from perilune.files import read_json
 from perilune.models.config import PRESETS, DecoderConfig
-from perilune.models.memory import MemoryPlan, plan_memory
+from perilune.models.memory import MemoryPlan, cache_bytes, plan_memory
 
 if TYPE_CHECKING:
     import torch
 
-SLOTS = 256  # samples in flight
+SLOTS = 256  # most samples in flight
+CACHE_BYTES = {"cpu": 4 << 30, "cuda": 32 << 30}  # room for their keys and values
 PROMPT_TOKENS = 256  # assumed of a prompt: tasks are not looked at before the work starts
 
 
@@ -32,6 +33,15 @@ def model_config(job: Job) -> DecoderConfig:
     return DecoderConfig.from_hf(read_json(file), where=str(file))
 
 
+def slots_for(config: DecoderConfig, max_tokens: int, device: str) -> int:
+    """How many samples the engine may have in flight on a device of that type ("auto" counts as "cpu").
+
+    A constant of the recipe, not of the memory that happens to be free, so that a run can be repeated.
+    """
+    room = CACHE_BYTES["cuda" if device == "cuda" else "cpu"]
+    return max(1, min(SLOTS, room // cache_bytes(config, 1, _length(config, max_tokens))))
+
+
 def stage_memory(
     config: DecoderConfig,
     *,
@@ -39,19 +49,25 @@ def stage_memory(
     max_tokens: int = 0,
     token_budget: int = 0,
     reference: bool = False,
+    device: str = "cpu",
 ) -> MemoryPlan:
     """Memory of a stage that samples `samples` answers, learns from `token_budget` tokens at once, or both.
 
     A trace or an answer with its prompt is taken to be as long as the model allows, but at most
     `PROMPT_TOKENS` longer than `max_tokens`.
     """
-    length = min(PROMPT_TOKENS + max_tokens, config.max_position_embeddings)
+    length = _length(config, max_tokens)
+    slots = min(samples, slots_for(config, max_tokens, device))
     return plan_memory(
         config,
-        sampling=(min(samples, SLOTS), length) if samples else None,
+        sampling=(slots, length) if samples else None,
         learning=(token_budget, min(length, token_budget)) if token_budget else None,
         reference=reference,
     )
+
+
+def _length(config: DecoderConfig, max_tokens: int) -> int:
+    return min(PROMPT_TOKENS + max_tokens, config.max_position_embeddings)
 
 
 def require_room(config: DecoderConfig, max_tokens: int) -> None:

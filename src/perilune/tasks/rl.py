@@ -42,7 +42,7 @@ class RL:
         from perilune.tasks.footprint import model_config
 
         spec = RLSpec.model_validate(job.spec)
-        memory = _memory(spec, model_config(job))
+        memory = _memory(spec, model_config(job), job.resources.device)
         episodes = spec.steps * spec.prompts * spec.samples
         return {
             "episodes": f"{spec.steps} steps x {spec.prompts} tasks x {spec.samples} = {episodes:,}",
@@ -61,7 +61,7 @@ class RL:
         from perilune.learn.batch import pack
         from perilune.learn.schedules import learning_rate
         from perilune.learn.trainer import Learner, with_reference
-        from perilune.tasks.footprint import SLOTS, memory_figures
+        from perilune.tasks.footprint import memory_figures, slots_for
         from perilune.tasks.observation import Observer
         from perilune.tasks.rollouts import Rollouts, Stopwatch
         from perilune.tasks.session import (
@@ -79,9 +79,10 @@ class RL:
             device = prepare_device(workspace)
             policy = load_policy(workspace, device)
             reference = load_policy(workspace, device).decoder if spec.kl else None
-            memory = _memory(spec, policy.decoder.config)
+            memory = _memory(spec, policy.decoder.config, device.type)
             environment = open_environment(workspace)
-            engine = Engine(policy.decoder, slots=SLOTS)
+            slots = slots_for(policy.decoder.config, spec.max_tokens, device.type)
+            engine = Engine(policy.decoder, slots=slots)
             learner = Learner(policy.decoder, spec, spec)
             carried = carry_optimizer(workspace, learner)
             weigh = algorithm(spec.algorithm)
@@ -112,7 +113,7 @@ class RL:
         return summary | {"carried_second_moments": carried, "memory": memory_figures(memory, device)}
 
 
-def _memory(spec: RLSpec, config: DecoderConfig) -> MemoryPlan:
+def _memory(spec: RLSpec, config: DecoderConfig, device: str) -> MemoryPlan:
     from perilune.tasks.footprint import require_room, stage_memory
 
     require_room(config, spec.max_tokens)
@@ -122,6 +123,7 @@ def _memory(spec: RLSpec, config: DecoderConfig) -> MemoryPlan:
         max_tokens=spec.max_tokens,
         token_budget=spec.token_budget,
         reference=spec.kl > 0,
+        device=device,
     )
 
 
