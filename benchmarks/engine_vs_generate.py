@@ -1,7 +1,9 @@
 """Group sampling with our engine against `transformers` generate: same checkpoint, same cores, interleaved.
 
-Both sample at temperature 1 from float32 weights until every sample has the same number of tokens. Ours gives
-the log-prob of every sampled token as well; generate is run without (its fastest way) and with.
+Both sample at temperature 1 from float32 weights: first until every sample has the same number of tokens,
+then until each meets a stop token, as answers do. Ours gives the log-prob of every sampled token as well;
+generate is run without (its fastest way) and with. Wall seconds are what a user waits; processor seconds also
+mean something on a machine that is busy with other things.
 
     python benchmarks/engine_vs_generate.py [--repeats 7] [--out benchmarks/results/engine_vs_generate.json]
 """
@@ -31,14 +33,17 @@ from perilune.engine.sampling import Prompt, SamplingParams
 from perilune.models.loading import load_decoder, new_model, save_checkpoint
 from perilune.models.tokenizer import Tokenizer
 
-WORKLOADS = ((16, 16), (32, 8))
 PROMPT_TOKENS, NEW_TOKENS = 8, 40
+STOPS = (1, 2, 3, 4, 5, 6)
+WORKLOADS = ((16, 16, ()), (32, 8, ()), (32, 8, STOPS))
+Sampler = Callable[[int], int]
+"""Samples once with the random numbers of a step, and returns how many tokens came out."""
 
 
-def engine_sampler(path: Path, prompts: Sequence[Sequence[int]], n: int) -> Callable[[int], int]:
-    """Samples once with our engine and returns how many tokens; prompts are computed once a group."""
+def engine_sampler(path: Path, prompts: Sequence[Sequence[int]], n: int, stops: tuple[int, ...]) -> Sampler:
+    """Our engine: each group's prompt is computed once, finished samples make room."""
     engine = Engine(load_decoder(path), slots=len(prompts) * n)
-    params = SamplingParams(max_tokens=NEW_TOKENS)
+    params = SamplingParams(max_tokens=NEW_TOKENS, stop_token_ids=stops)
 
     def sample(step: int) -> int:
         groups = engine.sample([Prompt(list(p), (0, step, i)) for i, p in enumerate(prompts)], n, params)
@@ -48,9 +53,9 @@ def engine_sampler(path: Path, prompts: Sequence[Sequence[int]], n: int) -> Call
 
 
 def generate_sampler(
-    path: Path, prompts: Sequence[Sequence[int]], n: int, logprobs: bool
-) -> Callable[[int], int]:
-    """The same with transformers' generate, its prompts repeated n times."""
+    path: Path, prompts: Sequence[Sequence[int]], n: int, stops: tuple[int, ...], *, logprobs: bool
+) -> Sampler:
+    """transformers' generate: prompts repeated n times, going on until the last sample has finished."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     inputs = torch.tensor(prompts)
     settings: dict[str, Any] = {
@@ -60,11 +65,10 @@ def generate_sampler(
         "top_k": 0,
         "top_p": 1.0,
         "max_new_tokens": NEW_TOKENS,
-        "min_new_tokens": None,
-        "eos_token_id": None,
+        "eos_token_id": list(stops) or None,
         "pad_token_id": 0,
         "num_return_sequences": n,
-        "return_dict_in_generate": logprobs,
+        "return_dict_in_generate": True,
         "output_logits": logprobs,
     }
 
@@ -72,43 +76,57 @@ def generate_sampler(
     def sample(step: int) -> int:
         torch.manual_seed(step)
         out = model.generate(inputs, **settings)
-        if not logprobs:
-            return int(out.shape[0] * (out.shape[1] - PROMPT_TOKENS))
         tokens = out.sequences[:, PROMPT_TOKENS:]
-        picked = torch.stack(out.logits, dim=1).log_softmax(-1).gather(-1, tokens[..., None])
-        return picked.numel()
+        if logprobs:
+            torch.stack(out.logits, dim=1).log_softmax(-1).gather(-1, tokens[..., None])
+        ended = torch.isin(tokens, torch.tensor(stops, dtype=torch.int64)).cumsum(-1)
+        return int((ended.roll(1, -1).index_fill_(-1, torch.tensor([0]), 0) == 0).sum())
 
     return sample
 
 
-def measure(path: Path, groups: int, n: int, threads: int, repeats: int) -> dict[str, Any]:
+def measure(
+    path: Path, groups: int, n: int, stops: tuple[int, ...], threads: int, repeats: int
+) -> dict[str, Any]:
     """Medians over interleaved repeats, so that whatever else the machine does falls on all alike."""
     torch.set_num_threads(threads)
-    rng = np.random.default_rng(0)
-    prompts = rng.integers(2, 98, size=(groups, PROMPT_TOKENS)).tolist()
+    prompts = np.random.default_rng(0).integers(7, 98, size=(groups, PROMPT_TOKENS)).tolist()
     samplers = {
-        "engine": engine_sampler(path, prompts, n),
-        "generate": generate_sampler(path, prompts, n, logprobs=False),
-        "generate_with_logprobs": generate_sampler(path, prompts, n, logprobs=True),
+        "engine": engine_sampler(path, prompts, n, stops),
+        "generate": generate_sampler(path, prompts, n, stops, logprobs=False),
+        "generate_with_logprobs": generate_sampler(path, prompts, n, stops, logprobs=True),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in samplers}
+    wall: dict[str, list[float]] = {name: [] for name in samplers}
+    processor: dict[str, list[float]] = {name: [] for name in samplers}
+    tokens: dict[str, int] = dict.fromkeys(samplers, 0)
     for step in range(repeats + 1):
         for name, sample in samplers.items():
-            start = time.perf_counter()
-            assert sample(step) == groups * n * NEW_TOKENS
+            begun = time.perf_counter(), time.process_time()
+            count = sample(step)
             if step:  # the first round warms up
-                seconds[name].append(time.perf_counter() - start)
-    tokens = groups * n * NEW_TOKENS
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    pairwise = [b / a for a, b in zip(seconds["engine"], seconds["generate"], strict=True)]
+                wall[name].append((time.perf_counter() - begun[0]) / count)
+                processor[name].append((time.process_time() - begun[1]) / count)
+                tokens[name] += count
     return {
         "prompts": groups,
         "samples": n,
+        "ends": "at a stop token" if stops else f"after {NEW_TOKENS} tokens",
         "threads": threads,
-        "tokens_per_second": {name: round(tokens / value) for name, value in medians.items()},
-        "seconds": {name: [round(value, 4) for value in values] for name, values in seconds.items()},
-        "times_as_fast_as_generate": round(statistics.median(pairwise), 2),
+        "tokens_a_sample": {name: round(count / repeats / groups / n, 2) for name, count in tokens.items()},
+        "tokens_per_second": {name: round(1 / statistics.median(times)) for name, times in wall.items()},
+        "tokens_per_processor_second": {
+            name: round(1 / statistics.median(times)) for name, times in processor.items()
+        },
+        "times_as_fast_as_generate": {
+            "wall": _times_as_fast(wall),
+            "processor": _times_as_fast(processor),
+        },
     }
+
+
+def _times_as_fast(times: dict[str, list[float]]) -> float:
+    """Median over the rounds, each of which ran both."""
+    return round(statistics.median(b / a for a, b in zip(times["engine"], times["generate"], strict=True)), 2)
 
 
 def main() -> None:
@@ -128,10 +146,9 @@ def main() -> None:
         decoder = new_model("tiny", tokenizer, seed=0)
         save_checkpoint(path, decoder, tokenizer)
         for threads in arguments.threads:
-            for groups, n in WORKLOADS:
-                results.append(measure(path, groups, n, threads, arguments.repeats))
-                speeds = results[-1]["tokens_per_second"]
-                print(f"{groups} x {n}, {threads} threads:", speeds, results[-1]["times_as_fast_as_generate"])
+            for workload in WORKLOADS:
+                results.append(measure(path, *workload, threads, arguments.repeats))
+                print(json.dumps(results[-1]))
     report = {
         "command": shlex.join(["python", *sys.argv]),
         "model": {"preset": "tiny", "parameters": sum(p.numel() for p in decoder.parameters())},

@@ -22,6 +22,7 @@ from perilune.models.attention import PackedAttention
 from perilune.models.decoder import Decoder
 from perilune.models.logprobs import chosen, log_distribution
 
+_ROWS = 16
 _DRAWS_AHEAD = 64  # random numbers are made for this many positions of a sample at a time
 _REFILL_SHARE = 8  # free slots are refilled once they are 1/8 of all, so that prompts are computed in batches
 
@@ -223,13 +224,17 @@ class _Batch:
             self.logits = None
             return
         at = self.lengths[rows] - 1
-        tokens = torch.from_numpy(self.token_ids[rows, at].astype(np.int64)).to(self.device)
-        stands = self.prompt_lengths[rows] + at
-        positions, longest = torch.from_numpy(stands).to(self.device), int(stands.max()) + 1
+        # Free slots compute along up to a multiple of 16: a new number of rows costs oneDNN a new kernel.
+        count = min(-(-len(rows) // _ROWS) * _ROWS, self.slots)
+        tokens, stands = np.zeros((2, count), dtype=np.int64)
+        tokens[: len(rows)] = self.token_ids[rows, at]
+        stands[: len(rows)] = self.prompt_lengths[rows] + at
+        longest = int(stands.max()) + 1
         self.cache.reserve(longest, len(rows))
+        positions = torch.from_numpy(stands).to(self.device)
         attention = Decode(self.cache, positions, longest)
-        hidden = decoder(tokens, positions, attention)
-        self.logits = decoder.logits(hidden)
+        hidden = decoder(torch.from_numpy(tokens).to(self.device), positions, attention)
+        self.logits = decoder.logits(hidden)[: len(rows)]
 
     def completions(self) -> list[list[Completion]]:
         samples = [
