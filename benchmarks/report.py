@@ -4,9 +4,9 @@
     python benchmarks/report.py --check    leave with 1 when a page is not what its data says
 
 A result is one JSON object. `title`, `about` and `command` become heading, text and the way to make it again;
-every other value is shown as it is: an object of plain values as a list of facts, a list of like objects as a
-table, and an object of like objects as a table with their names down the side. In a table three or more
-numbers become their median (least to most).
+every other value is shown as it is: plain values and small objects as facts, a list of like objects as a
+table, and an object of like objects as a table with their names down the side. In a table a few numbers are
+one figure measured several times, and become their median (least to most); many are a curve, and only counted.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ROOT / "docs" / "results"
 HEADER = ("title", "about", "command")
 MOST_ROWS = 40  # longer tables are for programs
+MOST_REPEATS = 20  # longer lists of numbers are curves
 INTRODUCTION = """\
 # Results
 
@@ -46,8 +47,7 @@ def pages() -> dict[str, str]:
 
 def title(path: Path, document: Mapping[str, Any]) -> str:
     """What the result calls itself, else its file's name in words."""
-    words = path.stem.replace("_", " ")
-    return str(document.get("title") or words[0].upper() + words[1:])
+    return str(document.get("title") or capital(words(path.stem)))
 
 
 def page(path: Path, document: Mapping[str, Any]) -> str:
@@ -65,16 +65,17 @@ def page(path: Path, document: Mapping[str, Any]) -> str:
 
 
 def section(values: Mapping[str, Any], level: int) -> list[str]:
-    """Plain values as facts, then each compound one under a heading of its own."""
-    plain = {key: value for key, value in values.items() if is_plain(value)}
-    lines = table(["", ""], [[words(key), cell(value)] for key, value in plain.items()]) if plain else []
+    """What does not fit a cell, each under a heading of its own; then the facts, one a row."""
+    lines = []
+    facts = {key: value for key, value in values.items() if is_fact(value)}
     for key, value in values.items():
-        if key in plain:
-            continue
-        heading = words(key)
-        lines += [f"{'#' * min(level, 5)} {heading[0].upper()}{heading[1:]}", ""]
-        lines += compound(value, level)
-    return lines
+        if key not in facts:
+            lines += [f"{'#' * min(level, 5)} {capital(words(key))}", "", *compound(value, level)]
+    if facts and lines and level == 2:
+        lines += ["## Setting", ""]
+    return lines + (
+        table(["", ""], [[words(key), cell(value)] for key, value in facts.items()]) if facts else []
+    )
 
 
 def compound(value: Any, level: int) -> list[str]:
@@ -127,8 +128,21 @@ def is_plain(value: Any) -> bool:
     """Whether it fits one cell."""
     if isinstance(value, Mapping):
         return set(value) == {"mean", "low", "high"}
-    return not isinstance(value, list) or (
-        len(value) <= 8 and not any(isinstance(item, (list, dict)) for item in value)
+    if isinstance(value, list):
+        return are_numbers(value) or (len(value) <= 8 and all(isinstance(item, str) for item in value))
+    return True
+
+
+def are_numbers(values: Sequence[Any]) -> bool:
+    """Whether all of these are numbers."""
+    return all(isinstance(item, (int, float)) and not isinstance(item, bool) for item in values)
+
+
+def is_fact(value: Any) -> bool:
+    """Whether it can be told in a line: a plain value, or a few of them."""
+    few = isinstance(value, Mapping) and len(value) <= 6
+    return is_plain(value) or (
+        few and all(is_plain(item) and not isinstance(item, Mapping) for item in value.values())
     )
 
 
@@ -162,15 +176,20 @@ def cell(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{words(key)} {cell(item)}" for key, item in value.items())
     if isinstance(value, list):
-        return ", ".join(map(cell, value))
+        return ", ".join(map(cell, value)) if len(value) <= MOST_REPEATS else f"{len(value)} values"
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
 def repeats(value: Any) -> str:
-    """A cell of a table of measurements: several numbers are one figure, measured several times."""
-    if isinstance(value, list) and len(value) > 2 and all(isinstance(item, (int, float)) for item in value):
+    """A cell of a table of measurements."""
+    if isinstance(value, list) and 2 < len(value) <= MOST_REPEATS and are_numbers(value):
         return f"{cell(statistics.median(value))} ({cell(min(value))} to {cell(max(value))})"
     return cell(value)
+
+
+def capital(text: str) -> str:
+    """The text with a capital first letter."""
+    return text[0].upper() + text[1:]
 
 
 def words(key: str) -> str:
