@@ -21,7 +21,7 @@ def perilune(tmp_path: Path) -> Perilune:
             env=environment(tmp_path / "home"),
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=280,
             check=False,
         )
 

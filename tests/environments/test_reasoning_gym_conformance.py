@@ -19,7 +19,7 @@ SMALL = {  # settings that make slow generators quick
     "sokoban": {"min_w": 6, "max_w": 6, "min_h": 6, "max_h": 6, "min_boxes": 1, "max_boxes": 2},
     "zebra_puzzles": {"num_people": 3, "num_characteristics": 3},
 }
-SLOW = {"knight_swap": "searches for seconds before it has a solvable board"}
+SLOW = {"knight_swap"}  # searches for seconds before it has a solvable board
 NO_STATED_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 WORTHLESS = ("", " ", "xyzzy", "I do not know.", ";", "()", "[]", "{}", "None", "a" * 10_000)
 
@@ -33,11 +33,9 @@ def test_there_are_about_a_hundred_families():
     assert len(ReasoningGymEnvironment.families()) > 100
 
 
-@pytest.mark.parametrize("family", ReasoningGymEnvironment.families())
+@pytest.mark.parametrize("family", [one for one in ReasoningGymEnvironment.families() if one not in SLOW])
 def test_family(family):
     environment = make_environment(gym(family, config=SMALL.get(family, {})))
-    if family in SLOW:
-        pytest.skip(SLOW[family])
     tasks = list(islice(environment.tasks("train", 0), TASKS))
     assert len({task.task_id for task in tasks}) == TASKS
 
@@ -88,8 +86,8 @@ def draw(families, hash_seed):
 
 @pytest.mark.slow
 def test_other_processes_draw_the_same_tasks():
-    every = set(ReasoningGymEnvironment.families()) - set(SLOW)
+    every = set(ReasoningGymEnvironment.families()) - SLOW
     first, second = draw(sorted(every), 1), draw(sorted(every), 2)
     assert {family for family in every if first[family] != second[family]} <= HASH_SEEDED
-    fixed = HASH_SEEDED - set(SLOW) - {"codeio"}  # codeio runs programs that look at their process
+    fixed = HASH_SEEDED - SLOW - {"codeio"}  # codeio runs programs that look at their process
     assert draw(sorted(fixed), 1) == {family: first[family] for family in fixed}

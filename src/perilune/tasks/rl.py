@@ -90,7 +90,7 @@ class RL:
             params = SamplingParams(spec.max_tokens, spec.temperature, policy.stop_token_ids)
 
             first = resume(workspace, learner)
-            observer = Observer(workspace, spec.steps)
+            observer = Observer(workspace, spec.steps, device.type)
             tasks = task_stream(environment, "train", workspace.job.seed, skip=first * spec.prompts)
             for step in range(first, spec.steps):
                 watch = Stopwatch()
