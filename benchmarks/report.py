@@ -6,7 +6,7 @@
 A result is one JSON object. `title`, `about` and `command` become heading, text and the way to make it again;
 every other value is shown as it is: plain values and small objects as facts, a list of like objects as a
 table, and an object of like objects as a table with their names down the side. In a table a few numbers are
-one figure measured several times, and become their median (least to most); many are a curve, and only counted.
+one figure measured several times, and become their median (least to most); many are a curve, only counted.
 """
 
 from __future__ import annotations
