@@ -116,16 +116,17 @@ def test_a_row_of_a_product_does_not_depend_on_its_neighbours(inner: int, outer:
 
 
 @pytest.mark.skipif(not kernels.is_exact(torch.zeros(1)), reason="needs a torch built with oneDNN")
-def test_a_row_of_the_other_kernels_does_not_depend_on_its_neighbours() -> None:
+@pytest.mark.parametrize("width", [256, 112, 90])
+def test_a_row_of_the_other_kernels_does_not_depend_on_its_neighbours(width: int) -> None:
     torch.manual_seed(0)
-    x, weight, up = torch.randn(300, 5, 32), torch.randn(5, 32), torch.randn(300, 256)
+    x, weight, up = torch.randn(300, 5, 32), torch.randn(5, 32), torch.randn(300, width)
     angle = torch.randn(300, 1, 16)
     whole = [
         kernels.rms_norm(x, weight, 1e-6),
         kernels.rotate(x, angle.cos(), angle.sin()),
         kernels.swiglu(up, up),
     ]
-    for rows in (1, 2, 3, 17, 100):
+    for rows in (1, 2, 3, 17, 33, 55, 100):
         part = [
             kernels.rms_norm(x[:rows], weight, 1e-6),
             kernels.rotate(x[:rows], angle[:rows].cos(), angle[:rows].sin()),

@@ -161,7 +161,19 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up (Shazeer, 2020); both float[N, F] and contiguous."""
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
         return _SwiGLU.apply(gate, up)  # type: ignore[no-any-return,no-untyped-call]
-    return F.silu(gate).mul_(up)
+    return _silu(gate).mul_(up)
+
+
+def _silu(x: Tensor) -> Tensor:
+    """x / (1 + exp(-x)).
+
+    The library's own is faster, but rounds the last few of 32 elements otherwise than the rest. They are none
+    when rows are whole, and threads share them evenly.
+    """
+    threads = torch.get_num_threads()
+    if not is_exact(x) or (threads <= 2 and x.shape[-1] % (32 * threads) == 0):
+        return F.silu(x)
+    return x / x.neg().exp_().add_(1)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -170,7 +182,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+        return _silu(gate).mul_(up)
 
     @staticmethod
     @once_differentiable
