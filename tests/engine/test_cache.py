@@ -25,7 +25,7 @@ def test_what_is_stored_survives_growth_and_moves(lengths: list[int], slots: int
         cache.reserve(stored + length, slots)
         for position in range(stored, stored + length):
             at = torch.full((slots,), position)
-            cache.store(1, torch.arange(slots), at, keys[position], -keys[position])
+            cache.store(1, cache.places(at), keys[position], -keys[position])
         stored += length
     cache.move(torch.tensor([slots - 1]), torch.tensor([0]), stored)
     keys[:, 0] = keys[:, slots - 1]

@@ -48,7 +48,7 @@ CASES: dict[str, tuple[Function, Function, Callable[[], list[Tensor]]]] = {
         lambda: [torch.randn(7, 3, 32), torch.randn(3, 32)],
     ),
     "rotate": (
-        lambda x: kernels.rotate(x, *ANGLES),
+        lambda x: kernels.rotate(x, *kernels.both_halves(*ANGLES)),
         lambda x: plain_rotate(x, *(a.to(x.dtype) for a in ANGLES)),
         lambda: [torch.randn(7, 3, 32)],
     ),
@@ -123,13 +123,13 @@ def test_a_row_of_the_other_kernels_does_not_depend_on_its_neighbours(width: int
     angle = torch.randn(300, 1, 16)
     whole = [
         kernels.rms_norm(x, weight, 1e-6),
-        kernels.rotate(x, angle.cos(), angle.sin()),
+        kernels.rotate(x, *kernels.both_halves(angle.cos(), angle.sin())),
         kernels.swiglu(up, up),
     ]
     for rows in (1, 2, 3, 17, 33, 55, 100):
         part = [
             kernels.rms_norm(x[:rows], weight, 1e-6),
-            kernels.rotate(x[:rows], angle[:rows].cos(), angle[:rows].sin()),
+            kernels.rotate(x[:rows], *kernels.both_halves(angle[:rows].cos(), angle[:rows].sin())),
             kernels.swiglu(up[:rows], up[:rows]),
         ]
         assert all(torch.equal(a[:rows], b) for a, b in zip(whole, part, strict=True))

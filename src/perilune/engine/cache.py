@@ -10,7 +10,7 @@ from torch import Tensor
 from perilune.models.attention import PackedAttention, attend_one, padded
 from perilune.models.config import DecoderConfig
 
-_GAP = 64  # elements between heads: memory is slow where many things lie a power of two apart
+_GAP = 64  # least elements between heads: memory is slow where many things lie a power of two apart
 
 
 class Memory:
@@ -54,12 +54,13 @@ class KVCache:
 
     def _lay_out(self, capacity: int) -> None:
         heads, size = self.config.num_kv_heads, self.config.head_dim
-        self.capacity = capacity
-        shape = (2, self.config.num_layers, self.slots, heads, capacity * size + _GAP)
+        self.capacity, self._stride = capacity, capacity + -(-_GAP // size)
+        shape = (2, self.config.num_layers, self.slots, heads, self._stride, size)
         self._buffer = self._memory.take(math.prod(shape))
-        keys, values = self._buffer[: math.prod(shape)].view(shape)[..., :-_GAP].unbind()
-        self.keys = keys.view(*shape[1:-1], size, capacity)
-        self.values = values.view(*shape[1:-1], capacity, size)
+        keys, values = self._buffer[: math.prod(shape)].view(shape).unbind()
+        self.keys = keys.flatten(-2)[..., : capacity * size].view(*shape[1:-2], size, capacity)
+        self.values = values[..., :capacity, :]
+        self._value_rows = values.flatten(1, 3)
 
     def reserve(self, length: int, used: int) -> None:
         """Make room for `length` tokens a slot; only the first `used` slots are kept."""
@@ -75,10 +76,18 @@ class KVCache:
         """Give its memory back; the cache is not used again."""
         self._memory.give(self._buffer)
 
-    def store(self, layer: int, rows: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
-        """Put float[B, KV, D] keys and values at int64[B] positions of int64[B] slots."""
-        self.keys[layer][rows, :, :, positions] = k
-        self.values[layer][rows, :, positions] = v
+    def places(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Where `store` puts tokens at int64[B] positions of the first B slots, until the next `reserve`."""
+        slots = torch.arange(positions.shape[0], device=positions.device)
+        heads = torch.arange(self.config.num_kv_heads, device=positions.device)
+        rows = (slots[:, None] * len(heads) + heads) * self._stride + positions[:, None]
+        return slots, positions, rows.flatten()
+
+    def store(self, layer: int, places: tuple[Tensor, Tensor, Tensor], k: Tensor, v: Tensor) -> None:
+        """Keep float[B, KV, D] keys and values, one token of each of the first B slots."""
+        slots, positions, rows = places
+        self.keys[layer][slots, :, :, positions] = k
+        self._value_rows[layer].index_copy_(0, rows, v.reshape(-1, v.shape[-1]))
 
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
         """Copy the first `length` tokens of slots int64[M] `sources` over slots int64[M] `targets`."""
@@ -120,9 +129,8 @@ class Decode:
 
     def __init__(self, cache: KVCache, positions: Tensor, longest: int) -> None:
         self._cache = cache
-        self._positions = positions
         count = positions.shape[0]
-        self._rows = torch.arange(count, device=positions.device)
+        self._places = cache.places(positions)
         columns = torch.arange(padded(longest), device=positions.device)
         mask = torch.zeros(count, columns.shape[0], device=positions.device, dtype=cache.keys.dtype)
         mask = mask.masked_fill_(columns > positions[:, None], -torch.inf)
@@ -131,5 +139,5 @@ class Decode:
         self._values = cache.values[:, :count, :, : columns.shape[0]].flatten(1, 2)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self._cache.store(layer, self._rows, self._positions, k, v)
+        self._cache.store(layer, self._places, k, v)
         return attend_one(q, self._keys[layer], self._values[layer], self._mask)

@@ -59,18 +59,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         float[R, M, D].
     """
     rows = q.shape[1]
-    missing = max(_LEAST_ROWS - rows, 0)
-    scores = torch.baddbmm(mask, _with_rows(q * q.shape[-1] ** -0.5, missing), k.transpose(1, 2))
-    weights = scores[:, :rows].softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-    weights = _with_rows(weights.to(v.dtype), missing)
+    if rows < _LEAST_ROWS:
+        return attend(F.pad(q, (0, 0, 0, _LEAST_ROWS - rows)), k, v, mask)[:, :rows]
+    scores = torch.baddbmm(mask, q * q.shape[-1] ** -0.5, k.transpose(1, 2))
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
     if v.shape[1] <= _TERMS:
-        return torch.bmm(weights, v)[:, :rows]
+        return torch.bmm(weights, v)
     parts = zip(torch.split(weights, _TERMS, 2), torch.split(v, _TERMS, 1), strict=True)
-    return reduce(torch.add, (torch.bmm(some, of_v) for some, of_v in parts))[:, :rows]
-
-
-def _with_rows(x: Tensor, more: int) -> Tensor:
-    return F.pad(x, (0, 0, 0, more)) if more else x
+    return reduce(torch.add, (torch.bmm(some, of_v) for some, of_v in parts))
 
 
 def padded(length: int) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from perilune.models.attention import Attention
 from perilune.models.config import DecoderConfig
-from perilune.models.kernels import linear, pack_weight, rms_norm, rotate, swiglu
+from perilune.models.kernels import both_halves, linear, pack_weight, rms_norm, rotate, swiglu
 
 
 class RMSNorm(nn.Module):
@@ -156,7 +156,7 @@ class Decoder(nn.Module):
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Last hidden state, float[N, d], of int64[N] tokens at int64[N] positions in their sequences."""
-        cos, sin = self.rotary(positions)
+        cos, sin = both_halves(*self.rotary(positions))
         x = self.model.embed_tokens(token_ids)
         for block in self.model.layers:
             x = block(x, cos, sin, attention)

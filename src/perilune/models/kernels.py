@@ -127,19 +127,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         x: float[N, H, D].
-        cos, sin: float[N, 1, D / 2] of the angle of each pair.
+        cos, sin: float[N, 1, D], made by `both_halves`.
     """
     if torch.is_grad_enabled() and x.requires_grad:
         return _Rotate.apply(x, cos, sin)  # type: ignore[no-any-return,no-untyped-call]
     return _rotated(x, cos, sin, 1)
 
 
+def both_halves(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Of float[..., D / 2] per pair, float[..., D]: (a, b) becomes (a cos - b sin, b cos + a sin)."""
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+
+
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    (a, b), (new_a, new_b) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
-    torch.mul(a, cos, out=new_a).addcmul_(b, sin, value=-direction)
-    torch.mul(b, cos, out=new_b).addcmul_(a, sin, value=direction)
-    return out
+    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin, value=direction)
 
 
 class _Rotate(torch.autograd.Function):
