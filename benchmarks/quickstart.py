@@ -52,9 +52,15 @@ def main() -> None:
         "command": shlex.join(["python", "benchmarks/quickstart.py", *sys.argv[1:]]),
         "versions": {name: version(name) for name in ("perilune", "torch", "reasoning-gym")},
         "python": sys.version.split()[0],
-        "processor": describe_machine()["processor"],
+        "processor": describe_machine()["processor"]["model"],
         "runs": runs,
-        "gain_over_sft": [run["gain"] for run in runs],
+        "pass@1": [
+            {"seed": run["seed"]}
+            | {one["stage"]: one["pass@1"]["mean"] for one in run["evaluations"]}
+            | {"gain_over_sft": run["gain"]["mean"], "low": run["gain"]["low"], "high": run["gain"]["high"]}
+            | {"seconds": run["seconds"], "logprob_gap_max": run["logprob_gap_max"]}
+            for run in runs
+        ],
     }
     arguments.out.parent.mkdir(exist_ok=True)
     arguments.out.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
