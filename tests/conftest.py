@@ -6,10 +6,15 @@ A test marked `gpu` may skip anywhere; no other may where CI is set.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Generator
 from typing import Any
 
 import pytest
+
+# A shell has the jobs that it starts in the background ignore Ctrl-C, and their children inherit that; the
+# commands that tests interrupt must not.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 IN_CI = os.environ.get("CI", "").lower() not in {"", "0", "false"}
 
