@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,11 @@ def read_json(path: Path) -> Any:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         line = getattr(error, "lineno", 1)
         raise RequestError(f"not valid JSON: {error}", where=f"{path}:{line}") from None
+
+
+def write_json_lines(path: Path, values: Iterable[Any]) -> None:
+    """Atomically write one canonical JSON line a value."""
+    write_atomic(path, b"".join(canonical_json(value) + b"\n" for value in values))
 
 
 def append_json_line(path: Path, value: Any) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from perilune.bundle.job import Job
-from perilune.files import append_json_line, canonical_json, read_json, read_json_lines, write_atomic
+from perilune.files import append_json_line, canonical_json, read_json, read_json_lines, write_json_lines
 
 PROGRESS_INTERVAL = 0.2  # seconds between two writes of runtime/progress.json
 
@@ -61,8 +61,7 @@ class Workspace:
         for name in ("metrics.jsonl", "timings.jsonl"):
             path = self.artifacts / name
             if path.exists():
-                kept = [canonical_json(row) + b"\n" for row in read_json_lines(path) if row["step"] <= step]
-                write_atomic(path, b"".join(kept))
+                write_json_lines(path, [row for row in read_json_lines(path) if row["step"] <= step])
         for path in self.episodes.glob("step-*.parquet"):
             if int(path.stem.removeprefix("step-")) > step:
                 path.unlink()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from perilune.errors import RequestError
-from perilune.files import canonical_json, sha256_bytes, write_atomic
+from perilune.files import canonical_json, sha256_bytes, write_json_lines
 
 _ROLES = {"system", "user", "assistant", "tool"}
 
@@ -54,9 +54,9 @@ def make_record(
 
 def write_records(path: Path, records: Iterable[TraceRecord]) -> int:
     """Write records to `path`, one canonical JSON line each, whole or not at all; returns how many."""
-    lines = [canonical_json(asdict(record)) + b"\n" for record in records]
-    write_atomic(path, b"".join(lines))
-    return len(lines)
+    rows = [asdict(record) for record in records]
+    write_json_lines(path, rows)
+    return len(rows)
 
 
 def read_records(path: Path) -> list[TraceRecord]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from perilune.bundle.job import Frozen, Job
-from perilune.files import canonical_json, write_atomic
+from perilune.files import write_json_lines
 
 if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace
@@ -116,7 +116,7 @@ def _write_rejected(path: Path, rejected: Sequence[Rejected]) -> None:
         }
         for candidate, reason in ((one.candidate, one.reason) for one in rejected)
     ]
-    write_atomic(path, b"".join(canonical_json(row) + b"\n" for row in rows))
+    write_json_lines(path, rows)
 
 
 plugin = Collect()
