@@ -32,6 +32,7 @@ class PackedBatch:
         prefix_of: int64[S], index of the prompt that each completion continues, -1 for a prompt.
         rows: int64[M], index of the fed token that predicts each learned token.
         targets: int64[M], the learned tokens.
+        episode_of: int64[M], index of the completion that each learned token belongs to, from 0.
         old_logprobs: float32[M], of the sampling policy.
         policy_version: int64[M], version of the weights that sampled each learned token.
         policy_gradient, cross_entropy, reference_kl: float32[M] final weights, or None for all zero.
@@ -45,6 +46,7 @@ class PackedBatch:
     prefix_of: Tensor
     rows: Tensor
     targets: Tensor
+    episode_of: Tensor
     old_logprobs: Tensor
     policy_version: Tensor
     policy_gradient: Tensor | None
@@ -191,6 +193,7 @@ def _pack_bin(items: list[_Item], temperature: float) -> PackedBatch:
         prefix_of=torch.tensor([-1] * len(prompt_lengths) + prompt_of),
         rows=torch.from_numpy(np.concatenate(rows).astype(np.int64)),
         targets=learned((item.episode.token_ids for item in items), np.int64),
+        episode_of=torch.arange(len(items)).repeat_interleave(torch.tensor([int(m.sum()) for m in masks])),
         old_logprobs=learned((item.episode.logprobs for item in items), np.float32),
         policy_version=learned((item.episode.policy_version for item in items), np.int64),
         policy_gradient=weights("policy_gradient"),

@@ -8,7 +8,7 @@ A training step is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,10 @@ from perilune.learn.optimizer import AdamW
 from perilune.learn.settings import AlgorithmSettings, OptimizerSettings
 from perilune.models.attention import PackedAttention
 from perilune.models.decoder import Decoder
+
+Objective = Callable[[PackedBatch, Tensor], tuple[Tensor, Mapping[str, Tensor]]]
+"""A loss that is more than a weight a token: (batch, hidden float[M, d] that predict its learned tokens) ->
+its share of the step's loss, and sums of figures over whatever it counts."""
 
 
 class Learner:
@@ -88,6 +92,24 @@ class Learner:
             figures.add_mean("entropy", entropy)
             self._observe(batch, logprobs.detach(), figures)
         return figures.result()
+
+    def forward_backward_custom(
+        self, batches: Sequence[PackedBatch], objective: Objective
+    ) -> dict[str, float]:
+        """Add the gradient of one step's loss, where `objective` says what that is.
+
+        Returns:
+            loss, tokens, and every figure of the objective, all summed over the micro-batches.
+        """
+        totals: dict[str, Tensor] = {}
+        tokens = 0
+        for batch in (batch.to(self._device) for batch in batches):
+            loss, sums = objective(batch, predicting_states(self.decoder, batch))
+            loss.backward()  # type: ignore[no-untyped-call]
+            tokens += len(batch.targets)
+            for name, value in {"loss": loss, **sums}.items():
+                totals[name] = totals.get(name, 0) + value.detach().double()
+        return {name: float(value) for name, value in totals.items()} | {"tokens": float(tokens)}
 
     def _loss(self, batch: PackedBatch, logprobs: Tensor, figures: _Figures) -> Tensor:
         """The sum of the batch's components."""
@@ -179,10 +201,14 @@ def token_logprobs(decoder: Decoder, batch: PackedBatch) -> Tensor:
 
 def _forward(decoder: Decoder, batch: PackedBatch) -> tuple[Tensor, Tensor]:
     """Log-probs (differentiable) and entropies float32[M]; logits only where something is learned."""
-    attention = PackedAttention(batch.cu_seqlens, batch.prefix_of)
-    hidden = decoder(batch.token_ids, batch.positions, attention)
-    logits = decoder.logits(hidden.index_select(0, batch.rows))
+    logits = decoder.logits(predicting_states(decoder, batch))
     return losses.token_logprobs(logits, batch.targets, batch.temperature)
+
+
+def predicting_states(decoder: Decoder, batch: PackedBatch) -> Tensor:
+    """Last hidden states float[M, d] that predict the learned tokens of a batch on the decoder's device."""
+    attention = PackedAttention(batch.cu_seqlens, batch.prefix_of)
+    return decoder(batch.token_ids, batch.positions, attention).index_select(0, batch.rows)  # type: ignore[no-any-return]
 
 
 class _Figures:
