@@ -14,15 +14,16 @@ from perilune.models.attention import PackedAttention, attend_one, padded
 exact = pytest.mark.skipif(not kernels.is_exact(torch.zeros(1)), reason="needs a torch built with oneDNN")
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, prefix: int = 0) -> Tensor:
+def plain(q: Tensor, k: Tensor, v: Tensor, prefix: int = 0, window: int | None = None) -> Tensor:
     """Causal attention of the last queries of one sequence, head by head."""
     group = q.shape[1] // k.shape[1]
     out = torch.empty_like(q)
     for row in range(len(q)):
         for head in range(q.shape[1]):
-            seen = k[: prefix + row + 1, head // group]
-            weights = (seen @ q[row, head] / q.shape[-1] ** 0.5).softmax(0)
-            out[row, head] = weights @ v[: prefix + row + 1, head // group]
+            stop = prefix + row + 1
+            visible = slice(0 if window is None else max(0, stop - window), stop)
+            weights = (k[visible, head // group] @ q[row, head] / q.shape[-1] ** 0.5).softmax(0)
+            out[row, head] = weights @ v[visible, head // group]
     return out
 
 
@@ -35,12 +36,14 @@ def bounds(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0)
 
 
-def check(lengths: list[int], prefix_of: list[int] | None, heads: tuple[int, int]) -> None:
+def check(
+    lengths: list[int], prefix_of: list[int] | None, heads: tuple[int, int], window: int | None = None
+) -> None:
     cu = bounds(lengths)
     inputs = random_qkv(int(cu[-1]), *heads)
     ours = [x.clone().requires_grad_() for x in inputs]
     of = None if prefix_of is None else torch.tensor(prefix_of)
-    out = PackedAttention(cu, of)(0, *ours)
+    out = PackedAttention(cu, of)(0, *ours, window)
     theirs = [x.double().requires_grad_() for x in inputs]
     parts = []
     for index, length in enumerate(lengths):
@@ -48,7 +51,7 @@ def check(lengths: list[int], prefix_of: list[int] | None, heads: tuple[int, int
         before = prefix_of[index] if prefix_of is not None else -1
         past = torch.arange(int(cu[before]), int(cu[before + 1])) if before >= 0 else tokens[:0]
         keys = torch.cat([past, tokens])
-        parts.append(plain(theirs[0][tokens], theirs[1][keys], theirs[2][keys], len(past)))
+        parts.append(plain(theirs[0][tokens], theirs[1][keys], theirs[2][keys], len(past), window))
     expected = torch.cat(parts)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
     weight = torch.randn_like(out)
@@ -86,6 +89,24 @@ def test_many_queries_are_taken_in_turns(
     check([35, 50, 7], prefix_of, (4, 2))
 
 
+@settings(max_examples=15, deadline=None)
+@given(
+    prompts=st.lists(st.integers(1, 30), min_size=1, max_size=3),
+    completions=st.lists(st.integers(1, 30), min_size=1, max_size=3),
+    window=st.integers(1, 40),
+)
+def test_a_window_hides_what_lies_further_back(
+    prompts: list[int], completions: list[int], window: int
+) -> None:
+    of = [index % len(prompts) for index in range(len(completions))]
+    check([*prompts, *completions], [-1] * len(prompts) + of, (4, 2), window)
+
+
+def test_turns_behind_a_window_skip_what_none_of_their_queries_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_QUERY_BLOCK", 64)
+    check([400, 20, 300], [-1, 0, 0], (2, 1), 50)
+
+
 def test_more_terms_than_are_summed_at_once() -> None:
     check([450], None, (2, 1))
 
@@ -93,9 +114,9 @@ def test_more_terms_than_are_summed_at_once() -> None:
 @exact
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("heads", [(3, 1), (3, 3), (8, 2), (4, 4), (16, 2)])
-@pytest.mark.parametrize("size", [16, 32, 64, 128])
+@pytest.mark.parametrize(("size", "window"), [(16, None), (32, None), (64, None), (128, None), (32, 90)])
 def test_a_query_has_the_same_bits_alone_as_in_its_sequence(
-    heads: tuple[int, int], size: int, threads: int
+    heads: tuple[int, int], size: int, window: int | None, threads: int
 ) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -103,7 +124,7 @@ def test_a_query_has_the_same_bits_alone_as_in_its_sequence(
         lengths = [1, 3, 17, 64, 100, 191, 230, 600]
         cu = bounds(lengths)
         q, k, v = random_qkv(int(cu[-1]), *heads, size)
-        packed = PackedAttention(cu)(0, q, k, v)
+        packed = PackedAttention(cu)(0, q, k, v, window)
         columns = padded(max(lengths)) + 64
         # As a cache holds them: a key is a column; where masked, leftovers of others.
         keys = torch.randn(len(lengths), heads[1], size, columns)
@@ -113,7 +134,8 @@ def test_a_query_has_the_same_bits_alone_as_in_its_sequence(
             keys[row, ..., :length] = k[tokens].permute(1, 2, 0)
             values[row, :, :length] = v[tokens].transpose(0, 1)
         for seen in (columns, padded(max(lengths))):
-            unseen = torch.arange(seen) >= torch.tensor(lengths)[:, None]
+            behind = torch.tensor(lengths)[:, None] - torch.arange(seen)
+            unseen = (behind <= 0) | (behind > (window or seen))
             mask = torch.zeros(unseen.shape).masked_fill_(unseen, -torch.inf)
             mask = mask.repeat_interleave(heads[1], dim=0)[:, None]
             of_k, of_v = keys[..., :seen].transpose(-1, -2).flatten(0, 1), values[:, :, :seen].flatten(0, 1)

@@ -113,10 +113,10 @@ class Prefill:
         self._tokens = flat.clamp(max=int(cu_seqlens[-1]) - 1)
         self._slots = slice(first_slot, first_slot + len(prompt_of_slot))
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         self._cache.keys[layer, self._slots, :, :, : self._length] = k[self._tokens].permute(0, 2, 3, 1)
         self._cache.values[layer, self._slots, :, : self._length] = v[self._tokens].transpose(1, 2)
-        return self._packed(layer, q, k, v)
+        return self._packed(layer, q, k, v, window)
 
 
 class Decode:
@@ -128,16 +128,26 @@ class Decode:
     """
 
     def __init__(self, cache: KVCache, positions: Tensor, longest: int) -> None:
-        self._cache = cache
+        self._cache, self._positions = cache, positions
         count = positions.shape[0]
         self._places = cache.places(positions)
-        columns = torch.arange(padded(longest), device=positions.device)
-        mask = torch.zeros(count, columns.shape[0], device=positions.device, dtype=cache.keys.dtype)
-        mask = mask.masked_fill_(columns > positions[:, None], -torch.inf)
-        self._mask = mask.repeat_interleave(cache.keys.shape[2], dim=0)[:, None]
-        self._keys = cache.keys[:, :count, :, :, : columns.shape[0]].transpose(-1, -2).flatten(1, 2)
-        self._values = cache.values[:, :count, :, : columns.shape[0]].flatten(1, 2)
+        self._columns = torch.arange(padded(longest), device=positions.device)
+        self._masks: dict[int | None, Tensor] = {}
+        self._keys = cache.keys[:, :count, :, :, : len(self._columns)].transpose(-1, -2).flatten(1, 2)
+        self._values = cache.values[:, :count, :, : len(self._columns)].flatten(1, 2)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         self._cache.store(layer, self._places, k, v)
-        return attend_one(q, self._keys[layer], self._values[layer], self._mask)
+        if window not in self._masks:
+            self._masks[window] = self._mask(window)
+        return attend_one(q, self._keys[layer], self._values[layer], self._masks[window])
+
+    def _mask(self, window: int | None) -> Tensor:
+        """float[B * KV, 1, T] of layers with that window."""
+        at = self._positions[:, None]
+        unseen = self._columns > at
+        if window is not None:
+            unseen |= self._columns <= at - window
+        mask = torch.zeros(unseen.shape, device=at.device, dtype=self._cache.keys.dtype)
+        mask = mask.masked_fill_(unseen, -torch.inf)
+        return mask.repeat_interleave(self._cache.keys.shape[2], dim=0)[:, None]

@@ -8,8 +8,9 @@ found of MKL's products and of the softmax kernel, and is held by tests:
 * it sums at most 192 terms from left to right, so that zeros after the end change nothing;
 * the softmax sums in lanes of 16, so that masked columns after the end change nothing.
 
-Hence keys start at column 0, columns come in multiples of 16, longer sums are cut every 192 terms, and a
-query that is alone is computed as four. Other devices and dtypes agree to rounding.
+Hence keys start at column 0 (behind a window also at a multiple of 192), columns come in multiples of 16,
+longer sums are cut every 192 terms, and a query that is alone is computed as four. Other devices and dtypes
+agree to rounding.
 """
 
 from __future__ import annotations
@@ -36,14 +37,16 @@ class Attention(Protocol):
 
     Args:
         layer: index of the layer.
-        q: float[N, H, D], after the rotary embedding.
+        q: float[N, H, D], after the rotary embedding, scaled for scores of q k^T / sqrt(D).
         k, v: float[N, KV, D]; H is a multiple of KV.
+        window: a query sees its own and the window - 1 tokens before it (sliding-window attention,
+            Beltagy et al. 2020), or all before it when None. The same for every call of one layer.
 
     Returns:
         float[N, H, D].
     """
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor: ...
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -53,7 +56,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         q: float[R, M, D].
         k, v: float[R, T, D], T a multiple of 16; finite also where masked.
         mask: float, broadcastable to [R, M, T]: 0 where a query sees a key, -inf where not. Each query
-            must see a key, and what it sees must be the first columns.
+            must see a key. A sequence's key stands in the column of its position, less a multiple of 192.
 
     Returns:
         float[R, M, D].
@@ -109,10 +112,10 @@ class PackedAttention:
         self._shared = prefix_of is not None
         self._layout: _Layout | None = None
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         if self._layout is None:
             self._layout = _Layout(self._spans, self._shared, q, k)
-        return self._layout(q, k, v)
+        return self._layout(q, k, v, window)
 
 
 def _bucket(length: int) -> int:
@@ -134,7 +137,8 @@ class _Layout:
 
     def __init__(self, spans: Sequence[Tensor], shared: bool, q: Tensor, k: Tensor) -> None:
         heads, kv_heads = q.shape[1], k.shape[1]
-        self._blocks = []
+        self._shapes: list[tuple[int, Tensor, int]] = []
+        self._blocks: dict[int | None, list[_Block]] = {}
         queries, keys = [], []
         for block in spans:
             start, length, prefix_start, prefix = block[:, :, None].unbind(1)
@@ -143,15 +147,16 @@ class _Layout:
             key = torch.where(column < prefix, prefix_start + column, start + column - prefix)
             queries.append(_per_head(torch.where(row < length, start + row, -1), heads))
             keys.append(_per_head(torch.where(column < prefix + length, key, -1), kv_heads))
-            self._blocks.append(_Block(len(row), prefix, len(block), q, k))
+            self._shapes.append((len(row), prefix, len(block)))
         self._queries = _Places(queries, q, unique=True)
         self._keys = _Places(keys, k, unique=not shared)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        if window not in self._blocks:
+            self._blocks[window] = [_Block(*shape, window, q, k) for shape in self._shapes]
         padded_q, padded_k, padded_v = self._queries.pad(q), self._keys.pad(k), self._keys.pad(v)
-        outs = [
-            block(*parts) for block, *parts in zip(self._blocks, padded_q, padded_k, padded_v, strict=True)
-        ]
+        parts = zip(self._blocks[window], padded_q, padded_k, padded_v, strict=True)
+        outs = [block(of_q, of_k, of_v) for block, of_q, of_k, of_v in parts]
         return self._queries.unpad(outs).view(q.shape)
 
 
@@ -222,7 +227,9 @@ class _Block:
     in turns, recomputed when gradients are needed, so that memory grows with T and not with its square.
     """
 
-    def __init__(self, length: int, prefix: Tensor, sequences: int, q: Tensor, k: Tensor) -> None:
+    def __init__(
+        self, length: int, prefix: Tensor, sequences: int, window: int | None, q: Tensor, k: Tensor
+    ) -> None:
         heads, kv_heads = q.shape[1], k.shape[1]
         self._sets, self._group, self._length = sequences * kv_heads, heads // kv_heads, length
         equal = bool((prefix == prefix[0]).all())
@@ -230,8 +237,11 @@ class _Block:
         self._turns = []
         for start in range(0, length, _QUERY_BLOCK):
             stop = min(start + _QUERY_BLOCK, length)
-            columns = padded(int(prefix.max()) + stop)
-            visible = torch.arange(columns) <= prefix[:, :, None] + torch.arange(start, stop)[:, None]
+            at = prefix[:, :, None] + torch.arange(start, stop)[:, None]
+            unseen = 0 if window is None else max(0, int(at.min()) - window + 1)
+            columns = slice(unseen // _TERMS * _TERMS, padded(int(at.max()) + 1))
+            column = torch.arange(columns.start, columns.stop)
+            visible = column <= at if window is None else (column <= at) & (column > at - window)
             mask = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf).to(q)
             mask = mask[:, None, None].expand(-1, 1 if equal else kv_heads, self._group, -1, -1)
             self._turns.append((slice(start, stop), columns, mask.flatten(2, 3).flatten(0, 1)))
@@ -241,11 +251,12 @@ class _Block:
         size = q.shape[-1]
         k, v = k.view(self._sets, -1, size), v.view(self._sets, -1, size)
         if len(self._turns) == 1:
-            return attend(q.view(self._sets, -1, size), k, v, self._turns[0][2]).view(-1, size)
+            _, columns, mask = self._turns[0]
+            return attend(q.view(self._sets, -1, size), k[:, columns], v[:, columns], mask).view(-1, size)
         q = q.view(self._sets, self._group, self._length, size)
         outs = []
         for rows, columns, mask in self._turns:
-            turn = q[:, :, rows].flatten(1, 2), k[:, :columns], v[:, :columns], mask
+            turn = q[:, :, rows].flatten(1, 2), k[:, columns], v[:, columns], mask
             out = checkpoint(attend, *turn, use_reentrant=False) if q.requires_grad else attend(*turn)
             outs.append(out.view(self._sets, self._group, -1, size))
         return torch.cat(outs, dim=2).view(-1, size)
