@@ -74,14 +74,6 @@ def refused(home: Home) -> PeriluneError:
     return caught.value
 
 
-def test_a_newer_schema_is_refused_and_left_alone(control: Control) -> None:
-    raw = sqlite3.connect(control.home.database)
-    raw.execute("PRAGMA user_version = 99")
-    raw.close()
-    error = refused(control.home)
-    assert isinstance(error, RequestError) and "schema 99" in str(error)
-
-
 def test_a_damaged_database_is_named(tmp_path: Path) -> None:
     home = Home.open(tmp_path)
     home.database.write_bytes(b"this is not SQLite" * 100)

@@ -14,11 +14,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import JSON, Engine, ForeignKey, ForeignKeyConstraint, create_engine, event, select
+from sqlalchemy import JSON, Engine, ForeignKey, ForeignKeyConstraint, create_engine, event, false, select
 from sqlalchemy.exc import DatabaseError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, validates
 
 from perilune.control.home import Home
+from perilune.control.migrations import LATEST, migrate, schema_of, set_schema
 from perilune.control.transitions import (
     AttemptState,
     Cleanup,
@@ -30,7 +31,6 @@ from perilune.control.transitions import (
 from perilune.errors import PeriluneError, RequestError, WorkFailedError
 from perilune.files import canonical_json, sha256_bytes
 
-SCHEMA_VERSION = 1
 BUSY_SECONDS = 30.0
 ROOM = 1 << 17  # bytes that SQLite may want at once for its write-ahead log
 
@@ -76,6 +76,7 @@ class Run(Base):
     bundle_digest: Mapped[str] = mapped_column(index=True)
     state: Mapped[str] = mapped_column(default=RunState.QUEUED.value)
     desired: Mapped[str] = mapped_column(default=RunState.SUCCEEDED.value)
+    forced: Mapped[bool] = mapped_column(default=False, server_default=false())  # end it without proof
     current_epoch: Mapped[int] = mapped_column(default=0)
     manifest_digest: Mapped[str | None]  # of the committed result
     retry_of: Mapped[str | None] = mapped_column(ForeignKey("runs.id"))
@@ -156,25 +157,26 @@ APPEND_ONLY = [
 
 
 class Store:
-    """The database of one home."""
+    """The database of one home, made where there is none and brought forward where it is older.
+
+    Raises:
+        RequestError: when it is newer than this program, or cannot be written.
+        WorkFailedError: when it is damaged.
+    """
 
     def __init__(self, home: Home) -> None:
         self.home = home
         self.engine = _sqlite(home)
         with self.transaction() as session:
             connection = session.connection()
-            found = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
+            found = schema_of(connection)
             if found == 0:
                 Base.metadata.create_all(connection)
                 for statement in APPEND_ONLY:
                     connection.exec_driver_sql(statement)
-                connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            elif found != SCHEMA_VERSION:
-                raise RequestError(
-                    f"state is of schema {found}; this version of perilune reads schema {SCHEMA_VERSION}",
-                    where=str(home.database),
-                    remedy="use the version that made it, or another PERILUNE_HOME",
-                )
+                set_schema(connection, LATEST)
+            elif backup := migrate(connection, home.database):
+                record(session, "store.migrated", found=found, now=LATEST, backup=backup.name)
 
     @contextmanager
     def transaction(self) -> Iterator[Session]:

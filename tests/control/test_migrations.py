@@ -1,0 +1,135 @@
+"""A home of an older version is brought forward whole or not at all; one of a newer version is left alone."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select
+
+from perilune.control import migrations
+from perilune.control.experiments import Control
+from perilune.control.home import Home
+from perilune.control.lookup import find_run, stage_statuses
+from perilune.control.migrations import LATEST, MIGRATIONS
+from perilune.control.store import Event, Store, verify_events
+from perilune.errors import RequestError, WorkFailedError
+
+FIRST = (Path(__file__).parent / "schema_1.sql").read_text()
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Home:
+    """A home whose database the first schema made."""
+    home = Home.open(tmp_path / "old")
+    with closing(sqlite3.connect(home.database)) as raw:
+        raw.execute("PRAGMA journal_mode=WAL")
+        raw.executescript(FIRST)
+    return home
+
+
+def rows(database: Path, table: str) -> list[tuple[object, ...]]:
+    with closing(sqlite3.connect(database)) as raw:
+        return raw.execute(f"SELECT * FROM {table} ORDER BY 1, 2").fetchall()
+
+
+def number(database: Path) -> int:
+    with closing(sqlite3.connect(database)) as raw:
+        return int(raw.execute("PRAGMA user_version").fetchone()[0])
+
+
+def test_an_old_home_is_brought_forward_with_all_it_holds(old: Home) -> None:
+    before = {table: rows(old.database, table) for table in ("runs", "attempts", "events", "stages")}
+    control = Control(old)
+
+    assert number(old.database) == LATEST
+    assert [row[: len(before["runs"][0])] for row in rows(old.database, "runs")] == before["runs"]
+    assert rows(old.database, "attempts") == before["attempts"]
+    assert [(one.name, one.state) for one in stage_statuses(control)] == [
+        ("drill", "succeeded"),
+        ("drill", "failed"),
+    ]
+    assert not find_run(control, "drills/drill").forced
+    with control.store.snapshot() as session:
+        kinds = list(session.scalars(select(Event.kind).order_by(Event.seq)))
+        assert verify_events(session) is None
+    assert len(kinds) == len(before["events"]) + 1 and kinds[-1] == "store.migrated"
+
+    copy = old.root / "state.schema-1.db"
+    assert number(copy) == 1
+    assert {table: rows(copy, table) for table in before} == before
+    Store(old)  # and a second time there is nothing to do
+    with control.store.snapshot() as session:
+        assert len(list(session.scalars(select(Event.seq)))) == len(kinds)
+
+
+def test_a_migrated_database_is_like_a_new_one(old: Home, tmp_path: Path) -> None:
+    new = Home.open(tmp_path / "new")
+
+    def shape(home: Home) -> dict[str, list[tuple[object, ...]]]:
+        Store(home).close()
+        with closing(sqlite3.connect(home.database)) as raw:
+            names = raw.execute(
+                "SELECT name, type, tbl_name FROM sqlite_master WHERE sql NOT NULL"
+            ).fetchall()
+            tables = [name for name, kind, _ in names if kind == "table"]
+            found = {name: raw.execute(f"PRAGMA table_info({name})").fetchall() for name in tables}
+        # A column's place differs: SQLite adds at the end.
+        columns = {name: sorted(column[1:] for column in table) for name, table in found.items()}
+        return columns | {"": sorted(names)}
+
+    assert shape(old) == shape(new)
+
+
+def test_two_commands_that_find_an_old_home_migrate_it_once(old: Home) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: Store(old).close(), range(4)))
+    kinds = [row[4] for row in rows(old.database, "events")]
+    assert kinds.count("store.migrated") == 1
+
+
+def test_a_migration_that_fails_changes_nothing(old: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = rows(old.database, "runs")
+    monkeypatch.setitem(MIGRATIONS, LATEST, (*MIGRATIONS[LATEST], "ALTER TABLE nowhere ADD COLUMN x"))
+    with pytest.raises(WorkFailedError, match="nowhere"):
+        Store(old)
+    assert number(old.database) == 1 and rows(old.database, "runs") == before
+
+
+def full(database: Path, schema: int) -> Path:
+    raise RequestError("the disk is full", where=str(database))
+
+
+def test_without_room_for_the_copy_nothing_is_migrated(old: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(migrations, "back_up", full)
+    with pytest.raises(RequestError, match="full"):
+        Store(old)
+    assert number(old.database) == 1
+
+
+def test_the_copy_says_when_it_cannot_be_written(old: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect: Callable[..., sqlite3.Connection] = sqlite3.connect
+
+    class Full(sqlite3.Connection):
+        def backup(self, *_: object, **__: object) -> None:
+            raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(migrations.sqlite3, "connect", lambda path: connect(path, factory=Full))
+    with pytest.raises(RequestError, match="the disk is full"):
+        migrations.back_up(old.database, 1)
+    assert sorted(path.name for path in old.root.glob("*.db")) == ["state.db"]
+
+
+@pytest.mark.parametrize("schema", [LATEST + 1, 99])
+def test_a_newer_home_is_refused_and_left_alone(old: Home, schema: int) -> None:
+    with closing(sqlite3.connect(old.database)) as raw:
+        raw.execute(f"PRAGMA user_version = {schema}")
+    before = old.database.read_bytes()
+    with pytest.raises(RequestError) as caught:
+        Store(old)
+    assert f"schema {schema}" in caught.value.what and "upgrade" in caught.value.remedy
+    assert old.database.read_bytes() == before and not list(old.root.glob("state.schema*"))
