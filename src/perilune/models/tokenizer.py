@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from perilune.errors import RequestError
 from perilune.files import read_json, write_atomic, write_json
 from perilune.models.chat_template import ChatTemplate
+from perilune.models.token_bytes import token_bytes
 
 PRINTABLE_ASCII = "\n" + "".join(chr(code) for code in range(32, 127))
 
@@ -159,6 +160,14 @@ class Tokenizer:
         ids = [[int(token) for token in sequence] for sequence in sequences]
         texts: list[str] = self._backend.decode_batch(ids, skip_special_tokens=True)
         return texts
+
+    def token_bytes(self) -> list[bytes | None]:
+        """The bytes that each token stands for, by id; None for control tokens.
+
+        Raises:
+            RequestError: when a token of this tokenizer has no bytes of its own.
+        """
+        return token_bytes(self._backend, where=self._where)
 
     def render_prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The string the policy is prompted with: the chat template up to where the assistant speaks.
