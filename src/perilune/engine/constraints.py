@@ -205,7 +205,7 @@ class _TokenTable:
         self._tokenizer = tokenizer
 
     def __call__(self, text: str) -> list[int]:
-        """Token ids of the longest beginning of `text` that the vocabulary can express, if only one character."""
+        """Token ids of the longest beginning of `text` that the vocabulary can express."""
         try:
             return self._tokenizer.encode(text)
         except RequestError:
