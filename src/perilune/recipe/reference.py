@@ -115,6 +115,10 @@ def _keys(model: type[BaseModel], only: tuple[str, ...] | None = None, prefix: s
 def _described(shown: str, name: str, schema: dict[str, Any], consumes: str) -> Iterator[Key]:
     """The row of one key; a section inside a task's keys gives a row for each of its own."""
     inner = schema["properties"][name]
+    optional = [part for part in inner.get("anyOf", ()) if "properties" in part]
+    if optional and schema["title"] != "Recipe":
+        yield Key(shown, "section", "", inner.get("description", ""))
+        inner = optional[0]
     if "properties" in inner and schema["title"] != "Recipe":
         for deeper in inner["properties"]:
             yield from _described(f"{shown}.{deeper}", deeper, inner, "")

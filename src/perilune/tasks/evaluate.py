@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
 from perilune.bundle.job import Frozen, Job
 from perilune.bundle.plugin import Consumes
+from perilune.tasks.sampler import Sampler, ServerSpec, check_server, open_server, remote_sampler
 
 if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace
@@ -24,6 +26,9 @@ class EvaluateSpec(Frozen):
     samples: int = Field(8, ge=1, le=4096, description="samples a task, for pass@k up to this k")
     max_tokens: int = Field(64, ge=1, description="longest answer in tokens")
     temperature: float = Field(1.0, gt=0, description="of the samples; greedy answers are judged beside them")
+    engine: ServerSpec | None = Field(
+        None, description="server that holds the weights; of the checkpoint, only the tokenizer is then read"
+    )
 
 
 class Evaluate:
@@ -39,47 +44,41 @@ class Evaluate:
         from perilune.tasks.footprint import model_config
 
         spec = EvaluateSpec.model_validate(job.spec)
-        memory = _memory(spec, model_config(job), job.resources.device)
+        if spec.engine is not None:
+            check_server(spec.engine, job)
+            needs = {"engine": spec.engine.url}
+        else:
+            needs = {"memory": str(_memory(spec, model_config(job), job.resources.device))}
         return {
             "answers": f"{spec.tasks} held-out tasks x ({spec.samples} samples + 1 greedy)"
             f" = {spec.tasks * (spec.samples + 1):,}",
             "tokens at most": f"{spec.tasks * (spec.samples + 1) * spec.max_tokens:,}",
-            "memory": str(memory),
+            **needs,
         }
 
     def run(self, workspace: Workspace) -> dict[str, Any]:
         """Sample, judge, count."""
         from perilune.data.episodes_file import write_episodes
-        from perilune.engine.engine import Engine
         from perilune.engine.sampling import SamplingParams
         from perilune.tasks.evaluation import evaluation_summary
-        from perilune.tasks.footprint import memory_figures, slots_for
         from perilune.tasks.rollouts import Rollouts, Stopwatch
-        from perilune.tasks.session import (
-            load_policy,
-            open_environment,
-            prepare_device,
-            take_tasks,
-            task_stream,
-        )
+        from perilune.tasks.session import open_environment, take_tasks, task_stream
         from perilune.verifiers import Scorer
 
         spec = EvaluateSpec.model_validate(workspace.job.spec)
         seed = workspace.job.seed
         workspace.rewind(-1)  # what an earlier attempt left
-        with Scorer(workspace.job.environment) as scorer:  # its process warms up while the model loads
-            device = prepare_device(workspace)
-            policy = load_policy(workspace, device)
-            memory = _memory(spec, policy.decoder.config, device.type)
+        with (
+            Scorer(workspace.job.environment) as scorer,  # its process warms up while the model loads
+            _sampler(spec, workspace) as (sampler, figures),
+        ):
             environment = open_environment(workspace)
-            slots = slots_for(policy.decoder.config, spec.max_tokens, device.type)
-            engine = Engine(policy.decoder, slots=slots)
-            rollouts = Rollouts(engine, policy.tokenizer, scorer, environment.id, seed)
+            rollouts = Rollouts(sampler.engine, sampler.tokenizer, scorer, environment.id, seed)
             tasks = take_tasks(task_stream(environment, "heldout", seed), spec.tasks, environment.id)
             total = spec.tasks * (spec.samples + 1)
 
             def params(temperature: float) -> SamplingParams:
-                return SamplingParams(spec.max_tokens, temperature, policy.stop_token_ids)
+                return SamplingParams(spec.max_tokens, temperature, sampler.stop_token_ids)
 
             watch = Stopwatch()
             groups = rollouts.play(
@@ -112,8 +111,31 @@ class Evaluate:
         return summary | {
             "tokens_per_second": watch.figures()["tokens_per_second"],
             "seconds": watch.elapsed,
-            "memory": memory_figures(memory, device),
+            **figures(),
         }
+
+
+@contextmanager
+def _sampler(
+    spec: EvaluateSpec, workspace: Workspace
+) -> Iterator[tuple[Sampler, Callable[[], dict[str, Any]]]]:
+    """Who answers; and what is to be said of it once all is answered."""
+    if spec.engine is not None:
+        with open_server(spec.engine, workspace) as server:
+            told = {"url": server.url, "model": server.model, "kind": server.server}
+            yield remote_sampler(server, workspace), lambda: {"server": told}
+        return
+
+    from perilune.engine.engine import Engine
+    from perilune.tasks.footprint import memory_figures, slots_for
+    from perilune.tasks.session import load_policy, prepare_device
+
+    device = prepare_device(workspace)
+    policy = load_policy(workspace, device)
+    memory = _memory(spec, policy.decoder.config, device.type)
+    engine = Engine(policy.decoder, slots=slots_for(policy.decoder.config, spec.max_tokens, device.type))
+    sampler = Sampler(engine, policy.tokenizer, policy.stop_token_ids)
+    yield sampler, lambda: {"memory": memory_figures(memory, device)}
 
 
 def _memory(spec: EvaluateSpec, config: DecoderConfig, device: str) -> MemoryPlan:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from perilune.data.episode import Episode
-from perilune.engine.engine import Engine
+from perilune.engine.backend import SamplingBackend
 from perilune.engine.sampling import Completion, Prompt, SamplingParams
 from perilune.environments.protocol import Failure, Outcome, Task, Transcript
 from perilune.models.tokenizer import Tokenizer
@@ -63,7 +63,7 @@ class Rollouts:
     an episode does not depend on what else is in the batch.
     """
 
-    engine: Engine
+    engine: SamplingBackend
     tokenizer: Tokenizer
     scorer: Scorer
     environment: str

@@ -1,0 +1,214 @@
+"""What is said to a server that samples, and how its answers are read: token ids and log-probs, or an error.
+
+Two dialects. The completions API of OpenAI, with the extensions that vLLM gave it (`return_token_ids`,
+`stop_token_ids`, `top_k`, ...), is spoken by vLLM and by `perilune serve`; `/generate` by SGLang. Every
+option that a server would otherwise take from its own defaults, or from the model's generation_config.json,
+is sent: an unset top_p is not 1 there.
+
+An answer is somebody else's data: whatever does not fit is refused, and nothing is guessed. Text is never
+turned back into tokens: another split of the same text is another event, with another probability.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from perilune.engine.sampling import Completion, Prompt, SamplingParams
+from perilune.errors import WorkFailedError
+
+Reported = Literal["processed", "raw"]
+
+_INT31 = 2**31
+
+
+class Malformed(Exception):  # noqa: N818 - told to the user as a WorkFailedError that names the server
+    """An answer does not fit; the text says how."""
+
+
+class Dialect(Protocol):
+    """One way to ask.
+
+    Attributes:
+        path: where to post, relative to the server's root.
+        reported: whether its log-probs are of the distribution that was drawn from ("processed": after
+            temperature) or of the model's own ("raw").
+    """
+
+    path: str
+    reported: Reported
+
+    def body(self, model: str, prompt: Prompt, n: int, params: SamplingParams) -> dict[str, Any]:
+        """The JSON document to post."""
+        ...
+
+    def read(self, answer: Any, n: int) -> list[Completion]:
+        """The samples in an answer, in order.
+
+        Raises:
+            Malformed: when it is not an answer of this dialect.
+        """
+        ...
+
+
+class OpenAICompletions:
+    """/v1/completions, as vLLM extends it.
+
+    Args:
+        ours: the server is `perilune serve`, which takes the whole key of the random numbers and says which
+            policy version sampled each token.
+    """
+
+    path = "/v1/completions"
+
+    def __init__(self, *, ours: bool) -> None:
+        self.ours = ours
+        self.reported: Reported = "processed" if ours else "raw"
+
+    def body(self, model: str, prompt: Prompt, n: int, params: SamplingParams) -> dict[str, Any]:
+        """The JSON document to post."""
+        source = {"key": list(prompt.key)} if self.ours else {"seed": seed_of(prompt.key)}
+        return {
+            "model": model,
+            "prompt": list(map(int, prompt.token_ids)),
+            "n": n,
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "stop_token_ids": list(params.stop_token_ids),
+            "ignore_eos": True,  # what ends a sample is what the parameters say
+            "logprobs": 0,
+            "return_token_ids": True,
+            **source,
+        }
+
+    def read(self, answer: Any, n: int) -> list[Completion]:
+        """The samples in an answer, in order."""
+        choices = _list(_mapping(answer, "the answer").get("choices"), "choices", n)
+        found: dict[int, Completion] = {}
+        for choice in choices:
+            one = _mapping(choice, "a choice")
+            if one.get("token_ids") is None:
+                raise Malformed("the server gives no token ids")
+            tokens = one["token_ids"]
+            logprobs = _mapping(one.get("logprobs"), "logprobs").get("token_logprobs")
+            versions = one.get("policy_version", [0] * len(tokens)) if self.ours else [0] * len(tokens)
+            found[_integer(one.get("index"), "index")] = completion(
+                tokens, logprobs, versions, one.get("finish_reason")
+            )
+        if sorted(found) != list(range(n)):
+            raise Malformed(f"the choices are numbered {sorted(found)}, not 0 to {n - 1}")
+        return [found[index] for index in range(n)]
+
+
+class SGLangGenerate:
+    """/generate of SGLang, whose log-probs are after temperature."""
+
+    path = "/generate"
+    reported: Reported = "processed"
+
+    def body(self, model: str, prompt: Prompt, n: int, params: SamplingParams) -> dict[str, Any]:
+        """The JSON document to post; the seed is heeded where --enable-deterministic-inference is on."""
+        return {
+            "input_ids": list(map(int, prompt.token_ids)),
+            "return_logprob": True,
+            "sampling_params": {
+                "n": n,
+                "max_new_tokens": params.max_tokens,
+                "temperature": params.temperature,
+                "top_p": 1.0,
+                "top_k": -1,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+                "stop_token_ids": list(params.stop_token_ids),
+                "sampling_seed": seed_of(prompt.key),
+            },
+        }
+
+    def read(self, answer: Any, n: int) -> list[Completion]:
+        """The samples in an answer, in order."""
+        found = []
+        for one in _list(answer if isinstance(answer, list) else [answer], "the answer", n):
+            about = _mapping(_mapping(one, "a sample").get("meta_info"), "meta_info")
+            pairs = about.get("output_token_logprobs")
+            if not isinstance(pairs, list) or not all(isinstance(p, list) and len(p) > 1 for p in pairs):
+                raise Malformed("the server gives no token ids")
+            reason = _mapping(about.get("finish_reason"), "finish_reason").get("type")
+            tokens = [pair[1] for pair in pairs]
+            found.append(completion(tokens, [pair[0] for pair in pairs], [0] * len(tokens), reason))
+        return found
+
+
+def seed_of(key: tuple[int, int, int]) -> int:
+    """31 bits that stand for (seed, step, task), for servers that take one number."""
+    text = ",".join(map(str, key))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % _INT31
+
+
+def completion(tokens: Any, logprobs: Any, versions: Any, reason: Any) -> Completion:
+    """A sample from what a server says of it.
+
+    Raises:
+        Malformed: when token ids, log-probs or the reason are not what they should be.
+    """
+    count = len(_list(tokens, "token_ids"))
+    for token in tokens:
+        if not 0 <= _integer(token, "a token id") < _INT31:
+            raise Malformed(f"{token} is not a token id")
+    values = [_logprob(value) for value in _list(logprobs, "token_logprobs", count)]
+    for version in _list(versions, "policy_version", count):
+        _integer(version, "a policy version")
+    if reason not in ("stop", "length"):
+        raise Malformed(f"a sample ended with {reason!r}")
+    return Completion(
+        np.asarray(tokens, dtype=np.int32),
+        np.asarray(values, dtype=np.float32),
+        np.asarray(versions, dtype=np.int32),
+        reason,
+    )
+
+
+def _logprob(value: Any) -> float:
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if not -math.inf < number < 1e-3:  # rounding may lift a certain token just above 0
+        raise Malformed(f"{value!r} is not a log-probability")
+    return float(number)
+
+
+def _mapping(value: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise Malformed(f"{what} is missing or not an object")
+    return value
+
+
+def _list(value: Any, what: str, length: int | None = None) -> Sequence[Any]:
+    if not isinstance(value, list):
+        raise Malformed(f"{what} is missing or not a list")
+    if length is not None and len(value) != length:
+        raise Malformed(f"{what} has {len(value)} entries, not {length}")
+    return value
+
+
+def _integer(value: Any, what: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= _INT31:
+        raise Malformed(f"{what} is {value!r}")
+    return value
+
+
+def malformed(error: Malformed, where: str) -> WorkFailedError:
+    """The failure that a user sees."""
+    if "token ids" in str(error):
+        return WorkFailedError(
+            f"{error}, and the text it gives is not turned back into tokens: another split of the same text"
+            " has another probability",
+            where=where,
+            remedy="sample from vLLM 0.10.2 or later, SGLang, or perilune serve",
+        )
+    return WorkFailedError(f"the server's answer cannot be used: {error}", where=where)

@@ -1,0 +1,113 @@
+"""Who samples for a task: our engine with the stage's checkpoint, or a server that holds the weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from perilune.bundle.job import Frozen, Job
+from perilune.errors import RequestError
+
+if TYPE_CHECKING:
+    from perilune.bundle.workspace import Workspace
+    from perilune.engine.backend import SamplingBackend
+    from perilune.engine.remote import RemoteEngine
+    from perilune.models.tokenizer import Tokenizer
+
+
+class ServerSpec(Frozen):
+    """A server that samples: the fields of a stage's `engine` section."""
+
+    url: str = Field(
+        description="of an OpenAI-compatible server (vLLM, SGLang, perilune serve), with or without /v1"
+    )
+    model: str | None = Field(
+        None, description="name by which the server knows it; the only one it has, if left out"
+    )
+    token: str | None = Field(
+        None,
+        description="name of the environment variable that holds the server's token; list it in `secrets`",
+    )
+    reported: Literal["processed", "raw"] | None = Field(
+        None,
+        description="are its log-probs from after temperature? by default what is known of such a server",
+    )
+    concurrency: int = Field(32, ge=1, le=1024, description="most requests at once")
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """What samples, and the tokenizer that its tokens belong to."""
+
+    engine: SamplingBackend
+    tokenizer: Tokenizer
+    stop_token_ids: tuple[int, ...]
+
+
+def check_server(spec: ServerSpec, job: Job) -> None:
+    """Refuse what cannot work, before any of it is tried.
+
+    Raises:
+        RequestError: when the URL is none, the token is no secret of the recipe, or httpx is missing.
+    """
+    try:
+        from perilune.engine.remote import server_root
+    except ModuleNotFoundError as error:
+        raise RequestError(
+            f"a server is asked through the package {error.name}, which is not installed",
+            where="engine.url",
+            remedy="pip install 'perilune[remote]'",
+        ) from None
+
+    server_root(spec.url)
+    if spec.token is not None and spec.token not in job.secrets:
+        raise RequestError(
+            f"{spec.token} is not among the recipe's secrets, and only those reach a run",
+            where="engine.token",
+            remedy=f"add it, by its name, beside `stages`: secrets: [{spec.token}]",
+        )
+
+
+def open_server(spec: ServerSpec, workspace: Workspace) -> RemoteEngine:
+    """Connect to the server.
+
+    Raises:
+        RequestError, WorkFailedError: as `RemoteEngine`.
+    """
+    check_server(spec, workspace.job)
+    from perilune.engine.remote import RemoteEngine
+
+    engine = RemoteEngine(
+        spec.url,
+        spec.model,
+        token=None if spec.token is None else workspace.secret(spec.token),
+        reported=spec.reported,
+        concurrency=spec.concurrency,
+    )
+    workspace.log(f"sampling from {engine.model} at {engine.url} ({engine.server or 'unknown server'})")
+    return engine
+
+
+def remote_sampler(engine: RemoteEngine, workspace: Workspace, field: str = "checkpoint") -> Sampler:
+    """The server, with the tokenizer of the checkpoint that `field` consumes; no weights are read."""
+    from perilune.models.tokenizer import Tokenizer
+
+    folder = next((workspace.input(name) for name in (field, "model") if workspace.has_input(name)), None)
+    tokenizer = Tokenizer.characters() if folder is None else Tokenizer.load(folder)
+    template = workspace.job.model.get("chat_template")
+    if template and not workspace.has_input(field):
+        tokenizer = tokenizer.with_chat_template(template, where="model.chat_template")
+    ends = () if folder is None else _end_tokens(folder)
+    return Sampler(engine, tokenizer, tuple(dict.fromkeys((*ends, tokenizer.eos_token_id))))
+
+
+def _end_tokens(folder: Path) -> tuple[int, ...]:
+    """What ends an answer, by config.json and generation_config.json."""
+    from perilune.files import read_json
+    from perilune.models.config import DecoderConfig
+
+    files = [file for name in ("config.json", "generation_config.json") if (file := folder / name).is_file()]
+    return tuple(end for file in files for end in DecoderConfig.end_tokens(read_json(file), where=str(file)))
