@@ -1,0 +1,158 @@
+"""Why answers get longer or shorter: what the policy does differently, and what it is asked.
+
+The mean length is sum_b w_b L_b over bins of tasks (difficulty). Between two moments
+
+    change = sum_b w_b dL_b  (behaviour)  +  sum_b dw_b L_b  (composition),
+
+exact when w and L are taken half-way. Without this a curriculum, or dynamic sampling that drops groups, reads
+as a policy that writes more.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from perilune.data.episode import Episode
+
+REPETITION = 10.0  # a tail that zlib shrinks by more than this repeats itself
+TAIL = 10_000  # characters, the last of a text; shorter texts are not judged
+CORRECT = 1.0
+UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Bin:
+    """Answers to tasks of one difficulty: how many, and their mean length in tokens."""
+
+    count: int
+    length: float
+
+
+@dataclass(frozen=True, slots=True)
+class Decomposition:
+    """Mean lengths before and after, and the two parts of their difference, in tokens."""
+
+    before: float
+    after: float
+    behaviour: float
+    composition: float
+
+
+def decompose(before: Mapping[str, Bin], after: Mapping[str, Bin]) -> Decomposition:
+    """Split the change of the mean length into behaviour and composition.
+
+    A bin that only one side has, has the length it has there: all it changes is composition.
+    """
+    totals = [sum(one.count for one in side.values()) for side in (before, after)]
+    behaviour, composition = [], []
+    for name in sorted(before.keys() | after.keys()):
+        shares = [
+            side[name].count / total if name in side else 0.0
+            for side, total in zip((before, after), totals, strict=True)
+        ]
+        lengths = [side[name].length for side in (before, after) if name in side]
+        behaviour.append((shares[0] + shares[1]) / 2 * (lengths[-1] - lengths[0]))
+        composition.append((shares[1] - shares[0]) * (lengths[0] + lengths[-1]) / 2)
+    return Decomposition(_mean(before), _mean(after), math.fsum(behaviour), math.fsum(composition))
+
+
+def length_bins(episodes: Sequence[Episode]) -> dict[str, Bin]:
+    """Answers by difficulty ("unknown" where an environment states none)."""
+    lengths: dict[str, list[int]] = defaultdict(list)
+    for one in episodes:
+        lengths[_difficulty(one)].append(len(one.token_ids))
+    return {name: Bin(len(found), sum(found) / len(found)) for name, found in lengths.items()}
+
+
+def length_dynamics(before: Sequence[Episode], after: Sequence[Episode]) -> dict[str, Any]:
+    """What the report says of lengths at two moments: the decomposition, and lengths by kind of answer.
+
+    Returns:
+        before, after, behaviour, composition (tokens); `table`: rows of difficulty, correct, and
+        before / after: {count, length, truncated}, None where there was no such answer; `shape` of each:
+        stopped (share ended by itself), repetitive (share of long tails that repeat themselves) and surprisal
+        (mean -log p in nats by fifth of the answer, which estimates the entropy there).
+    """
+    split = decompose(length_bins(before), length_bins(after))
+    cells = [_cells(before), _cells(after)]
+    keys = sorted(cells[0].keys() | cells[1].keys(), key=lambda key: (_order(key[0]), key[1]))
+    return {
+        "before": split.before,
+        "after": split.after,
+        "behaviour": split.behaviour,
+        "composition": split.composition,
+        "table": [
+            {"difficulty": difficulty, "correct": correct}
+            | {
+                name: side.get((difficulty, correct))
+                for name, side in zip(("before", "after"), cells, strict=True)
+            }
+            for difficulty, correct in keys
+        ],
+        "shape": {"before": _shape(before), "after": _shape(after)},
+    }
+
+
+def is_repetitive(text: str) -> bool:
+    """Whether the last 10,000 characters of a longer text compress by more than ten."""
+    if len(text) < TAIL:
+        return False
+    tail = text[-TAIL:].encode()
+    return len(tail) / len(zlib.compress(tail)) > REPETITION
+
+
+def surprisal_by_fifth(episodes: Sequence[Episode]) -> list[float | None]:
+    """Mean -log p of the sampled tokens, in nats, in each fifth of the answers; None where none fell."""
+    found: list[list[float]] = [[] for _ in range(5)]
+    for one in episodes:
+        length = len(one.token_ids)
+        for place, (logprob, own) in enumerate(
+            zip(one.logprobs.tolist(), one.loss_mask.tolist(), strict=True)
+        ):
+            if own:
+                found[5 * place // length].append(-logprob)
+    return [math.fsum(values) / len(values) if values else None for values in found]
+
+
+def _mean(bins: Mapping[str, Bin]) -> float:
+    total = sum(one.count for one in bins.values())
+    return math.fsum(one.count * one.length for one in bins.values()) / total if total else 0.0
+
+
+def _cells(episodes: Sequence[Episode]) -> dict[tuple[str, bool], dict[str, float]]:
+    found: dict[tuple[str, bool], list[Episode]] = defaultdict(list)
+    for one in episodes:
+        if one.reward is not None:
+            correct = one.metrics.get("gold", one.reward) >= CORRECT
+            found[_difficulty(one), correct].append(one)
+    return {
+        key: {
+            "count": len(group),
+            "length": sum(len(one.token_ids) for one in group) / len(group),
+            "truncated": sum(one.truncated for one in group) / len(group),
+        }
+        for key, group in found.items()
+    }
+
+
+def _shape(episodes: Sequence[Episode]) -> dict[str, Any]:
+    count = max(len(episodes), 1)
+    return {
+        "stopped": sum(one.finish_reason == "stop" for one in episodes) / count,
+        "repetitive": sum(is_repetitive(one.text) for one in episodes) / count,
+        "surprisal": surprisal_by_fifth(episodes),
+    }
+
+
+def _difficulty(episode: Episode) -> str:
+    value = episode.metrics.get("difficulty")
+    return UNKNOWN if value is None else f"{value:g}"
+
+
+def _order(difficulty: str) -> float:
+    return math.inf if difficulty == UNKNOWN else float(difficulty)

@@ -1,0 +1,186 @@
+"""When to stop climbing a proxy: the gold score as a function of the distance from the start.
+
+A policy that climbs a proxy moves a distance d = sqrt(KL(policy || start)) and gains a gold score R that was
+never trained on. Gao et al. (arXiv 2210.10760) found, for best-of-n and for reinforcement learning,
+
+    best of n   R(d) = d (alpha - beta d)        peak at d* = alpha / (2 beta),        R* = alpha^2 / (4 beta)
+    RL          R(d) = d (alpha - beta log d)    peak at d* = exp(alpha / beta - 1),   R* = beta d*
+
+Distances of the two are not comparable. Sums are exact (`math.fsum`): figures must not depend on a kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from perilune.errors import RequestError
+
+Law = Literal["best_of_n", "rl"]
+
+FIT_FROM = 8  # points before a law is fitted
+WINDOW = 20  # points over which the slope is taken
+SAFETY = 0.8  # of the fitted peak: the gold score is flat there, and the fit uncertain
+Z = 1.959964  # 95% of a normal distribution
+
+
+class Slope(NamedTuple):
+    """Slope of a line through points, with its 95% interval (normal errors of equal size)."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class GoldFit:
+    """A fitted law.
+
+    Attributes:
+        alpha, beta: its coefficients; `beta_low` is the lower end of beta's 95% interval.
+        peak: d* where the gold score is largest; infinite when it has no peak.
+        gain: R* there, above the score at the start.
+        points: how many were used.
+    """
+
+    law: Law
+    alpha: float
+    beta: float
+    beta_low: float
+    points: int
+
+    @property
+    def peak(self) -> float:
+        if self.beta <= 0:
+            return math.inf
+        if self.law == "best_of_n":
+            return self.alpha / (2 * self.beta)
+        return math.exp(min(self.alpha / self.beta - 1, 700.0))
+
+    @property
+    def gain(self) -> float:
+        if self.beta <= 0:
+            return math.inf
+        return self.alpha**2 / (4 * self.beta) if self.law == "best_of_n" else self.beta * self.peak
+
+
+def best_of_n_kl(n: int) -> float:
+    """KL of best-of-n from its base in nats: log n - (n - 1) / n, exact without ties, else an upper bound.
+
+    Raises:
+        RequestError: for n < 1.
+    """
+    if n < 1:
+        raise RequestError(f"best of {n}")
+    return math.log(n) - (n - 1) / n
+
+
+def fit_gold(distances: Sequence[float], gains: Sequence[float], law: Law = "rl") -> GoldFit | None:
+    """Fit a law to gold scores above the one at the start; None with too few points to fit.
+
+    Least squares of R / d on (1, -d) or (1, -log d) with weights d^2. The RL law is fitted to d > 1 alone:
+    its slope has no bound towards 0.
+    """
+    least = 1.0 if law == "rl" else 0.0
+    kept = [(d, gain) for d, gain in zip(distances, gains, strict=True) if d > least]
+    if len(kept) < FIT_FROM:
+        return None
+    # Weights d^2 on R / d are none on R: columns d and -d^2, or d and -d log d.
+    first = [d for d, _ in kept]
+    second = [-d * (d if law == "best_of_n" else math.log(d)) for d, _ in kept]
+    aa, ab, bb = _dot(first, first), _dot(first, second), _dot(second, second)
+    ay, by = _dot(first, [y for _, y in kept]), _dot(second, [y for _, y in kept])
+    determinant = aa * bb - ab * ab
+    if determinant <= 1e-12 * aa * bb:  # the distances hardly differ
+        return None
+    alpha = (bb * ay - ab * by) / determinant
+    beta = (aa * by - ab * ay) / determinant
+    left = [y - alpha * a - beta * b for (_, y), a, b in zip(kept, first, second, strict=True)]
+    variance = _dot(left, left) / (len(kept) - 2)
+    beta_low = beta - Z * math.sqrt(variance * aa / determinant)
+    return GoldFit(law, alpha, beta, beta_low, len(kept))
+
+
+def slope(values: Sequence[float]) -> Slope:
+    """Slope per step of evenly spaced values.
+
+    Raises:
+        RequestError: for fewer than three values.
+    """
+    n = len(values)
+    if n < 3:
+        raise RequestError(f"a slope of {n} values")
+    middle, mean = (n - 1) / 2, math.fsum(values) / n
+    spread = math.fsum((i - middle) ** 2 for i in range(n))
+    value = math.fsum((i - middle) * y for i, y in enumerate(values)) / spread
+    left = math.fsum((y - mean - value * (i - middle)) ** 2 for i, y in enumerate(values))
+    error = Z * math.sqrt(left / (n - 2) / spread)
+    return Slope(value, value - error, value + error)
+
+
+class OveroptimisationWatch:
+    """Follows gold and proxy step by step, and says when to stop.
+
+    It recommends to stop at the first step at which the fitted law has a peak (beta's interval above zero)
+    and d has come to 0.8 of it, or the interval of the gold slope over the last `window` steps crosses zero
+    after it once lay above. That crossing is also the alarm: the proxy may climb, the gold score surely does
+    no more.
+    """
+
+    def __init__(self, law: Law = "rl", window: int = WINDOW) -> None:
+        self._law = law
+        self._window = window
+        self._steps: list[int] = []
+        self._distances: list[float] = []
+        self._gold: list[float] = []
+        self._has_risen = False
+        self.alarm: int | None = None  # step of the first alarm
+        self.recommended_stop: int | None = None
+
+    def observe(self, step: int, kl: float, gold: float) -> dict[str, float]:
+        """Take in one step's KL(policy || start) in nats an episode and mean gold score; return figures.
+
+        Returns:
+            distance; gold_slope, gold_slope_low, gold_slope_high (a step) once there is a window of steps;
+            gold_peak (fitted d*) once the law has one; overoptimisation_alarm and stop_recommended, 0 or 1.
+        """
+        self._steps.append(step)
+        self._distances.append(math.sqrt(max(kl, 0.0)))
+        self._gold.append(gold)
+        figures = {"distance": self._distances[-1]}
+        crossed = False
+        if len(self._gold) >= self._window:
+            recent = slope(self._gold[-self._window :])
+            figures |= {
+                "gold_slope": recent.value,
+                "gold_slope_low": recent.low,
+                "gold_slope_high": recent.high,
+            }
+            self._has_risen = self._has_risen or recent.low > 0
+            crossed = self._has_risen and recent.low <= 0
+        fit = self.fit()
+        near_peak = False
+        if fit is not None and fit.beta_low > 0:
+            figures["gold_peak"] = fit.peak
+            near_peak = self._distances[-1] >= SAFETY * fit.peak
+        if crossed and self.alarm is None:
+            self.alarm = step
+        if (crossed or near_peak) and self.recommended_stop is None:
+            self.recommended_stop = step
+        figures["overoptimisation_alarm"] = float(self.alarm is not None)
+        figures["stop_recommended"] = float(self.recommended_stop is not None)
+        return figures
+
+    def fit(self) -> GoldFit | None:
+        """The law fitted to all steps so far, gains counted from the mean of the first three."""
+        start = self._gold[:3]
+        if not start:
+            return None
+        base = math.fsum(start) / len(start)
+        return fit_gold(self._distances, [gold - base for gold in self._gold], self._law)
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return math.fsum(x * y for x, y in zip(a, b, strict=True))

@@ -1,0 +1,105 @@
+"""Lengths: what the policy does differently, and what it was asked."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perilune.data.episode import Episode
+from perilune.metrics.length_dynamics import (
+    Bin,
+    decompose,
+    is_repetitive,
+    length_bins,
+    length_dynamics,
+    surprisal_by_fifth,
+)
+
+BINS = st.dictionaries(
+    st.sampled_from("abcd"), st.builds(Bin, st.integers(1, 50), st.floats(1, 500)), min_size=1
+)
+
+
+def answer(
+    length: int, difficulty: float | None = None, reward: float | None = 1.0, **more: object
+) -> Episode:
+    one = Episode(
+        episode_id="0/0/0", group_id="0/0", task_id="t", environment="e", seed=0,
+        messages=({"role": "assistant", "content": "x"},),
+        prompt_ids=np.zeros(1, np.int32), token_ids=np.zeros(length, np.int32),
+        loss_mask=np.ones(length, np.bool_), logprobs=np.full(length, -0.5, np.float32),
+        policy_version=np.zeros(length, np.int32), finish_reason="stop", reward=reward,
+        metrics={} if difficulty is None else {"difficulty": difficulty},
+        failure="" if reward is not None else "verifier: no",
+    )  # fmt: skip
+    return dataclasses.replace(one, **more)
+
+
+@given(BINS, BINS)
+def test_the_parts_add_up_to_the_change(before: dict[str, Bin], after: dict[str, Bin]) -> None:
+    split = decompose(before, after)
+    assert split.behaviour + split.composition == pytest.approx(split.after - split.before, abs=1e-9)
+
+
+def test_harder_tasks_alone_are_composition() -> None:
+    before = {"1": Bin(90, 10.0), "5": Bin(10, 100.0)}
+    after = {"1": Bin(10, 10.0), "5": Bin(90, 100.0)}
+    split = decompose(before, after)
+    assert (split.behaviour, split.composition) == pytest.approx((0.0, 72.0))
+
+
+def test_longer_answers_to_the_same_tasks_are_behaviour() -> None:
+    split = decompose({"1": Bin(5, 10.0), "2": Bin(5, 20.0)}, {"1": Bin(5, 15.0), "2": Bin(5, 30.0)})
+    assert (split.behaviour, split.composition) == pytest.approx((7.5, 0.0))
+
+
+def test_a_bin_that_comes_or_goes_is_composition() -> None:
+    split = decompose({"1": Bin(1, 10.0)}, {"2": Bin(1, 30.0)})
+    assert (split.behaviour, split.composition) == pytest.approx((0.0, 20.0))
+
+
+def test_bins_are_difficulties() -> None:
+    episodes = [answer(4, 2.0), answer(8, 2.0), answer(5)]
+    assert length_bins(episodes) == {"2": Bin(2, 6.0), "unknown": Bin(1, 5.0)}
+
+
+def test_length_by_difficulty_and_verdict() -> None:
+    before = [answer(4, 2.0), answer(9, 2.0, 0.0, finish_reason="length"), answer(7, 10.0, None)]
+    after = [answer(6, 2.0), answer(8, 10.0, 0.5, metrics={"difficulty": 10.0, "gold": 1.0})]
+    found = length_dynamics(before, after)
+    assert found["table"] == [
+        {
+            "difficulty": "2", "correct": False,
+            "before": {"count": 1, "length": 9.0, "truncated": 1.0}, "after": None,
+        },
+        {
+            "difficulty": "2", "correct": True,
+            "before": {"count": 1, "length": 4.0, "truncated": 0.0},
+            "after": {"count": 1, "length": 6.0, "truncated": 0.0},
+        },
+        {
+            "difficulty": "10", "correct": True, "before": None,
+            "after": {"count": 1, "length": 8.0, "truncated": 0.0},
+        },
+    ]  # fmt: skip
+    assert found["behaviour"] + found["composition"] == pytest.approx(found["after"] - found["before"])
+    assert found["shape"]["before"]["stopped"] == pytest.approx(2 / 3)
+
+
+def test_repetition_is_judged_on_long_tails() -> None:
+    assert is_repetitive("again and " * 1200)
+    assert not is_repetitive("again and " * 900)  # too short to tell
+    varied = "".join(f"{i * 7919 % 10007:x} " for i in range(4000))
+    assert not is_repetitive(varied)
+    assert is_repetitive(varied + "again and " * 1200)
+
+
+def test_surprisal_follows_the_place_in_the_answer() -> None:
+    one = answer(10, logprobs=np.repeat([-1.0, -2.0, -3.0, -4.0, -5.0], 2).astype(np.float32))
+    assert surprisal_by_fifth([one]) == [1.0, 2.0, 3.0, 4.0, 5.0]
+    masked = dataclasses.replace(one, loss_mask=np.arange(10) < 2)
+    assert surprisal_by_fifth([masked]) == [1.0, None, None, None, None]
+    assert all(value is None or math.isfinite(value) for value in surprisal_by_fifth([answer(1)]))
