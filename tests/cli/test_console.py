@@ -101,3 +101,19 @@ def test_bars_show_each_stage_once_with_its_end(monkeypatch: pytest.MonkeyPatch)
     assert "30/60 steps" in last
     assert "out_of_memory" in last
     assert "✗" in last
+
+
+def test_what_others_named_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "xterm")
+    out = Terminal()
+    with LiveBars(out) as view:
+        view.started("rl", "")
+        view.progressed("rl", 1, 2, "[/bold]", {"a [/] b\x1b]0;x\x07": 0.5})
+        view.say("[red]\x1b[2J")
+    assert "[/bold]" in out.getvalue() and "a [/] b\\x1b]0;x\\x07 0.5" in out.getvalue()
+    assert "[red]\\x1b[2J" in out.getvalue()
+    assert "\x1b]" not in out.getvalue() and "\x1b[2J" not in out.getvalue()
+    lines = io.StringIO()
+    PlainLines(lines).say("\x1b[2J")
+    assert lines.getvalue() == "\\x1b[2J\n"

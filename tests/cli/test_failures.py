@@ -19,6 +19,7 @@ from perilune.errors import RequestError, WorkFailedError
     [
         (RequestError("bad", where="a.yaml:3", remedy="good"), 2, "error: a.yaml:3: bad\n  try: good\n"),
         (WorkFailedError("it broke"), 1, "error: it broke\n"),
+        (WorkFailedError("\x1b[2Jit\rbroke"), 1, "error: \\x1b[2Jit\nbroke\n"),
         (KeyboardInterrupt(), 2, "error: interrupted\n"),
         (
             OSError(errno.ENOSPC, "No space left", "/disk/x"),

@@ -82,6 +82,16 @@ def test_logs_diff_and_collect(perilune: Command, control: Control, tmp_path: Pa
     assert code == 1 and "artifacts/metrics.jsonl has changed" in err
 
 
+def test_what_a_task_prints_cannot_command_the_terminal(perilune: Command, control: Control) -> None:
+    said = "\x1b]52;c;cm0=\x07\x1b[2J\x9b2K done\rover"
+    carry_out(control, drill_plan("loud", steps=1, say=said))
+    code, out, _ = perilune("logs", "loud")
+    assert code == 0 and "\\x1b]52;c;cm0=\\x07\\x1b[2J\\x9b2K done\nover" in out
+    assert not set("\x1b\x07\x9b\r") & set(out)
+    code, out, _ = perilune("logs", "loud", "--json")  # programs get what was printed
+    assert any(said.partition("\r")[0] in line for line in json.loads(out)["lines"]) and out.isascii()
+
+
 def test_reproduce_leaves_with_0_only_on_identity(perilune: Command, control: Control) -> None:
     carry_out(control, drill_plan("same", steps=2), drill_plan("noisy", steps=1, noise=True))
     code, out, _ = perilune("reproduce", "same", "--json")

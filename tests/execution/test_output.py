@@ -6,9 +6,11 @@ import os
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from perilune.execution.log import LogReader
 from perilune.execution.output import LogPump
 
 VALUE = b"abcab-secret"
@@ -18,19 +20,41 @@ VALUE = b"abcab-secret"
 @given(st.lists(st.binary(max_size=6), max_size=4), st.lists(st.integers(0, 60), max_size=6))
 def test_what_was_printed_arrives_with_values_replaced(tmp_path_factory, noise, cuts) -> None:  # type: ignore[no-untyped-def]
     text = VALUE.join([b"abca", *noise, b"ab"])
-    log = Path(tmp_path_factory.mktemp("log")) / "log"
-    pump = LogPump(log, {VALUE: "TOKEN"})
+    runtime = Path(tmp_path_factory.mktemp("log"))
+    pump = LogPump(runtime, {VALUE: "TOKEN"})
     places = sorted({0, *(cut for cut in cuts if cut < len(text)), len(text)})
     for start, end in pairwise(places):
         os.write(pump.writer, text[start:end])
     pump.close()
-    assert log.read_bytes() == text.replace(VALUE, b"[TOKEN]")
+    assert b"".join(LogReader(runtime).read()) == text.replace(VALUE, b"[TOKEN]")
 
 
 def test_a_pump_without_secrets_copies_bytes_as_they_are(tmp_path: Path) -> None:
-    pump = LogPump(tmp_path / "log", {})
+    pump = LogPump(tmp_path, {})
     data = bytes(range(256)) * 1000
     for start in range(0, len(data), 1 << 15):
         os.write(pump.writer, data[start : start + (1 << 15)])
     pump.close()
-    assert (tmp_path / "log").read_bytes() == data
+    assert (tmp_path / "runtime.log").read_bytes() == data
+
+
+def test_a_flood_is_kept_within_the_documented_bound(tmp_path: Path) -> None:
+    pump = LogPump(tmp_path, {})
+    pump_out = b"first" + bytes(1 << 16)
+    for _ in range(700):  # 44 MiB without a newline
+        os.write(pump.writer, pump_out)
+    os.write(pump.writer, b"last")
+    pump.close()
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 32 << 20
+    kept = b"".join(LogReader(tmp_path).read())
+    assert kept.startswith(b"first") and kept.endswith(b"last") and b" bytes left out here ---" in kept
+
+
+def test_what_is_echoed_commands_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pump = LogPump(tmp_path, {}, echo=True)
+    printed = "é \x1b]52;c;eA==\x07\n".encode()
+    for byte in printed:  # however it is cut up
+        os.write(pump.writer, bytes([byte]))
+    pump.close()
+    assert capsys.readouterr().out == "é \\x1b]52;c;eA==\\x07\n"
+    assert (tmp_path / "runtime.log").read_bytes() == printed

@@ -231,7 +231,7 @@ def test_a_daemon_does_not_outlive_a_killed_worker(tmp_path: Path) -> None:
 
 
 FULL_DISK = """
-mount -t tmpfs -o size=1m none "$1" && cp -r "$2" "$1/bundle" && chmod 444 "$1"/bundle/job.json
+mount -t tmpfs -o size=$5 none "$1" && cp -r "$2" "$1/bundle" && chmod 444 "$1"/bundle/job.json
 "$3" -m perilune.execution.worker "$1/bundle"; cp "$1/bundle/runtime/result.json" "$4"
 """
 
@@ -243,7 +243,8 @@ def test_a_task_that_fills_the_disk_still_gets_its_verdict(tmp_path: Path) -> No
     isolated = ["unshare", "--user", "--map-root-user", "--mount"]
     if subprocess.run([*isolated, "true"], capture_output=True, check=False).returncode != 0:
         pytest.skip("needs unshare(1) with user namespaces: sysctl kernel.unprivileged_userns_clone=1")
-    places = [str(disk), str(bundle), sys.executable, str(copy)]
+    size = sum(path.stat().st_size for path in bundle.rglob("*") if path.is_file()) + (1 << 19)
+    places = [str(disk), str(bundle), sys.executable, str(copy), str(size)]
     subprocess.run([*isolated, "sh", "-c", FULL_DISK, "sh", *places], check=True, env=dict(os.environ))
     verdict: dict[str, Any] = read_json(copy)
     assert (verdict["cause"], verdict["exit_code"]) == ("disk_full", 1)

@@ -335,7 +335,8 @@ class SyntheticExperiment:
     def _end(self, root: Path, seconds: float, state: str, verdict: Mapping[str, Any]) -> None:
         stage = self.stages[-1]
         log = "".join(f"12:00:{line:02d} {stage.name} says line {line}\n" for line in range(8))
-        (root / "artifacts" / "task.log").write_text(log)
+        for kept in ("artifacts/task.log", "runtime/runtime.log"):
+            (root / kept).write_text(log)
         for second in range(max(2, int(seconds))):
             busy = [self.rng.uniform(80, 99), self.rng.uniform(5, 40)]
             tree = {"processes": 2, "rss": 6.4e8 + 4e6 * min(second, 10), "cpu_percent": busy[0]}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError
 
 app = typer.Typer(
@@ -37,14 +37,14 @@ def verify(
     differences = differences_of(path, digest)
     if as_json:
         found = [asdict(difference) for difference in differences]
-        _print_json({"path": str(path), "verified": not found, "differences": found})
+        print_json({"path": str(path), "verified": not found, "differences": found})
     elif differences:
         more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
-        typer.echo(f"differs: {differences[0]}{more}")
+        echo(f"differs: {differences[0]}{more}")
     else:
         from perilune.bundle.digest import recorded_digest
 
-        typer.echo(f"verified: {recorded_digest(path)}")
+        echo(f"verified: {recorded_digest(path)}")
     raise typer.Exit(1 if differences else 0)
 
 
@@ -57,19 +57,19 @@ def inspect(path: BundlePath, as_json: AsJson = False) -> None:
 
     summary = summary_of(path)
     if as_json:
-        _print_json(summary)
+        print_json(summary)
         return
-    typer.echo(f"digest     {summary['digest']}")
-    typer.echo(f"runs       stage {summary['stage']}, task {summary['task']}, seed {summary['seed']}")
+    echo(f"digest     {summary['digest']}")
+    echo(f"runs       stage {summary['stage']}, task {summary['task']}, seed {summary['seed']}")
     for given in summary["inputs"]:
-        typer.echo(f"input      {given['name']}: {given['kind']}, {_amount(given)}, {given['digest'][:12]}")
-    typer.echo(f"frozen     {_amount(summary['frozen'])}")
+        echo(f"input      {given['name']}: {given['kind']}, {_amount(given)}, {given['digest'][:12]}")
+    echo(f"frozen     {_amount(summary['frozen'])}")
     complete = "complete" if summary["artifacts"]["manifest"] else "no manifest"
-    typer.echo(f"artifacts  {_amount(summary['artifacts'])}, {complete}")
+    echo(f"artifacts  {_amount(summary['artifacts'])}, {complete}")
     if summary["secrets"]:
-        typer.echo(f"secrets    {', '.join(summary['secrets'])} (names)")
+        echo(f"secrets    {', '.join(summary['secrets'])} (names)")
     if summary["result"] is not None:
-        typer.echo(f"result     exit code {summary['result'].get('exit_code')}")
+        echo(f"result     exit code {summary['result'].get('exit_code')}")
 
 
 @app.command(
@@ -114,9 +114,9 @@ def freeze(
     job = job_for(loaded, chosen).model_copy(update={"inputs": references})
     digest = freeze_job(job, inputs, out)
     if as_json:
-        _print_json({"path": str(out), "stage": stage, "digest": digest})
+        print_json({"path": str(out), "stage": stage, "digest": digest})
     else:
-        typer.echo(f"frozen: {digest}\n  at {out}\n  next: perilune bundle verify {out}")
+        echo(f"frozen: {digest}\n  at {out}\n  next: perilune bundle verify {out}")
 
 
 def _inputs(given: list[str], wanted: dict[str, str]) -> dict[str, Path]:
@@ -142,7 +142,3 @@ def _inputs(given: list[str], wanted: dict[str, str]) -> dict[str, Path]:
 def _amount(extent: dict[str, int]) -> str:
     files = extent["files"]
     return f"{files} file{'' if files == 1 else 's'}, {extent['bytes']:,} bytes"
-
-
-def _print_json(document: Any) -> None:
-    typer.echo(json.dumps(document, indent=2, sort_keys=True))

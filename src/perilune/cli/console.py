@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
+from perilune.terminal import printable
+
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
@@ -60,7 +62,7 @@ def figures_text(figures: Mapping[str, float], separator: str = ", ") -> str:
     """All figures in words, those that matter most first."""
     order = {name: place for place, name in enumerate(LEADING)}
     names = sorted(figures, key=lambda name: order.get(name, len(order)))
-    return separator.join(figure(name, figures[name]) for name in names)
+    return printable(separator.join(figure(name, figures[name]) for name in names))
 
 
 def duration(seconds: float) -> str:
@@ -108,7 +110,7 @@ class PlainLines:
 
     def say(self, message: str) -> None:
         """Write one line."""
-        self._out.write(message + "\n")
+        self._out.write(printable(message) + "\n")
         self._out.flush()
 
 
@@ -123,9 +125,9 @@ class LiveBars:
             TextColumn("{task.fields[mark]}"),
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=16),
-            TextColumn("{task.fields[count]}", justify="right"),
+            TextColumn("{task.fields[count]}", justify="right", markup=False),
             TimeRemainingColumn(compact=True),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[figures]}", markup=False),
             console=Console(file=out, stderr=out is sys.stderr),
             refresh_per_second=5,
         )
@@ -166,7 +168,7 @@ class LiveBars:
 
     def say(self, message: str) -> None:
         """Write a line above the bars."""
-        self._progress.console.print(message, markup=False, highlight=False)
+        self._progress.console.print(printable(message), markup=False, highlight=False)
 
     def _bar(self, stage: str) -> TaskID:
         if stage not in self._bars:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from perilune.cli.output import echo, print_json
 
 app = typer.Typer(
     help="Look into data: traces that stages train on, episodes that they leave.",
@@ -37,15 +38,15 @@ def inspect(
 
     report = inspect_files(files)
     if as_json:
-        typer.echo(json.dumps(report, indent=2, sort_keys=True))
+        print_json(report)
         return
     for figures in report["files"]:
-        typer.echo(f"{figures['file']}: {figures['rows']} {figures['kind']}")
+        echo(f"{figures['file']}: {figures['rows']} {figures['kind']}")
         for name, value in figures.items():
             if name not in ("file", "kind", "rows"):
-                typer.echo(f"  {name.replace('_', ' '):18} {_words(value)}")
+                echo(f"  {name.replace('_', ' '):18} {_words(value)}")
     for pair in report["shared_tasks"]:
-        typer.echo(f"{' and '.join(pair['files'])} share {pair['tasks']} tasks")
+        echo(f"{' and '.join(pair['files'])} share {pair['tasks']} tasks")
 
 
 def _words(value: Any) -> str:

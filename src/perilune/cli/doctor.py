@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from perilune.cli.output import print_json
 from perilune.errors import RequestError, WorkFailedError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def doctor(
     seconds = 0.0 if quick else MEASURED_SECONDS
     if as_json:
         diagnosis = diagnose(seconds)
-        typer.echo(json.dumps(asdict(diagnosis), indent=2))
+        print_json(asdict(diagnosis))
     else:
         from rich.console import Console
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
@@ -41,10 +42,10 @@ def list_environments(as_json: AsJson = False) -> None:
         for family in environment_families(name) or ("",)
     ]
     if as_json:
-        _print_json(rows)
+        print_json(rows)
         return
     for row in rows:
-        typer.echo(f"{row['name']}{'  (compact)' if row['compact_prompt'] else ''}")
+        echo(f"{row['name']}{'  (compact)' if row['compact_prompt'] else ''}")
 
 
 @app.command(epilog="Example: perilune environments show reasoning_gym/chain_sum")
@@ -65,14 +66,14 @@ def show(name: Name, as_json: AsJson = False) -> None:
     family = "task" in section
     settings = _settings(_open(section)) if family or model is None else {}
     if as_json:
-        _print_json({"name": name, "fields": fields, "config": settings})
+        print_json({"name": name, "fields": fields, "config": settings})
         return
-    typer.echo(f"environment: {json.dumps(section)}")
+    echo(f"environment: {json.dumps(section)}")
     for field, facts in fields.items():
         shown = "required" if facts["required"] else json.dumps(facts["default"])
-        typer.echo(f"  {field:10} {shown:14} {facts['description']}")
+        echo(f"  {field:10} {shown:14} {facts['description']}")
     for setting, value in settings.items():
-        typer.echo(f"  config.{setting}: {json.dumps(value, default=str)}")
+        echo(f"  config.{setting}: {json.dumps(value, default=str)}")
 
 
 @app.command(
@@ -95,13 +96,13 @@ def sample(
     chosen: Split = "heldout" if split == "heldout" else "train"
     rows = [_row(environment, task) for task in islice(environment.tasks(chosen, seed), count)]
     if as_json:
-        _print_json({"environment": environment.id, "split": split, "seed": seed, "tasks": rows})
+        print_json({"environment": environment.id, "split": split, "seed": seed, "tasks": rows})
         return
     for row in rows:
         difficulty = "" if row["difficulty"] is None else f", difficulty {row['difficulty']:g}"
-        typer.echo(f"{row['task_id']}{difficulty}")
-        typer.echo(f"  prompt  {_indented(row['prompt'])}")
-        typer.echo(f"  answer  {_indented(row['answer'])}   scores {row['score']}")
+        echo(f"{row['task_id']}{difficulty}")
+        echo(f"  prompt  {_indented(row['prompt'])}")
+        echo(f"  answer  {_indented(row['answer'])}   scores {row['score']}")
 
 
 def _row(environment: Environment, task: Task) -> dict[str, Any]:
@@ -155,7 +156,3 @@ def _settings(environment: Environment) -> dict[str, Any]:
 
 def _indented(text: str | None) -> str:
     return "(none stated)" if text is None else text.replace("\n", "\n          ")
-
-
-def _print_json(document: Any) -> None:
-    typer.echo(json.dumps(document, indent=2, sort_keys=True, default=str))

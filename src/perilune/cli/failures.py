@@ -11,6 +11,7 @@ import traceback
 from pathlib import Path
 
 from perilune.errors import PeriluneError, RequestError
+from perilune.terminal import printable
 
 STORAGE = frozenset({
     errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR,
@@ -73,7 +74,7 @@ def _of_validation(error: BaseException) -> BaseException:
 
 
 def _say(message: str) -> None:
-    sys.stderr.write(message + "\n")
+    sys.stderr.write(printable(message) + "\n")
 
 
 def _save_traceback(error: BaseException) -> Path:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from perilune.bundle.plugin import load_plugin
 from perilune.errors import RequestError
 from perilune.recipe.schema import job_for
+from perilune.terminal import printable
 
 if TYPE_CHECKING:
     from perilune.recipe.schema import Recipe
@@ -45,5 +46,5 @@ def print_plan(recipe: Recipe, stages: Sequence[dict[str, Any]], out: TextIO) ->
         taken = ", ".join(f"{field} from {source}" for field, source in stage["consumes"].items())
         lines.append(f"  {stage['name']}: {stage['task']}" + (f" ({taken})" if taken else ""))
         lines += [f"      {name:<{width}}  {value}" for name, value in stage["derived"].items()]
-    out.write("\n".join(lines) + "\n")
+    out.write(printable("\n".join(lines)) + "\n")
     out.flush()

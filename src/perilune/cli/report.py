@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from perilune.cli.output import echo
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def report(
     from perilune.ui.report import build_report
 
     written = build_report(_view(target), out)
-    typer.echo(f"{written} ({written.stat().st_size / 1e6:.1f} MB)")
+    echo(f"{written} ({written.stat().st_size / 1e6:.1f} MB)")
 
 
 def _view(target: str) -> ExperimentView:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from perilune.cli.output import as_markup
+
 if TYPE_CHECKING:
     from perilune.control.lookup import StageStatus
     from perilune.recipe.schema import Recipe, Stage
@@ -65,7 +67,7 @@ def print_results(document: Mapping[str, Any]) -> None:
     console.print(f"{document['recipe']}, seed {document['seed']}: {document['seconds']:.0f} s\n")
     for label, path in (("report", document["report"]), *document["bundles"].items()):
         if path:
-            console.print(f"  {label:<12} {path}", soft_wrap=True)
+            console.print(as_markup(f"  {label:<12} {path}"), soft_wrap=True)
 
 
 def next_steps(document: Mapping[str, Any], again: str) -> str:
@@ -131,7 +133,8 @@ def _table(evaluations: Sequence[Mapping[str, Any]]) -> Any:
     row("seconds", [_number(one.get("seconds"), ".1f") for one in evaluations], end_section=True)
     names = sorted({name for one in evaluations for name in one.get("strategies") or ()})
     for name in names:
-        row(f"answers: {name}", [_strategy((one.get("strategies") or {}).get(name)) for one in evaluations])
+        found = [(one.get("strategies") or {}).get(name) for one in evaluations]
+        row(f"answers: {as_markup(name)}", [_strategy(one) for one in found])
     return table
 
 

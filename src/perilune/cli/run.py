@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from perilune.cli.output import echo, print_json
+
 if TYPE_CHECKING:
     from perilune.control.experiments import Control
     from perilune.recipe.schema import Recipe
@@ -73,7 +75,7 @@ def run_recipe(
     recipe = load_recipe(path, changes)
     derived = derive(recipe)
     if plan_only and as_json:
-        typer.echo(json.dumps({"recipe": recipe.model_dump(mode="json"), "stages": derived}, indent=2))
+        print_json({"recipe": recipe.model_dump(mode="json"), "stages": derived})
         return
     print_plan(recipe, derived, sys.stdout if plan_only else sys.stderr)
     if plan_only:
@@ -116,10 +118,10 @@ def _follow(recipe: Recipe, again: str, *, as_json: bool) -> None:
     seconds = time.monotonic() - began
     document = results_document(recipe, experiment, statuses, seconds=seconds, report=report)
     if as_json:
-        typer.echo(json.dumps(document))
+        typer.echo(json.dumps(document))  # on one line
     elif failure is None:
         print_results(document)
-        typer.echo(next_steps(document, again))
+        echo(next_steps(document, again))
     if problem is not None:
         raise problem
 
@@ -138,12 +140,12 @@ def _detach(recipe: Recipe, path: Path, changes: Sequence[str], command: str, *,
             driver_command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
         )
     if as_json:
-        typer.echo(json.dumps({"experiment": experiment, "pid": driver.pid, "log": str(log)}))
+        print_json({"experiment": experiment, "pid": driver.pid, "log": str(log)})
         return
-    typer.echo(f"experiment {experiment} goes on in the background, process {driver.pid}")
-    typer.echo(f"  watch it     {_with_changes(command, changes)}")
-    typer.echo("  its runs     perilune runs")
-    typer.echo(f"  its log      {log}")
+    echo(f"experiment {experiment} goes on in the background, process {driver.pid}")
+    echo(f"  watch it     {_with_changes(command, changes)}")
+    echo("  its runs     perilune runs")
+    echo(f"  its log      {log}")
 
 
 def _with_changes(command: str, changes: Sequence[str]) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from perilune.cli.output import as_markup, echo, print_json, write
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
@@ -44,11 +43,11 @@ def runs(
     chosen = None if experiment is None else find_experiment(control, experiment).id
     statuses = stage_statuses(control, chosen)
     if as_json:
-        _print_json({"home": str(control.home.root), "runs": [status.document() for status in statuses]})
+        print_json({"home": str(control.home.root), "runs": [status.document() for status in statuses]})
     elif statuses:
         _print_table(statuses)
     else:
-        typer.echo("no runs yet; try: perilune quickstart")
+        echo("no runs yet; try: perilune quickstart")
 
 
 def show(run: RunArgument, as_json: Json = False) -> None:
@@ -63,21 +62,21 @@ def show(run: RunArgument, as_json: Json = False) -> None:
     control = _control()
     document = run_document(control, find_run(control, run))
     if as_json:
-        _print_json(document)
+        print_json(document)
         return
-    typer.echo(f"run {document['id']}: stage {document['stage']} of {document['experiment']}")
-    typer.echo(f"  state      {document['state']}{_because(document)}")
+    echo(f"run {document['id']}: stage {document['stage']} of {document['experiment']}")
+    echo(f"  state      {document['state']}{_because(document)}")
     for attempt in document["attempts"]:
         where = f"{attempt['placement']}/{attempt['launcher']}"
         unseen = ", unreachable" if attempt["reachability"] == "unreachable" else ""
-        typer.echo(f"  attempt {attempt['number']}  {attempt['state']} on {where}{unseen}{_because(attempt)}")
+        echo(f"  attempt {attempt['number']}  {attempt['state']} on {where}{unseen}{_because(attempt)}")
     if document["retry_of"]:
-        typer.echo(f"  retry of   {document['retry_of']}")
+        echo(f"  retry of   {document['retry_of']}")
     for key, value in document["summary"].items():
         if isinstance(value, str | int | float):
-            typer.echo(f"  {key:<10} {value}")
-    typer.echo(f"  bundle     {document['bundle_digest']}\n             {document['bundle']}")
-    typer.echo(f"  files      {document['directory']}")
+            echo(f"  {key:<10} {value}")
+    echo(f"  bundle     {document['bundle_digest']}\n             {document['bundle']}")
+    echo(f"  files      {document['directory']}")
 
 
 def logs(
@@ -86,6 +85,9 @@ def logs(
     as_json: Json = False,
 ) -> None:
     """Print a run's log; -f follows it.
+
+    Control characters are shown, not obeyed: \\x1b stands for ESC. Of a very long log the first 8 MiB and at
+    least the last 16 MiB are kept; runtime/ in the run's directory holds them as they were printed.
 
     \b
     perilune logs rl -f
@@ -97,11 +99,10 @@ def logs(
     found = find_run(control, run)
     text = log_text(control, found.id, follow=follow)
     if as_json:
-        _print_json({"run": found.id, "stage": found.stage, "lines": "".join(text).splitlines()})
+        print_json({"run": found.id, "stage": found.stage, "lines": "".join(text).splitlines()})
         return
     for chunk in text:
-        sys.stdout.write(chunk)
-        sys.stdout.flush()
+        write(chunk)
 
 
 def cancel(run: RunArgument, as_json: Json = False) -> None:
@@ -116,11 +117,11 @@ def cancel(run: RunArgument, as_json: Json = False) -> None:
     control = _control()
     ended = cancel_run(control, find_run(control, run).id)
     if as_json:
-        _print_json(_brief(ended))
+        print_json(_brief(ended))
     elif ended.state == "succeeded":
-        typer.echo(f"{ended.stage}: had succeeded before it could be stopped")
+        echo(f"{ended.stage}: had succeeded before it could be stopped")
     else:
-        typer.echo(f"{ended.stage}: {ended.state}; `perilune retry {ended.id}` takes it up again")
+        echo(f"{ended.stage}: {ended.state}; `perilune retry {ended.id}` takes it up again")
 
 
 def retry(
@@ -147,9 +148,9 @@ def retry(
         _show(watch(control, new.id))
         new = control.run(new.id)
     if as_json:
-        _print_json(_brief(new))
+        print_json(_brief(new))
     else:
-        typer.echo(f"{new.stage}: {new.state}{_because(_brief(new))}; run {new.id}")
+        echo(f"{new.stage}: {new.state}{_because(_brief(new))}; run {new.id}")
     if new.state in {"failed", "cancelled"}:
         raise typer.Exit(1)
 
@@ -170,12 +171,12 @@ def diff(
     control = _control()
     found = compare_runs(*(control.directory(find_run(control, name)) for name in (a, b)))
     if as_json:
-        _print_json(found.document())
+        print_json(found.document())
         return
     for part, changes in found.parts().items():
-        typer.echo(f"{part}: {'the same' if not changes else ''}")
+        echo(f"{part}: {'the same' if not changes else ''}")
         for change in changes:
-            typer.echo(f"  {change}")
+            echo(f"  {change}")
 
 
 def reproduce(run: RunArgument, as_json: Json = False) -> None:
@@ -197,16 +198,16 @@ def reproduce(run: RunArgument, as_json: Json = False) -> None:
     identical = not last.differences
     if as_json:
         differences = [str(difference) for difference in last.differences]
-        _print_json(
+        print_json(
             {"run": found.id, "stage": found.stage, "identical": identical, "differences": differences}
             | ({"directory": str(last.directory)} if last.directory else {})
         )
     elif identical:
-        typer.echo(f"{found.stage}: reproduced; everything it computed is identical")
+        echo(f"{found.stage}: reproduced; everything it computed is identical")
     else:
-        typer.echo(f"{found.stage}: not reproduced; the second run is in {last.directory}")
+        echo(f"{found.stage}: not reproduced; the second run is in {last.directory}")
         for difference in last.differences:
-            typer.echo(f"  {difference}")
+            echo(f"  {difference}")
     if not identical:
         raise typer.Exit(1)
 
@@ -230,9 +231,9 @@ def collect(
     place = out or control.directory(found)
     if as_json:
         listed = [str(file) for file in files]
-        _print_json({"run": found.id, "stage": found.stage, "directory": str(place), "files": listed})
+        print_json({"run": found.id, "stage": found.stage, "directory": str(place), "files": listed})
     else:
-        typer.echo(f"{found.stage}: {len(files)} files, whole, in {place}")
+        echo(f"{found.stage}: {len(files)} files, whole, in {place}")
 
 
 def reconcile(
@@ -253,16 +254,16 @@ def reconcile(
     while True:
         live = control.reconciler.all()
         if as_json:
-            _print_json({"runs": [_brief(run) for run in live]})
+            print_json({"runs": [_brief(run) for run in live]})
         for run in live:
             if not as_json and seen.get(run.id) != run.state:
-                typer.echo(f"{run.id} {run.stage}: {run.state}{_because(_brief(run))}")
+                echo(f"{run.id} {run.stage}: {run.state}{_because(_brief(run))}")
             seen[run.id] = run.state
         if not watch:
             break
         time.sleep(WATCH_SECONDS)
     if not seen and not as_json:
-        typer.echo("nothing is under way")
+        echo("nothing is under way")
 
 
 def worker(
@@ -283,11 +284,11 @@ def worker(
 
     verdict = run_bundle(bundle, epoch, echo=not as_json)
     if as_json:
-        _print_json(verdict.document())
+        print_json(verdict.document())
     elif verdict.succeeded:
-        typer.echo(f"succeeded in {verdict.seconds:.1f} s; artifacts in {bundle / 'artifacts'}")
+        echo(f"succeeded in {verdict.seconds:.1f} s; artifacts in {bundle / 'artifacts'}")
     else:
-        typer.echo(f"{verdict.cause}: {verdict.message}", err=True)
+        echo(f"{verdict.cause}: {verdict.message}", err=True)
     if not verdict.succeeded:
         raise typer.Exit(2 if verdict.cause in {"request_error", "bundle_rejected"} else 1)
 
@@ -337,10 +338,6 @@ def _because(fields: dict[str, Any]) -> str:
     return f" ({fields['cause']}: {fields['message']})" if fields["cause"] else ""
 
 
-def _print_json(document: Any) -> None:
-    print(json.dumps(document, indent=2, ensure_ascii=False))
-
-
 def _print_table(statuses: Sequence[StageStatus]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -356,7 +353,7 @@ def _print_table(statuses: Sequence[StageStatus]) -> None:
         time_taken = duration(status.seconds) if status.seconds is not None else ""
         attempts = str(status.attempts or "")
         row = (status.experiment, status.name, status.task, state, attempts, time_taken, _result(status))
-        table.add_row(*row, status.run_id)
+        table.add_row(*map(as_markup, row), status.run_id)
     if not console.is_terminal:
         console = Console(highlight=False, width=160)
     console.print(table)

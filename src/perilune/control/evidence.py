@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from perilune.bundle.storage import storage_errors
+from perilune.execution.log import last_lines
 from perilune.execution.verdict import Verdict
 from perilune.files import read_json, sha256_file
-
-LOG_TAIL = 20  # lines
 
 
 def evidence_problem(attempt: Path, verdict: Verdict) -> str:
@@ -26,12 +25,9 @@ def evidence_problem(attempt: Path, verdict: Verdict) -> str:
     return ""
 
 
-def log_tail(path: Path, lines: int = LOG_TAIL) -> str:
-    """The last lines of a log, or nothing when there is none."""
+def worker_said(attempt: Path, lines: int = 3) -> str:
+    """The last lines of what the worker itself said; "" when it said nothing."""
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - (1 << 16)))
-            text = file.read().decode("utf-8", errors="replace")
+        return last_lines((attempt / "runtime" / "worker.log").read_bytes(), lines)
     except OSError:
         return ""
-    return "\n".join(text.splitlines()[-lines:])

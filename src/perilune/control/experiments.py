@@ -18,7 +18,7 @@ from sqlalchemy import select
 from perilune.bundle.freeze import freeze
 from perilune.bundle.job import InputReference, Job
 from perilune.bundle.plugin import consumed_fields, load_plugin
-from perilune.control.evidence import evidence_problem, log_tail
+from perilune.control.evidence import evidence_problem
 from perilune.control.home import Home
 from perilune.control.ids import new_ulid
 from perilune.control.planner import RetryPolicy
@@ -36,6 +36,7 @@ from perilune.control.store import Attempt, Experiment, Run, Stage, Store, recor
 from perilune.control.submission import Wish, submit
 from perilune.control.transitions import RunState
 from perilune.errors import RequestError
+from perilune.execution.log import log_tail
 from perilune.execution.verdict import read_verdict
 from perilune.files import canonical_json, read_json, sha256_bytes, write_json
 from perilune.recipe.schema import MODEL, Recipe, job_for
@@ -216,7 +217,7 @@ def _last_event(control: Control, run: Run, stage: str) -> StageEvent:
     if run.state == RunState.SUCCEEDED:
         seconds = (run.ended or 0.0) - run.created
         return StageFinished(stage, run.id, control.summary(run), seconds)
-    tail = log_tail(control.directory(run) / "runtime" / "runtime.log")
+    tail = log_tail(control.directory(run) / "runtime")
     return StageFailed(stage, run.id, run.cause, run.message, tail, run.state == RunState.CANCELLED)
 
 

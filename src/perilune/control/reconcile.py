@@ -14,7 +14,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from perilune.bundle.storage import remove_tree
-from perilune.control.evidence import evidence_problem, log_tail
+from perilune.control.evidence import evidence_problem, worker_said
 from perilune.control.faults import reached
 from perilune.control.home import Home, locked
 from perilune.control.ledger import commit_result, current, done, intend, operations, started
@@ -112,7 +112,7 @@ class Reconciler:
                 return self._finalize(attempt, directory, seen.verdict)
             case Step.START_FAILED:
                 self.placement.stop(directory, attempt.number)
-                said = log_tail(directory / "runtime" / "worker.log", 3) or "it said nothing"
+                said = worker_said(directory) or "it said nothing"
                 return self._end(
                     attempt, AttemptState.FAILED, Cause.START_FAILED, f"no worker came up: {said}"
                 )

@@ -11,12 +11,15 @@ from perilune.bundle.digest import recorded_digest
 from perilune.bundle.freeze import attempt_copy
 from perilune.bundle.storage import built_beside, place, publish, storage_errors
 from perilune.bundle.verify import verify
+from perilune.control.evidence import worker_said
 from perilune.control.experiments import POLL_SECONDS, Control
 from perilune.control.store import Run, record
 from perilune.control.submission import Wish, submit
 from perilune.control.transitions import RunState
 from perilune.errors import RequestError, WorkFailedError
+from perilune.execution.log import LogReader, log_pieces
 
+WORKER_LINES = 1000
 CANCEL_PATIENCE = 60.0  # seconds; longer than a task's grace and the proof that it has ended
 
 
@@ -88,36 +91,29 @@ def retry(control: Control, run_id: str) -> Run:
 
 
 def logs(control: Control, run_id: str, *, follow: bool = False) -> Iterator[str]:
-    """The text of a run's log; with `follow`, as it comes, through all attempts, until the run has ended."""
-    attempt, offset = max(1, control.run(run_id).current_epoch), 0
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    """The text of a run's log; with `follow`, as it comes, through all attempts, until the run has ended.
+
+    It is as the task printed it: `perilune.terminal.printable` before it is shown.
+    """
+    attempt = max(1, control.run(run_id).current_epoch)
     while True:
-        run = control.reconciler.one(
-            run_id, act=False
-        )  # looked at before the log: its end is then in the log
-        path = _log(control.home.attempt(run_id, attempt))
-        if path is not None:
-            with path.open("rb") as file:
-                file.seek(offset)
-                while block := file.read(1 << 16):
-                    offset += len(block)
-                    yield decoder.decode(block)
-        if run.current_epoch > attempt:
-            attempt, offset = attempt + 1, 0
-            yield f"--- attempt {attempt} ---\n"
-            continue
-        if not follow or RunState(run.state).terminal:
+        runtime = control.home.attempt(run_id, attempt) / "runtime"
+        printed, decoder = LogReader(runtime), codecs.getincrementaldecoder("utf-8")(errors="replace")
+        while True:
+            # Looked at before the log: when it has ended, its end is in the log.
+            run = control.reconciler.one(run_id, act=False)
+            for data in printed.read():
+                yield decoder.decode(data)
+            over = RunState(run.state).terminal or run.current_epoch > attempt
+            if over or not follow:
+                break
+            time.sleep(POLL_SECONDS)
+        if not log_pieces(runtime):
+            yield worker_said(runtime.parent, WORKER_LINES)  # there was never a task
+        if run.current_epoch == attempt:
             return
-        time.sleep(POLL_SECONDS)
-
-
-def _log(attempt: Path) -> Path | None:
-    """What the task printed; what the worker said when there was never a task."""
-    for name in ("runtime.log", "worker.log"):
-        path = attempt / "runtime" / name
-        if path.exists() and path.stat().st_size > 0:
-            return path
-    return None
+        attempt += 1
+        yield f"--- attempt {attempt} ---\n"
 
 
 def collect(control: Control, run_id: str, destination: Path | None = None) -> list[Path]:

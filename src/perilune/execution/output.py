@@ -1,8 +1,8 @@
-"""What a task prints, on its way to runtime/runtime.log; secrets are replaced before they reach the disk."""
+"""What a task prints, on its way to runtime/; secrets are replaced before they reach the disk."""
 
 from __future__ import annotations
 
-import contextlib
+import codecs
 import os
 import sys
 import threading
@@ -10,25 +10,27 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from perilune.bundle.redaction import redact
+from perilune.execution.log import LogWriter
+from perilune.terminal import printable
 
 CHUNK = 1 << 16
 DRAIN_SECONDS = 5.0
 
 
 class LogPump:
-    """Copies what comes through a pipe into a file, from a thread, until every writer has closed it.
+    """Copies what comes through a pipe into a log, from a thread, until every writer has closed it.
 
     Args:
-        log: file appended to.
+        runtime: directory of the log, which is added to.
         secrets: forms in which secrets' values may be printed, to their names (`secret_values`).
-        echo: also copy to this process's stdout.
+        echo: also copy to this process's stdout, made safe for a terminal.
     """
 
-    def __init__(self, log: Path, secrets: Mapping[bytes, str], *, echo: bool = False) -> None:
-        self._file = log.open("ab", buffering=0)
+    def __init__(self, runtime: Path, secrets: Mapping[bytes, str], *, echo: bool = False) -> None:
+        self._log = LogWriter(runtime)
         self._secrets = secrets
         self._held = max(map(len, secrets), default=1) - 1
-        self._echo = echo
+        self._echo = codecs.getincrementaldecoder("utf-8")(errors="replace") if echo else None
         self._reader, self.writer = os.pipe()
         self._thread = threading.Thread(target=self._copy, name="log", daemon=True)
         self._thread.start()
@@ -37,9 +39,7 @@ class LogPump:
         """Wait until all is copied, then make it durable. Call after every writer has ended."""
         os.close(self.writer)
         self._thread.join(DRAIN_SECONDS)
-        with contextlib.suppress(OSError):
-            os.fsync(self._file.fileno())
-        self._file.close()
+        self._log.close()
 
     def _copy(self) -> None:
         rest = b""
@@ -59,8 +59,7 @@ class LogPump:
         return 0
 
     def _write(self, text: bytes) -> None:
-        with contextlib.suppress(OSError):  # a full disk must not block the task; it will meet it itself
-            self._file.write(text)
-        if self._echo:
-            sys.stdout.buffer.write(text)
+        self._log.write(text)
+        if self._echo is not None:
+            sys.stdout.write(printable(self._echo.decode(text)))
             sys.stdout.flush()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from perilune.bundle.redaction import secret_values
 from perilune.bundle.verify import require_verified
 from perilune.errors import PeriluneError, RequestError
 from perilune.execution.claim import MARK, Claim, claimed
+from perilune.execution.log import write_whole_log
 from perilune.execution.output import LogPump
 from perilune.execution.processes import adopt_orphans, die_with, kill_all
 from perilune.execution.task_environment import task_environment
@@ -80,7 +80,6 @@ class _Supervisor:
     def __init__(self, bundle: Path, claim: Claim, grace: float, echo: bool) -> None:
         self.bundle, self.claim, self.grace, self.echo = bundle, claim, grace, echo
         self.runtime, self.artifacts = bundle / "runtime", bundle / "artifacts"
-        self.log = self.runtime / "runtime.log"
         self.reserve = self.runtime / RESERVE
         self.began = time.monotonic()
         self.stopping = False
@@ -119,7 +118,7 @@ class _Supervisor:
             str(os.getpid()),
         ]
         kills_before = memory_kills()
-        pump = LogPump(self.log, secret_values(self.job), echo=self.echo)
+        pump = LogPump(self.runtime, secret_values(self.job), echo=self.echo)
         try:
             task = subprocess.Popen(
                 command,
@@ -156,8 +155,7 @@ class _Supervisor:
         self.reserve.unlink(missing_ok=True)
         digest = None
         try:
-            if self.log.exists():
-                shutil.copyfile(self.log, self.artifacts / "task.log")
+            write_whole_log(self.runtime, self.artifacts / "task.log")
             _make_durable(self.artifacts)
             digest = write_manifest(self.bundle)
         except (PeriluneError, OSError) as error:

@@ -16,6 +16,7 @@ from perilune.bundle.digest import BUNDLE_FILE
 from perilune.data.episode import Episode
 from perilune.data.episodes_file import read_episodes
 from perilune.errors import RequestError
+from perilune.execution.log import log_tail
 from perilune.files import read_json, read_json_lines
 
 T = TypeVar("T")
@@ -134,14 +135,9 @@ class Attempt:
 
     def log_tail(self) -> str:
         """The last lines of its log."""
-        for name in ("artifacts/task.log", "runtime/runtime.log"):
-            path = None if self.root is None else self.root / name
-            if path is not None and path.exists():
-                with path.open("rb") as file:
-                    file.seek(max(0, path.stat().st_size - 4 * LOG_CHARACTERS))
-                    text = file.read().decode("utf-8", errors="replace")
-                return "\n".join(text.splitlines()[-LOG_LINES:])[-LOG_CHARACTERS:]
-        return ""
+        if self.root is None:
+            return ""
+        return log_tail(self.root / "runtime", LOG_LINES)[-LOG_CHARACTERS:]
 
     def episodes(self, path: Path) -> list[Episode]:
         """Episodes of one of its files."""

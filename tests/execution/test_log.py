@@ -1,0 +1,104 @@
+"""A log keeps its beginning and its end within a bound, can be followed, and says what it lacks."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perilune.execution.log import TAIL, LogReader, LogWriter, log_pieces, log_tail, write_whole_log
+
+PIECE = 64
+
+
+def whole(runtime: Path) -> bytes:
+    return b"".join(LogReader(runtime).read())
+
+
+def size(runtime: Path) -> int:
+    return sum(path.stat().st_size for _, path in log_pieces(runtime))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 3 * PIECE), max_size=20), st.integers(0, 1 << 30))
+def test_beginning_and_end_are_kept_and_the_gap_is_counted(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], seed: int
+) -> None:
+    runtime = tmp_path_factory.mktemp("log")
+    printed = b""
+    writer = LogWriter(runtime, PIECE)
+    for number, length in enumerate(sizes):
+        data = bytes((seed + number + i) % 251 for i in range(length))
+        printed += data
+        writer.write(data)
+        if number == len(sizes) // 2:  # another worker goes on with it
+            writer.close()
+            writer = LogWriter(runtime, PIECE)
+        assert size(runtime) <= (2 + TAIL) * PIECE
+    writer.close()
+    kept = whole(runtime)
+    if size(runtime) == len(printed):
+        assert kept == printed
+        return
+    dropped = len(printed) - size(runtime)
+    marker = f"\n--- {dropped:,} bytes left out here ---\n".encode()
+    first, _, last = kept.partition(marker)
+    assert first == printed[:PIECE] and printed.endswith(last) and len(last) >= TAIL * PIECE
+    write_whole_log(runtime, runtime / "task.log")
+    assert (runtime / "task.log").read_bytes() == kept
+
+
+def test_a_reader_that_follows_sees_everything_once(tmp_path: Path) -> None:
+    writer, reader = LogWriter(tmp_path, PIECE), LogReader(tmp_path)
+    seen = b""
+    for number in range(30):
+        writer.write(f"line {number}\n".encode() * 5)
+        seen += b"".join(reader.read())
+    assert seen == b"".join(f"line {number}\n".encode() * 5 for number in range(30))
+    assert b"".join(reader.read()) == b""
+
+
+def test_a_reader_that_falls_behind_is_told_what_it_missed(tmp_path: Path) -> None:
+    writer, reader = LogWriter(tmp_path, PIECE), LogReader(tmp_path)
+    writer.write(b"begun\n")
+    assert b"".join(reader.read()) == b"begun\n"
+    writer.write(b"x" * 100 * PIECE)
+    late = b"".join(reader.read())
+    assert late.startswith(b"x" * (PIECE - 6) + b"\n--- ") and late.endswith(b"x" * TAIL * PIECE)
+
+
+def test_what_a_full_disk_refused_is_a_gap_like_any_other(tmp_path: Path) -> None:
+    writer = LogWriter(tmp_path, PIECE)
+    writer.write(b"before\n")
+    real: Any = writer._file
+
+    class Full:
+        def write(self, data: bytes) -> int:
+            raise OSError(errno.ENOSPC, "no space")
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+    writer._file = Full()  # type: ignore[assignment]
+    writer.write(b"lost\n")
+    writer.write(b"after\n")
+    writer.close()
+    assert whole(tmp_path) == b"before\n\n--- 5 bytes left out here ---\nafter\n"
+
+
+def test_the_tail_reaches_over_pieces(tmp_path: Path) -> None:
+    writer = LogWriter(tmp_path, PIECE)
+    for number in range(40):
+        writer.write(f"line {number}\n".encode())
+    assert log_tail(tmp_path, 12) == "\n".join(f"line {number}" for number in range(28, 40))
+    assert log_tail(tmp_path / "nowhere") == ""
+
+
+def test_other_files_are_no_pieces(tmp_path: Path) -> None:
+    for name in ("runtime.log.gz", "runtime.log.tmp", "runtime.logs", "runtime.log.12x"):
+        (tmp_path / name).write_text("no")
+    assert log_pieces(tmp_path) == []

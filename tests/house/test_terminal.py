@@ -1,0 +1,42 @@
+"""What others wrote is shown on a terminal, and never obeyed by it."""
+
+from __future__ import annotations
+
+import unicodedata
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perilune.terminal import printable
+
+HOSTILE = {
+    "clipboard": "\x1b]52;c;cm0gLXJmIH4=\x07",
+    "title": "\x1b]0;owned\x1b\\",
+    "answer": "\x1b[6n\x1b[c",
+    "clear": "\x1b[2J\x1b[H",
+    "eight-bit": "\x9b2J\x9d0;t\x9c",
+    "link": "\x1b]8;;https://example.org\x07ok\x1b]8;;\x07",
+    "hidden": "password\b\b\b\b\x1b[8msecret\x1b[0m",
+    "overwritten": "the test FAILED\rthe test passed",
+    "reordered": "user\u202e\u2066 // admin\u2069",
+    "bell": "\x07\x00\x7f",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_nothing_that_commands_a_terminal_is_left(text: str) -> None:
+    shown = printable(text)
+    assert shown != text
+    assert not [one for one in shown if unicodedata.category(one) in {"Cc", "Cf"} and one not in "\n\t"]
+
+
+def test_what_was_meant_is_still_to_be_read() -> None:
+    assert printable("\x1b[31mred\x9b") == "\\x1b[31mred\\x9b"
+    assert printable("one\r\ntwo\rthree\n") == "one\ntwo\nthree\n"
+    assert printable("a\u202eb") == "a\\u202eb"
+
+
+@given(st.text(st.characters(exclude_categories=["Cc", "Cf", "Zl", "Zp"])))
+def test_ordinary_text_stays_as_it_is(text: str) -> None:
+    assert printable(text) == text
