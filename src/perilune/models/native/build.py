@@ -1,0 +1,126 @@
+"""Compiles the C kernels for this processor, once, and loads them.
+
+The result lies in the user's cache folder under a digest of sources, compiler, flags and processor, so that
+another version or machine never meets it. Without a C compiler the torch versions of everything are used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+_SOURCES = Path(__file__).parent
+_UNIT = "kernels.c"
+# No flag lets the compiler reorder sums: an element's bits must not depend on where it is computed.
+_FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared")
+_THIS_PROCESSOR = (
+    ("-march=native", "-mprefer-vector-width=512") if platform.machine() == "x86_64" else ("-mcpu=native",)
+)
+_SECONDS = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """The loaded kernels, or why there are none.
+
+    Attributes:
+        library: the shared library, or None.
+        reason: why there is none, or where it lies.
+    """
+
+    library: ctypes.CDLL | None
+    reason: str
+
+
+@functools.cache
+def native() -> Native:
+    """The kernels, compiled now if they never were; `PERILUNE_NATIVE=0` does without them."""
+    if os.environ.get("PERILUNE_NATIVE") == "0":
+        return Native(None, "switched off by PERILUNE_NATIVE=0")
+    compiler = _compiler()
+    if compiler is None:
+        return Native(None, "no C compiler found (install gcc or clang, or set CC)")
+    try:
+        path = _cached(compiler)
+        return Native(ctypes.CDLL(str(path)), str(path))
+    except (OSError, subprocess.SubprocessError, _CompilerError) as error:
+        return Native(None, f"{' '.join(compiler)} could not build them: {error}")
+
+
+class _CompilerError(Exception):
+    pass
+
+
+def _compiler() -> list[str] | None:
+    named = os.environ.get("CC")
+    if named:
+        return shlex.split(named)
+    found = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
+    return None if found is None else [found]
+
+
+def _cached(compiler: list[str]) -> Path:
+    folder = _cache_folder()
+    path = folder / f"{_digest(compiler)}.so"
+    if path.exists() and path.stat().st_uid == os.getuid():
+        return path
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made = Path(scratch) / "kernels.so"
+        _compile(compiler, made)
+        made.replace(path)
+    return path
+
+
+def _compile(compiler: list[str], target: Path) -> None:
+    errors = ""
+    for special in (_THIS_PROCESSOR, _THIS_PROCESSOR[:1], ()):
+        command = [*compiler, *_FLAGS, *special, str(_SOURCES / _UNIT), "-o", str(target), "-lm", "-lpthread"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        if done.returncode == 0:
+            return
+        errors = done.stderr.strip()[-2000:]
+    raise _CompilerError(errors)
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base) / "perilune" / "kernels"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError:
+        folder = Path(tempfile.gettempdir()) / f"perilune-kernels-{os.getuid()}"
+        folder.mkdir(exist_ok=True, mode=0o700)
+    if folder.stat().st_uid != os.getuid():
+        raise _CompilerError(f"{folder} belongs to somebody else")
+    return folder
+
+
+def _digest(compiler: list[str]) -> str:
+    version = subprocess.run(
+        [*compiler, "--version"], capture_output=True, text=True, timeout=_SECONDS, check=False
+    ).stdout
+    facts = [*compiler, version, *_FLAGS, *_THIS_PROCESSOR, _processor(), sys.platform]
+    digest = hashlib.sha256("\0".join(facts).encode())
+    for source in sorted(_SOURCES.glob("*.[ch]")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _processor() -> str:
+    """What distinguishes processors for the compiler: model and instruction sets."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))

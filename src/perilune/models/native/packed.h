@@ -1,0 +1,239 @@
+/* Causal attention of packed sequences, forward and backward.
+ *
+ * Sequence s has tokens starts[s] .. + lengths[s] of the flat axis, after the prefixes[s] tokens from
+ * prefix_starts[s], which other sequences may share. */
+#pragma once
+#include <stdlib.h>
+#include "attention.h"
+#include "threads.h"
+
+/* Rows of q, k, v and of their gradients are so many floats apart; what is written is contiguous. */
+struct packed {
+    const float *q, *k, *v;
+    int64_t q_stride, k_stride, v_stride, heads, kv_heads, size, window, sequences;
+    const int64_t *starts, *lengths, *prefix_starts, *prefixes;
+    float scale, *out, *log_total;
+    /* Backward: gradients of q, k and v (those of k and v start at zero) from that of out. Families are runs of
+     * sequences that share a prefix, and one thread's work: sums into the prefix then have one order. */
+    const float *grad_out;
+    float *grad_q, *grad_k, *grad_v;
+    const int64_t *family; /* [families + 1], bounds in the sequences */
+    int64_t families, longest;
+    atomic_int failed;
+    atomic_long next;
+};
+
+/* Keys and values of one sequence and head, as columns [block][D][16] and rows [token][D]; padding is zero. */
+struct gathered {
+    float *key_columns, *value_columns, *key_rows, *value_rows, *scores, *grads, *grad_keys, *grad_values;
+    const void **pointers; /* to the blocks of key columns, value rows, value columns, key rows */
+};
+
+INLINE int64_t token_at(const struct packed *p, int64_t s, int64_t t)
+{
+    return t < p->prefixes[s] ? p->prefix_starts[s] + t : p->starts[s] + t - p->prefixes[s];
+}
+
+static void gather(const struct packed *p, int64_t s, int64_t head, struct gathered *g, int backward)
+{
+    int64_t size = p->size, tokens = p->prefixes[s] + p->lengths[s], padded = (tokens + BLOCK - 1) / BLOCK * BLOCK;
+    for (int64_t t = 0; t < padded; t++) {
+        int64_t column = t / BLOCK * BLOCK * size + t % BLOCK, real = t < tokens, token = real ? token_at(p, s, t) : 0;
+        const float *k = p->k + token * p->k_stride + head * size, *v = p->v + token * p->v_stride + head * size;
+        for (int64_t d = 0; d < size; d++) {
+            float key = real ? k[d] : 0.0f, value = real ? v[d] : 0.0f;
+            g->key_columns[column + d * BLOCK] = key;
+            if (backward) g->value_columns[column + d * BLOCK] = value, g->key_rows[t * size + d] = key;
+            else g->value_rows[t * size + d] = value;
+        }
+    }
+}
+
+static int make_room(const struct packed *p, struct gathered *g, int backward)
+{
+    int64_t floats = p->longest * p->size, most = p->longest / BLOCK;
+    int64_t total = (backward ? 5 : 2) * floats + 2 * MOST_HEADS * p->longest;
+    float *room = malloc(total * sizeof(float));
+    g->pointers = malloc(4 * most * sizeof(void *));
+    g->key_columns = room;
+    if (!room || !g->pointers) return 1;
+    g->value_rows = g->value_columns = room + floats;
+    g->key_rows = room + 2 * floats;
+    g->grad_keys = room + 3 * floats;
+    g->grad_values = room + 4 * floats;
+    g->scores = room + (backward ? 5 : 2) * floats;
+    g->grads = g->scores + MOST_HEADS * p->longest;
+    for (int64_t b = 0; b < most; b++) {
+        int64_t at = b * BLOCK * p->size;
+        g->pointers[b] = g->key_columns + at;
+        g->pointers[most + b] = g->value_rows + at;
+        g->pointers[2 * most + b] = g->value_columns + at;
+        g->pointers[3 * most + b] = g->key_rows + at;
+    }
+    return 0;
+}
+
+static void free_room(struct gathered *g)
+{
+    free(g->key_columns);
+    free(g->pointers);
+}
+
+INLINE int64_t first_seen(const struct packed *p, int64_t position)
+{
+    return p->window && position + 1 > p->window ? position + 1 - p->window : 0;
+}
+
+#define FOR_HEADS(CALL)            \
+    switch (count) {               \
+    case 1: CALL(1); break;        \
+    case 2: CALL(2); break;        \
+    case 3: CALL(3); break;        \
+    default: CALL(4);              \
+    }
+
+static void packed_part(void *argument, int64_t rank, struct team *team)
+{
+    struct packed *p = argument;
+    (void)rank, (void)team;
+    struct gathered g;
+    int64_t size = p->size, group = p->heads / p->kv_heads, most = p->longest / BLOCK;
+    if (make_room(p, &g, 0)) atomic_store(&p->failed, 1);
+    struct blocks kv = {.keys = g.pointers, .values = g.pointers + most};
+    while (!atomic_load(&p->failed)) {
+        int64_t pair = atomic_fetch_add(&p->next, 1);
+        if (pair >= p->sequences * p->kv_heads) break;
+        int64_t s = pair / p->kv_heads, head = pair % p->kv_heads;
+        gather(p, s, head, &g, 0);
+        for (int64_t i = 0; i < p->lengths[s]; i++) {
+            int64_t position = p->prefixes[s] + i, row = p->starts[s] + i;
+            for (int64_t done = 0; done < group; done += MOST_HEADS) {
+                int64_t first = head * group + done, count = group - done < MOST_HEADS ? group - done : MOST_HEADS;
+                const float *q = p->q + row * p->q_stride + first * size;
+                float *out = p->out + (row * p->heads + first) * size, *total = p->log_total + row * p->heads + first;
+#define FORWARD(COUNT)                                                                                        \
+    attend_heads(q, size, &kv, first_seen(p, position), position + 1, size, p->scale, g.scores, p->longest, out, size, \
+                 total, COUNT, CACHE_FLOAT32)
+                FOR_HEADS(FORWARD)
+            }
+        }
+    }
+    free_room(&g);
+}
+
+/* Rows `from`..`to` of grad += sum over heads of weights[h][t] * x[h]. */
+INLINE void add_outer(
+    float *grad, int64_t from, int64_t to, int64_t size, const float *weights, int64_t stride, const float *x,
+    const int heads)
+{
+    for (int64_t d = 0; d < size; d += LANES) {
+        v16 row[MOST_HEADS];
+#pragma GCC unroll 4
+        for (int h = 0; h < heads; h++) row[h] = load(x + h * size + d);
+        for (int64_t t = from; t < to; t++) {
+            v16 sum = load(grad + t * size + d);
+#pragma GCC unroll 4
+            for (int h = 0; h < heads; h++) sum += splat(weights[h * stride + t]) * row[h];
+            store(grad + t * size + d, sum);
+        }
+    }
+}
+
+/* p = exp(s - log_total); dv += p do; dp = do v; ds = p (dp - do.out) scale; dq = ds k; dk += ds q
+ * (Dao, "FlashAttention-2", 2023, algorithm 2, without its tiling over queries). */
+INLINE void backward_of_query(
+    const struct packed *p, struct gathered *g, int64_t row, int64_t first, int64_t position, const int heads)
+{
+    int64_t size = p->size, longest = p->longest, most = longest / BLOCK, start = first_seen(p, position);
+    int64_t from = start / BLOCK, to = position / BLOCK + 1, at = (row * p->heads + first) * size, block;
+    const float *q = p->q + row * p->q_stride + first * size, *grad = p->grad_out + at, *out = p->out + at;
+    struct blocks keys = {.keys = g->pointers}, values = {.keys = g->pointers + 2 * most, .values = g->pointers + 3 * most};
+    for (block = from; block + 4 <= to; block += 4) {
+        block_scores(q, size, &keys, block, size, p->scale, g->scores, longest, heads, 4, CACHE_FLOAT32);
+        block_scores(grad, size, &values, block, size, 1.0f, g->grads, longest, heads, 4, CACHE_FLOAT32);
+    }
+    for (; block < to; block++) {
+        block_scores(q, size, &keys, block, size, p->scale, g->scores, longest, heads, 1, CACHE_FLOAT32);
+        block_scores(grad, size, &values, block, size, 1.0f, g->grads, longest, heads, 1, CACHE_FLOAT32);
+    }
+    float factor[MOST_HEADS];
+    for (int h = 0; h < heads; h++) {
+        v16 along = splat(0.0f), total = splat(p->log_total[row * p->heads + first + h]);
+        for (int64_t d = 0; d < size; d += LANES) along += load(grad + h * size + d) * load(out + h * size + d);
+        v16 mean = splat(sum(along));
+        for (block = from; block < to; block++) {
+            float *s = g->scores + h * longest + block * BLOCK, *d = g->grads + h * longest + block * BLOCK;
+            i16 place = LANE + (int32_t)(block * BLOCK);
+            i16 seen = (place >= (int32_t)start) & (place <= (int32_t)position);
+            v16 weight = pick(seen, exponential(load(s) - total), splat(0.0f));
+            store(s, weight);
+            store(d, weight * (load(d) - mean) * splat(p->scale));
+        }
+        factor[h] = 1.0f;
+    }
+    add_outer(g->grad_values, from * BLOCK, position + 1, size, g->scores, longest, grad, heads);
+    add_outer(g->grad_keys, from * BLOCK, position + 1, size, g->grads, longest, q, heads);
+    int64_t column = 0;
+    float *grad_q = p->grad_q + at;
+    for (; column + 4 * LANES <= size; column += 4 * LANES)
+        weigh_values(&values, from, to, size, column, g->grads, longest, factor, grad_q, size, heads, 4, CACHE_FLOAT32);
+    for (; column < size; column += LANES)
+        weigh_values(&values, from, to, size, column, g->grads, longest, factor, grad_q, size, heads, 1, CACHE_FLOAT32);
+}
+
+static void backward_of_sequence(const struct packed *p, struct gathered *g, int64_t s, int64_t head)
+{
+    int64_t size = p->size, group = p->heads / p->kv_heads, tokens = p->prefixes[s] + p->lengths[s];
+    gather(p, s, head, g, 1);
+    memset(g->grad_keys, 0, tokens * size * sizeof(float));
+    memset(g->grad_values, 0, tokens * size * sizeof(float));
+    for (int64_t i = 0; i < p->lengths[s]; i++)
+        for (int64_t done = 0; done < group; done += MOST_HEADS) {
+            int64_t count = group - done < MOST_HEADS ? group - done : MOST_HEADS;
+#define BACKWARD(COUNT) \
+    backward_of_query(p, g, p->starts[s] + i, head * group + done, p->prefixes[s] + i, COUNT)
+            FOR_HEADS(BACKWARD)
+        }
+    for (int64_t t = 0; t < tokens; t++) {
+        int64_t at = (token_at(p, s, t) * p->kv_heads + head) * size;
+        for (int64_t d = 0; d < size; d += LANES) {
+            store(p->grad_k + at + d, load(p->grad_k + at + d) + load(g->grad_keys + t * size + d));
+            store(p->grad_v + at + d, load(p->grad_v + at + d) + load(g->grad_values + t * size + d));
+        }
+    }
+}
+
+static void packed_backward_part(void *argument, int64_t rank, struct team *team)
+{
+    struct packed *p = argument;
+    (void)rank, (void)team;
+    struct gathered g;
+    if (make_room(p, &g, 1)) atomic_store(&p->failed, 1);
+    while (!atomic_load(&p->failed)) {
+        int64_t pair = atomic_fetch_add(&p->next, 1);
+        if (pair >= p->families * p->kv_heads) break;
+        int64_t family = pair / p->kv_heads, head = pair % p->kv_heads;
+        for (int64_t s = p->family[family]; s < p->family[family + 1]; s++) backward_of_sequence(p, &g, s, head);
+    }
+    free_room(&g);
+}
+
+static int run_packed(struct packed *p, work *function, int64_t threads)
+{
+    p->longest = BLOCK;
+    for (int64_t s = 0; s < p->sequences; s++) {
+        int64_t tokens = (p->prefixes[s] + p->lengths[s] + BLOCK - 1) / BLOCK * BLOCK;
+        if (tokens > p->longest) p->longest = tokens;
+    }
+    atomic_store(&p->failed, 0);
+    atomic_store(&p->next, 0);
+    run_together(function, p, threads);
+    return atomic_load(&p->failed);
+}
+
+int perilune_attend_packed(struct packed *p, int64_t threads) { return run_packed(p, packed_part, threads); }
+
+int perilune_attend_packed_backward(struct packed *p, int64_t threads)
+{
+    return run_packed(p, packed_backward_part, threads);
+}

@@ -1,0 +1,85 @@
+/* What is done to each row by itself: norms, rotation, gates, probabilities. */
+#pragma once
+#include "vector.h"
+
+/* 1 / sqrt(mean(x^2) + eps) of one row; `size` is a multiple of 16. */
+INLINE float inverse_rms(const float *x, int64_t size, float eps)
+{
+    v16 squares = splat(0.0f);
+    for (int64_t i = 0; i < size; i += LANES) {
+        v16 part = load(x + i);
+        squares += part * part;
+    }
+    return 1.0f / sqrtf(sum(squares) / (float)size + eps);
+}
+
+/* out = x * inverse_rms(x) * weight; returns the factor. `out` may be `x`. */
+INLINE float rms_norm_row(const float *x, const float *weight, int64_t size, float eps, float *out)
+{
+    float factor = inverse_rms(x, size, eps);
+    for (int64_t i = 0; i < size; i += LANES) store(out + i, load(x + i) * splat(factor) * load(weight + i));
+    return factor;
+}
+
+/* Rotary embedding of one head: (a, b) becomes (a cos - b sin, b cos + a sin); halves of `half` elements. */
+INLINE void rotate_row(const float *x, const float *cosine, const float *sine, int64_t half, float *out)
+{
+    for (int64_t i = 0; i < half; i += LANES) {
+        v16 a = load(x + i), b = load(x + half + i), c = load(cosine + i), s = load(sine + i);
+        v16 low = a * c - b * s, high = b * c + a * s;
+        store(out + i, low);
+        store(out + half + i, high);
+    }
+}
+
+/* log of the sum of exp(x * scale), the largest term first taken out. */
+INLINE float log_sum_exp(const float *x, int64_t size, float scale)
+{
+    v16 top = splat(-INFINITY), total = splat(0.0f);
+    int64_t whole = size / LANES * LANES;
+    for (int64_t i = 0; i < whole; i += LANES) top = larger(load(x + i), top);
+    if (whole < size) top = larger(load_first(x + whole, size - whole, -INFINITY), top);
+    float highest = maximum(top) * scale;
+    for (int64_t i = 0; i < whole; i += LANES) total += exponential(load(x + i) * splat(scale) - splat(highest));
+    if (whole < size) {
+        v16 rest = load_first(x + whole, size - whole, -INFINITY);
+        total += exponential(rest * splat(scale) - splat(highest));
+    }
+    return highest + logf(sum(total));
+}
+
+/* The token whose share of the cumulative distribution holds `uniform` in [0, 1); never one of weight zero.
+ * Sums in double, 256 tokens at a time, so that it costs little more than one pass. */
+#define STRIDE 256
+INLINE int64_t invert_cumulative(const float *logits, int64_t size, float scale, float log_total, double uniform, double *sums)
+{
+    int64_t strides = (size + STRIDE - 1) / STRIDE, last = 0;
+    double total = 0.0;
+    for (int64_t s = 0; s < strides; s++) {
+        double part = 0.0;
+        int64_t end = (s + 1) * STRIDE < size ? (s + 1) * STRIDE : size;
+        for (int64_t i = s * STRIDE; i < end; i += LANES) {
+            v16 x = end - i >= LANES ? load(logits + i) : load_first(logits + i, end - i, -INFINITY);
+            part += (double)sum(exponential(x * splat(scale) - splat(log_total)));
+        }
+        total += part;
+        sums[s] = total;
+    }
+    double threshold = uniform * total;
+    int64_t s = 0;
+    while (s < strides - 1 && sums[s] <= threshold) s++;
+    double reached = s ? sums[s - 1] : 0.0;
+    int64_t end = (s + 1) * STRIDE < size ? (s + 1) * STRIDE : size;
+    for (int64_t i = s * STRIDE; i < end; i += LANES) {
+        float weight[LANES];
+        v16 x = end - i >= LANES ? load(logits + i) : load_first(logits + i, end - i, -INFINITY);
+        store(weight, exponential(x * splat(scale) - splat(log_total)));
+        for (int lane = 0; lane < LANES && i + lane < end; lane++) {
+            if (weight[lane] <= 0.0f) continue;
+            last = i + lane;
+            reached += (double)weight[lane];
+            if (reached > threshold) return last;
+        }
+    }
+    return last; /* rounding at the very end: the last token that has any weight in this stride */
+}

@@ -1,0 +1,122 @@
+/* A few threads that work on one thing together, and wait for each other between its parts. */
+#pragma once
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <unistd.h>
+
+#define MOST_THREADS 64
+#define SPINS 2000 /* some microseconds of looking before a thread goes to sleep or gives way */
+
+struct team {
+    int64_t size;
+    atomic_int arrived, phase;
+};
+
+typedef void work(void *argument, int64_t rank, struct team *team);
+
+static struct {
+    pthread_mutex_t lock;
+    pthread_cond_t wake, done;
+    int64_t started, busy; /* threads that exist; threads that still work */
+    atomic_long turn;
+    work *function;
+    void *argument;
+    struct team team;
+    pid_t process;
+} pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER, .done = PTHREAD_COND_INITIALIZER};
+
+static pthread_mutex_t one_at_a_time = PTHREAD_MUTEX_INITIALIZER;
+
+static inline void relax(void)
+{
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+/* Wait until every thread of the team is here. */
+static void meet(struct team *team)
+{
+    if (team->size == 1) return;
+    int phase = atomic_load(&team->phase);
+    if (atomic_fetch_add(&team->arrived, 1) == team->size - 1) {
+        atomic_store(&team->arrived, 0);
+        atomic_fetch_add(&team->phase, 1);
+        return;
+    }
+    for (int spin = 0; atomic_load(&team->phase) == phase; spin++) {
+        if (spin < SPINS) relax();
+        else sched_yield();
+    }
+}
+
+static void *worker(void *rank_pointer)
+{
+    int64_t rank = (int64_t)(intptr_t)rank_pointer;
+    long seen = 0; /* the turn it was made for is always a later one */
+    for (;;) {
+        for (int spin = 0; spin < SPINS && atomic_load(&pool.turn) == seen; spin++) relax();
+        pthread_mutex_lock(&pool.lock);
+        while (atomic_load(&pool.turn) == seen) pthread_cond_wait(&pool.wake, &pool.lock);
+        seen = atomic_load(&pool.turn);
+        int64_t size = pool.team.size;
+        pthread_mutex_unlock(&pool.lock);
+        if (rank >= size) continue;
+        pool.function(pool.argument, rank, &pool.team);
+        pthread_mutex_lock(&pool.lock);
+        if (--pool.busy == 0) pthread_cond_signal(&pool.done);
+        pthread_mutex_unlock(&pool.lock);
+    }
+    return 0;
+}
+
+/* Run `function` as `size` threads, this one among them, and return when all have. */
+static void run_together(work *function, void *argument, int64_t size)
+{
+    if (size <= 1) {
+        struct team alone = {.size = 1};
+        function(argument, 0, &alone);
+        return;
+    }
+    if (size > MOST_THREADS) size = MOST_THREADS;
+    pthread_mutex_lock(&one_at_a_time);
+    pthread_mutex_lock(&pool.lock);
+    if (pool.process != getpid()) { /* a fork takes no threads along */
+        pool.process = getpid();
+        pool.started = 1;
+        atomic_store(&pool.turn, 0);
+    }
+    for (; pool.started < size; pool.started++) {
+        pthread_t thread;
+        if (pthread_create(&thread, 0, worker, (void *)(intptr_t)pool.started)) {
+            size = pool.started;
+            break;
+        }
+        pthread_detach(thread);
+    }
+    pool.team.size = size;
+    atomic_store(&pool.team.arrived, 0);
+    pool.function = function;
+    pool.argument = argument;
+    pool.busy = size - 1;
+    atomic_fetch_add(&pool.turn, 1);
+    pthread_cond_broadcast(&pool.wake);
+    pthread_mutex_unlock(&pool.lock);
+    function(argument, 0, &pool.team);
+    pthread_mutex_lock(&pool.lock);
+    while (pool.busy) pthread_cond_wait(&pool.done, &pool.lock);
+    pthread_mutex_unlock(&pool.lock);
+    pthread_mutex_unlock(&one_at_a_time);
+}
+
+/* The part [from, to) of `count` things that is this rank's, in whole multiples of `step`. */
+static inline void share(int64_t count, int64_t step, int64_t rank, int64_t size, int64_t *from, int64_t *to)
+{
+    int64_t steps = (count + step - 1) / step;
+    *from = steps * rank / size * step;
+    *to = steps * (rank + 1) / size * step;
+    if (*to > count) *to = count;
+    if (*from > count) *from = count;
+}
