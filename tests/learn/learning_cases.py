@@ -95,8 +95,6 @@ def plain_loss(
     decoder: Decoder,
     groups: Sequence[GroupWeights],
     *,
-    low: float,
-    high: float,
     reference: Decoder | None = None,
 ) -> torch.Tensor:
     """The loss of weighted groups by definition, one episode and one token at a time."""
@@ -115,7 +113,9 @@ def plain_loss(
                     lp = logprobs[t]
                     if name == "policy_gradient":
                         ratio = torch.exp(lp - float(one.logprobs[t]))
-                        loss = -torch.min(ratio * weight, ratio.clamp(1 - low, 1 + high) * weight)
+                        loss = -torch.min(
+                            ratio * weight, ratio.clamp(group.surrogate.low, group.surrogate.high) * weight
+                        )
                     elif name == "cross_entropy":
                         loss = -lp * weight
                     else:

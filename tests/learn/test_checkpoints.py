@@ -8,14 +8,14 @@ from learning_cases import random_groups, small_decoder
 
 from perilune.errors import RequestError
 from perilune.learn import checkpoints
-from perilune.learn.algorithms import ALGORITHMS
+from perilune.learn.algorithms import algorithm
 from perilune.learn.batch import pack
 from perilune.learn.trainer import Learner
 
 
 def train(learner: Learner, steps: range) -> None:
     for step in steps:
-        groups = [ALGORITHMS["grpo"](group, max_tokens=8) for group in random_groups(step)]
+        groups = [algorithm("grpo")(group, max_tokens=8) for group in random_groups(step)]
         learner.forward_backward(pack(groups, 30))
         learner.optim_step(1e-2)
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from perilune.learn import losses
+from perilune.learn.weights import Surrogate
 
 
 def policy_loss(ratio: float, weight: float, dual_clip: float | None = 3.0) -> tuple[float, float, bool]:
     logprob = torch.tensor([math.log(ratio)], requires_grad=True)
-    loss, clipped = losses.policy_gradient(
-        logprob, torch.zeros(1), torch.tensor([weight]), clip_low=0.2, clip_high=0.28, dual_clip=dual_clip
-    )
+    surrogate = Surrogate(low=0.8, high=1.28, dual=dual_clip)
+    loss, clipped = losses.policy_gradient(logprob, torch.zeros(1), torch.tensor([weight]), surrogate)
     loss.backward()
     return loss.item(), logprob.grad.item(), bool(clipped)
 
@@ -46,9 +46,7 @@ def test_on_policy_the_gradient_is_the_weight() -> None:
 def test_enormous_log_ratios_stay_finite() -> None:
     for gap in (1e4, -1e4):
         logprob = torch.tensor([gap], requires_grad=True)
-        loss, _ = losses.policy_gradient(
-            logprob, torch.zeros(1), torch.tensor([-1.0]), clip_low=0.2, clip_high=0.28
-        )
+        loss, _ = losses.policy_gradient(logprob, torch.zeros(1), torch.tensor([-1.0]), Surrogate())
         loss.backward()
         assert torch.isfinite(loss)
         assert torch.isfinite(logprob.grad).all()

@@ -6,7 +6,7 @@ import pytest
 from perilune.data.episode import Episode
 from perilune.engine.engine import Engine
 from perilune.engine.sampling import Prompt, SamplingParams
-from perilune.learn.algorithms import ALGORITHMS
+from perilune.learn.algorithms import algorithm
 from perilune.learn.batch import pack
 from perilune.learn.trainer import Learner
 from perilune.models.loading import new_model
@@ -35,7 +35,7 @@ def test_engine_and_learner_agree(temperature: float, token_budget: int) -> None
             ]
             for i, (prompt, answers) in enumerate(zip(prompts, sampled, strict=True))
         ]  # fmt: skip
-        weighed = [ALGORITHMS["grpo"](group, max_tokens=30) for group in groups]
+        weighed = [algorithm("grpo")(group, max_tokens=30) for group in groups]
         figures = learner.forward_backward(pack(weighed, token_budget, temperature=temperature))
         assert figures["tokens"] == sum(len(one.token_ids) for group in groups for one in group)
         assert figures["logprob_gap_max"] <= 1e-6

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from perilune.data.episode import Episode
 from perilune.errors import WorkFailedError
-from perilune.learn.weights import Component, GroupWeights
+from perilune.learn.weights import PPO, Component, GroupWeights, Surrogate, ValueTargets
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,10 +33,14 @@ class PackedBatch:
         rows: int64[M], index of the fed token that predicts each learned token.
         targets: int64[M], the learned tokens.
         episode_of: int64[M], index of the completion that each learned token belongs to, from 0.
-        old_logprobs: float32[M], of the sampling policy.
+        old_logprobs: float32[M], of the policy that the ratio is taken to.
+        sampler_logprobs: float32[M], of the policy that sampled; mostly the same.
         policy_version: int64[M], version of the weights that sampled each learned token.
         policy_gradient, cross_entropy, reference_kl: float32[M] final weights, or None for all zero.
+        surrogate: what the token loss of `policy_gradient` is.
+        value, returns, old_values: float32[M] weights and targets of a critic, or None.
         reference_logprobs: float32[M] of the frozen reference, needed where `reference_kl` is set.
+        value_clip: how far values may move from `old_values`.
         temperature: of sampling; log-probs are of the policy at this temperature.
     """
 
@@ -48,10 +52,16 @@ class PackedBatch:
     targets: Tensor
     episode_of: Tensor
     old_logprobs: Tensor
+    sampler_logprobs: Tensor
     policy_version: Tensor
     policy_gradient: Tensor | None
     cross_entropy: Tensor | None
     reference_kl: Tensor | None
+    surrogate: Surrogate = PPO
+    value: Tensor | None = None
+    returns: Tensor | None = None
+    old_values: Tensor | None = None
+    value_clip: float = 0.0
     reference_logprobs: Tensor | None = None
     temperature: float = 1.0
 
@@ -71,7 +81,7 @@ class PackedBatch:
         return replace(self, **moved)  # type: ignore[arg-type]
 
 
-COMPONENTS = ("policy_gradient", "cross_entropy", "reference_kl")
+COMPONENTS = ("policy_gradient", "cross_entropy", "reference_kl", "value")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,6 +90,9 @@ class _Item:
 
     episode: Episode
     weights: dict[str, NDArray[np.float32]]
+    old_logprobs: NDArray[np.float32]
+    returns: NDArray[np.float32]
+    old_values: NDArray[np.float32]
 
     @property
     def fed(self) -> int:
@@ -94,9 +107,11 @@ def pack(groups: Iterable[GroupWeights], token_budget: int, *, temperature: floa
 
     Raises:
         WorkFailedError: naming an episode without a prompt token to predict its first token from.
+        ValueError: when the groups do not agree on the surrogate.
     """
     groups = list(groups)
     denominators = {name: _denominator(groups, name) for name in COMPONENTS}
+    surrogate, value_clip = _agreed(groups)
     bins: list[list[_Item]] = [[]]
     room = token_budget
     for group in groups:
@@ -106,11 +121,26 @@ def pack(groups: Iterable[GroupWeights], token_budget: int, *, temperature: floa
                 room = token_budget
             bins[-1].extend(chunk)
             room -= cost
-    return [_pack_bin(items, temperature) for items in bins if items]
+    packed = (_pack_bin(items, temperature) for items in bins if items)
+    return [replace(batch, surrogate=surrogate, value_clip=value_clip) for batch in packed]
+
+
+def _agreed(groups: Sequence[GroupWeights]) -> tuple[Surrogate, float]:
+    """The one surrogate, and the one clip of values, of a step."""
+    surrogates = {group.surrogate for group in groups if group.policy_gradient is not None}
+    clips = {group.value.clip for group in groups if group.value is not None}
+    if len(surrogates) > 1 or len(clips) > 1:
+        raise ValueError(f"groups of one step have different losses: {surrogates or clips}")
+    return surrogates.pop() if surrogates else PPO, clips.pop() if clips else 0.0
+
+
+def _component(group: GroupWeights, name: str) -> Component | None:
+    found: Component | ValueTargets | None = getattr(group, name)
+    return found.component if isinstance(found, ValueTargets) else found
 
 
 def _denominator(groups: Sequence[GroupWeights], name: str) -> float:
-    components: list[Component | None] = [getattr(group, name) for group in groups]
+    components = (_component(group, name) for group in groups)
     return sum(component.denominator for component in components if component is not None)
 
 
@@ -120,13 +150,22 @@ def _items(group: GroupWeights, denominators: dict[str, float]) -> list[_Item]:
     for index, episode in enumerate(group.episodes):
         weights = {}
         for name in COMPONENTS:
-            component: Component | None = getattr(group, name)
+            component = _component(group, name)
             if component is not None and component.weights[index].any():
                 weights[name] = (component.weights[index] / denominators[name]).astype(np.float32)
         if weights:
             if len(episode.prompt_ids) == 0:
                 raise WorkFailedError(f"episode {episode.episode_id} has an empty prompt")
-            items.append(_Item(episode, weights))
+            none = np.zeros(len(episode.token_ids), np.float32)
+            items.append(
+                _Item(
+                    episode,
+                    weights,
+                    old_logprobs=group.proximal[index] if group.proximal else episode.logprobs,
+                    returns=group.value.returns[index] if group.value else none,
+                    old_values=group.value.values[index] if group.value else none,
+                )
+            )
     return items
 
 
@@ -186,6 +225,7 @@ def _pack_bin(items: list[_Item], temperature: float) -> PackedBatch:
             (item.weights.get(name, none) for item, none in zip(items, zero, strict=True)), np.float32
         )
 
+    value = weights("value")
     return PackedBatch(
         token_ids=torch.from_numpy(np.concatenate([*prompt_ids, *completions]).astype(np.int64)),
         positions=torch.from_numpy(np.concatenate(positions).astype(np.int64)),
@@ -194,10 +234,14 @@ def _pack_bin(items: list[_Item], temperature: float) -> PackedBatch:
         rows=torch.from_numpy(np.concatenate(rows).astype(np.int64)),
         targets=learned((item.episode.token_ids for item in items), np.int64),
         episode_of=torch.arange(len(items)).repeat_interleave(torch.tensor([int(m.sum()) for m in masks])),
-        old_logprobs=learned((item.episode.logprobs for item in items), np.float32),
+        old_logprobs=learned((item.old_logprobs for item in items), np.float32),
+        sampler_logprobs=learned((item.episode.logprobs for item in items), np.float32),
         policy_version=learned((item.episode.policy_version for item in items), np.int64),
         policy_gradient=weights("policy_gradient"),
         cross_entropy=weights("cross_entropy"),
         reference_kl=weights("reference_kl"),
+        value=value,
+        returns=None if value is None else learned((item.returns for item in items), np.float32),
+        old_values=None if value is None else learned((item.old_values for item in items), np.float32),
         temperature=temperature,
     )

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from perilune.learn.weights import Surrogate
+
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this before `exp`: beyond it a token says nothing but overflow."""
 
@@ -57,34 +59,56 @@ def policy_gradient(
     logprobs: Tensor,
     old_logprobs: Tensor,
     weights: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
+    surrogate: Surrogate,
+    episode_of: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """PPO's clipped objective: sum of -min(ratio * w, clip(ratio, 1 - low, 1 + high) * w).
+    """The sum of token losses that `surrogate` names: PPO's clipped objective, GSPO's, or CISPO's.
 
-    Source: Schulman et al., arXiv 1707.06347, eq. 7; asymmetric range from DAPO (arXiv 2503.14476); with
-    `dual_clip` c the loss of a token with w < 0 is at most -c * w (Ye et al., arXiv 1912.09729, eq. 5).
+    Source: Schulman et al., arXiv 1707.06347, eq. 7; asymmetric range from DAPO (arXiv 2503.14476); dual
+    clip from Ye et al. (arXiv 1912.09729, eq. 5); GSPO (arXiv 2507.18071, eq. 14); CISPO (arXiv 2506.13585).
 
     Args:
         logprobs, old_logprobs, weights: float[M]; the last two carry no gradient.
+        episode_of: int64[M], needed where the ratio is one of whole episodes, all of whose learned tokens
+            must be among the M.
 
     Returns:
-        the loss, and bool[M]: tokens whose gradient the clip took away.
+        the loss, and bool[M]: tokens whose gradient the clip took away (or, in CISPO, bounded).
     """
-    log_ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
+    log_ratio = logprobs - old_logprobs
+    if surrogate.ratio == "sequence":
+        assert episode_of is not None
+        log_ratio = logprobs - logprobs.detach() + episode_mean(log_ratio.detach(), episode_of)
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    limited = ratio.clamp(surrogate.low, surrogate.high)
+    if surrogate.clip == "weight":
+        return -(weights * limited.detach() * logprobs).sum(), limited != ratio
     free = ratio * weights
-    limited = ratio.clamp(1 - clip_low, 1 + clip_high) * weights
-    gain = torch.minimum(free, limited)
-    clipped = limited < free
-    if dual_clip is not None:
-        floor = dual_clip * weights
+    gain = torch.minimum(free, limited * weights)
+    clipped = gain < free
+    if surrogate.dual is not None:
+        floor = surrogate.dual * weights
         hit = (weights < 0) & (gain < floor)
         gain = torch.where(hit, floor, gain)
         clipped = clipped | hit
     return -gain.sum(), clipped
+
+
+def episode_mean(values: Tensor, episode_of: Tensor) -> Tensor:
+    """float[M]: for each token the mean of float[M] `values` over the tokens of its episode."""
+    episodes = int(episode_of.max()) + 1 if len(episode_of) else 0
+    counts = torch.bincount(episode_of, minlength=episodes)
+    sums = values.new_zeros(episodes).index_add_(0, episode_of, values)
+    return (sums / counts)[episode_of]
+
+
+def value(values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float) -> Tensor:
+    """Sum of w/2 * max((v - return)^2, (v' - return)^2), v' = v held within `clip` of the old prediction.
+
+    Source: the value loss of PPO's reference code; all arguments float[M].
+    """
+    held = old_values + (values - old_values).clamp(-clip, clip)
+    return (weights * torch.maximum((values - returns).square(), (held - returns).square())).sum() / 2
 
 
 def cross_entropy(logprobs: Tensor, weights: Tensor) -> Tensor:

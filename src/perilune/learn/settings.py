@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import BaseModel, ConfigDict, Field
+
+from perilune.learn.algorithms import RLAlgorithm
+from perilune.learn.algorithms.grpo import GRPO
 
 
 class AlgorithmSettings(BaseModel):
@@ -12,9 +13,7 @@ class AlgorithmSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    algorithm: Literal["grpo", "dr_grpo"] = Field("grpo", description="grpo or dr_grpo")
-    clip_low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped below 1 - clip_low")
-    clip_high: float = Field(0.28, gt=0, description="the ratio is clipped above 1 + clip_high")
+    algorithm: RLAlgorithm = Field(GRPO(), description="a name, or a section of a name and its options")
     kl: float = Field(0.0, ge=0, description="coefficient of the KL to the starting policy; 0 is off")
 
 

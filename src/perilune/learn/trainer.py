@@ -1,7 +1,7 @@
 """The learner: forward_backward, optim_step, save_state, load_state. It never asks which algorithm runs.
 
 A training step is
-    batches = pack([weights(group, max_tokens=...) for group in groups], token_budget)
+    batches = pack(algorithm("grpo").weigh(groups, StepContext(max_tokens=...)), token_budget)
     figures = learner.forward_backward(batches)
     figures |= learner.optim_step(lr)
 """
@@ -18,14 +18,17 @@ from torch import Tensor
 from perilune.errors import RequestError
 from perilune.learn import checkpoints, losses
 from perilune.learn.batch import PackedBatch
+from perilune.learn.critic import Critic
 from perilune.learn.optimizer import AdamW
-from perilune.learn.settings import AlgorithmSettings, OptimizerSettings
+from perilune.learn.settings import OptimizerSettings
 from perilune.models.attention import PackedAttention
 from perilune.models.decoder import Decoder
 
 Objective = Callable[[PackedBatch, Tensor], tuple[Tensor, Mapping[str, Tensor]]]
 """A loss that is more than a weight a token: (batch, hidden float[M, d] that predict its learned tokens) ->
 its share of the step's loss, and sums of figures over whatever it counts."""
+
+CRITIC = "critic."  # what names of its parameters begin with
 
 
 class Learner:
@@ -34,8 +37,7 @@ class Learner:
     Args:
         decoder: trained in place; an engine that holds the same object samples with the new weights.
         optimizer: beta2, weight decay and gradient clip; the learning rate is given to each step.
-        loss: the clip range of the policy gradient.
-        dual_clip: bound c on the loss of tokens with negative weight, off by default.
+        critic: predicts values, and learns beside the decoder, where the algorithm has value targets.
 
     Attributes:
         version: updates done, the policy version of the weights.
@@ -45,21 +47,18 @@ class Learner:
         self,
         decoder: Decoder,
         optimizer: OptimizerSettings | None = None,
-        loss: AlgorithmSettings | None = None,
         *,
-        dual_clip: float | None = None,
+        critic: Critic | None = None,
     ) -> None:
         optimizer = optimizer or OptimizerSettings()
-        loss = loss or AlgorithmSettings()
         self.decoder = decoder
+        self.critic = critic
         self.version = 0
-        self._clip: dict[str, Any] = {
-            "clip_low": loss.clip_low,
-            "clip_high": loss.clip_high,
-            "dual_clip": dual_clip,
-        }
+        parameters = dict(decoder.named_parameters())
+        if critic is not None:
+            parameters |= {CRITIC + name: p for name, p in critic.named_parameters()}
         self.optimizer = AdamW(
-            dict(decoder.named_parameters()),
+            parameters,
             beta2=optimizer.beta2,
             weight_decay=optimizer.weight_decay,
             grad_clip=optimizer.grad_clip,
@@ -72,11 +71,13 @@ class Learner:
             loss; tokens (learned from); and over those tokens: entropy (nats), and where sampled tokens are
             learned from, clip_fraction, staleness (updates since they were sampled), kl_behaviour and
             kl_behaviour_k3 (two estimates of KL(sampler || learner)), and logprob_gap_max and _mean,
-            |sampler - learner|, over tokens that the very same weights sampled. kl_reference (k3) where the
-            loss has it. What there was nothing to measure on is left out.
+            |sampler - learner|, over tokens that the very same weights sampled. staleness_max. kl_reference
+            (k3) and value_error (mean square of value - return) where the loss has them. What there was
+            nothing to measure on is left out.
 
         Raises:
-            RequestError: when a batch has reference_kl weights and no reference log-probs.
+            RequestError: when a batch has reference_kl weights and no reference log-probs, or values to
+                learn and no critic.
         """
         figures = _Figures()
         for batch in (batch.to(self._device) for batch in batches):
@@ -85,8 +86,11 @@ class Learner:
                     "a KL to the reference without its log-probs",
                     remedy="batch.with_reference(token_logprobs(reference, batch))",
                 )
-            logprobs, entropy = _forward(self.decoder, batch)
-            loss = self._loss(batch, logprobs, figures)
+            states = predicting_states(self.decoder, batch)
+            logprobs, entropy = losses.token_logprobs(
+                self.decoder.logits(states), batch.targets, batch.temperature
+            )
+            loss = self._loss(batch, logprobs, figures) + self._value_loss(batch, states, figures)
             loss.backward()  # type: ignore[no-untyped-call]
             figures.add_total("loss", loss.detach())
             figures.add_mean("entropy", entropy)
@@ -116,7 +120,7 @@ class Learner:
         total = logprobs.new_zeros(())
         if batch.policy_gradient is not None:
             loss, clipped = losses.policy_gradient(
-                logprobs, batch.old_logprobs, batch.policy_gradient, **self._clip
+                logprobs, batch.old_logprobs, batch.policy_gradient, batch.surrogate, batch.episode_of
             )
             total = total + loss
             figures.add_mean("clip_fraction", clipped)
@@ -127,14 +131,27 @@ class Learner:
             figures.add_mean("kl_reference", losses.k3(logprobs.detach() - batch.reference_logprobs))
         return total
 
+    def _value_loss(self, batch: PackedBatch, states: Tensor, figures: _Figures) -> Tensor:
+        """What the critic has to learn, nothing where there is no critic."""
+        if batch.value is None:
+            return states.new_zeros(())
+        if self.critic is None:
+            raise RequestError("values to learn without a critic", remedy="Learner(..., critic=Critic(d))")
+        assert batch.old_values is not None and batch.returns is not None
+        values = self.critic(states)
+        figures.add_mean("value_error", (values.detach() - batch.returns).square())
+        return losses.value(values, batch.old_values, batch.returns, batch.value, batch.value_clip)
+
     def _observe(self, batch: PackedBatch, logprobs: Tensor, figures: _Figures) -> None:
         """How far the learner is from the policy that sampled."""
         if batch.policy_gradient is None:
             return
-        difference = batch.old_logprobs - logprobs
+        difference = batch.sampler_logprobs - logprobs
         figures.add_mean("kl_behaviour", difference)
         figures.add_mean("kl_behaviour_k3", losses.k3(difference))
-        figures.add_mean("staleness", self.version - batch.policy_version)
+        staleness = self.version - batch.policy_version
+        figures.add_mean("staleness", staleness)
+        figures.add_max("staleness_max", staleness)
         same = difference[batch.policy_version == self.version].abs()
         if len(same):
             figures.add_mean("logprob_gap_mean", same)
@@ -184,7 +201,9 @@ class Learner:
             RequestError: as `load_state`.
         """
         tensors, state = checkpoints.read(directory, ("second_moments",))
-        checkpoints.copy_into(self.optimizer.second, tensors["second_moments"], directory)
+        decoder = {name: p for name, p in self.optimizer.second.items() if not name.startswith(CRITIC)}
+        theirs = {name: p for name, p in tensors["second_moments"].items() if not name.startswith(CRITIC)}
+        checkpoints.copy_into(decoder, theirs, directory)
         self.optimizer.step = int(state["optimizer_step"])
 
     @property

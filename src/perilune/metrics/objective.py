@@ -22,17 +22,21 @@ from perilune.errors import RequestError
 from perilune.learn.algorithms import Algorithm, algorithm
 
 
-def objective_curve(name: str, group_size: int, points: int = 99) -> list[tuple[float, float]]:
-    """(p, w(p)) of the algorithm called `name` at `points` pass rates evenly inside (0, 1).
+def objective_curve(asked: str | Algorithm, group_size: int, points: int = 99) -> list[tuple[float, float]]:
+    """(p, w(p)) of an algorithm, or of the one so called, at `points` pass rates evenly inside (0, 1).
 
     Raises:
-        RequestError: when there is no such algorithm, or it compares no rewards, or the group is of one.
+        RequestError: when there is no such algorithm, or it does not compare within groups, or the group is
+            of one.
     """
+    chosen = algorithm(asked) if isinstance(asked, str) else asked
+    if chosen.compares != "group":
+        raise RequestError(f"{chosen.name} compares with {chosen.compares}, so it has no implicit objective")
     if group_size < 2:
         raise RequestError(
             f"a group of {group_size} compares nothing", remedy="use at least 2 samples a prompt"
         )
-    advantages = [_advantages(algorithm(name), s, group_size) for s in range(group_size + 1)]
+    advantages = [_advantages(chosen, s, group_size) for s in range(group_size + 1)]
     slopes = np.array([advantages[s + 1][0] - advantages[s][1] for s in range(group_size)])
     rest = group_size - 1
     counts = np.array([math.comb(rest, s) for s in range(group_size)], dtype=np.float64)
@@ -53,8 +57,7 @@ def _advantages(weights: Algorithm, successes: int, group_size: int) -> tuple[fl
     """Advantage of a success and of a failure in a group with so many successes; NaN where there is none."""
     group = [_episode(index, float(index < successes)) for index in range(group_size)]
     advantages = weights(group, max_tokens=1).advantages
-    if advantages is None:
-        raise RequestError("this algorithm compares no rewards, so it has no implicit objective")
+    assert advantages is not None
     success = float(advantages[0]) if successes else math.nan
     failure = float(advantages[-1]) if successes < group_size else math.nan
     return success, failure

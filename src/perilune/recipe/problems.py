@@ -6,7 +6,7 @@ import difflib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeGuard, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -68,14 +68,19 @@ def validate(model: type[ModelT], value: Any, path: KeyPath, label: str) -> Mode
 
 
 def _problem(model: type[BaseModel], detail: dict[str, Any], path: KeyPath, label: str) -> Problem:
-    location: KeyPath = tuple(detail["loc"])
+    location, owner = _written(model, tuple(detail["loc"]))
     key = ".".join(str(part) for part in ([label] if label else []) + list(location))
     full = (*path, *location)
     if detail["type"] == "extra_forbidden":
-        valid = _fields_at(model, location[:-1])
-        return Problem(full, f"{key} is not a known key", nearest(str(location[-1]), valid))
+        return Problem(full, f"{key} is not a known key", nearest(str(location[-1]), owner.model_fields))
     if detail["type"] == "missing":
         return Problem(full, f"{key} is missing")
+    if detail["type"] == "union_tag_not_found":
+        return Problem(full, f"{key}.name is missing")
+    if detail["type"] == "union_tag_invalid":
+        asked = detail["ctx"]["tag"]
+        names = detail["ctx"]["expected_tags"].replace("'", "").split(", ")
+        return Problem(full, f"{key}: no {location[-1]} is called '{asked}'", nearest(asked, names))
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if isinstance(detail["input"], dict | list):
         return Problem(full, f"{key} {message}" if key else message)
@@ -83,10 +88,30 @@ def _problem(model: type[BaseModel], detail: dict[str, Any], path: KeyPath, labe
     return Problem(full, f"{key} is {shown[:80]} but {message}")
 
 
-def _fields_at(model: type[BaseModel], location: Sequence[str | int]) -> list[str]:
-    """Names of the fields of the model that lies at `location` inside `model`."""
+def _written(model: type[BaseModel], location: KeyPath) -> tuple[KeyPath, type[BaseModel]]:
+    """`location` inside `model` as the user wrote it, and the model whose key its last part is.
+
+    Where a section may be one of several models, the validator's location has the name of the one chosen
+    after the section's key; nobody wrote it there.
+    """
+    written: list[str | int] = []
+    kinds: tuple[Any, ...] = ()
     for part in location:
+        chosen = [kind for kind in kinds if _is_model(kind) and _name_of(kind) == part]
+        if chosen:
+            model, kinds = chosen[0], ()
+            continue
+        written.append(part)
         annotation = model.model_fields[str(part)].annotation if str(part) in model.model_fields else None
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        kinds = get_args(annotation)
+        if _is_model(annotation):
             model = annotation
-    return list(model.model_fields)
+    return tuple(written), model
+
+
+def _is_model(annotation: Any) -> TypeGuard[type[BaseModel]]:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _name_of(kind: type[BaseModel]) -> Any:
+    return kind.model_fields["name"].default if "name" in kind.model_fields else None

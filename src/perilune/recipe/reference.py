@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -43,17 +43,21 @@ def sections() -> dict[str, tuple[Key, ...]]:
     found["stages"] = _keys(Stage, only=STAGE_HEADER)
     for name in plugin_names():
         found[f"task: {name}"] = _keys(load_plugin(name).spec)
-    return found
+    return found | {title: _keys(model) for title, model in _choices().items()}
 
 
 def user_keys() -> tuple[str, ...]:
-    """All keys, sections that only hold other keys left out: what a user can be asked to know."""
+    """All keys, sections that only hold other keys left out: what a user can be asked to know.
+
+    Of the options of what is chosen by name, such as an algorithm, a user meets those of one.
+    """
     holders = {"model", "environment", "resources", "stages"}
+    choices = _choices()
     return tuple(
         f"{section}/{key.name}"
         for section, keys in sections().items()
         for key in keys
-        if not (section == "recipe" and key.name in holders)
+        if not (section in choices or (section == "recipe" and key.name in holders))
     )
 
 
@@ -103,6 +107,18 @@ def environment_models() -> dict[str, type[BaseModel]]:
     return {name: model for name, model in models.items() if model is not None}
 
 
+def _choices() -> dict[str, type[BaseModel]]:
+    """Sections that a task's field holds one of, chosen by its name: "algorithm: grpo", ..."""
+    found = {}
+    for task in plugin_names():
+        for field, info in load_plugin(task).spec.model_fields.items():
+            kinds = [kind for kind in get_args(info.annotation) if isinstance(kind, type)]
+            for kind in kinds:
+                if issubclass(kind, BaseModel) and "name" in kind.model_fields:
+                    found[f"{field}: {kind.model_fields['name'].default}"] = kind
+    return found
+
+
 def _keys(model: type[BaseModel], only: tuple[str, ...] | None = None, prefix: str = "") -> tuple[Key, ...]:
     schema = _inlined(model)
     consumed = consumed_fields(model)
@@ -130,6 +146,8 @@ def _described(shown: str, name: str, schema: dict[str, Any], consumes: str) -> 
 
 def _default(schema: dict[str, Any]) -> str:
     value = schema.get("default")
+    if isinstance(value, dict) and "name" in value:  # what is chosen by name
+        value = value["name"]
     if value in (None, [], {}, "") or isinstance(value, dict):
         return ""
     return f"`{json.dumps(value)}`" if not isinstance(value, str) else f"`{value}`"
@@ -139,6 +157,8 @@ def _type(schema: dict[str, Any]) -> str:
     """A JSON schema as a few words."""
     if "anyOf" in schema:
         return " or ".join(_type(part) for part in schema["anyOf"] if part.get("type") != "null")
+    if "oneOf" in schema:
+        return "section"
     if "const" in schema:
         return f"`{schema['const']}`"
     if "enum" in schema:
@@ -167,7 +187,8 @@ def _inlined(model: type[BaseModel]) -> dict[str, Any]:
         if not isinstance(value, dict):
             return value
         target = str(value.get("$ref", "")).removeprefix("#/$defs/")
-        rest = {key: inline(item) for key, item in value.items() if key != "$ref"}
+        dropped = {"$ref", "discriminator"}  # the second has names of definitions, and says nothing new
+        rest = {key: inline(item) for key, item in value.items() if key not in dropped}
         return inline(definitions[target]) | rest if target else rest
 
     inlined: dict[str, Any] = inline(schema)

@@ -12,7 +12,8 @@ from perilune.data.episode import Episode
 from perilune.data.episodes_file import write_episodes
 from perilune.errors import WorkFailedError
 from perilune.files import read_json_lines
-from perilune.learn.weights import GroupWeights
+from perilune.learn.algorithms import Algorithm
+from perilune.learn.weights import GroupWeights, step_figures
 from perilune.metrics.objective import objective_curve
 from perilune.tasks.evaluation import CORRECT, strategies
 from perilune.tasks.rollouts import Stopwatch
@@ -66,6 +67,7 @@ class Observer:
             "failures": sum(bool(one.failure) for one in episodes),
             "length": sum(len(one.token_ids) for one in episodes) / len(episodes),
             "truncated": sum(one.truncated for one in episodes) / len(episodes),
+            **step_figures(groups),
             **figures,
         }
         for name, found in strategies(episodes).items():
@@ -105,16 +107,17 @@ class Observer:
     def _lines(self) -> list[dict[str, Any]]:
         return list(read_json_lines(self._workspace.artifacts / "metrics.jsonl"))
 
-    def summary(self, algorithm: str, samples: int) -> dict[str, Any]:
-        """First and last figures, and what the estimator climbs."""
+    def summary(self, algorithm: Algorithm, samples: int) -> dict[str, Any]:
+        """First and last figures, and what the estimator climbs, if that can be said of groups alone."""
         lines = self._lines()
         gaps = [line["logprob_gap_max"] for line in lines if "logprob_gap_max" in line]
+        curve = objective_curve(algorithm, samples) if algorithm.compares == "group" else []
         return {
-            "algorithm": algorithm,
+            "algorithm": algorithm.name,
             **first_and_last(self._workspace, ("reward", "pass_rate", "length")),
             "logprob_gap_max": max(gaps, default=0.0),
             "failures": sum(line["failures"] for line in lines),
-            "implicit_objective": [list(point) for point in objective_curve(algorithm, samples)],
+            "implicit_objective": [list(point) for point in curve],
             "seconds": self._total.elapsed,
         }
 

@@ -13,6 +13,7 @@ from perilune.learn.settings import AlgorithmSettings, OptimizerSettings
 
 if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace
+    from perilune.learn.algorithms import Algorithm
     from perilune.models.config import DecoderConfig
     from perilune.models.memory import MemoryPlan
 
@@ -47,8 +48,7 @@ class RL:
         return {
             "episodes": f"{spec.steps} steps x {spec.prompts} tasks x {spec.samples} = {episodes:,}",
             "tokens at most": f"{episodes * spec.max_tokens:,}",
-            "algorithm": f"{spec.algorithm}, one update a step,"
-            f" clip {spec.clip_low:g}/{spec.clip_high:g}, KL {spec.kl:g}",
+            "algorithm": f"{_told(spec.algorithm)}, one update a step, KL {spec.kl:g}",
             "learning rate": f"{spec.lr:g} after {spec.warmup} steps, cosine to {spec.lr * spec.final_lr:g}",
             "memory": str(memory),
         }
@@ -57,7 +57,7 @@ class RL:
         """The loop."""
         from perilune.engine.engine import Engine
         from perilune.engine.sampling import SamplingParams
-        from perilune.learn.algorithms import algorithm
+        from perilune.learn.algorithms import StepContext
         from perilune.learn.batch import pack
         from perilune.learn.schedules import learning_rate
         from perilune.learn.trainer import Learner, with_reference
@@ -83,9 +83,8 @@ class RL:
             environment = open_environment(workspace)
             slots = slots_for(policy.decoder.config, spec.max_tokens, device.type)
             engine = Engine(policy.decoder, slots=slots)
-            learner = Learner(policy.decoder, spec, spec)
+            learner = Learner(policy.decoder, spec)
             carried = carry_optimizer(workspace, learner)
-            weigh = algorithm(spec.algorithm)
             rollouts = Rollouts(engine, policy.tokenizer, scorer, environment.id, workspace.job.seed)
             params = SamplingParams(spec.max_tokens, spec.temperature, policy.stop_token_ids)
 
@@ -98,7 +97,7 @@ class RL:
                 batch = take_tasks(tasks, spec.prompts, environment.id)
                 groups = rollouts.play(batch, samples=spec.samples, params=params, step=step + 1, watch=watch)
                 watch.start_learning()
-                weighed = [weigh(group, max_tokens=spec.max_tokens, kl=spec.kl) for group in groups]
+                weighed = spec.algorithm.weigh(groups, StepContext(spec.max_tokens, spec.kl, step))
                 batches = pack(weighed, spec.token_budget, temperature=spec.temperature)
                 if reference is not None:
                     batches = with_reference(batches, reference)
@@ -111,6 +110,13 @@ class RL:
         summary = finish(workspace, policy, learner, spec.steps)
         summary |= observer.summary(spec.algorithm, spec.samples)
         return summary | {"carried_second_moments": carried, "memory": memory_figures(memory, device)}
+
+
+def _told(algorithm: Algorithm) -> str:
+    """Name and options."""
+    options = algorithm.model_dump(exclude={"name"}, exclude_none=True)
+    listed = ", ".join(f"{name} {value}" for name, value in options.items())
+    return f"{algorithm.name} ({listed})"
 
 
 def _memory(spec: RLSpec, config: DecoderConfig, device: str) -> MemoryPlan:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import perilune
 from perilune.learn.algorithms import ALGORITHMS
@@ -178,7 +178,7 @@ def _climb(
 
 def _description(stage: StageView, attempt: Attempt) -> str:
     spec, summary = attempt.job.get("spec") or {}, attempt.summary
-    algorithm = str(summary.get("algorithm") or spec.get("algorithm") or stage.task)
+    algorithm = _algorithm(spec, summary) or stage.task
     name = ALGORITHM_NAMES.get(algorithm, algorithm)
     planned = int(spec.get("steps") or 0)
     done = len(attempt.metrics.get("step", []))
@@ -186,17 +186,28 @@ def _description(stage: StageView, attempt: Attempt) -> str:
     return f"{steps} of {name}."
 
 
+def _algorithm(spec: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    """Name of the algorithm of a stage, "" when it has none; a recipe may give it options."""
+    asked = spec.get("algorithm") or ""
+    return str(summary.get("algorithm") or (asked.get("name") if isinstance(asked, dict) else asked))
+
+
+def _implied(algorithm: str, samples: int) -> list[tuple[float, float]] | None:
+    known = samples > 1 and algorithm in ALGORITHMS and ALGORITHMS[algorithm].compares == "group"
+    return objective_curve(algorithm, samples) if known else None
+
+
 def _objective(pairs: Sequence[tuple[StageView, Attempt]]) -> Objective | None:
     """What the last rl stage's estimator climbs, as it recorded or as its algorithm and group size imply."""
     for stage, attempt in reversed(pairs):
         spec = attempt.job.get("spec") or {}
-        algorithm = str(attempt.summary.get("algorithm") or spec.get("algorithm") or "")
+        algorithm = _algorithm(spec, attempt.summary)
         if stage.task != "rl" or not algorithm:
             continue
         samples = int(spec.get("samples") or 0)
         curve = attempt.summary.get("implicit_objective")
         if curve is None:
-            curve = objective_curve(algorithm, samples) if samples > 1 and algorithm in ALGORITHMS else None
+            curve = _implied(algorithm, samples)
         if curve:
             label = ALGORITHM_NAMES.get(algorithm, algorithm)
             note = (

@@ -1,49 +1,62 @@
-"""Algorithms by name. One algorithm is one small file with one function, `weights`.
+"""Algorithms by name. One algorithm is one small file: its options, and what it makes of groups of episodes.
 
 Nothing here imports torch: what a token is worth is arithmetic on rewards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from typing import Annotated, Any, get_args
 
-from perilune.data.episode import Episode
+from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, ValidationError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
 from perilune.errors import RequestError
-from perilune.learn.algorithms import dr_grpo, grpo, sft
-from perilune.learn.weights import GroupWeights
+from perilune.learn.algorithms.base import Algorithm, StepContext
+from perilune.learn.algorithms.dr_grpo import DrGRPO
+from perilune.learn.algorithms.grpo import GRPO
+from perilune.learn.algorithms.sft import SFT
 
+__all__ = ["ALGORITHMS", "RL_ALGORITHMS", "Algorithm", "RLAlgorithm", "StepContext", "algorithm"]
 
-class Algorithm(Protocol):
-    """Turns the episodes of one prompt into per-token weights of the three loss components."""
+_Section = Annotated[GRPO | DrGRPO, Field(discriminator="name")]
 
-    def __call__(self, group: Sequence[Episode], *, max_tokens: int, kl: float = 0.0) -> GroupWeights:
-        """Weigh a group.
-
-        Args:
-            group: episodes of one prompt; those with a `failure` get no weight.
-            max_tokens: the longest completion the run allows, a constant of the run.
-            kl: coefficient of the KL to the reference policy; 0 leaves the component out.
-
-        Raises:
-            WorkFailedError: naming an episode whose reward is NaN, infinite or missing without a failure.
-        """
-        ...
-
-
-ALGORITHMS: dict[str, Algorithm] = {
-    "grpo": grpo.weights,
-    "dr_grpo": dr_grpo.weights,
-    "sft": sft.weights,
+RL_ALGORITHMS: dict[str, type[Algorithm]] = {
+    kind.model_fields["name"].default: kind for kind in get_args(get_args(_Section)[0])
 }
+"""What an rl stage may name."""
+
+ALGORITHMS: dict[str, type[Algorithm]] = {**RL_ALGORITHMS, "sft": SFT}
 
 
-def algorithm(name: str) -> Algorithm:
-    """The algorithm called `name`.
+class _OrName:
+    """In a recipe the bare name stands for the section that has nothing else in it."""
+
+    @staticmethod
+    def __get_pydantic_json_schema__(core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"anyOf": [{"enum": list(RL_ALGORITHMS)}, handler(core)]}
+
+
+def _section(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+RLAlgorithm = Annotated[_Section, BeforeValidator(_section), _OrName()]
+"""Type of a field that holds an algorithm: `grpo`, or `{name: grpo, clip_high: 0.2}`."""
+
+
+def algorithm(name: str, **options: Any) -> Algorithm:
+    """The algorithm called `name`, with its options.
 
     Raises:
-        RequestError: when there is none, naming those there are.
+        RequestError: when there is none, naming those there are; when an option is unknown or impossible.
     """
     if name not in ALGORITHMS:
         raise RequestError(f"no algorithm called '{name}'", remedy=f"one of: {', '.join(ALGORITHMS)}")
-    return ALGORITHMS[name]
+    try:
+        return ALGORITHMS[name].model_validate({"name": name, **options})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        known = ", ".join(field for field in ALGORITHMS[name].model_fields if field != "name")
+        place = ".".join(map(str, first["loc"]))
+        raise RequestError(f"{place}: {first['msg']}", where=name, remedy=f"options: {known}") from None

@@ -6,25 +6,23 @@ without the division by the response's length so does every token. Up to a const
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Literal
 
-import numpy as np
+from pydantic import Field
 
-from perilune.data.episode import Episode
-from perilune.learn.advantages import centred, is_dead
-from perilune.learn.weights import Aggregation, GroupWeights, aggregate, rewards
+from perilune.learn.advantages import centred
+from perilune.learn.algorithms.base import Group, PolicyGradient, StepContext
+from perilune.learn.weights import Aggregation, GroupWeights, rewards
 
 
-def weights(group: Sequence[Episode], *, max_tokens: int, kl: float = 0.0) -> GroupWeights:
-    """A = r - mean, each sequence summed and divided by `max_tokens`; see `Algorithm`."""
-    scores = rewards(group)
-    advantages = centred(scores)
-    mode: Aggregation = "seq-mean-token-sum-norm"
-    coefficient = np.where(np.isnan(scores), np.nan, kl)
-    return GroupWeights(
-        episodes=tuple(group),
-        policy_gradient=aggregate(group, advantages, mode, constant=max_tokens),
-        reference_kl=aggregate(group, coefficient, mode, constant=max_tokens) if kl > 0 else None,
-        advantages=advantages.astype(np.float32),
-        dead=is_dead(scores),
+class DrGRPO(PolicyGradient):
+    """A = r - mean, each sequence summed and divided by the longest completion the run allows."""
+
+    name: Literal["dr_grpo"] = Field("dr_grpo", description="which algorithm this is")
+    aggregation: Aggregation = Field(
+        "seq-mean-token-sum-norm", description="over what a token's loss is averaged"
     )
+
+    def weigh_group(self, group: Group, context: StepContext) -> GroupWeights:
+        scores = rewards(group)
+        return self.compared(group, scores, centred(scores), context)

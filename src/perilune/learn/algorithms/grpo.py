@@ -6,24 +6,20 @@ each sequence would punish long wrong answers less a token, and so lengthen them
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Literal
 
-import numpy as np
+from pydantic import Field
 
-from perilune.data.episode import Episode
-from perilune.learn.advantages import is_dead, standardised
-from perilune.learn.weights import GroupWeights, aggregate, rewards
+from perilune.learn.advantages import standardised
+from perilune.learn.algorithms.base import Group, PolicyGradient, StepContext
+from perilune.learn.weights import GroupWeights, rewards
 
 
-def weights(group: Sequence[Episode], *, max_tokens: int, kl: float = 0.0) -> GroupWeights:
-    """A = (r - mean) / (std + 1e-4); see `Algorithm`."""
-    scores = rewards(group)
-    advantages = standardised(scores)
-    coefficient = np.where(np.isnan(scores), np.nan, kl)
-    return GroupWeights(
-        episodes=tuple(group),
-        policy_gradient=aggregate(group, advantages, "token-mean"),
-        reference_kl=aggregate(group, coefficient, "token-mean") if kl > 0 else None,
-        advantages=advantages.astype(np.float32),
-        dead=is_dead(scores),
-    )
+class GRPO(PolicyGradient):
+    """A = (r - mean) / (std + 1e-4)."""
+
+    name: Literal["grpo"] = Field("grpo", description="which algorithm this is")
+
+    def weigh_group(self, group: Group, context: StepContext) -> GroupWeights:
+        scores = rewards(group)
+        return self.compared(group, scores, standardised(scores), context)

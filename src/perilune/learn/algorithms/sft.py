@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import ClassVar, Literal
 
 import numpy as np
+from pydantic import Field
 
-from perilune.data.episode import Episode
+from perilune.learn.algorithms.base import Algorithm, Group, StepContext
 from perilune.learn.weights import GroupWeights, aggregate
 
 
-def weights(group: Sequence[Episode], *, max_tokens: int = 0, kl: float = 0.0) -> GroupWeights:
-    """Weight 1 on every unmasked token, mean over the batch's tokens; see `Algorithm`."""
-    scale = np.where([bool(episode.failure) for episode in group], np.nan, 1.0)
-    coefficient = scale * kl
-    return GroupWeights(
-        episodes=tuple(group),
-        cross_entropy=aggregate(group, scale, "token-mean"),
-        reference_kl=aggregate(group, coefficient, "token-mean") if kl > 0 else None,
-    )
+class SFT(Algorithm):
+    """Weight 1 on every unmasked token, mean over the batch's tokens."""
+
+    compares: ClassVar[Literal["group", "batch", "nothing"]] = "nothing"
+    name: Literal["sft"] = Field("sft", description="which algorithm this is")
+
+    def weigh_group(self, group: Group, context: StepContext) -> GroupWeights:
+        scale = np.where([bool(episode.failure) for episode in group], np.nan, 1.0)
+        kl = aggregate(group, scale * context.kl, "token-mean") if context.kl > 0 else None
+        return GroupWeights(
+            tuple(group), cross_entropy=aggregate(group, scale, "token-mean"), reference_kl=kl
+        )

@@ -1,0 +1,141 @@
+"""What an algorithm is: typed options, and one function from the groups of a step to weights a token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+
+from perilune.data.episode import Episode
+from perilune.learn.advantages import Rewards, is_dead
+from perilune.learn.weights import Aggregation, GroupWeights, Scale, Surrogate, aggregate
+
+Group = Sequence[Episode]
+
+Signal = Literal["logprobs", "values", "deviation", "uncertainty"]
+"""A figure a token that takes a forward pass of the policy as it is when the step begins: its log-prob, the
+critic's value of the state before it, and of the distribution it was drawn from the squared Hellinger
+distance to the reference's and the entropy over log V."""
+
+Signals = Mapping[Signal, Mapping[str, NDArray[np.float32]]]
+"""float32[T] by signal and episode_id, zero where nothing is learned."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What an algorithm may know of a step besides its groups.
+
+    Attributes:
+        max_tokens: the longest completion the run allows, a constant of the run.
+        kl: coefficient of the KL to the reference policy; 0 leaves the component out.
+        step: steps done before this one.
+        signals: what the algorithm's `needs` asked for.
+        memory: what it wants to know again at the next step and after a resume: JSON values only.
+    """
+
+    max_tokens: int
+    kl: float = 0.0
+    step: int = 0
+    signals: Signals = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
+
+    def signal(self, name: Signal, episode: Episode) -> NDArray[np.float64]:
+        """float64[T] of one episode.
+
+        Raises:
+            ValueError: when there is none, or not one a token.
+        """
+        found = self.signals.get(name, {}).get(episode.episode_id)
+        if found is None or len(found) != len(episode.token_ids):
+            raise ValueError(f"episode {episode.episode_id} has no {name} of its tokens")
+        return found.astype(np.float64)
+
+
+class Algorithm(BaseModel):
+    """Base of all algorithms. A subclass overrides `weigh_group`, or `weigh` when groups meet each other.
+
+    Attributes:
+        needs: signals it reads.
+        compares: with what a reward is compared, for the figures of the report.
+        refills: how often a step's dead groups are replaced by new tasks before it makes do.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    needs: ClassVar[frozenset[Signal]] = frozenset()
+    compares: ClassVar[Literal["group", "batch", "nothing"]] = "group"
+
+    name: str = Field(description="which algorithm this is")
+
+    @property
+    def refills(self) -> int:
+        return 0
+
+    def weigh(self, groups: Sequence[Group], context: StepContext) -> list[GroupWeights]:
+        """Weights of all groups of one step, in order.
+
+        Raises:
+            WorkFailedError: naming an episode whose reward is NaN, infinite or missing without a failure.
+        """
+        return [self.weigh_group(group, context) for group in groups]
+
+    def weigh_group(self, group: Group, context: StepContext) -> GroupWeights:
+        """Weights of a group that is compared with no other."""
+        raise NotImplementedError
+
+    def __call__(self, group: Group, *, max_tokens: int, kl: float = 0.0) -> GroupWeights:
+        """Weigh a group that is all there is."""
+        return self.weigh([group], StepContext(max_tokens, kl))[0]
+
+
+class PolicyGradient(Algorithm):
+    """Advantages, spread over tokens in a named way, under PPO's clipped objective."""
+
+    aggregation: Aggregation = Field("token-mean", description="over what a token's loss is averaged")
+    clip_low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped below 1 - clip_low")
+    clip_high: float = Field(0.28, gt=0, description="the ratio is clipped above 1 + clip_high")
+    dual_clip: float | None = Field(
+        None, gt=1, description="a bad token's ratio counts at most this much; null is off"
+    )
+
+    @property
+    def surrogate(self) -> Surrogate:
+        """The token loss that these options name."""
+        return Surrogate(low=1 - self.clip_low, high=1 + self.clip_high, dual=self.dual_clip)
+
+    def compared(
+        self,
+        group: Group,
+        scores: Rewards,
+        advantages: Scale,
+        context: StepContext,
+        *,
+        dead: bool | None = None,
+        figures: Mapping[str, float] | None = None,
+    ) -> GroupWeights:
+        """Weights that carry these advantages, beside the reference KL.
+
+        Args:
+            scores: [G], NaN for an episode that is left out.
+            advantages: [G], or float64[T] an episode.
+            dead: whether there is nothing to learn; by default, whether the scores are equal.
+        """
+        constant = context.max_tokens if self.aggregation == "seq-mean-token-sum-norm" else None
+        judged = ~np.isnan(scores)
+        scale: Scale = [a if there else np.nan for a, there in zip(advantages, judged, strict=True)]
+        coefficient = np.where(judged, context.kl, np.nan)
+        return GroupWeights(
+            episodes=tuple(group),
+            policy_gradient=aggregate(group, scale, self.aggregation, constant=constant),
+            reference_kl=aggregate(group, coefficient, self.aggregation, constant=constant)
+            if context.kl > 0
+            else None,
+            surrogate=self.surrogate,
+            advantages=np.array([np.mean(a) if np.size(a) else 0.0 for a in scale], np.float32),
+            dead=is_dead(scores) if dead is None else dead,
+            figures=figures or {},
+        )

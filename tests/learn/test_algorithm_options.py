@@ -1,0 +1,54 @@
+"""What a recipe may say of an algorithm, and what it is told when it says something else."""
+
+from pathlib import Path
+
+import pytest
+
+from perilune.errors import RequestError
+from perilune.learn.algorithms import RL_ALGORITHMS, algorithm
+from perilune.recipe.load import load_recipe
+
+RECIPE = """\
+name: one
+model: {preset: tiny}
+environment: {id: reasoning_gym, task: basic_arithmetic}
+stages:
+  - name: rl
+    task: rl
+    checkpoint: model
+    ALGORITHM
+"""
+
+
+def load(path: Path, said: str):
+    path.write_text(RECIPE.replace("ALGORITHM", said))
+    return load_recipe(path).stage("rl").spec["algorithm"]
+
+
+@pytest.mark.parametrize("name", list(RL_ALGORITHMS))
+def test_a_name_stands_for_its_defaults(name: str, tmp_path: Path) -> None:
+    assert load(tmp_path / "r.yaml", f"algorithm: {name}") == algorithm(name).model_dump(mode="json")
+
+
+def test_options_are_typed_and_the_rest_stays(tmp_path: Path) -> None:
+    found = load(tmp_path / "r.yaml", "algorithm: {name: dr_grpo, clip_high: 0.2}")
+    assert found == algorithm("dr_grpo", clip_high=0.2).model_dump(mode="json")
+
+
+@pytest.mark.parametrize(
+    ("said", "what", "remedy"),
+    [
+        ("{name: grpo, clip_hgih: 0.2}", "stages.rl.algorithm.clip_hgih is not a known key", "'clip_high'"),
+        ("{name: grpo, clip_low: 2.0}", "stages.rl.algorithm.clip_low is 2.0 but should be less than 1", ""),
+        ("{name: gpro}", "stages.rl.algorithm: no algorithm is called 'gpro'", "'grpo'"),
+        ("gpro", "stages.rl.algorithm: no algorithm is called 'gpro'", "'grpo'"),
+        ("{clip_low: 0.1}", "stages.rl.algorithm.name is missing", ""),
+        ("7", "stages.rl.algorithm is 7 but should be an object", ""),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_line(said: str, what: str, remedy: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError) as raised:
+        load(tmp_path / "r.yaml", f"algorithm: {said}")
+    assert what in raised.value.what
+    assert raised.value.where.endswith(":8")
+    assert raised.value.remedy.startswith(remedy)
