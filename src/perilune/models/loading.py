@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,6 +25,8 @@ from perilune.models.decoder import Decoder
 
 if TYPE_CHECKING:
     from perilune.models.tokenizer import Tokenizer
+
+DecoderT = TypeVar("DecoderT", bound=Decoder)
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -43,6 +45,7 @@ def new_model(preset: str | DecoderConfig, tokenizer: Tokenizer, seed: int) -> D
             raise RequestError(f"no model preset {preset!r}", remedy=f"one of: {', '.join(PRESETS)}")
         preset = PRESETS[preset]
     decoder = _empty(
+        Decoder,
         preset.replace(
             vocab_size=tokenizer.vocab_size,
             bos_token_id=tokenizer.bos_token_id,
@@ -104,6 +107,15 @@ def load_decoder(
     Raises:
         RequestError: as `load_checkpoint`.
     """
+    return load_as(Decoder, path, device, dtype)
+
+
+def load_as(kind: type[DecoderT], path: Path, device: str | torch.device, dtype: torch.dtype) -> DecoderT:
+    """Read the model of a Hugging Face folder as a `kind` of decoder, which says what tensors there are.
+
+    Raises:
+        RequestError: as `load_checkpoint`.
+    """
     folder = _Folder(Path(path))
     config = _config(folder)
     stored: dict[str, _Stored] = {}
@@ -116,9 +128,9 @@ def load_decoder(
     if config.num_layers > len(stored):  # before a billion layers are made to be compared
         raise _missing(f"model.layers.{config.num_layers - 1}.input_layernorm.weight", path)
     with torch.device("meta"):
-        shapes = {name: tuple(t.shape) for name, t in Decoder(config).state_dict().items()}
+        shapes = {name: tuple(t.shape) for name, t in kind(config).state_dict().items()}
     _compare(stored, shapes, path)
-    decoder = _empty(config, torch.device(device), dtype)
+    decoder = _empty(kind, config, torch.device(device), dtype)
     for name, parameter in decoder.state_dict().items():
         parameter.copy_(_read(stored[name]))
     if config.tie_word_embeddings and "lm_head.weight" in stored:
@@ -126,10 +138,10 @@ def load_decoder(
     return decoder
 
 
-def _empty(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
+def _empty(kind: type[DecoderT], config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> DecoderT:
     """A decoder whose parameters hold whatever was in memory."""
     with torch.device("meta"):
-        decoder = Decoder(config)
+        decoder = kind(config)
     # Not by `to_empty`, which imports half of torch's compiler to look at tensors that hold nothing.
     tensors = {
         name: torch.empty(tensor.shape, device=device, dtype=dtype)

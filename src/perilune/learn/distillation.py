@@ -1,0 +1,255 @@
+"""Distillation on the student's own tokens: losses, and the figures that say whether it can work.
+
+p is the student, q the teacher, both at the states that the student's tokens lead to; M tokens, V vocabulary.
+
+    reverse_kl    policy gradient with A_t = -coefficient * stop_gradient(log p - log q) at the sampled token
+    reverse_topk  KL(p' || q') on the k likeliest tokens of p, both renormalised on them (arXiv 2604.13016)
+    forward_topk  sum over the k likeliest tokens of q of q (log q - log p), not renormalised (verl)
+    gkd           beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p; beta 0 is KL(q || p) and
+                  beta 1 KL(p || q), which the formula itself does not reach (arXiv 2306.13649, eq. 2)
+
+A reverse KL on sampled tokens without the policy gradient has no use: its gradient is zero in expectation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from perilune.data.episode import Episode
+from perilune.errors import RequestError
+from perilune.learn.batch import PackedBatch
+from perilune.learn.losses import MAX_LOG_RATIO
+from perilune.learn.packing import pack_each
+from perilune.learn.trainer import Learner, predicting_states
+from perilune.models.decoder import Decoder
+from perilune.models.logprobs import chosen, log_distribution
+
+DistillationKind = Literal["reverse_kl", "reverse_topk", "forward_topk", "gkd"]
+
+
+@dataclass(frozen=True, slots=True)
+class Distillation:
+    """Which loss, and its constants.
+
+    Attributes:
+        k: tokens of the top-k losses and of the overlap figures.
+        beta: of gkd, 0 (forward KL) to 1 (reverse KL).
+        coefficient: of the reverse KL beside a task's advantages.
+        temperature: of sampling; both distributions are taken at it.
+    """
+
+    kind: DistillationKind
+    k: int = 16
+    beta: float = 0.5
+    coefficient: float = 1.0
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """One micro-batch twice: as the student sees it, and as the teacher does.
+
+    Attributes:
+        student, teacher: the same episodes in the same order; prompts may differ, learned tokens do not.
+        advantages: float32[episodes] of the task's own reward, 0 without one.
+    """
+
+    student: PackedBatch
+    teacher: PackedBatch
+    advantages: Tensor
+
+
+def chunks(
+    episodes: Sequence[Episode],
+    teacher_prompts: Sequence[Sequence[int]],
+    token_budget: int,
+    *,
+    advantages: Sequence[float] | None = None,
+    temperature: float = 1.0,
+) -> Iterator[Chunk]:
+    """Cut a step's episodes into micro-batches of at most `token_budget` tokens for either side.
+
+    Args:
+        teacher_prompts: what the teacher is shown in place of each episode's prompt.
+    """
+    gains = [0.0] * len(episodes) if advantages is None else advantages
+    seen = [
+        (one, replace(one, prompt_ids=np.asarray(prompt, np.int32)), gain)
+        for one, prompt, gain in zip(episodes, teacher_prompts, gains, strict=True)
+    ]
+    held: list[tuple[Episode, Episode, float]] = []
+    room = token_budget
+    for item in seen:
+        cost = max(len(item[0].prompt_ids), len(item[1].prompt_ids)) + len(item[0].token_ids)
+        if held and cost > room:
+            yield _chunk(held, temperature)
+            held, room = [], token_budget
+        held.append(item)
+        room -= cost
+    if held:
+        yield _chunk(held, temperature)
+
+
+def _chunk(items: Sequence[tuple[Episode, Episode, float]], temperature: float) -> Chunk:
+    def packed(episodes: Sequence[Episode]) -> PackedBatch:
+        (batch,) = pack_each(episodes, sum(len(one.prompt_ids) + len(one.token_ids) for one in episodes))
+        return replace(batch, temperature=temperature)
+
+    student, teacher = packed([one for one, _, _ in items]), packed([one for _, one, _ in items])
+    if not torch.equal(student.targets, teacher.targets):
+        raise AssertionError("student and teacher are not at the same tokens")
+    return Chunk(student, teacher, torch.tensor([gain for *_, gain in items]))
+
+
+def distil(
+    learner: Learner, teacher: Decoder, parts: Iterator[Chunk], loss: Distillation, tokens: int
+) -> dict[str, float]:
+    """Add the gradient of one step; the loss is the mean over the step's `tokens` learned tokens.
+
+    Returns:
+        loss, tokens, and the means of `diagnostics` over the step.
+    """
+    device = next(teacher.parameters()).device
+    totals: dict[str, float] = {}
+    for part in parts:
+        with torch.no_grad():
+            view = part.teacher.to(device)
+            states = predicting_states(teacher, view)
+            q = log_distribution(teacher.logits(states), loss.temperature)
+
+        def objective(
+            batch: PackedBatch, hidden: Tensor, q: Tensor = q, part: Chunk = part
+        ) -> tuple[Tensor, Mapping[str, Tensor]]:
+            p = log_distribution(learner.decoder.logits(hidden), loss.temperature)
+            advantages = part.advantages.to(p.device)[batch.episode_of]
+            losses = token_losses(p, q, batch.targets, batch.old_logprobs, advantages, loss)
+            with torch.no_grad():
+                sums = diagnostics(p.detach(), q, batch.targets, loss.k)
+            return losses.sum() / tokens, sums
+
+        for name, value in learner.forward_backward_custom([part.student], objective).items():
+            totals[name] = totals.get(name, 0.0) + value
+    return _means(totals, loss.k)
+
+
+def token_losses(  # noqa: PLR0917
+    p: Tensor, q: Tensor, targets: Tensor, old_logprobs: Tensor, advantages: Tensor, loss: Distillation
+) -> Tensor:
+    """Loss of each token, float[M].
+
+    Args:
+        p, q: float[M, V] log-probs of student and teacher; the teacher's carry no gradient.
+        targets: int64[M], the tokens that were sampled.
+        old_logprobs: float[M], of the policy that sampled them.
+        advantages: float[M] of the task's own reward, for reverse_kl.
+    """
+    if loss.kind == "forward_topk":
+        return forward_topk(p, q, loss.k)
+    if loss.kind == "reverse_topk":
+        return reverse_topk(p, q, loss.k)
+    if loss.kind == "gkd":
+        return generalised_jsd(p, q, loss.beta)
+    gain = advantages - loss.coefficient * (old_logprobs - chosen(q, targets))
+    ratio = (chosen(p, targets) - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return -ratio * gain.detach()
+
+
+def forward_topk(p: Tensor, q: Tensor, k: int) -> Tensor:
+    """Sum over the k likeliest tokens of q of q (log q - log p), float[M], raised to 0 from below."""
+    best, places = q.topk(min(k, q.shape[-1]), dim=-1)
+    return (best.exp() * (best - p.gather(-1, places))).sum(-1).clamp(min=0)
+
+
+def reverse_topk(p: Tensor, q: Tensor, k: int) -> Tensor:
+    """KL(p' || q') in nats, float[M], both renormalised on the k likeliest tokens of p."""
+    best, places = p.topk(min(k, p.shape[-1]), dim=-1)
+    a, b = best.log_softmax(-1), q.gather(-1, places).log_softmax(-1)
+    return (a.exp() * (a - b)).sum(-1)
+
+
+def generalised_jsd(p: Tensor, q: Tensor, beta: float) -> Tensor:
+    """The divergence of GKD in nats, float[M].
+
+    Raises:
+        RequestError: when beta is outside 0 to 1.
+    """
+    if not 0 <= beta <= 1:
+        raise RequestError(f"beta is {beta:g}, not between 0 and 1")
+    if beta in (0, 1):
+        a, b = (q, p) if beta == 0 else (p, q)
+        return _kl(a, b)
+    middle = torch.logaddexp(q + np.log(beta), p + np.log1p(-beta))
+    return beta * _kl(q, middle) + (1 - beta) * _kl(p, middle)
+
+
+def diagnostics(p: Tensor, q: Tensor, targets: Tensor, k: int) -> dict[str, Tensor]:
+    """Sums over tokens of the figures that compare student and teacher; `_means` divides.
+
+    With S_p, S_q the k likeliest tokens of each and O what they share:
+
+    * overlap_ratio |O| / k; overlap_mass_student, _teacher: mass of p and of q on O, of the full vocabulary
+    * overlap_advantage: over tokens with O not empty, sum over O of p'(log q' - log p') / |O|, renormalised
+      on O; equals -KL(p' || q') / |O|, never positive (arXiv 2604.13016, eq. 7). It scales with k.
+    * overlap_advantage_verl: another quantity of that name, mean over O of -q (log q - log p); any sign
+    * topk_mass_student, _teacher: mass of p and of q on S_q
+    * entropy_gap: |H(q) - H(p)|; entropy_gap_topk: the same of each renormalised on its own k tokens
+    * entropy of p; reverse_kl: log p - log q of the sampled token
+    """
+    k = min(k, p.shape[-1])
+    best_p, places_p = p.topk(k, dim=-1)
+    best_q, places_q = q.topk(k, dim=-1)
+    shared = torch.zeros_like(p, dtype=torch.bool).scatter_(-1, places_p, True)
+    shared &= torch.zeros_like(shared).scatter_(-1, places_q, True)
+    count = shared.sum(-1)
+    has = count > 0
+    size = count.clamp(min=1)
+    lowest = torch.finfo(p.dtype).min
+    p_bar = torch.where(shared, p, lowest).log_softmax(-1)
+    q_bar = torch.where(shared, q, lowest).log_softmax(-1)
+    advantage = torch.where(shared, p_bar.exp() * (q_bar - p_bar), 0).sum(-1) / size
+    verl = torch.where(shared, -q.exp() * (q - p), 0).sum(-1) / size
+    entropies = [_entropy(p), _entropy(q)]
+    topk = [_entropy(best_p.log_softmax(-1)), _entropy(best_q.log_softmax(-1))]
+    return {
+        "overlap_ratio": (count / k).sum(),
+        "overlap_tokens": has.sum(),
+        "overlap_advantage": advantage[has].sum(),
+        "overlap_advantage_verl": verl[has].sum(),
+        "overlap_mass_student": torch.where(shared, p.exp(), 0).sum(),
+        "overlap_mass_teacher": torch.where(shared, q.exp(), 0).sum(),
+        "topk_mass_student": p.gather(-1, places_q).exp().sum(),
+        "topk_mass_teacher": best_q.exp().sum(),
+        "entropy": entropies[0].sum(),
+        "entropy_gap": (entropies[1] - entropies[0]).abs().sum(),
+        "entropy_gap_topk": (topk[1] - topk[0]).abs().sum(),
+        "reverse_kl": (chosen(p, targets) - chosen(q, targets)).sum(),
+    }
+
+
+def _means(totals: Mapping[str, float], k: int) -> dict[str, float]:
+    """Sums as means over the tokens they are defined on."""
+    figures = {"loss": totals.get("loss", 0.0), "tokens": totals.get("tokens", 0.0), "overlap_k": float(k)}
+    overlapping = totals.get("overlap_tokens", 0.0)
+    for name, value in totals.items():
+        if name in ("loss", "tokens", "overlap_tokens"):
+            continue
+        count = overlapping if name.startswith("overlap_advantage") else figures["tokens"]
+        if count:
+            figures[name] = value / count
+    return figures
+
+
+def _kl(a: Tensor, b: Tensor) -> Tensor:
+    """KL(a || b) of float[M, V] log-probs; a token of probability 0 adds nothing."""
+    terms = a.exp() * (a - b)
+    return torch.where(a.isneginf(), 0, terms).sum(-1)
+
+
+def _entropy(logprobs: Tensor) -> Tensor:
+    return -torch.where(logprobs.isneginf(), 0, logprobs.exp() * logprobs).sum(-1)

@@ -1,0 +1,197 @@
+"""Learning from pairs: DPO and IPO, and the figures that show when they go wrong.
+
+With r = sum_t (log-prob - reference log-prob) of a completion, and r / L its mean a token,
+
+    DPO       -log sigmoid(beta (r_chosen - r_rejected))         Rafailov et al., arXiv 2305.18290, eq. 7
+    DPO_norm  the same on r / L, so that lengths do not count
+    IPO       (r_chosen / L_chosen - r_rejected / L_rejected - 1 / (2 beta))^2
+
+IPO (Azar et al., arXiv 2310.12036, eq. 17) is on means a token and calls tau beta, as TRL does.
+
+Only the difference is constrained: both log-probs can fall together while the loss does too (likelihood
+displacement, arXiv 2410.08847). Two terms hold the chosen one up: `nll`, its own cross-entropy, and `dpop`, a
+hinge on its fall below the reference (arXiv 2402.13228, eq. 3).
+
+B pairs, M learned tokens. A pair is two episodes of one prompt, the chosen one first; their `logprobs` are
+those of the frozen reference, computed once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from perilune.data.episode import Episode
+from perilune.learn.batch import PackedBatch
+from perilune.learn.losses import token_logprobs
+from perilune.learn.packing import Pair, pack_pairs
+from perilune.learn.trainer import predicting_states
+from perilune.models.decoder import Decoder
+
+PreferenceLoss = Literal["dpo", "dpo_norm", "ipo"]
+
+COLLAPSE = -0.05  # nats a token that the chosen answers may lose while margins grow
+
+
+@dataclass(frozen=True, slots=True)
+class PairLogprobs:
+    """Sums over each completion, float[B] all: log-probs now and of the reference, and lengths in tokens."""
+
+    chosen: Tensor
+    rejected: Tensor
+    reference_chosen: Tensor
+    reference_rejected: Tensor
+    length_chosen: Tensor
+    length_rejected: Tensor
+
+    @property
+    def chosen_shift(self) -> Tensor:
+        """r of the chosen completions, in nats."""
+        return self.chosen - self.reference_chosen
+
+    @property
+    def rejected_shift(self) -> Tensor:
+        """r of the rejected completions, in nats."""
+        return self.rejected - self.reference_rejected
+
+
+def preference_loss(pairs: PairLogprobs, kind: PreferenceLoss, beta: float) -> tuple[Tensor, Tensor]:
+    """Loss of each pair, and its margin: u of DPO, the difference of means a token of IPO.
+
+    Returns:
+        losses float[B], margins float[B].
+    """
+    chosen, rejected = pairs.chosen_shift, pairs.rejected_shift
+    if kind in ("ipo", "dpo_norm"):
+        chosen, rejected = chosen / pairs.length_chosen, rejected / pairs.length_rejected
+    if kind == "ipo":
+        margin = chosen - rejected
+        return (margin - 1 / (2 * beta)) ** 2, margin
+    margin = beta * (chosen - rejected)
+    return -F.logsigmoid(margin), margin
+
+
+def is_collapsing(chosen_shift_per_token: float, margin: float) -> bool:
+    """Whether the chosen answers themselves grow unlikely while the pairs are told apart ever better.
+
+    Args:
+        chosen_shift_per_token: mean of (log-prob - reference log-prob) / L over chosen answers, in nats.
+        margin: mean margin, 0 at the start.
+    """
+    return chosen_shift_per_token < COLLAPSE and margin > 0
+
+
+def pair_logprobs(batch: PackedBatch, logprobs: Tensor) -> PairLogprobs:
+    """Sums over the completions of a batch of `pack_pairs`, from float[M] log-probs of its learned tokens."""
+    count = len(batch.prefix_of) - int((batch.prefix_of < 0).sum())
+
+    def sums(values: Tensor) -> Tensor:
+        return values.new_zeros(count).index_add(0, batch.episode_of, values)
+
+    now, reference = sums(logprobs), sums(batch.old_logprobs.to(logprobs.dtype))
+    lengths = sums(torch.ones_like(logprobs.detach()))
+    return PairLogprobs(now[::2], now[1::2], reference[::2], reference[1::2], lengths[::2], lengths[1::2])
+
+
+@dataclass
+class PreferenceObjective:
+    """The loss of one step of `count` pairs, for `Learner.forward_backward_custom`; remembers what it saw."""
+
+    decoder: Decoder
+    kind: PreferenceLoss
+    beta: float
+    count: int
+    nll: float = 0.0
+    dpop: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._seen: list[Tensor] = []
+
+    def __call__(self, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The batch's share of the mean over the step's pairs."""
+        logprobs, _ = token_logprobs(self.decoder.logits(hidden), batch.targets)
+        pairs = pair_logprobs(batch, logprobs)
+        losses, margins = preference_loss(pairs, self.kind, self.beta)
+        if self.nll:
+            losses = losses - self.nll * pairs.chosen / pairs.length_chosen
+        if self.dpop:
+            losses = losses + self.dpop * (-pairs.chosen_shift).clamp(min=0)
+        self._seen.append(
+            torch.stack([
+                margins, pairs.chosen_shift, pairs.rejected_shift, pairs.length_chosen,
+                pairs.length_rejected, pairs.chosen,
+            ]).detach().double().cpu()
+        )  # fmt: skip
+        return losses.sum() / self.count, {}
+
+    def figures(self) -> dict[str, float]:
+        """Figures of the pairs seen so far; see `pair_figures`."""
+        return pair_figures(torch.cat(self._seen, dim=1).numpy(), self.beta)
+
+
+def pair_figures(seen: np.ndarray[tuple[int, int], np.dtype[np.float64]], beta: float) -> dict[str, float]:
+    """Means over pairs that show where the probability went.
+
+    Args:
+        seen: float64[6, B]: margin, r chosen, r rejected, L chosen, L rejected, log-prob chosen.
+
+    Returns:
+        accuracy (margin > 0), margin; reward_chosen, reward_rejected (beta r); chosen_shift (nats a token),
+        chosen_below (share of pairs whose chosen answer fell below the reference), chosen_nll (nats a
+        token); length_correlation of L_chosen - L_rejected with the margin, when both vary; collapse, 0 or 1.
+    """
+    margin, chosen, rejected, length_chosen, length_rejected, logprob = seen
+    shift = float((chosen / length_chosen).mean())
+    figures = {
+        "accuracy": float((margin > 0).mean()),
+        "margin": float(margin.mean()),
+        "reward_chosen": beta * float(chosen.mean()),
+        "reward_rejected": beta * float(rejected.mean()),
+        "chosen_shift": shift,
+        "chosen_below": float((chosen < 0).mean()),
+        "chosen_nll": float((-logprob / length_chosen).mean()),
+    }
+    found = correlation(length_chosen - length_rejected, margin)
+    if found is not None:
+        figures["length_correlation"] = found
+    figures["collapse"] = float(is_collapsing(shift, figures["margin"]))
+    return figures
+
+
+@torch.no_grad()
+def with_reference_logprobs(pairs: Sequence[Pair], reference: Decoder, token_budget: int) -> list[Pair]:
+    """The pairs with the log-probs of a frozen `reference` as their own, computed here once and for all."""
+    device = next(reference.parameters()).device
+    scored: list[Pair] = []
+    for batch in (batch.to(device) for batch in pack_pairs(pairs, token_budget)):
+        logprobs, _ = token_logprobs(reference.logits(predicting_states(reference, batch)), batch.targets)
+        ends = torch.bincount(batch.episode_of).cumsum(0).tolist()
+        parts = np.split(logprobs.cpu().numpy(), ends[:-1])
+        chunk = pairs[len(scored) : len(scored) + len(parts) // 2]
+        scored += [
+            (_with(chosen, parts[2 * i]), _with(rejected, parts[2 * i + 1]))
+            for i, (chosen, rejected) in enumerate(chunk)
+        ]
+    return scored
+
+
+def _with(episode: Episode, logprobs: np.ndarray[tuple[int], np.dtype[np.float32]]) -> Episode:
+    values = np.zeros(len(episode.token_ids), np.float32)
+    values[episode.loss_mask] = logprobs
+    return replace(episode, logprobs=values)
+
+
+def correlation(
+    a: np.ndarray[tuple[int], np.dtype[np.float64]], b: np.ndarray[tuple[int], np.dtype[np.float64]]
+) -> float | None:
+    """Pearson's; None where one of the two does not vary."""
+    a, b = a - a.mean(), b - b.mean()
+    scale = math.sqrt(math.fsum(a * a) * math.fsum(b * b))
+    return math.fsum(a * b) / scale if scale > 1e-12 else None

@@ -1,0 +1,70 @@
+"""A reward model: the decoder with one number read off its last token.
+
+Stored as transformers' `...ForSequenceClassification` with one label (`model.*` and `score.weight`), so that
+others can load it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from perilune.files import read_json, write_json
+from perilune.models.config import DecoderConfig
+from perilune.models.decoder import Decoder
+from perilune.models.loading import load_as, save_checkpoint
+
+if TYPE_CHECKING:
+    from perilune.models.tokenizer import Tokenizer
+
+
+class RewardModel(Decoder):
+    """A decoder without a language model head, and `score`, a linear map of the last hidden state."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config.replace(tie_word_embeddings=True))
+        self.score = nn.Linear(config.hidden_size, 1, bias=False)
+
+    @classmethod
+    def on(cls, decoder: Decoder) -> RewardModel:
+        """A reward model with a copy of the body of `decoder` and a head that scores everything 0."""
+        model = cls(decoder.config)
+        weights = {
+            name: value.detach().clone()
+            for name, value in decoder.state_dict().items()
+            if name.startswith("model.")
+        }
+        body = decoder.model.embed_tokens.weight
+        weights["score.weight"] = torch.zeros(1, decoder.config.hidden_size).to(body)
+        model.load_state_dict(weights, assign=True)
+        return model
+
+    def rewards(self, hidden: Tensor) -> Tensor:
+        """float[N] scores of float[N, d] hidden states, in float32 at least."""
+        scores: Tensor = self.score(hidden)[:, 0]
+        return scores.to(torch.promote_types(hidden.dtype, torch.float32))
+
+
+def save_reward_model(path: Path, model: Decoder, tokenizer: Tokenizer) -> None:
+    """Write a folder as `save_checkpoint` does, whose config.json says that it classifies sequences."""
+    save_checkpoint(path, model, tokenizer)
+    raw = read_json(path / "config.json")
+    (name,) = raw["architectures"]
+    raw["architectures"] = [name.replace("ForCausalLM", "ForSequenceClassification")]
+    write_json(path / "config.json", raw | {"id2label": {"0": "reward"}, "label2id": {"reward": 0}})
+
+
+def load_reward_model(
+    path: Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> tuple[RewardModel, Tokenizer]:
+    """Read the reward model and the tokenizer of a folder.
+
+    Raises:
+        RequestError: as `load_checkpoint`; a folder without `score.weight` is no reward model.
+    """
+    from perilune.models.tokenizer import Tokenizer
+
+    return load_as(RewardModel, path, torch.device(device), dtype), Tokenizer.load(path)

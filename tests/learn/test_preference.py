@@ -1,0 +1,181 @@
+"""DPO and IPO against float64 references, values and gradients; collapse, lengths, pairs."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from learning_cases import episode, plain_logprobs, small_decoder
+from preference_cases import random_pairs
+from torch import nn
+
+from perilune.errors import RequestError
+from perilune.learn.packing import pack_pairs
+from perilune.learn.preference import (
+    PairLogprobs,
+    PreferenceObjective,
+    is_collapsing,
+    pair_figures,
+    preference_loss,
+    with_reference_logprobs,
+)
+from perilune.learn.settings import OptimizerSettings
+from perilune.learn.trainer import Learner
+
+
+def shifted(chosen: float, rejected: float, length: float = 10.0) -> tuple[PairLogprobs, torch.Tensor]:
+    """A pair whose log-probs moved by so much from the reference, and the leaf of both."""
+    leaf = torch.tensor([chosen, rejected], dtype=torch.float64, requires_grad=True)
+    zero, lengths = torch.zeros(1, dtype=torch.float64), torch.full((1,), length, dtype=torch.float64)
+    return PairLogprobs(leaf[:1], leaf[1:], zero, zero, lengths, lengths), leaf
+
+
+@pytest.mark.parametrize(
+    ("shifts", "loss", "weight"), [((2.0, -1.0), 0.55436, 0.04256), ((-5.0, -20.0), 0.20141, None)]
+)
+def test_dpo_worked_examples(shifts: tuple[float, float], loss: float, weight: float | None) -> None:
+    pairs, leaf = shifted(*shifts)
+    losses, margin = preference_loss(pairs, "dpo", 0.1)
+    losses.sum().backward()
+    assert losses.item() == pytest.approx(loss, abs=5e-6)
+    if weight is not None:
+        assert leaf.grad.tolist() == pytest.approx([-weight, weight], abs=5e-6)
+    assert margin.item() > 0
+
+
+def test_a_chosen_answer_that_falls_while_margins_grow_raises_the_alarm() -> None:
+    # r of chosen -5, of rejected -20, ten tokens each: accuracy 1, and the chosen lost half a nat a token.
+    seen = np.array([[1.5], [-5.0], [-20.0], [10.0], [10.0], [-20.0]])
+    figures = pair_figures(seen, beta=0.1)
+    assert figures["accuracy"] == 1.0
+    assert figures["reward_chosen"] == pytest.approx(-0.5)
+    assert figures["chosen_below"] == 1.0
+    assert figures["collapse"] == 1.0
+    assert is_collapsing(-0.051, 0.1)
+    assert not is_collapsing(-0.049, 0.1)
+    assert not is_collapsing(-1.0, -0.1)  # margins shrink: something else is wrong
+
+
+def test_healthy_pairs_raise_none() -> None:
+    seen = np.array([[1.5, 0.2], [5.0, 1.0], [-10.0, -1.0], [10.0, 8.0], [10.0, 4.0], [-8.0, -3.0]])
+    figures = pair_figures(seen, beta=0.1)
+    assert (figures["collapse"], figures["chosen_below"]) == (0.0, 0.0)
+    assert figures["chosen_nll"] == pytest.approx((0.8 + 0.375) / 2)
+    assert figures["length_correlation"] == pytest.approx(-1.0)  # 0 and 4 tokens longer, margins 1.5 and 0.2
+
+
+def test_length_correlation_is_left_out_where_nothing_varies() -> None:
+    seen = np.array([[1.0, 2.0], [1.0, 1.0], [0.0, 0.0], [3.0, 3.0], [3.0, 3.0], [-1.0, -1.0]])
+    assert "length_correlation" not in pair_figures(seen, beta=0.1)
+
+
+def reference_loss(decoder: nn.Module, pairs: list, kind: str, beta: float, nll: float, dpop: float):
+    """Each loss from its formula, one pair and one sequence at a time, in float64."""
+    total = torch.zeros((), dtype=torch.float64)
+    for chosen, rejected in pairs:
+        sums, shifts, lengths = [], [], []
+        for one in (chosen, rejected):
+            mask = torch.from_numpy(one.loss_mask)
+            now = plain_logprobs(decoder, one)[mask]
+            sums.append(now.sum())
+            shifts.append(now.sum() - torch.from_numpy(one.logprobs.astype(np.float64))[mask].sum())
+            lengths.append(int(mask.sum()))
+        if kind == "dpo":
+            loss = torch.log1p(torch.exp(-beta * (shifts[0] - shifts[1])))
+        elif kind == "dpo_norm":
+            loss = torch.log1p(torch.exp(-beta * (shifts[0] / lengths[0] - shifts[1] / lengths[1])))
+        else:
+            loss = (shifts[0] / lengths[0] - shifts[1] / lengths[1] - 1 / (2 * beta)) ** 2
+        loss = loss - nll * sums[0] / lengths[0] + dpop * torch.relu(-shifts[0])
+        total = total + loss / len(pairs)
+    return total
+
+
+@pytest.mark.parametrize("kind", ["dpo", "dpo_norm", "ipo"])
+@pytest.mark.parametrize("extra", [0.0, 0.3])
+def test_losses_and_gradients_equal_a_float64_reference(kind: str, extra: float) -> None:
+    pairs = random_pairs(1)
+    exact = small_decoder(3, torch.float64)
+    expected = reference_loss(exact, pairs, kind, 0.2, extra, extra)
+    expected.backward()
+    for budget in (10_000, 12, 1):  # one batch, several, one for each pair
+        learner = Learner(small_decoder(3))
+        objective = PreferenceObjective(learner.decoder, kind, 0.2, len(pairs), nll=extra, dpop=extra)
+        figures = learner.forward_backward_custom(pack_pairs(pairs, budget), objective)
+        assert figures["loss"] == pytest.approx(expected.item(), rel=1e-4)
+        for (name, mine), its in zip(learner.decoder.named_parameters(), exact.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.double(), its.grad, rtol=2e-3, atol=2e-5, msg=name)
+        assert objective.figures()["margin"] == pytest.approx(
+            PreferenceFigures(exact, pairs, kind).margin, rel=1e-3, abs=1e-5
+        )
+
+
+@dataclasses.dataclass
+class PreferenceFigures:
+    """Mean margin by its definition."""
+
+    decoder: nn.Module
+    pairs: list
+    kind: str
+
+    @property
+    def margin(self) -> float:
+        margins = []
+        for pair in self.pairs:
+            shifts = []
+            for one in pair:
+                mask = torch.from_numpy(one.loss_mask)
+                shift = (plain_logprobs(self.decoder, one) - torch.from_numpy(one.logprobs))[mask]
+                shifts.append((shift.sum() if self.kind == "dpo" else shift.mean()).item())
+            margins.append((1.0 if self.kind == "ipo" else 0.2) * (shifts[0] - shifts[1]))
+        return float(np.mean(margins))
+
+
+def test_the_reference_is_scored_once_and_starts_every_margin_at_zero() -> None:
+    pairs = random_pairs(2)
+    decoder = small_decoder(5)
+    for budget in (10_000, 1):
+        scored = with_reference_logprobs(pairs, decoder, budget)
+        for pair in scored:
+            for one in pair:
+                expected = plain_logprobs(decoder, one).detach().numpy()[one.loss_mask]
+                np.testing.assert_allclose(one.logprobs[one.loss_mask], expected, atol=1e-5)
+    learner = Learner(decoder)
+    objective = PreferenceObjective(decoder, "dpo", 0.1, len(pairs))
+    learner.forward_backward_custom(pack_pairs(scored, 10_000), objective)
+    figures = objective.figures()
+    assert figures["margin"] == pytest.approx(0.0, abs=1e-6)
+    assert figures["chosen_shift"] == pytest.approx(0.0, abs=1e-5)
+    learner.optim_step(1e-2)
+    assert not np.allclose(  # the reference has stayed behind
+        plain_logprobs(decoder, scored[0][0]).detach().numpy(), scored[0][0].logprobs
+    )
+
+
+def test_nothing_drops_out_between_two_forwards() -> None:
+    assert not any(isinstance(module, nn.Dropout) for module in small_decoder().modules())
+
+
+def test_a_pair_is_never_cut() -> None:
+    for batch in pack_pairs(random_pairs(4, 9), token_budget=1):
+        assert int(batch.episode_of.max()) % 2 == 1
+
+
+def test_pairs_that_cannot_be_compared_are_refused_by_name() -> None:
+    chosen, rejected = random_pairs(0)[0]
+    empty = episode(0.0, prompt=chosen.prompt_ids, tokens=(), name="0/3/1")
+    with pytest.raises(RequestError, match="0/3/1"):
+        pack_pairs([(chosen, empty)], 100)
+    with pytest.raises(RequestError, match="different prompts"):
+        pack_pairs([(chosen, dataclasses.replace(rejected, prompt_ids=np.array([7], np.int32)))], 100)
+
+
+def test_dpo_tells_pairs_apart() -> None:
+    decoder = small_decoder(7)
+    pairs = with_reference_logprobs(random_pairs(8, 8), decoder, 1000)
+    learner = Learner(decoder, OptimizerSettings())
+    for _ in range(15):
+        objective = PreferenceObjective(decoder, "dpo", 0.5, len(pairs))
+        learner.forward_backward_custom(pack_pairs(pairs, 1000), objective)
+        learner.optim_step(3e-3)
+    assert objective.figures()["accuracy"] == 1.0
