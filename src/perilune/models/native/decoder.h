@@ -172,7 +172,7 @@ static void place_rows(const struct part *part, int64_t index)
             float *at = q + head * m->size;
             const float *norm = head < m->heads ? layer->q_norm : layer->k_norm;
             if (norm && !m->qk_norm_whole) rms_norm_row(at, norm, m->size, m->eps, at);
-            rotate_row(at, cosine, sine, m->size / 2, at);
+            rotate_row(at, cosine, sine, m->size / 2, 1.0f, at);
         }
         int64_t place = (index * job->cache->blocks + block_of(job->step, row, position)) * m->kv_heads;
         for (int64_t head = 0; head < m->kv_heads; head++)

@@ -5,29 +5,32 @@
 /* Numbers of rows below which a second thread costs more than it brings. */
 #define ROWS_TO_SHARE 64
 
-/* float weight[O][I], its rows `stride` apart, into panels of `kind`; `halves` > 1 pads each of that many equal
- * parts of the outputs to whole panels. For INT8 `scale` (float[panels * 32]) is written too. */
+/* float weight[O][I], its rows `stride` apart, into panels of `kind`. For INT8 `scale`, float[panels * 32], is
+ * written too: one for each output. */
 void perilune_pack(
     const float *weight, int64_t outputs, int64_t inputs, int64_t stride, int64_t kind, void *panels, float *scale)
 {
-    for (int64_t panel = 0; panel * PANEL < outputs; panel++)
+    for (int64_t panel = 0; panel * PANEL < outputs; panel++) {
+        float top[PANEL];
         for (int64_t c = 0; c < PANEL; c++) {
-            int64_t o = panel * PANEL + c;
-            const float *row = o < outputs ? weight + o * stride : 0;
-            float top = 1e-30f;
-            if (kind == INT8) {
-                for (int64_t k = 0; row && k < inputs; k++) top = fabsf(row[k]) > top ? fabsf(row[k]) : top;
-                scale[o] = top / 127.0f;
-            }
-            for (int64_t k = 0; k < inputs; k++) {
-                int64_t at = (panel * inputs + k) * PANEL + c;
-                float value = row ? row[k] : 0.0f;
-                if (kind == FLOAT32) ((float *)panels)[at] = value;
-                if (kind == INT8) ((int8_t *)panels)[at] = (int8_t)lrintf(value / top * 127.0f);
-                if (kind == BFLOAT16)
-                    ((uint16_t *)panels)[(panel * inputs + k / 2 * 2) * PANEL + 2 * c + k % 2] = narrow(value);
-            }
+            const float *row = panel * PANEL + c < outputs ? weight + (panel * PANEL + c) * stride : 0;
+            top[c] = 1e-30f;
+            for (int64_t k = 0; kind == INT8 && row && k < inputs; k++)
+                top[c] = fabsf(row[k]) > top[c] ? fabsf(row[k]) : top[c];
+            if (kind == INT8) scale[panel * PANEL + c] = top[c] / 127.0f;
         }
+        for (int64_t start = 0; start < inputs; start += LANES) /* a little at a time, for what is written to stay near */
+            for (int64_t c = 0; c < PANEL; c++) {
+                const float *row = panel * PANEL + c < outputs ? weight + (panel * PANEL + c) * stride : 0;
+                for (int64_t k = start; k < inputs && k < start + LANES; k++) {
+                    int64_t at = (panel * inputs + k) * PANEL + c, pair = (panel * inputs + k / 2 * 2) * PANEL + 2 * c;
+                    float value = row ? row[k] : 0.0f;
+                    if (kind == FLOAT32) ((float *)panels)[at] = value;
+                    if (kind == INT8) ((int8_t *)panels)[at] = (int8_t)lrintf(value / top[c] * 127.0f);
+                    if (kind == BFLOAT16) ((uint16_t *)panels)[pair + k % 2] = narrow(value);
+                }
+            }
+    }
 }
 
 struct linear {
@@ -57,55 +60,194 @@ void perilune_linear(
     run_together(linear_part, &l, rows < ROWS_TO_SHARE ? 1 : threads);
 }
 
-/* out = x / rms(x) * weight for rows[count] of `size`; row r takes weight r % weights. `factor` is 1 / rms. */
-void perilune_rms_norm(
-    const float *x, int64_t rows, int64_t size, const float *weight, int64_t weights, float eps, float *out,
-    float *factor)
+/* One of the operations on rows below, and what it works on; not every field is every operation's. */
+struct rows {
+    const float *a, *b, *c, *d;
+    float *out, *second, *third;
+    const int64_t *tokens;
+    int64_t count, size, modulus, stride;
+    float number;
+    void (*function)(const struct rows *rows, int64_t from, int64_t to, int64_t rank);
+};
+
+static void rows_part(void *argument, int64_t rank, struct team *team)
 {
-    for (int64_t row = 0; row < rows; row++) {
-        float f = rms_norm_row(x + row * size, weight + row % weights * size, size, eps, out + row * size);
-        if (factor) factor[row] = f;
+    const struct rows *rows = argument;
+    int64_t from, to;
+    share(rows->count, 1, rank, team->size, &from, &to);
+    rows->function(rows, from, to, rank);
+}
+
+static void run_rows(struct rows *rows, int64_t threads)
+{
+    run_together(rows_part, rows, rows->count < ROWS_TO_SHARE ? 1 : threads);
+}
+
+static void rms_norm_part(const struct rows *r, int64_t from, int64_t to, int64_t rank)
+{
+    (void)rank;
+    for (int64_t row = from; row < to; row++) {
+        const float *weight = r->b + row % r->modulus * r->size;
+        float factor = rms_norm_row(r->a + row * r->size, weight, r->size, r->number, r->out + row * r->size);
+        if (r->second) r->second[row] = factor;
     }
 }
 
-/* x[rows][heads][D] turned by cosine and sine[rows][D / 2]; `direction` -1 turns back. */
-void perilune_rotate(
-    const float *x, int64_t rows, int64_t heads, int64_t size, const float *cosine, const float *sine,
-    int64_t direction, float *out)
+/* out = x / rms(x) * weight for rows of `size`; row r takes weight r % weights. `factor` is 1 / rms. */
+void perilune_rms_norm(
+    const float *x, int64_t count, int64_t size, const float *weight, int64_t weights, float eps, float *out,
+    float *factor, int64_t threads)
 {
-    float turned[4096];
-    for (int64_t row = 0; row < rows; row++) {
-        const float *s = sine + row * size / 2;
-        if (direction < 0) {
-            for (int64_t i = 0; i < size / 2; i++) turned[i] = -s[i];
-            s = turned;
-        }
-        for (int64_t head = 0; head < heads; head++) {
-            int64_t at = (row * heads + head) * size;
-            rotate_row(x + at, cosine + row * size / 2, s, size / 2, out + at);
+    struct rows rows = {.a = x, .b = weight, .out = out, .second = factor, .count = count, .size = size,
+                        .modulus = weights, .number = eps, .function = rms_norm_part};
+    run_rows(&rows, threads);
+}
+
+/* With n = f x: dx = f (g - n mean(n g)) for g = w dy, and dw = sum over rows of n dy, one sum for each thread. */
+static void rms_norm_backward_part(const struct rows *r, int64_t from, int64_t to, int64_t rank)
+{
+    float *sums = r->second + rank * r->modulus * r->size;
+    for (int64_t row = from; row < to; row++) {
+        const float *x = r->a + row * r->size, *dy = r->d + row * r->size, *w = r->b + row % r->modulus * r->size;
+        float *dx = r->out + row * r->size, *dw = sums + row % r->modulus * r->size;
+        v16 factor = splat(r->c[row]), along = splat(0.0f);
+        for (int64_t i = 0; i < r->size; i += LANES) along += load(x + i) * load(w + i) * load(dy + i);
+        v16 mean = splat(sum(along) / (float)r->size) * factor;
+        for (int64_t i = 0; i < r->size; i += LANES) {
+            v16 n = load(x + i) * factor, g = load(dy + i);
+            store(dw + i, load(dw + i) + n * g);
+            store(dx + i, factor * (load(w + i) * g - n * mean));
         }
     }
+}
+
+/* `grad_weight` has room for one weights * size for each thread, zeros at first; the first becomes the sum. */
+void perilune_rms_norm_backward(
+    const float *x, int64_t count, int64_t size, const float *weight, int64_t weights, const float *factor,
+    const float *grad, float *grad_x, float *grad_weight, int64_t threads)
+{
+    struct rows rows = {.a = x, .b = weight, .c = factor, .d = grad, .out = grad_x, .second = grad_weight,
+                        .count = count, .size = size, .modulus = weights, .function = rms_norm_backward_part};
+    run_rows(&rows, threads);
+    for (int64_t rank = 1; rank < threads; rank++)
+        for (int64_t i = 0; i < weights * size; i++) grad_weight[i] += grad_weight[rank * weights * size + i];
+}
+
+static void rotate_part(const struct rows *r, int64_t from, int64_t to, int64_t rank)
+{
+    (void)rank;
+    int64_t half = r->size / 2, heads = r->modulus;
+    for (int64_t row = from; row < to; row++)
+        for (int64_t head = 0; head < heads; head++) {
+            int64_t at = (row * heads + head) * r->size;
+            const float *cosine = r->b + row * r->stride, *sine = r->c + row * r->stride;
+            rotate_row(r->a + at, cosine, sine, half, r->number, r->out + at);
+        }
+}
+
+/* x[rows][heads][D] turned by cosine and sine[rows][D / 2], their rows `stride` apart; `direction` -1 turns back. */
+void perilune_rotate(
+    const float *x, int64_t count, int64_t heads, int64_t size, const float *cosine, const float *sine,
+    int64_t stride, float direction, float *out, int64_t threads)
+{
+    struct rows rows = {.a = x, .b = cosine, .c = sine, .out = out, .count = count, .size = size,
+                        .modulus = heads, .stride = stride, .number = direction, .function = rotate_part};
+    run_rows(&rows, threads);
+}
+
+static void swiglu_part(const struct rows *r, int64_t from, int64_t to, int64_t rank)
+{
+    (void)rank;
+    int64_t i = from * r->size, end = to * r->size;
+    for (; i + LANES <= end; i += LANES) store(r->out + i, silu(load(r->a + i)) * load(r->b + i));
+    if (i == end) return;
+    v16 gate = load_first(r->a + i, end - i, 0.0f), up = load_first(r->b + i, end - i, 0.0f);
+    store_first(r->out + i, silu(gate) * up, end - i);
 }
 
 /* out = silu(gate) * up */
-void perilune_swiglu(const float *gate, const float *up, int64_t count, float *out)
+void perilune_swiglu(
+    const float *gate, const float *up, int64_t count, int64_t size, float *out, int64_t threads)
 {
-    int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) store(out + i, silu(load(gate + i)) * load(up + i));
-    if (i < count)
-        store_first(out + i, silu(load_first(gate + i, count - i, 0)) * load_first(up + i, count - i, 0), count - i);
+    struct rows rows = {.a = gate, .b = up, .out = out, .count = count, .size = size, .function = swiglu_part};
+    run_rows(&rows, threads);
 }
 
-/* log softmax(scale * logits)[token] for each row; -infinity and NaN come out as such. */
-void perilune_token_logprobs(
-    const float *logits, int64_t rows, int64_t size, const int64_t *tokens, float scale, float *out, float *log_total)
+/* dgate = dy u s (1 + g (1 - s)) and dup = dy g s, s = 1 / (1 + exp(-g)) */
+static void swiglu_backward_part(const struct rows *r, int64_t from, int64_t to, int64_t rank)
 {
-    for (int64_t row = 0; row < rows; row++) {
-        const float *at = logits + row * size;
-        float total = log_sum_exp(at, size, scale);
-        out[row] = at[tokens[row]] * scale - total;
-        if (log_total) log_total[row] = total;
+    (void)rank;
+    for (int64_t i = from * r->size, end = to * r->size; i < end; i += LANES) {
+        int64_t left = end - i;
+        v16 g = load_first(r->a + i, left, 0.0f), u = load_first(r->b + i, left, 0.0f);
+        v16 dy = load_first(r->c + i, left, 0.0f);
+        v16 s = splat(1.0f) / (splat(1.0f) + exponential(-g));
+        store_first(r->out + i, dy * u * s * (splat(1.0f) + g * (splat(1.0f) - s)), left);
+        store_first(r->second + i, dy * g * s, left);
     }
+}
+
+void perilune_swiglu_backward(
+    const float *gate, const float *up, const float *grad, int64_t count, int64_t size, float *grad_gate,
+    float *grad_up, int64_t threads)
+{
+    struct rows rows = {.a = gate, .b = up, .c = grad, .out = grad_gate, .second = grad_up, .count = count,
+                        .size = size, .function = swiglu_backward_part};
+    run_rows(&rows, threads);
+}
+
+static void token_logprobs_part(const struct rows *r, int64_t from, int64_t to, int64_t rank)
+{
+    (void)rank;
+    for (int64_t row = from; row < to; row++) {
+        const float *x = r->a + row * r->size;
+        float total = log_sum_exp(x, r->size, r->number);
+        r->out[row] = x[r->tokens[row]] * r->number - total;
+        r->second[row] = total;
+        if (!r->third) continue;
+        v16 mean = splat(0.0f);
+        for (int64_t i = 0; i < r->size; i += LANES) {
+            v16 scaled = load_first(x + i, r->size - i, -INFINITY) * splat(r->number);
+            v16 logprob = scaled - splat(total), weight = exponential(logprob);
+            mean += pick(weight > splat(0.0f), weight * logprob, splat(0.0f));
+        }
+        r->third[row] = -sum(mean);
+    }
+}
+
+/* log softmax(scale * logits)[token] for each row, the log of the denominator, and (where given) the entropy.
+ * Minus infinity and NaN come out as such. */
+void perilune_token_logprobs(
+    const float *logits, int64_t count, int64_t size, const int64_t *tokens, float scale, float *out,
+    float *log_total, float *entropy, int64_t threads)
+{
+    struct rows rows = {.a = logits, .tokens = tokens, .out = out, .second = log_total, .third = entropy,
+                        .count = count, .size = size, .number = scale, .function = token_logprobs_part};
+    run_rows(&rows, threads);
+}
+
+static void token_logprobs_backward_part(const struct rows *r, int64_t from, int64_t to, int64_t rank)
+{
+    (void)rank;
+    for (int64_t row = from; row < to; row++) {
+        const float *x = r->a + row * r->size;
+        float *out = r->out + row * r->size, factor = r->c[row] * r->number;
+        for (int64_t i = 0; i < r->size; i += LANES) {
+            v16 scaled = load_first(x + i, r->size - i, -INFINITY) * splat(r->number);
+            store_first(out + i, splat(-factor) * exponential(scaled - splat(r->b[row])), r->size - i);
+        }
+        out[r->tokens[row]] += factor;
+    }
+}
+
+/* Gradient of the logits from that of the log-probs: scale * grad * (1 at the token - softmax). */
+void perilune_token_logprobs_backward(
+    const float *logits, int64_t count, int64_t size, const int64_t *tokens, float scale, const float *log_total,
+    const float *grad, float *out, int64_t threads)
+{
+    struct rows rows = {.a = logits, .b = log_total, .c = grad, .tokens = tokens, .out = out, .count = count,
+                        .size = size, .number = scale, .function = token_logprobs_backward_part};
+    run_rows(&rows, threads);
 }
 
 /* One token for each row, drawn with uniform[row] in [0, 1), or the likeliest where scale is 0; its log-prob

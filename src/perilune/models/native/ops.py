@@ -7,10 +7,10 @@ shapes that belong together) are not checked again here.
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, byref, c_double, c_float, c_int, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -66,45 +66,30 @@ def available() -> bool:
     return native().library is not None
 
 
+_P, _I, _F = c_void_p, c_int64, c_float
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "pack": (_P, _I, _I, _I, _I, _P, _P),
+    "linear": (_P, _I, _I, POINTER(Weight), _P, _P, _I),
+    "rms_norm": (_P, _I, _I, _P, _I, _F, _P, _P, _I),
+    "rms_norm_backward": (_P, _I, _I, _P, _I, _P, _P, _P, _P, _I),
+    "rotate": (_P, _I, _I, _I, _P, _P, _I, _F, _P, _I),
+    "swiglu": (_P, _P, _I, _I, _P, _I),
+    "swiglu_backward": (_P, _P, _P, _I, _I, _P, _P, _I),
+    "token_logprobs": (_P, _I, _I, _P, _F, _P, _P, _P, _I),
+    "token_logprobs_backward": (_P, _I, _I, _P, _F, _P, _P, _P, _I),
+    "draw": (_P, _I, _I, _P, _P, _P, _P),
+    "attend_packed": (POINTER(_Packed), _I),
+    "attend_packed_backward": (POINTER(_Packed), _I),
+}
+
+
 @cache
-def _library() -> ctypes.CDLL:
+def _kernel(name: str) -> Any:
     library = native().library
     assert library is not None
-    library.perilune_pack.argtypes = [c_void_p, *[c_int64] * 4, c_void_p, c_void_p]
-    library.perilune_linear.argtypes = [
-        c_void_p,
-        c_int64,
-        c_int64,
-        POINTER(Weight),
-        c_void_p,
-        c_void_p,
-        c_int64,
-    ]
-    library.perilune_rms_norm.argtypes = [
-        c_void_p,
-        c_int64,
-        c_int64,
-        c_void_p,
-        c_int64,
-        c_float,
-        c_void_p,
-        c_void_p,
-    ]
-    library.perilune_rotate.argtypes = [c_void_p, *[c_int64] * 3, c_void_p, c_void_p, c_int64, c_void_p]
-    library.perilune_swiglu.argtypes = [c_void_p, c_void_p, c_int64, c_void_p]
-    library.perilune_token_logprobs.argtypes = [
-        c_void_p,
-        c_int64,
-        c_int64,
-        c_void_p,
-        c_float,
-        c_void_p,
-        c_void_p,
-    ]
-    library.perilune_draw.argtypes = [c_void_p, c_int64, c_int64, *[c_void_p] * 4]
-    for attention in (library.perilune_attend_packed, library.perilune_attend_packed_backward):
-        attention.argtypes = [POINTER(_Packed), c_int64]
-    return library
+    function = getattr(library, f"perilune_{name}")
+    function.argtypes = _ARGUMENTS[name]
+    return function
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,7 +119,7 @@ def pack_weight(weight: Tensor, bias: Tensor | None = None, kind: WeightKind = "
     count = -(-outputs // PANEL) * PANEL
     panels = torch.empty(count * inputs, dtype=dtype)
     scale = torch.empty(count if kind == "int8" else 0)
-    _library().perilune_pack(
+    _kernel("pack")(
         weight.data_ptr(), outputs, inputs, weight.stride(0), number, panels.data_ptr(), scale.data_ptr()
     )
     padded = torch.zeros(0)
@@ -160,14 +145,14 @@ def linear(x: Tensor, weight: PackedWeight) -> Tensor:
     rounded = None
     if weight.struct.kind == _KINDS["bfloat16"][0]:
         rounded = torch.empty(x.shape[0] * x.stride(0), dtype=torch.bfloat16)
-    _library().perilune_linear(
+    _kernel("linear")(
         x.data_ptr(),
         x.shape[0],
         x.stride(0),
         byref(weight.struct),
         out.data_ptr(),
         None if rounded is None else rounded.data_ptr(),
-        torch.get_num_threads(),
+        _threads(),
     )
     return out
 
@@ -180,45 +165,77 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     x, weight = x.contiguous(), weight.contiguous()
     out, factor = torch.empty_like(x), torch.empty(*x.shape[:-1], 1)
     size = x.shape[-1]
-    _library().perilune_rms_norm(
-        x.data_ptr(),
-        x.numel() // size,
-        size,
-        weight.data_ptr(),
-        weight.numel() // size,
-        eps,
-        out.data_ptr(),
-        factor.data_ptr(),
-    )
+    _kernel("rms_norm")(
+        x.data_ptr(), x.numel() // size, size, weight.data_ptr(), weight.numel() // size, eps, out.data_ptr(),
+        factor.data_ptr(), _threads(),
+    )  # fmt: skip
     return out, factor
 
 
+def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the weight from that of the norm; `factor` is what `rms_norm` gave."""
+    grad, x, weight = grad.contiguous(), x.contiguous(), weight.contiguous()
+    grad_x, grad_weight = torch.empty_like(x), torch.zeros(_threads(), *weight.shape)
+    size = x.shape[-1]
+    _kernel("rms_norm_backward")(
+        x.data_ptr(), x.numel() // size, size, weight.data_ptr(), weight.numel() // size, factor.data_ptr(),
+        grad.data_ptr(), grad_x.data_ptr(), grad_weight.data_ptr(), _threads(),
+    )  # fmt: skip
+    return grad_x, grad_weight[0]
+
+
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor, direction: int = 1) -> Tensor:
-    """float32[N, H, D] turned by the angles of float32[N, D / 2] cosines and sines."""
-    x, cosine, sine = x.contiguous(), cosine.contiguous(), sine.contiguous()
+    """float32[N, H, D] turned by float32[N, D / 2] cosines and sines (rows may be strided); -1 turns back."""
+    x = x.contiguous()
     out = torch.empty_like(x)
-    _library().perilune_rotate(
-        x.data_ptr(), *x.shape, cosine.data_ptr(), sine.data_ptr(), direction, out.data_ptr()
-    )
+    _kernel("rotate")(
+        x.data_ptr(), *x.shape, cosine.data_ptr(), sine.data_ptr(), cosine.stride(0), direction,
+        out.data_ptr(), _threads(),
+    )  # fmt: skip
     return out
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, elementwise."""
+    """silu(gate) * up of float32[N, F]."""
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
-    _library().perilune_swiglu(gate.data_ptr(), up.data_ptr(), gate.numel(), out.data_ptr())
+    _kernel("swiglu")(gate.data_ptr(), up.data_ptr(), *gate.shape, out.data_ptr(), _threads())
     return out
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """log softmax(logits / temperature) at int64[N] tokens, and the logs of the denominators: float32[N] each."""
+def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up."""
+    grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
+    grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(gate)
+    _kernel("swiglu_backward")(
+        gate.data_ptr(), up.data_ptr(), grad.data_ptr(), *gate.shape, grad_gate.data_ptr(),
+        grad_up.data_ptr(), _threads(),
+    )  # fmt: skip
+    return grad_gate, grad_up
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """log softmax(logits / temperature) at int64[N] tokens, logs of the denominators, entropies: float32[N]."""
     logits, tokens = logits.contiguous(), tokens.contiguous()
-    out, total = torch.empty(len(logits)), torch.empty(len(logits))
-    _library().perilune_token_logprobs(
-        logits.data_ptr(), *logits.shape, tokens.data_ptr(), 1 / temperature, out.data_ptr(), total.data_ptr()
-    )
-    return out, total
+    out, total, entropy = (torch.empty(len(logits)) for _ in range(3))
+    _kernel("token_logprobs")(
+        logits.data_ptr(), *logits.shape, tokens.data_ptr(), 1 / temperature, out.data_ptr(),
+        total.data_ptr(), entropy.data_ptr(), _threads(),
+    )  # fmt: skip
+    return out, total, entropy
+
+
+def token_logprobs_backward(
+    grad: Tensor, logits: Tensor, tokens: Tensor, temperature: float, total: Tensor
+) -> Tensor:
+    """Gradient of the logits, float32[N, V], from that of the log-probs."""
+    grad, logits, tokens = grad.contiguous(), logits.contiguous(), tokens.contiguous()
+    out = torch.empty_like(logits)
+    _kernel("token_logprobs_backward")(
+        logits.data_ptr(), *logits.shape, tokens.data_ptr(), 1 / temperature, total.data_ptr(),
+        grad.data_ptr(), out.data_ptr(), _threads(),
+    )  # fmt: skip
+    return out
 
 
 def draw(logits: Tensor, scales: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -233,7 +250,7 @@ def draw(logits: Tensor, scales: Tensor, uniform: Tensor) -> tuple[Tensor, Tenso
         int64[B] and float32[B].
     """
     tokens, logprobs = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
-    failed = _library().perilune_draw(
+    failed = _kernel("draw")(
         logits.data_ptr(),
         *logits.shape,
         scales.data_ptr(),
@@ -285,8 +302,8 @@ def attend_packed(
     """
     q, k, v = (_rows(x) for x in (q, k, v))
     out, total = torch.zeros(q.shape), torch.zeros(q.shape[:2])
-    packed = _packed(q, k, v, out, total, spans, scale, window)
-    _check(_library().perilune_attend_packed(byref(packed), torch.get_num_threads()), "attention")
+    packed = _packed((q, k, v, out, total), spans, scale, window)
+    _check(_kernel("attend_packed")(byref(packed), _threads()), "attention")
     return out, total
 
 
@@ -298,21 +315,22 @@ def attend_packed_backward(
     scale: float,
     window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from float32[N, H, D], that of the output; `forward` is q, k, v and both results."""
+    """Gradients of q, k and v from that of the output; `forward` is q, k, v and both results."""
     q, k, v = (_rows(x) for x in forward[:3])
     grad = grad.contiguous()
     grad_q, grad_k, grad_v = (torch.zeros(x.shape) for x in (q, k, v))
-    packed = _packed(q, k, v, forward[3], forward[4], spans, scale, window)
+    packed = _packed((q, k, v, *forward[3:]), spans, scale, window)
     packed.grad_out = grad.data_ptr()
     packed.grad_q, packed.grad_k, packed.grad_v = (x.data_ptr() for x in (grad_q, grad_k, grad_v))
-    failed = _library().perilune_attend_packed_backward(byref(packed), torch.get_num_threads())
+    failed = _kernel("attend_packed_backward")(byref(packed), _threads())
     _check(failed, "the gradient of attention")
     return grad_q, grad_k, grad_v
 
 
 def _packed(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, spans: Spans, scale: float, window: int
+    forward: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], spans: Spans, scale: float, window: int
 ) -> _Packed:
+    q, k, v, out, total = forward
     return _Packed(
         q=q.data_ptr(),
         k=k.data_ptr(),
@@ -329,6 +347,10 @@ def _packed(
         log_total=total.data_ptr(),
         **spans.fields(),
     )
+
+
+def _threads() -> int:
+    return torch.get_num_threads()
 
 
 def _rows(x: Tensor) -> Tensor:

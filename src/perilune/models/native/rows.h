@@ -21,11 +21,13 @@ INLINE float rms_norm_row(const float *x, const float *weight, int64_t size, flo
     return factor;
 }
 
-/* Rotary embedding of one head: (a, b) becomes (a cos - b sin, b cos + a sin); halves of `half` elements. */
-INLINE void rotate_row(const float *x, const float *cosine, const float *sine, int64_t half, float *out)
+/* Rotary embedding of one head: (a, b) becomes (a cos - b sin, b cos + a sin), a and b the halves of `half`
+ * elements. Direction -1 turns back. `out` may be `x`. */
+INLINE void rotate_row(
+    const float *x, const float *cosine, const float *sine, int64_t half, float direction, float *out)
 {
     for (int64_t i = 0; i < half; i += LANES) {
-        v16 a = load(x + i), b = load(x + half + i), c = load(cosine + i), s = load(sine + i);
+        v16 a = load(x + i), b = load(x + half + i), c = load(cosine + i), s = load(sine + i) * splat(direction);
         v16 low = a * c - b * s, high = b * c + a * s;
         store(out + i, low);
         store(out + half + i, high);

@@ -33,6 +33,7 @@ INLINE v16 larger(v16 a, v16 b) { return pick(a > b, a, b); }
 
 INLINE v16 load_first(const float *p, long count, float rest)
 {
+    if (count >= LANES) return load(p);
     float copy[LANES];
     for (int i = 0; i < LANES; i++) copy[i] = i < count ? p[i] : rest;
     return load(copy);
