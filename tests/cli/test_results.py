@@ -56,8 +56,8 @@ def document(tmp_path: Path) -> dict:
         | {"correct_per_task": [["t1", 8, 6], ["t0", 8, 6], ["t2", 8, 8], ["t3", 8, 8], ["new", 8, 3]]},
     }
     stages = [
-        StageStatus("X1", "climb", stage.name, stage.task, f"RUN-{stage.name}", "succeeded", "reachable", 1,
-                    tmp_path / stage.name, "digest", "", "", 0.0, 7.0, None, summaries[stage.name])
+        StageStatus("X1", "climb", stage.name, stage.task, f"RUN-{stage.name}", "succeeded", "reachable",
+                    "done", 1, tmp_path / stage.name, "digest", "", "", 0.0, 7.0, None, summaries[stage.name])
         for stage in recipe.stages
     ]  # fmt: skip
     return results_document(recipe, "X1", stages, seconds=12.34567, report=tmp_path / "report.html")
@@ -111,7 +111,7 @@ def test_an_experiment_that_was_cut_short_has_a_document_too(tmp_path: Path) -> 
     path.write_text(RECIPE)
     recipe = load_recipe(path)
     stages = [
-        StageStatus("X1", "climb", stage.name, stage.task, "", "waiting", "unknown", 0,
+        StageStatus("X1", "climb", stage.name, stage.task, "", "waiting", "unknown", "none", 0,
                     None, "", "", "", None, None, None, {})
         for stage in recipe.stages
     ]  # fmt: skip

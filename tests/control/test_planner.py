@@ -26,9 +26,12 @@ OBSERVATIONS = [
     *(Observation(CLAIM, worker, verdict) for worker, verdict in product(Presence, [None, VERDICT])),
 ]
 SITUATIONS = [
-    {"cancel": cancel, "starting": starting, "starts": starts, "unseen_seconds": unseen}
-    for cancel, starting, starts, unseen in product(
-        [False, True], [False, True], [0, 1, MAX_STARTS], [0.0, 1799.0, 1800.0]
+    {"cancel": cancel, "force": force, "starting": starting, "starts": starts, "unseen_seconds": unseen}
+    for (cancel, force), starting, starts, unseen in product(
+        [(False, False), (True, False), (True, True)],
+        [False, True],
+        [0, 1, MAX_STARTS],
+        [0.0, 1799.0, 1800.0],
     )
 ]
 
@@ -48,14 +51,20 @@ def test_a_verdict_is_always_taken_up_whatever_else_is_wanted() -> None:
     assert steps == {Step.FINALIZE}
 
 
-def test_not_seeing_justifies_nothing_before_the_policy_says_so() -> None:
+def test_not_seeing_justifies_nothing_before_the_policy_or_the_user_says_so() -> None:
     unseen = [
-        (now["unseen_seconds"], step)
+        (now["unseen_seconds"] >= 1800 or now["force"], step)
         for state, seen, now, step in everything()
         if seen.claim and not seen.verdict and seen.worker is Presence.UNKNOWN and not state.terminal
     ]
-    assert {step for seconds, step in unseen if seconds < 1800} == {Step.UNREACHABLE}
-    assert {step for seconds, step in unseen if seconds >= 1800} == {Step.LOSE}
+    assert {step for given_up, step in unseen if not given_up} == {Step.UNREACHABLE}
+    assert {step for given_up, step in unseen if given_up} == {Step.LOSE}
+
+
+def test_force_changes_nothing_for_what_can_be_seen() -> None:
+    for state, seen, now, step in everything():
+        if now["force"] and not (seen.claim and seen.worker is Presence.UNKNOWN):
+            assert step is next_step(state, seen, **now | {"force": False})
 
 
 def test_nothing_is_staged_or_started_over_a_claim() -> None:

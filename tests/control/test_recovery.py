@@ -37,7 +37,7 @@ from perilune.control.progress import (
     StageStarted,
 )
 from perilune.control.requests import cancel, retry
-from perilune.control.store import Attempt, Run
+from perilune.control.store import Attempt, Event, Run
 from perilune.errors import RequestError, WorkFailedError
 from perilune.execution.verdict import read_verdict
 from perilune.files import read_json, read_json_lines, write_json
@@ -244,8 +244,58 @@ def test_what_cannot_be_seen_keeps_running_until_the_policy_gives_it_up(control:
         assert isinstance(events[-1], StageFinished)
         first, second = attempts(control, run_id)
         assert (first.state, first.cause, second.state) == ("lost", "unreachable", "succeeded")
+        assert family(attempt) and first.cleanup == "pending"
     finally:
-        write_json(path, claim)  # so that the abandoned one can be ended
+        write_json(path, claim)  # the abandoned one is seen again, and ended
+    control.reconciler.all()
+    assert not family(attempt) and attempts(control, run_id)[0].cleanup == "done"
+
+
+def test_what_cannot_be_seen_is_cancelled_only_by_force_and_stopped_when_it_is_seen(control: Control) -> None:
+    _, attempt = hanging(control)
+    run_id = only_run(control).id
+    path = attempt / "runtime" / "claim.json"
+    claim = read_json(path)
+    path.write_text(json.dumps(claim | {"host": "elsewhere"}))
+    with pytest.raises(WorkFailedError, match="cannot be seen") as refused:
+        cancel(control, run_id)
+    assert refused.value.remedy.endswith(f"perilune cancel {run_id} --force")
+    assert control.run(run_id).state == "active"
+
+    ended = cancel(control, run_id, force=True)
+    (given_up,) = attempts(control, run_id)
+    assert (ended.state, ended.forced) == ("cancelled", True)
+    assert (given_up.state, given_up.cause, given_up.cleanup) == ("lost", "unreachable", "pending")
+    with control.store.snapshot() as session:
+        kinds = list(session.scalars(select(Event.kind).where(Event.run_id == run_id).order_by(Event.seq)))
+    assert kinds[-6:] == [
+        "run.cancel_requested", "attempt.unreachable", "run.cancel_forced",
+        "attempt.unclean", "attempt.lost", "run.cancelled",
+    ]  # fmt: skip
+    with pytest.raises(RequestError, match="been cancelled already"):
+        cancel(control, run_id, force=True)
+    control.reconciler.all()
+    assert family(attempt) and [one.number for one in control.reconciler.unclean()] == [1]
+
+    write_json(path, claim)  # it is seen again
+    control.reconciler.all(act=False)
+    assert not family(attempt) and not control.reconciler.unclean()
+    assert control.run(run_id).state == "cancelled" and control.run(run_id).manifest_digest is None
+
+
+def test_force_gives_up_processes_that_cannot_be_ended(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, attempt = hanging(control)
+    run_id = only_run(control).id
+    with monkeypatch.context() as patch:
+        patch.setattr(control.reconciler.placement, "stop", lambda *_: False)  # as after a hung disk
+        with pytest.raises(WorkFailedError, match="not yet proven"):
+            cancel(control, run_id, patience=0.0)
+        assert cancel(control, run_id, force=True).state == "cancelled"
+        assert family(attempt) and control.reconciler.unclean()
+    control.reconciler.all()
+    assert not family(attempt) and not control.reconciler.unclean()
 
 
 def test_retry_is_a_linked_run_from_the_last_checkpoint(control: Control) -> None:

@@ -105,6 +105,24 @@ def test_reproduce_leaves_with_0_only_on_identity(perilune: Command, control: Co
     assert Path(document["directory"], "runtime", "result.json").exists()
 
 
+def test_what_is_not_proven_to_have_stopped_is_said_first(perilune: Command, control: Control) -> None:
+    _, attempt = hanging(control)
+    path = attempt / "runtime" / "claim.json"
+    claim = path.read_text()
+    path.write_text(json.dumps(json.loads(claim) | {"host": "elsewhere"}))
+    code, _, err = perilune("cancel", "drill")
+    assert code == 1 and "cannot be seen" in err and "--force" in err
+    code, out, err = perilune("cancel", "drill", "--force")
+    assert code == 0 and "cancelled" in out and "attempt 1 of run" in err
+    for command in (("runs",), ("show", "drill"), ("reconcile",)):
+        out, err = perilune(*command)[1:]
+        assert "not proven to have stopped" in out + err
+    assert json.loads(perilune("runs", "--json")[1])["runs"][0]["cleanup"] == "pending"
+    path.write_text(claim)
+    assert perilune("reconcile") == (0, "nothing is under way\n", "")
+    assert not family(attempt)
+
+
 def test_cancel_retry_and_reconcile(perilune: Command, control: Control) -> None:
     _, attempt = hanging(control)
     assert json.loads(perilune("reconcile", "--json")[1])["runs"][0]["state"] == "active"

@@ -45,6 +45,7 @@ def runs(
     if as_json:
         print_json({"home": str(control.home.root), "runs": [status.document() for status in statuses]})
     elif statuses:
+        _tell_unclean(control)
         _print_table(statuses)
     else:
         echo("no runs yet; try: perilune quickstart")
@@ -68,8 +69,8 @@ def show(run: RunArgument, as_json: Json = False) -> None:
     echo(f"  state      {document['state']}{_because(document)}")
     for attempt in document["attempts"]:
         where = f"{attempt['placement']}/{attempt['launcher']}"
-        unseen = ", unreachable" if attempt["reachability"] == "unreachable" else ""
-        echo(f"  attempt {attempt['number']}  {attempt['state']} on {where}{unseen}{_because(attempt)}")
+        doubts = _doubts(attempt["reachability"], attempt["cleanup"])
+        echo(f"  attempt {attempt['number']}  {attempt['state']} on {where}{doubts}{_because(attempt)}")
     if document["retry_of"]:
         echo(f"  retry of   {document['retry_of']}")
     for key, value in document["summary"].items():
@@ -105,23 +106,34 @@ def logs(
         write(chunk)
 
 
-def cancel(run: RunArgument, as_json: Json = False) -> None:
+def cancel(
+    run: RunArgument,
+    force: Annotated[
+        bool, typer.Option("--force", help="Give it up even if it cannot be proven to have stopped.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Stop a run: its task is asked to leave, then made to. What it finished stays.
+
+    A run whose worker cannot be seen (it is on another machine) is cancelled only with --force. No result of
+    it is taken then, and `perilune reconcile` stops it as soon as it is seen again.
 
     \b
     perilune cancel rl
+    perilune cancel rl --force
     """
     from perilune.control.lookup import find_run
     from perilune.control.requests import cancel as cancel_run
 
     control = _control()
-    ended = cancel_run(control, find_run(control, run).id)
+    ended = cancel_run(control, find_run(control, run).id, force=force)
     if as_json:
         print_json(_brief(ended))
     elif ended.state == "succeeded":
         echo(f"{ended.stage}: had succeeded before it could be stopped")
     else:
         echo(f"{ended.stage}: {ended.state}; `perilune retry {ended.id}` takes it up again")
+    _tell_unclean(control)
 
 
 def retry(
@@ -264,6 +276,7 @@ def reconcile(
         time.sleep(WATCH_SECONDS)
     if not seen and not as_json:
         echo("nothing is under way")
+    _tell_unclean(control)
 
 
 def worker(
@@ -334,6 +347,21 @@ def _brief(run: Run) -> dict[str, Any]:
     return {name: getattr(run, name) for name in names} | {"attempts": run.current_epoch}
 
 
+def _tell_unclean(control: Control) -> None:
+    """Say first, and on stderr, what is not proven to have stopped."""
+    for attempt in control.reconciler.unclean():
+        echo(
+            f"warning: attempt {attempt.number} of run {attempt.run_id} is not proven to have stopped;"
+            " every command goes on trying",
+            err=True,
+        )
+
+
+def _doubts(reachability: str, cleanup: str) -> str:
+    unstopped = ", not proven to have stopped" if cleanup == "pending" else ""
+    return unstopped or (", unreachable" if reachability == "unreachable" else "")
+
+
 def _because(fields: dict[str, Any]) -> str:
     return f" ({fields['cause']}: {fields['message']})" if fields["cause"] else ""
 
@@ -349,7 +377,7 @@ def _print_table(statuses: Sequence[StageStatus]) -> None:
     for name in ("experiment", "stage", "task", "state", "attempts", "time", "result", "run"):
         table.add_column(name, no_wrap=name != "result")
     for status in statuses:
-        state = f"{status.state}, unreachable" if status.reachability == "unreachable" else status.state
+        state = status.state + _doubts(status.reachability, status.cleanup)
         time_taken = duration(status.seconds) if status.seconds is not None else ""
         attempts = str(status.attempts or "")
         row = (status.experiment, status.name, status.task, state, attempts, time_taken, _result(status))

@@ -10,6 +10,7 @@ from sqlalchemy import select
 
 from perilune.control.experiments import Control
 from perilune.control.store import Attempt, Event, Experiment, Run, Stage
+from perilune.control.transitions import Cleanup, Reachability
 from perilune.errors import RequestError
 
 WAITING = "waiting"  # state of a stage that no run stands for yet
@@ -24,7 +25,7 @@ class StageStatus:
 
     Attributes:
         state: of its run, or "waiting".
-        reachability: of the run's current attempt.
+        reachability, cleanup: of the run's current attempt.
         attempt_dir: where the current attempt lies; None before the first.
         seconds: from submission to the end, None while it is under way.
         summary: what its task said at its end; empty before.
@@ -37,6 +38,7 @@ class StageStatus:
     run_id: str
     state: str
     reachability: str
+    cleanup: str
     attempts: int
     attempt_dir: Path | None
     bundle_digest: str
@@ -128,7 +130,8 @@ def _status(
         task=stage.task,
         run_id=run.id if run else "",
         state=run.state if run else WAITING,
-        reachability=attempt.reachability if attempt else "unknown",
+        reachability=attempt.reachability if attempt else Reachability.UNKNOWN.value,
+        cleanup=attempt.cleanup if attempt else Cleanup.NONE.value,
         attempts=run.current_epoch if run else 0,
         attempt_dir=control.directory(run) if run is not None and begun else None,
         bundle_digest=run.bundle_digest if run else "",

@@ -27,7 +27,7 @@ class Step(StrEnum):
     FINALIZE = "finalize"  # it has left a verdict
     DIED = "died"  # its worker is positively dead and left no verdict
     UNREACHABLE = "unreachable"  # cannot be seen: a condition, nothing is done
-    LOSE = "lose"  # not seen for as long as the policy waits, or a newer attempt has begun
+    LOSE = "lose"  # not seen for as long as the policy or the user waits, or a newer attempt has begun
     STOP = "stop"
 
 
@@ -36,6 +36,7 @@ def next_step(  # noqa: PLR0911 - one return a row of the table
     seen: Observation,
     *,
     cancel: bool = False,
+    force: bool = False,
     starting: bool = False,
     starts: int = 0,
     unseen_seconds: float = 0.0,
@@ -47,6 +48,7 @@ def next_step(  # noqa: PLR0911 - one return a row of the table
         state: as recorded.
         seen: the latest look at it.
         cancel: whether the user wants it stopped.
+        force: whether the user gives it up when it cannot be seen.
         starting: whether a worker started by us lives and has not claimed yet.
         starts: how many workers have been started for it.
         unseen_seconds: how long it has been out of sight.
@@ -59,7 +61,7 @@ def next_step(  # noqa: PLR0911 - one return a row of the table
     if seen.superseded:
         return Step.LOSE
     if seen.claim is not None and seen.worker is Presence.UNKNOWN:
-        return Step.LOSE if unseen_seconds >= lost_after else Step.UNREACHABLE
+        return Step.LOSE if force or unseen_seconds >= lost_after else Step.UNREACHABLE
     if cancel:
         return Step.STOP
     if seen.claim is None:

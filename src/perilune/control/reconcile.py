@@ -48,8 +48,18 @@ class Reconciler:
         with self.store.snapshot() as session:
             live = list(session.scalars(select(Run.id).where(Run.state.in_(LIVE_RUNS)).order_by(Run.id)))
         runs = [self.one(run_id, act=act) for run_id in live]
+        for attempt in self.unclean():
+            with locked(self.home.run(attempt.run_id)) as mine:
+                if mine:
+                    self._clean(attempt)
         self.sweep()
         return runs
+
+    def unclean(self) -> list[Attempt]:
+        """Ended attempts that are not proven to have stopped, oldest first. They are never forgotten."""
+        with self.store.snapshot() as session:
+            pending = select(Attempt).where(Attempt.cleanup == Cleanup.PENDING.value)
+            return list(session.scalars(pending.order_by(Attempt.created)))
 
     def one(self, run_id: str, *, act: bool = True) -> Run:
         """Take a run as far as it goes now, unless another process is at it; returns it as recorded then."""
@@ -91,6 +101,7 @@ class Reconciler:
             AttemptState(attempt.state),
             seen,
             cancel=run.desired == RunState.CANCELLED,
+            force=run.forced,
             starting=self.placement.starting(directory, attempt.number),
             starts=starts,
             unseen_seconds=_unseen_seconds(attempt, seen),
@@ -104,7 +115,7 @@ class Reconciler:
             case Step.START:
                 return act and self._start(attempt, directory)
             case Step.STOP:
-                return self._stop(attempt, directory)  # the wish was for this, whatever the command is
+                return self._stop(run, attempt, directory)  # the wish was for this, whatever the command is
             case Step.ADOPT:
                 return self._adopt(attempt)
             case Step.FINALIZE:
@@ -119,8 +130,7 @@ class Reconciler:
             case Step.DIED:
                 return self._bury(attempt, directory, seen)
             case Step.LOSE:
-                waited = f"not seen for {self.policy.lost_after:.0f} s"
-                return self._end(attempt, AttemptState.LOST, Cause.UNREACHABLE, waited)
+                return self._lose(run, attempt, seen)
 
     def _admit(self, run: Run, previous: Attempt | None, act: bool) -> bool:
         """QUEUED to ACTIVE with attempt N+1, once nothing of attempt N is left."""
@@ -130,7 +140,7 @@ class Reconciler:
             return True
         if not act or time.time() < run.not_before:
             return False
-        if previous is not None and previous.cleanup == Cleanup.PENDING and not self._clean(previous):
+        if previous is not None and not self._out_of_the_way(previous):
             return False
         with self.store.transaction() as session:
             run = session.get_one(Run, run.id)
@@ -202,14 +212,14 @@ class Reconciler:
         reached("adopt.committed")
         return False
 
-    def _stop(self, attempt: Attempt, directory: Path) -> bool:
+    def _stop(self, run: Run, attempt: Attempt, directory: Path) -> bool:
         """End the attempt; CANCELLED only when it is proven, and not when it had succeeded first."""
         proven = self.placement.stop(directory, attempt.number)
         seen = self.placement.observe(directory, attempt.number)
         if seen.verdict is not None:
             return self._finalize(attempt, directory, seen.verdict)
         if not proven:
-            return False
+            return run.forced and self._lose(run, attempt, seen)
         return self._end(attempt, AttemptState.CANCELLED, Cause.STOPPED, "cancelled")
 
     def _bury(self, attempt: Attempt, directory: Path, seen: Observation) -> bool:
@@ -221,11 +231,24 @@ class Reconciler:
         why = "the worker died without a result" if seen.claim else "its directory is gone"
         return self._end(attempt, AttemptState.FAILED, Cause.RUNNER_DIED, why, cleanup=cleanup)
 
+    def _lose(self, run: Run, attempt: Attempt, seen: Observation) -> bool:
+        """Give the attempt up. It may go on: its result is not taken, and it is stopped once seen."""
+        if seen.superseded:
+            why, cleanup = "a newer attempt has begun in its place", Cleanup.DONE
+        elif run.forced:
+            why, cleanup = "given up on request, not proven to have stopped", Cleanup.PENDING
+        else:
+            why, cleanup = f"not seen for {self.policy.lost_after:.0f} s", Cleanup.PENDING
+        return self._end(attempt, AttemptState.LOST, Cause.UNREACHABLE, why, cleanup=cleanup)
+
+    def _out_of_the_way(self, ended: Attempt) -> bool:
+        """Whether another attempt may begin. A lost one is not waited for: it was fenced then."""
+        return ended.cleanup != Cleanup.PENDING or ended.state == AttemptState.LOST or self._clean(ended)
+
     def _clean(self, attempt: Attempt) -> bool:
-        claim = self.placement.observe(
-            self.home.attempt(attempt.run_id, attempt.number), attempt.number
-        ).claim
-        if claim is not None and not claim.end_leftovers():
+        """End what is left of an ended attempt; True when it is proven that nothing is."""
+        directory = self.home.attempt(attempt.run_id, attempt.number)
+        if not self.placement.stop(directory, attempt.number):
             return False
         with self.store.transaction() as session:
             row = session.get_one(Attempt, (attempt.run_id, attempt.number))
@@ -268,6 +291,8 @@ class Reconciler:
         with self.store.transaction() as session:
             row = current(session, attempt)
             row.cleanup = cleanup.value
+            if cleanup is Cleanup.PENDING:
+                record(session, "attempt.unclean", run_id=row.run_id, epoch=row.number)
             if verdict is not None:
                 row.exit_code, row.signal = verdict.exit_code, verdict.signal
                 row.manifest_digest = verdict.manifest_digest

@@ -13,9 +13,9 @@ from perilune.bundle.storage import built_beside, place, publish, storage_errors
 from perilune.bundle.verify import verify
 from perilune.control.evidence import worker_said
 from perilune.control.experiments import POLL_SECONDS, Control
-from perilune.control.store import Run, record
+from perilune.control.store import Attempt, Run, record
 from perilune.control.submission import Wish, submit
-from perilune.control.transitions import RunState
+from perilune.control.transitions import Reachability, RunState
 from perilune.errors import RequestError, WorkFailedError
 from perilune.execution.log import LogReader, log_pieces
 
@@ -23,20 +23,29 @@ WORKER_LINES = 1000
 CANCEL_PATIENCE = 60.0  # seconds; longer than a task's grace and the proof that it has ended
 
 
-def cancel(control: Control, run_id: str, *, patience: float = CANCEL_PATIENCE) -> Run:
+def cancel(control: Control, run_id: str, *, force: bool = False, patience: float = CANCEL_PATIENCE) -> Run:
     """Stop a run: ask its task, wait, then kill. Returns it in its last state.
 
     It is CANCELLED only when it is proven that none of its processes is left; when it succeeds first,
     success wins. The wish is durable before anything is done, so a killed `cancel` is carried out by
     whatever command comes next.
 
+    With `force`, an attempt that cannot be seen, or whose processes cannot be ended, is given up: the run is
+    CANCELLED, no result of that attempt is taken any more, and it is stopped when it is seen again.
+
     Raises:
         RequestError: when the run has ended already.
-        WorkFailedError: when it could not be proven to have stopped within `patience` seconds.
+        WorkFailedError: when it cannot be seen, or was not proven to have stopped within `patience` seconds.
     """
-    request_cancel(control, run_id)
+    request_cancel(control, run_id, force=force)
     deadline = time.monotonic() + patience
     while not RunState((run := control.reconciler.one(run_id)).state).terminal:
+        if not force and _unreachable(control, run):
+            raise WorkFailedError(
+                "the run is told to stop, but its worker cannot be seen from here",
+                where=f"run {run_id}",
+                remedy=f"perilune reconcile on its machine; to give it up: perilune cancel {run_id} --force",
+            )
         if time.monotonic() > deadline:
             raise WorkFailedError(
                 "the run is told to stop and is not yet proven to have stopped",
@@ -47,8 +56,14 @@ def cancel(control: Control, run_id: str, *, patience: float = CANCEL_PATIENCE) 
     return run
 
 
-def request_cancel(control: Control, run_id: str) -> None:
-    """Record that a run is to stop; whoever reconciles next stops it.
+def _unreachable(control: Control, run: Run) -> bool:
+    with control.store.snapshot() as session:
+        attempt = session.get(Attempt, (run.id, run.current_epoch))
+    return attempt is not None and attempt.reachability == Reachability.UNREACHABLE
+
+
+def request_cancel(control: Control, run_id: str, *, force: bool = False) -> None:
+    """Record that a run is to stop, if need be without proof; whoever reconciles next stops it.
 
     Raises:
         RequestError: when the run has ended already.
@@ -60,6 +75,9 @@ def request_cancel(control: Control, run_id: str) -> None:
         if run.desired != RunState.CANCELLED:
             run.desired = RunState.CANCELLED.value
             record(session, "run.cancel_requested", run_id=run_id, epoch=run.current_epoch)
+        if force and not run.forced:
+            run.forced = True
+            record(session, "run.cancel_forced", run_id=run_id, epoch=run.current_epoch)
 
 
 def _ended(state: str) -> str:

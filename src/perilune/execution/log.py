@@ -2,8 +2,8 @@
 
 It lies in pieces of `PIECE` bytes, each named after the place of its first byte in all that was printed:
 runtime.log, runtime.log.8388608 and so on. When more than `TAIL` whole ones follow the first, the oldest of
-them goes. So a log takes at most (2 + TAIL) x PIECE bytes, can be followed while it is written, and tells by itself
-what is missing.
+them goes. So a log takes at most (2 + TAIL) x PIECE bytes, can be followed while it is written, and tells by
+itself what is missing.
 """
 
 from __future__ import annotations
