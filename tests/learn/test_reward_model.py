@@ -1,0 +1,158 @@
+"""Bradley-Terry on a head of the decoder: values, gradients, the place that is read, files."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from learning_cases import episode, small_decoder
+from preference_cases import random_pairs
+
+from perilune.errors import RequestError
+from perilune.learn.packing import pack_pairs
+from perilune.learn.reward_model import (
+    RewardObjective,
+    as_read,
+    bradley_terry,
+    read_at_end,
+    score,
+    score_figures,
+    score_pairs,
+)
+from perilune.learn.trainer import Learner
+from perilune.models.attention import PackedAttention
+from perilune.models.loading import load_decoder, new_model
+from perilune.models.reward_model import RewardModel, load_reward_model, save_reward_model
+from perilune.models.tokenizer import Tokenizer
+
+
+def small_reward_model(seed: int, dtype: torch.dtype = torch.float32) -> RewardModel:
+    model = RewardModel.on(small_decoder(seed))
+    head = torch.randn(model.score.weight.shape, generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        model.score.weight.copy_(head)
+    return model.to(dtype)
+
+
+def plain_score(model: RewardModel, one) -> torch.Tensor:
+    """Score of one episode alone: the state at its last token, through the head."""
+    ids = torch.from_numpy(np.concatenate([one.prompt_ids, one.token_ids]).astype(np.int64))
+    hidden = model(ids, torch.arange(len(ids)), PackedAttention(torch.tensor([0, len(ids)])))
+    return hidden[-1] @ model.score.weight[0]
+
+
+def test_bradley_terry_worked_example() -> None:
+    chosen = torch.tensor([1.0, 0.0], dtype=torch.float64, requires_grad=True)
+    rejected = torch.tensor([0.0, 2.0], dtype=torch.float64)
+    losses = bradley_terry(chosen, rejected)
+    assert losses.tolist() == pytest.approx([math.log1p(math.exp(-1)), math.log1p(math.exp(2))])
+    losses.sum().backward()
+    assert chosen.grad.tolist() == pytest.approx([-1 / (1 + math.e), -1 / (1 + math.exp(-2))])
+    centred = bradley_terry(chosen.detach(), rejected, centre=0.1) - losses.detach()
+    assert centred.tolist() == pytest.approx([0.1 * 1, 0.1 * 4])
+
+
+def test_the_last_token_of_an_answer_is_read() -> None:
+    model = small_reward_model(0)
+    episodes = [one for pair in random_pairs(1, 4) for one in pair] + [episode(0.0, tokens=())]
+    expected = [plain_score(model, one).item() for one in episodes]
+    for budget in (10_000, 20, 1):
+        assert score(model, episodes, budget).tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_masked_tokens_are_read_as_well() -> None:
+    one = episode(0.0, tokens=(4, 5, 6), mask=(True, False, False))
+    assert read_at_end(one).loss_mask.tolist() == [False, False, False, True]
+    model = small_reward_model(0)
+    assert score(model, [one], 100)[0] == pytest.approx(plain_score(model, one).item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("budget", [10_000, 15, 1])
+def test_loss_and_gradient_equal_a_float64_reference(budget: int) -> None:
+    pairs = random_pairs(6, 4)
+    exact = small_reward_model(2, torch.float64)
+    expected = torch.zeros((), dtype=torch.float64)
+    for chosen, rejected in pairs:
+        a, b = plain_score(exact, chosen), plain_score(exact, rejected)
+        expected = expected + (torch.log1p(torch.exp(b - a)) + 0.01 * (a + b) ** 2) / len(pairs)
+    expected.backward()
+    model = small_reward_model(2)
+    learner = Learner(model)
+    objective = RewardObjective(model, len(pairs), centre=0.01)
+    figures = learner.forward_backward_custom(pack_pairs(as_read(pairs), budget), objective)
+    assert figures["loss"] == pytest.approx(expected.item(), rel=1e-4)
+    for (name, mine), its in zip(model.named_parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.double(), its.grad, rtol=3e-3, atol=3e-5, msg=name)
+    assert model.score.weight.grad.abs().max() > 0
+    assert (
+        objective.figures(pairs)["accuracy"]
+        == score_figures(score_pairs(model, pairs, budget), pairs)["accuracy"]
+    )
+
+
+def test_figures_of_scores() -> None:
+    pairs = [
+        (episode(1.0, tokens=range(4)), episode(0.0, tokens=range(2))),
+        (episode(1.0, tokens=range(3)), episode(0.0, tokens=range(3))),
+    ]
+    figures = score_figures(np.array([[3.0, 1.0], [0.0, 1.0]]), pairs)
+    assert figures == {
+        "accuracy": 0.5, "margin": 0.5, "score": 1.25, "length_correlation": pytest.approx(1.0)
+    }  # fmt: skip
+    assert "length_correlation" not in score_figures(np.array([[3.0, 1.0]]), pairs[:1])
+
+
+def test_it_starts_without_an_opinion_and_learns_one() -> None:
+    model = RewardModel.on(small_decoder(3))
+    pairs = random_pairs(9, 6)
+    assert not score_pairs(model, pairs, 100).any()
+    learner = Learner(model)
+    for _ in range(25):
+        objective = RewardObjective(model, len(pairs))
+        learner.forward_backward_custom(pack_pairs(as_read(pairs), 100), objective)
+        learner.optim_step(3e-3)
+    assert score_figures(score_pairs(model, pairs, 100), pairs)["accuracy"] == 1.0
+
+
+def test_the_decoder_it_was_made_on_is_left_alone() -> None:
+    decoder = small_decoder(3)
+    model = RewardModel.on(decoder)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.zero_()
+    assert decoder.model.embed_tokens.weight.abs().max() > 0
+
+
+def test_transformers_reads_it_and_agrees(tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    tokenizer = Tokenizer.characters()
+    decoder = new_model("tiny", tokenizer, 1)
+    model = RewardModel.on(decoder)
+    with torch.no_grad():
+        model.score.weight.normal_(generator=torch.Generator().manual_seed(0))
+    save_reward_model(tmp_path / "rm", model, tokenizer)
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm")
+    assert type(theirs).__name__ == "Qwen3ForSequenceClassification"
+    ids = [5, 6, 7, 8, 1]
+    one = episode(0.0, prompt=ids[:2], tokens=ids[2:])
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits.item()
+    again, _ = load_reward_model(tmp_path / "rm")
+    assert score(again, [one], 100)[0] == pytest.approx(expected, abs=1e-4)
+    assert score(model, [one], 100)[0] == score(again, [one], 100)[0]
+
+
+def test_a_reward_model_is_no_policy_and_the_reverse(tmp_path: Path) -> None:
+    from perilune.models.loading import save_checkpoint
+
+    tokenizer = Tokenizer.characters()
+    decoder = new_model("tiny", tokenizer, 1)
+    save_checkpoint(tmp_path / "policy", decoder, tokenizer)
+    with pytest.raises(RequestError, match=r"score.weight is missing"):
+        load_reward_model(tmp_path / "policy")
+    save_reward_model(tmp_path / "rm", RewardModel.on(decoder), tokenizer)
+    with pytest.raises(RequestError, match=r"score.weight has no place"):
+        load_decoder(tmp_path / "rm")
+    assert json.loads((tmp_path / "rm" / "config.json").read_text())["id2label"] == {"0": "reward"}
