@@ -1,0 +1,100 @@
+"""Where each engine runs: a virtual environment of its own, made once in a cache folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "perilune-benchmarks" / "rollout"
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Packages of one peer.
+
+    Attributes:
+        requirements: installed with what they need.
+        alone: installed without it: optimum-intel would bring a second torch, with CUDA.
+    """
+
+    requirements: tuple[str, ...]
+    alone: tuple[str, ...] = ()
+
+    def python(self, name: str) -> Path:
+        """The interpreter of the environment `name`, installed unless it is there as it should be."""
+        folder = CACHE / name
+        python, mark = folder / "venv" / "bin" / "python", folder / "installed.json"
+        wanted = [*self.requirements, *self.alone]
+        if mark.exists() and json.loads(mark.read_text()) == wanted:
+            return python
+        print(f"installing {', '.join(wanted)} into {folder}", file=sys.stderr)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not python.exists():
+            subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
+        with (folder / "install.log").open("w") as log:
+            for packages in (self.requirements, self.alone and ("--no-deps", *self.alone)):
+                if packages:
+                    install = [python, "-m", "pip", "install", "--no-input", *packages]
+                    subprocess.run(install, check=True, stdout=log, stderr=log)
+        mark.write_text(json.dumps(wanted))
+        return python
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """How an engine of the comparison is run.
+
+    Attributes:
+        module: in `engines/`.
+        environment: name of its environment; None is the running interpreter.
+        options: further arguments of its adapter.
+    """
+
+    module: str
+    environment: str | None = None
+    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+    def python(self, *, here: bool = False) -> Path:
+        """Its interpreter; with `here` the running one, whatever is installed there."""
+        if self.environment is None or here:
+            return Path(sys.executable)
+        return ENVIRONMENTS[self.environment].python(self.environment)
+
+
+ENVIRONMENTS = MappingProxyType(
+    {
+        "transformers": Environment(("torch==2.13.0", "transformers==5.23.0")),
+        # All but the last two only export the checkpoint; optimum-intel knows no newer transformers.
+        "openvino": Environment(
+            (
+                "torch==2.13.0",
+                "transformers==5.5.4",
+                "nncf==3.4.0",
+                "requests",
+                "openvino-tokenizers==2026.4.1.0",
+                "openvino==2026.4.1",
+                "openvino-genai==2026.4.1",
+            ),
+            alone=("optimum==2.3.0", "optimum-intel==2.2.0"),
+        ),
+        "llama-cpp": Environment(("llama-cpp-python==0.3.36", "gguf==0.19.0")),
+    }
+)
+
+ENGINES = MappingProxyType(
+    {
+        "perilune": Engine("ours"),
+        "transformers": Engine("generate", "transformers", {"cache": None}),
+        "transformers-static": Engine("generate", "transformers", {"cache": "static"}),
+        "openvino": Engine("openvino", "openvino", {"kv_cache": "u8"}),
+        "llama.cpp": Engine("llama", "llama-cpp"),
+    }
+)
+LIMITS = Engine("limits")

@@ -1,0 +1,60 @@
+"""The least time a workload can take: what must be multiplied and read, at the rates this machine reached.
+
+Every prompt is computed once, however many samples share it. A step multiplies each running sample's token
+with all matrices, which are read once a step; it takes as long as the slower of the two. Then the keys and
+values of everything before are read, in the dtype of the weights (an engine that keeps them smaller may come
+closer to this floor, or below it). Norms, sampling and everything else count as free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .shapes import Request, Shape
+
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Best rates measured on this machine's cores: products in FLOP/s by dtype, reading in bytes/s."""
+
+    product: dict[str, float]
+    read: float
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """Seconds of the prompts and of the tokens after the first."""
+
+    prefill: float
+    decode: float
+
+    @property
+    def seconds(self) -> float:
+        """Both."""
+        return self.prefill + self.decode
+
+
+def floor(shape: Shape, requests: Sequence[Request], dtype: str, limits: Limits) -> Floor:
+    """The floor of these requests, all running at once."""
+    rate, width = limits.product[dtype], BYTES[dtype]
+    weights = shape.parameters * width / limits.read
+    kv = (
+        2 * shape.layers * shape.kv_heads * shape.head_dim * width / limits.read
+    )  # seconds a token of context
+    attention = 4 * shape.layers * shape.heads * shape.head_dim / rate  # seconds a token and token of context
+
+    prompts = [len(request.prompt) for request in requests]
+    flops = 2 * shape.layer_parameters * sum(prompts) + 2 * shape.head_parameters * len(prompts)
+    seen = sum(length * (length + 1) / 2 for length in prompts)
+    prefill = max(flops / rate + attention * seen, weights)
+
+    decode = 0.0
+    for step in range(1, max(request.new_tokens for request in requests)):
+        running = [request for request in requests if request.new_tokens > step]
+        rows = sum(request.n for request in running)
+        context = sum(request.n * (len(request.prompt) + step) for request in running)
+        decode += max(2 * shape.parameters * rows / rate, weights) + kv * context
+    return Floor(prefill, decode)

@@ -1,0 +1,65 @@
+"""What an engine gave back, and whether it is what was asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .shapes import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Samples in the order of the requests, those of one request side by side.
+
+    Attributes:
+        tokens: of every sample, those sampled.
+        logprobs: of every sampled token, under the distribution it was drawn from; None when there are none.
+        first_token: `time.perf_counter()` when the first token of any sample was there.
+    """
+
+    tokens: Sequence[Sequence[int]]
+    logprobs: Sequence[Sequence[float]] | None
+    first_token: float | None = None
+
+
+def check(requests: Sequence[Request], outcome: Outcome, vocab: int) -> tuple[list[str], dict[str, Any]]:
+    """What is wrong with an outcome of sampling at temperature 1, and what engines should agree on."""
+    faults = []
+    wanted = [request.new_tokens for request in requests for _ in range(request.n)]
+    got = [len(sample) for sample in outcome.tokens]
+    if got != wanted:
+        short = sum(a < b for a, b in zip(got, wanted, strict=False))
+        faults.append(f"{len(got)} samples of {len(wanted)}, {short} of them too short")
+    if not all(0 <= int(token) < vocab for sample in outcome.tokens for token in sample):
+        faults.append("tokens outside the vocabulary")
+    if len({tuple(map(int, sample)) for sample in outcome.tokens}) < len(outcome.tokens):
+        faults.append("samples that are the same")
+    figures: dict[str, Any] = {"tokens": sum(got), "mean_logprob": None}
+    if outcome.logprobs is not None:
+        values = [float(value) for sample in outcome.logprobs for value in sample]
+        if len(values) != sum(got) or not all(math.isfinite(value) and value <= 1e-4 for value in values):
+            faults.append("log-probs that are missing or are none")
+        else:
+            figures["mean_logprob"] = sum(values) / len(values)
+    return faults, figures
+
+
+def agreement(mine: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
+    """How far two engines' greedy tokens and log-probs are the same.
+
+    Returns:
+        `tokens`: share of the tokens before the first of a prompt that differs; `logprob_difference`: the
+        largest among those, None when an engine gives no log-probs.
+    """
+    same = total = 0
+    largest: float | None = None
+    for index, (a, b) in enumerate(zip(mine["tokens"], reference["tokens"], strict=True)):
+        equal = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+        same, total = same + equal, total + len(b)
+        if mine["logprobs"] and reference["logprobs"]:
+            pairs = zip(mine["logprobs"][index][:equal], reference["logprobs"][index][:equal], strict=True)
+            largest = max([largest or 0.0, *(abs(x - y) for x, y in pairs)])
+    return {"tokens": same / total, "logprob_difference": largest}

@@ -1,0 +1,225 @@
+"""One case after the other: every engine is loaded, warmed up, and then each has its turn in every round.
+
+Whatever else the machine does falls on all alike that way. Processes that wait are stopped, so that no
+engine's threads spin while another is measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import signal
+import statistics
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from .checkpoints import checkpoint
+from .environments import CACHE, ENGINES, LIMITS, Engine
+from .floor import Limits, floor
+from .outcome import agreement
+from .shapes import SHAPES, Case
+
+ROOT = Path(__file__).resolve().parents[2]
+REFERENCE = "transformers"
+
+
+class EngineError(Exception):
+    """An engine's process ended before it answered; the message is the end of what it printed."""
+
+
+class Worker:
+    """A process that samples with one engine; stopped while it is not asked."""
+
+    def __init__(self, name: str, engine: Engine, mode: str, setup: Mapping[str, Any], *, here: bool) -> None:
+        self.name = name
+        self._log = CACHE / "logs" / f"{name}-{os.getpid()}.log"
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        cpus = sorted(os.sched_getaffinity(0))[: setup["threads"]]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(setup["threads"]), "HF_HUB_OFFLINE": "1"}
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [engine.python(here=here), "-m", f"{__package__}.worker", mode],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=ROOT,
+                env=environment,
+                preexec_fn=lambda: os.sched_setaffinity(0, cpus),  # noqa: PLW1509 - before any thread
+            )
+        self._send({**setup, "module": engine.module, "options": dict(engine.options)})
+        self._answer()
+
+    def ask(self, what: str, **more: Any) -> dict[str, Any]:
+        """Its answer, after which it is stopped again."""
+        self._process.send_signal(signal.SIGCONT)
+        self._send({"do": what, **more})
+        return self._answer()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+        self._log.unlink(missing_ok=True)
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            self._fail()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._fail()
+        self._process.send_signal(signal.SIGSTOP)
+        return dict(json.loads(line))
+
+    def _fail(self) -> None:
+        self._process.wait()
+        lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        raise EngineError(" / ".join(lines[-2:]) or f"ended with {self._process.returncode}")
+
+
+class Contestant:
+    """One engine in one case; once its process has failed it sits out.
+
+    Attributes:
+        failed: the end of what its process printed, None while all goes well.
+        greedy: tokens and log-probs without chance.
+        rounds: what each round that counts gave.
+        about: versions, memory and so on, asked at the end.
+    """
+
+    def __init__(self, name: str, setup: Mapping[str, Any], *, here: bool) -> None:
+        self.name, self._setup, self._here = name, setup, here
+        self.failed: str | None = None
+        self.greedy: dict[str, Any] = {}
+        self.rounds: list[dict[str, Any]] = []
+        self.about: dict[str, Any] = {}
+        self._worker: Worker | None = None
+
+    @contextmanager
+    def _sitting_out(self) -> Iterator[None]:
+        try:
+            yield
+        except EngineError as error:
+            self.failed = str(error)
+
+    def enter(self) -> None:
+        """Convert the checkpoint, load it, warm up."""
+        with self._sitting_out():
+            engine = ENGINES[self.name]
+            Worker(self.name, engine, "prepare", self._setup, here=self._here).close()
+            self._worker = Worker(self.name, engine, "serve", self._setup, here=self._here)
+            self.greedy = self._worker.ask("greedy")
+            self._worker.ask("round", seed=0)
+
+    def play(self, seed: int) -> None:
+        """One round that counts."""
+        if self._worker and self.failed is None:
+            with self._sitting_out():
+                self.rounds.append(self._worker.ask("round", seed=seed))
+
+    def finish(self) -> None:
+        """The last question."""
+        if self._worker and self.failed is None:
+            with self._sitting_out():
+                self.about = self._worker.ask("about")
+
+    def close(self) -> None:
+        """End its process."""
+        if self._worker:
+            self._worker.close()
+
+    def figures(self) -> dict[str, Any]:
+        """What its rounds say; values of all rounds where they may differ."""
+        rounds = self.rounds
+        figures: dict[str, Any] = {
+            "tokens": rounds[0]["tokens"],
+            "seconds": [one["seconds"] for one in rounds],
+            "processor_seconds": [one["processor_seconds"] for one in rounds],
+            "first_token_seconds": [one["first_token_seconds"] for one in rounds],
+            "mean_logprob": None,
+            "faults": sorted({fault for one in rounds for fault in one["faults"]}),
+        }
+        if all(one["mean_logprob"] is not None for one in rounds):
+            figures["mean_logprob"] = statistics.fmean(one["mean_logprob"] for one in rounds)
+        return figures
+
+
+def run(case: Case, engines: Sequence[str], repeats: int, *, here: bool = False) -> Iterator[dict[str, Any]]:
+    """One record an engine, for each of some names in `ENGINES`.
+
+    Args:
+        repeats: rounds that count, after one that warms up.
+        here: use the running interpreter for every engine.
+    """
+    begun = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    setup = {
+        "checkpoint": str(checkpoint(CACHE / "checkpoints", case.model, case.dtype)),
+        "model": case.model,
+        "dtype": case.dtype,
+        "threads": case.cores,
+        "requests": [request.as_json() for request in case.requests()],
+    }
+    contestants = [Contestant(name, setup, here=here) for name in engines]
+    measured, load = [], []
+    with ExitStack() as stack:
+        machine = Worker("limits", LIMITS, "serve", setup, here=here)
+        stack.callback(machine.close)
+        for one in contestants:
+            stack.callback(one.close)
+            one.enter()
+        for number in range(repeats):
+            load.append(round(os.getloadavg()[0], 2))
+            measured.append(machine.ask("measure"))
+            first = number % len(contestants)
+            for one in contestants[first:] + contestants[:first]:
+                one.play(number + 1)
+        for one in contestants:
+            one.finish()
+    limits = Limits(
+        {dtype: max(each["product"][dtype] for each in measured) for dtype in measured[0]["product"]},
+        max(each["read"] for each in measured),
+    )
+    least = floor(SHAPES[case.model], case.requests(), case.dtype, limits)
+    reference = _reference(case, next((one.greedy for one in contestants if one.name == REFERENCE), None))
+    for one in contestants:
+        record = {
+            "model": case.model,
+            "workload": case.workload,
+            "weights": case.dtype,
+            "cores": case.cores,
+            "engine": one.name,
+            "measured_at": begun,
+            "load_average": load,
+        }
+        if one.failed is not None:
+            yield {**record, "failed": one.failed}
+            continue
+        yield {
+            **record,
+            **one.about,
+            **one.figures(),
+            "greedy": agreement(one.greedy, reference) if reference else None,
+            "floor": dataclasses.asdict(least),
+            "limits": dataclasses.asdict(limits),
+        }
+
+
+def _reference(case: Case, fresh: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Greedy tokens of transformers: of this run, else of the last that had it, else None."""
+    path = CACHE / "references" / f"{case.model}-{case.dtype}.json"
+    if fresh:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(fresh))
+    return json.loads(path.read_text()) if path.exists() else None

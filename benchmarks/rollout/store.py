@@ -1,0 +1,92 @@
+"""The file of results: records of many runs, each saying when and with what it was measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .shapes import SHAPES, WORK, WORKLOADS
+
+KEY = ("workload", "cores", "model", "weights", "engine")
+ABOUT = (
+    "Rollouts on CPU cores: our engine, `generate` of transformers, OpenVINO GenAI and llama.cpp sample the "
+    "same work from the same random weights, each in a process of its own, taking turns. All sample at "
+    "temperature 1 and give the log-prob of every token. *group*: several samples of each prompt; *ragged*: "
+    "requests of different length, all there from the start; *single*: one sample after a long prompt. The "
+    "floor is what the matrices and the cache take at the best rates of the same cores, measured between the "
+    "engines' turns."
+)
+
+
+class Store:
+    """Records by what they are of; written whole after each."""
+
+    def __init__(self, path: Path, command: Sequence[str]) -> None:
+        self._path = path
+        held = json.loads(path.read_text(encoding="utf-8"))["records"] if path.exists() else []
+        self._records = {_key(record): record for record in held}
+        self._command = shlex.join(["python", "-m", "benchmarks.rollout", *command])
+
+    def keep(self, record: Mapping[str, Any]) -> None:
+        """Put it in the place of an older one of the same."""
+        self._records[_key(record)] = {**record, "command": self._command}
+        document = {
+            "title": "Rollouts on CPU cores",
+            "about": ABOUT,
+            "command": "python -m benchmarks.rollout",
+            "models": {name: _described(name) for name in SHAPES},
+            "machine": {"processor": _processor(), "cores": os.cpu_count(), "system": platform.system()},
+            "records": sorted(self._records.values(), key=_order),
+        }
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(self._path)
+
+
+def line(record: Mapping[str, Any]) -> str:
+    """A record in a line for the terminal."""
+    if "failed" in record:
+        return f"{record['engine']:20} failed: {record['failed']}"
+    seconds = statistics.median(record["seconds"])
+    least = record["floor"]["prefill"] + record["floor"]["decode"]
+    text = (
+        f"{record['engine']:20} {record['tokens'] / seconds:9,.0f} tokens/s, {least / seconds:4.0%} of floor"
+    )
+    text += f", peak {record['peak_mb']:,.0f} MB"
+    return text + (f"; WRONG: {', '.join(record['faults'])}" if record["faults"] else "")
+
+
+def _key(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(record[name] for name in KEY)
+
+
+def _order(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    workload, cores, model, weights, engine = _key(record)
+    return WORKLOADS.index(workload), cores, [*SHAPES].index(model), weights != "float32", engine
+
+
+def _described(name: str) -> str:
+    shape, work = SHAPES[name], WORK[name]
+    return (
+        f"{shape.parameters / 1e6:.3g} M parameters, {shape.layers} layers of {shape.hidden}, "
+        f"{shape.heads}/{shape.kv_heads} heads of {shape.head_dim}, feed-forward {shape.inner}, "
+        f"vocabulary {shape.vocab}; prompts of {work.prompt}; "
+        f"group {work.groups} x {work.samples}, {work.new} new; "
+        f"ragged {work.requests} requests, {work.shortest} to {work.longest} new; "
+        f"single {work.context} + {work.answer}"
+    )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
