@@ -52,6 +52,10 @@ class Workspace:
         """Append one line of reproducible figures to artifacts/metrics.jsonl."""
         append_json_line(self.artifacts / "metrics.jsonl", {"step": step, **figures})
 
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines written so far by `metric`, those of earlier attempts among them."""
+        return list(read_json_lines(self.artifacts / "metrics.jsonl"))
+
     def timing(self, step: int, **seconds: float) -> None:
         """Append one line of wall-clock figures (seconds, tokens a second) to artifacts/timings.jsonl."""
         append_json_line(self.artifacts / "timings.jsonl", {"step": step, **seconds})

@@ -8,9 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from perilune.bundle.job import Frozen, Job
+from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes
-from perilune.tasks.sampler import Sampler, ServerSpec, check_server, open_server, remote_sampler
+from perilune.tasks.sampler import (
+    Sampler,
+    SamplingSpec,
+    ServerSpec,
+    check_server,
+    open_server,
+    remote_sampler,
+)
 
 if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace
@@ -18,14 +25,12 @@ if TYPE_CHECKING:
     from perilune.models.memory import MemoryPlan
 
 
-class EvaluateSpec(Frozen):
+class EvaluateSpec(SamplingSpec):
     """Fields of an evaluate stage."""
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(description="stage whose checkpoint is judged")
     tasks: int = Field(128, ge=1, le=1_000_000, description="held-out tasks")
     samples: int = Field(8, ge=1, le=4096, description="samples a task, for pass@k up to this k")
-    max_tokens: int = Field(64, ge=1, description="longest answer in tokens")
-    temperature: float = Field(1.0, gt=0, description="of the samples; greedy answers are judged beside them")
     engine: ServerSpec | None = Field(
         None, description="server that holds the weights; of the checkpoint, only the tokenizer is then read"
     )
@@ -59,10 +64,10 @@ class Evaluate:
     def run(self, workspace: Workspace) -> dict[str, Any]:
         """Sample, judge, count."""
         from perilune.data.episodes_file import write_episodes
-        from perilune.engine.sampling import SamplingParams
+        from perilune.environments.registry import make_environment
         from perilune.tasks.evaluation import evaluation_summary
         from perilune.tasks.rollouts import Rollouts, Stopwatch
-        from perilune.tasks.session import open_environment, take_tasks, task_stream
+        from perilune.tasks.session import heldout_tasks
         from perilune.verifiers import Scorer
 
         spec = EvaluateSpec.model_validate(workspace.job.spec)
@@ -72,19 +77,15 @@ class Evaluate:
             Scorer(workspace.job.environment) as scorer,  # its process warms up while the model loads
             _sampler(spec, workspace) as (sampler, figures),
         ):
-            environment = open_environment(workspace)
+            environment = make_environment(workspace.job.environment)
             rollouts = Rollouts(sampler.engine, sampler.tokenizer, scorer, environment.id, seed)
-            tasks = take_tasks(task_stream(environment, "heldout", seed), spec.tasks, environment.id)
+            tasks = heldout_tasks(environment, spec.tasks, seed)
             total = spec.tasks * (spec.samples + 1)
-
-            def params(temperature: float) -> SamplingParams:
-                return SamplingParams(spec.max_tokens, temperature, sampler.stop_token_ids)
-
             watch = Stopwatch()
             groups = rollouts.play(
                 tasks,
                 samples=spec.samples,
-                params=params(spec.temperature),
+                params=spec.params(sampler.stop_token_ids),
                 step=0,
                 watch=watch,
                 on_progress=lambda done, _: workspace.progress(done, total, "answers"),
@@ -93,7 +94,7 @@ class Evaluate:
             greedy = rollouts.play(
                 tasks,
                 samples=1,
-                params=params(0.0),
+                params=spec.params(sampler.stop_token_ids, greedy=True),
                 step=0,
                 watch=watch,
                 on_progress=lambda done, _: workspace.progress(sampled + done, total, "answers"),

@@ -11,7 +11,6 @@ from perilune.bundle.workspace import Workspace
 from perilune.data.episode import Episode
 from perilune.data.episodes_file import write_episodes
 from perilune.errors import WorkFailedError
-from perilune.files import read_json_lines
 from perilune.learn.algorithms import Algorithm
 from perilune.learn.weights import GroupWeights, step_figures
 from perilune.metrics.objective import objective_curve
@@ -39,7 +38,7 @@ class Observer:
         self._dead_in_a_row = 0
         self._total = Stopwatch()
         workspace.episodes.mkdir(exist_ok=True)
-        for line in self._lines():  # of the attempts before this one
+        for line in workspace.metrics():  # of the attempts before this one
             self._count_dead(line["dead_groups"])
 
     def record(
@@ -104,17 +103,14 @@ class Observer:
     def _count_dead(self, dead: float) -> None:
         self._dead_in_a_row = self._dead_in_a_row + 1 if dead > DEAD_LIMIT else 0
 
-    def _lines(self) -> list[dict[str, Any]]:
-        return list(read_json_lines(self._workspace.artifacts / "metrics.jsonl"))
-
     def summary(self, algorithm: Algorithm, samples: int) -> dict[str, Any]:
         """First and last figures, and what the estimator climbs, if that can be said of groups alone."""
-        lines = self._lines()
+        lines = self._workspace.metrics()
         gaps = [line["logprob_gap_max"] for line in lines if "logprob_gap_max" in line]
         curve = objective_curve(algorithm, samples) if algorithm.compares == "group" else []
         return {
             "algorithm": algorithm.name,
-            **first_and_last(self._workspace, ("reward", "pass_rate", "length")),
+            **first_and_last(lines, ("reward", "pass_rate", "length")),
             "logprob_gap_max": max(gaps, default=0.0),
             "failures": sum(line["failures"] for line in lines),
             "implicit_objective": [list(point) for point in curve],

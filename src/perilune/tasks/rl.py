@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from perilune.bundle.job import Frozen, Job
+from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes
 from perilune.learn.settings import AlgorithmSettings, OptimizerSettings
+from perilune.tasks.sampler import SamplingSpec
 
 if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace
@@ -18,15 +19,13 @@ if TYPE_CHECKING:
     from perilune.models.memory import MemoryPlan
 
 
-class RLSpec(AlgorithmSettings, OptimizerSettings, Frozen):
+class RLSpec(AlgorithmSettings, OptimizerSettings, SamplingSpec):
     """Fields of an rl stage."""
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(description="where the policy starts")
     steps: int = Field(100, ge=1, description="optimizer steps, one a batch of episodes")
     prompts: int = Field(32, ge=1, description="tasks a step")
     samples: int = Field(8, ge=2, description="episodes a task: the size of a group")
-    max_tokens: int = Field(64, ge=1, description="longest answer in tokens")
-    temperature: float = Field(1.0, gt=0, description="of sampling; log-probs are taken at it too")
     save_every: int = Field(20, ge=1, description="steps between two checkpoints to resume from")
 
 
@@ -56,7 +55,7 @@ class RL:
     def run(self, workspace: Workspace) -> dict[str, Any]:
         """The loop."""
         from perilune.engine.engine import Engine
-        from perilune.engine.sampling import SamplingParams
+        from perilune.environments.registry import make_environment
         from perilune.learn.algorithms import StepContext
         from perilune.learn.batch import pack
         from perilune.learn.schedules import learning_rate
@@ -64,14 +63,9 @@ class RL:
         from perilune.tasks.footprint import memory_figures, slots_for
         from perilune.tasks.observation import Observer
         from perilune.tasks.rollouts import Rollouts, Stopwatch
-        from perilune.tasks.session import (
-            load_policy,
-            open_environment,
-            prepare_device,
-            take_tasks,
-            task_stream,
-        )
+        from perilune.tasks.session import load_policy, prepare_device
         from perilune.tasks.training import carry_optimizer, finish, resume, save
+        from perilune.tasks.training_tasks import TrainingTasks
         from perilune.verifiers import Scorer
 
         spec = RLSpec.model_validate(workspace.job.spec)
@@ -80,21 +74,21 @@ class RL:
             policy = load_policy(workspace, device)
             reference = load_policy(workspace, device).decoder if spec.kl else None
             memory = _memory(spec, policy.decoder.config, device.type)
-            environment = open_environment(workspace)
+            environment = make_environment(workspace.job.environment)
             slots = slots_for(policy.decoder.config, spec.max_tokens, device.type)
             engine = Engine(policy.decoder, slots=slots)
             learner = Learner(policy.decoder, spec)
             carried = carry_optimizer(workspace, learner)
             rollouts = Rollouts(engine, policy.tokenizer, scorer, environment.id, workspace.job.seed)
-            params = SamplingParams(spec.max_tokens, spec.temperature, policy.stop_token_ids)
+            params = spec.params(policy.stop_token_ids)
 
             first = resume(workspace, learner)
             observer = Observer(workspace, spec.steps, device.type)
-            tasks = task_stream(environment, "train", workspace.job.seed, skip=first * spec.prompts)
+            tasks = TrainingTasks(environment, workspace, skip=first * spec.prompts)
             for step in range(first, spec.steps):
                 watch = Stopwatch()
                 engine.update_weights(None, learner.version)
-                batch = take_tasks(tasks, spec.prompts, environment.id)
+                batch = tasks.take(spec.prompts)
                 groups = rollouts.play(batch, samples=spec.samples, params=params, step=step + 1, watch=watch)
                 watch.start_learning()
                 weighed = spec.algorithm.weigh(groups, StepContext(spec.max_tokens, spec.kl, step))
@@ -104,7 +98,7 @@ class RL:
                 figures = learner.forward_backward(batches)
                 figures |= learner.optim_step(learning_rate(spec, step, spec.steps))
                 watch.stop_learning()
-                observer.record(step + 1, weighed, figures, watch)
+                observer.record(step + 1, weighed, figures | {"epoch": tasks.epoch}, watch)
                 if (step + 1) % spec.save_every == 0 and step + 1 < spec.steps:
                     save(workspace, learner, step + 1)
         summary = finish(workspace, policy, learner, spec.steps)

@@ -15,7 +15,21 @@ if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace
     from perilune.engine.backend import SamplingBackend
     from perilune.engine.remote import RemoteEngine
+    from perilune.engine.sampling import SamplingParams
     from perilune.models.tokenizer import Tokenizer
+
+
+class SamplingSpec(Frozen):
+    """Fields of every stage that samples answers."""
+
+    max_tokens: int = Field(64, ge=1, description="longest answer in tokens")
+    temperature: float = Field(1.0, gt=0, description="of sampling; log-probs are taken at it too")
+
+    def params(self, stop_token_ids: tuple[int, ...], *, greedy: bool = False) -> SamplingParams:
+        """As the engine wants them."""
+        from perilune.engine.sampling import SamplingParams
+
+        return SamplingParams(self.max_tokens, 0.0 if greedy else self.temperature, stop_token_ids)
 
 
 class ServerSpec(Frozen):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
 import torch
 
 from perilune.bundle.workspace import Workspace
-from perilune.environments.protocol import Environment, Split, Task
-from perilune.environments.registry import make_environment
+from perilune.environments.protocol import Environment, Task
 from perilune.errors import RequestError
 from perilune.models.decoder import Decoder
 from perilune.models.loading import load_checkpoint, new_model
@@ -51,10 +49,10 @@ def prepare_device(workspace: Workspace) -> torch.device:
     return torch.device(wanted)
 
 
-def load_policy(workspace: Workspace, device: torch.device, field: str = "checkpoint") -> Policy:
-    """The checkpoint that the stage's `field` consumes; else the recipe's own model."""
-    if workspace.has_input(field):
-        return Policy(*load_checkpoint(workspace.input(field), device))
+def load_policy(workspace: Workspace, device: torch.device) -> Policy:
+    """The checkpoint that the stage consumes; else the recipe's own model."""
+    if workspace.has_input("checkpoint"):
+        return Policy(*load_checkpoint(workspace.input("checkpoint"), device))
     return start_model(workspace, device)
 
 
@@ -74,25 +72,17 @@ def start_model(workspace: Workspace, device: torch.device) -> Policy:
     return Policy(decoder, tokenizer)
 
 
-def open_environment(workspace: Workspace) -> Environment:
-    """The recipe's environment."""
-    return make_environment(workspace.job.environment)
-
-
-def task_stream(environment: Environment, split: Split, seed: int, skip: int = 0) -> Iterator[Task]:
-    """Tasks of a split, the first `skip` left out (those an earlier attempt already used)."""
-    return islice(environment.tasks(split, seed), skip, None)
-
-
-def take_tasks(stream: Iterator[Task], count: int, environment: str) -> list[Task]:
-    """The next `count` tasks.
+def heldout_tasks(environment: Environment, count: int, seed: int) -> list[Task]:
+    """The first `count` held-out tasks: the same for everything that is judged with this seed.
 
     Raises:
-        RequestError: when the environment runs out.
+        RequestError: when the environment has fewer. None is asked twice: a figure over repeated tasks would
+            claim more certainty than there is.
     """
-    tasks = list(islice(stream, count))
+    tasks = list(islice(environment.tasks("heldout", seed), count))
     if len(tasks) < count:
         raise RequestError(
-            f"{environment} gave {len(tasks)} of {count} tasks", remedy="ask for fewer, or widen its config"
+            f"{environment.id} gave {len(tasks)} of {count} held-out tasks",
+            remedy="ask for fewer, or widen its config",
         )
     return tasks

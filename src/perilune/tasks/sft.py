@@ -87,7 +87,7 @@ class SFT:
         return finish(workspace, policy, learner, spec.steps) | {
             "algorithm": "sft",
             "traces": len(demonstrations),
-            **first_and_last(workspace, ("loss",)),
+            **first_and_last(workspace.metrics(), ("loss",)),
             "seconds": total_watch.elapsed,
             "memory": memory_figures(memory, device),
         }

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from perilune.bundle.workspace import Workspace
-from perilune.files import fsync_directory, read_json_lines
+from perilune.files import fsync_directory
 from perilune.learn.checkpoints import is_complete, latest_complete
 from perilune.learn.trainer import Learner
 from perilune.models.loading import save_checkpoint
 from perilune.tasks.session import Policy
 
 FINAL = "final"
-OPTIMIZER = (
-    "optimizer"  # folder beside the final weights: the learner's state, for a stage that carries it on
-)
+OPTIMIZER = "optimizer"  # beside the final weights: the learner's state, for a stage that carries it on
 
 
 def resume(workspace: Workspace, learner: Learner) -> int:
@@ -67,12 +65,15 @@ def finish(workspace: Workspace, policy: Policy, learner: Learner, steps: int) -
     return {"kind": "training", "steps": steps, "parameters": parameters}
 
 
-def first_and_last(workspace: Workspace, names: Sequence[str]) -> dict[str, Any]:
-    """Means of the named figures over the first and the last few steps, and the tokens learned from."""
-    lines = list(read_json_lines(workspace.artifacts / "metrics.jsonl"))
+def first_and_last(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+    """Means of the named figures over the first and the last few steps, and the tokens learned from.
+
+    Args:
+        lines: as `Workspace.metrics` gives them.
+    """
     edge = max(1, min(5, len(lines) // 2))
 
-    def means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    def means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
         return {name: math.fsum(row[name] for row in rows) / len(rows) for name in names}
 
     return {
