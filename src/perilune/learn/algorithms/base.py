@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from perilune.data.episode import Episode
 from perilune.learn.advantages import Rewards, is_dead
-from perilune.learn.weights import Aggregation, GroupWeights, Scale, Surrogate, aggregate
+from perilune.learn.weights import Aggregation, Component, GroupWeights, Scale, Surrogate, aggregate
 
 Group = Sequence[Episode]
 
@@ -61,7 +61,6 @@ class Algorithm(BaseModel):
     Attributes:
         needs: signals it reads.
         compares: with what a reward is compared, for the figures of the report.
-        refills: how often a step's dead groups are replaced by new tasks before it makes do.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -73,7 +72,13 @@ class Algorithm(BaseModel):
 
     @property
     def refills(self) -> int:
+        """How often a step's dead groups are replaced by new tasks before it makes do."""
         return 0
+
+    @property
+    def least_samples(self) -> int:
+        """The smallest group it can weigh."""
+        return 2
 
     def weigh(self, groups: Sequence[Group], context: StepContext) -> list[GroupWeights]:
         """Weights of all groups of one step, in order.
@@ -93,19 +98,17 @@ class Algorithm(BaseModel):
 
 
 class PolicyGradient(Algorithm):
-    """Advantages, spread over tokens in a named way, under PPO's clipped objective."""
+    """Advantages, spread over tokens in a named way. A subclass says under which surrogate."""
 
     aggregation: Aggregation = Field("token-mean", description="over what a token's loss is averaged")
-    clip_low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped below 1 - clip_low")
-    clip_high: float = Field(0.28, gt=0, description="the ratio is clipped above 1 + clip_high")
-    dual_clip: float | None = Field(
-        None, gt=1, description="a bad token's ratio counts at most this much; null is off"
+    mask_truncated: bool = Field(
+        False, description="cut-off answers count in their group's mean, but are not learned from"
     )
 
     @property
     def surrogate(self) -> Surrogate:
-        """The token loss that these options name."""
-        return Surrogate(low=1 - self.clip_low, high=1 + self.clip_high, dual=self.dual_clip)
+        """The token loss that the options name."""
+        raise NotImplementedError
 
     def compared(
         self,
@@ -124,18 +127,36 @@ class PolicyGradient(Algorithm):
             advantages: [G], or float64[T] an episode.
             dead: whether there is nothing to learn; by default, whether the scores are equal.
         """
-        constant = context.max_tokens if self.aggregation == "seq-mean-token-sum-norm" else None
         judged = ~np.isnan(scores)
         scale: Scale = [a if there else np.nan for a, there in zip(advantages, judged, strict=True)]
+        cut = [self.mask_truncated and episode.truncated for episode in group]
+        learned: Scale = [np.nan if out else a for a, out in zip(scale, cut, strict=True)]
         coefficient = np.where(judged, context.kl, np.nan)
         return GroupWeights(
             episodes=tuple(group),
-            policy_gradient=aggregate(group, scale, self.aggregation, constant=constant),
-            reference_kl=aggregate(group, coefficient, self.aggregation, constant=constant)
-            if context.kl > 0
-            else None,
+            policy_gradient=self.component(group, learned, context),
+            reference_kl=self.component(group, coefficient, context) if context.kl > 0 else None,
             surrogate=self.surrogate,
             advantages=np.array([np.mean(a) if np.size(a) else 0.0 for a in scale], np.float32),
             dead=is_dead(scores) if dead is None else dead,
             figures=figures or {},
         )
+
+    def component(self, group: Group, scale: Scale, context: StepContext) -> Component:
+        """`scale` spread over tokens as `aggregation` says."""
+        constant = context.max_tokens if self.aggregation == "seq-mean-token-sum-norm" else None
+        return aggregate(group, scale, self.aggregation, constant=constant)
+
+
+class ClippedPolicyGradient(PolicyGradient):
+    """Advantages under PPO's clipped objective."""
+
+    clip_low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped below 1 - clip_low")
+    clip_high: float = Field(0.28, gt=0, description="the ratio is clipped above 1 + clip_high")
+    dual_clip: float | None = Field(
+        None, gt=1, description="a bad token's ratio counts at most this much; null is off"
+    )
+
+    @property
+    def surrogate(self) -> Surrogate:
+        return Surrogate(low=1 - self.clip_low, high=1 + self.clip_high, dual=self.dual_clip)

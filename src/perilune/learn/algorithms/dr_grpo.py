@@ -11,11 +11,11 @@ from typing import Literal
 from pydantic import Field
 
 from perilune.learn.advantages import centred
-from perilune.learn.algorithms.base import Group, PolicyGradient, StepContext
+from perilune.learn.algorithms.base import ClippedPolicyGradient, Group, StepContext
 from perilune.learn.weights import Aggregation, GroupWeights, rewards
 
 
-class DrGRPO(PolicyGradient):
+class DrGRPO(ClippedPolicyGradient):
     """A = r - mean, each sequence summed and divided by the longest completion the run allows."""
 
     name: Literal["dr_grpo"] = Field("dr_grpo", description="which algorithm this is")

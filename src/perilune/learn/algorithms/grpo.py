@@ -11,11 +11,11 @@ from typing import Literal
 from pydantic import Field
 
 from perilune.learn.advantages import standardised
-from perilune.learn.algorithms.base import Group, PolicyGradient, StepContext
+from perilune.learn.algorithms.base import ClippedPolicyGradient, Group, StepContext
 from perilune.learn.weights import GroupWeights, rewards
 
 
-class GRPO(PolicyGradient):
+class GRPO(ClippedPolicyGradient):
     """A = (r - mean) / (std + 1e-4)."""
 
     name: Literal["grpo"] = Field("grpo", description="which algorithm this is")
