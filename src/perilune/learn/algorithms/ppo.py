@@ -1,0 +1,63 @@
+"""PPO with a critic: each token against what its state was worth.
+
+Schulman et al., arXiv 1707.06347 and 1506.02438. The value of a state is read off the decoder's hidden state
+(`learn.critic`); advantages are generalised ones, whitened over the batch; returns are taken before that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from perilune.learn.advantages import generalised_advantages, token_rewards, whitened
+from perilune.learn.algorithms.base import ClippedPolicyGradient, Group, Signal, StepContext
+from perilune.learn.weights import GroupWeights, ValueTargets, rewards
+
+
+class PPO(ClippedPolicyGradient):
+    """A by GAE, whitened over the batch's tokens; the critic learns A + V."""
+
+    needs: ClassVar[frozenset[Signal]] = frozenset({"values"})
+    compares: ClassVar[Literal["group", "batch", "nothing"]] = "nothing"
+
+    name: Literal["ppo"] = Field("ppo", description="which algorithm this is")
+    gamma: float = Field(1.0, gt=0, le=1, description="discount of a reward, for each token before it")
+    lam: float = Field(0.95, ge=0, le=1, description="1 trusts rewards alone, 0 the critic alone")
+    value_clip: float = Field(0.2, gt=0, description="how far a prediction gains by moving in a step")
+    value_weight: float = Field(0.5, gt=0, description="coefficient of the critic's loss")
+
+    @property
+    def least_samples(self) -> int:
+        return 1
+
+    def weigh(self, groups: Sequence[Group], context: StepContext) -> list[GroupWeights]:
+        scores = [rewards(group) for group in groups]
+        episodes = [episode for group in groups for episode in group]
+        masks = [e.loss_mask & (not e.failure) for e in episodes]
+        values = [
+            context.signal("values", episode) if mask.any() else np.zeros(len(mask))
+            for episode, mask in zip(episodes, masks, strict=True)
+        ]
+        raw = [
+            generalised_advantages(token_rewards(e, e.reward or 0.0), v, m, gamma=self.gamma, lam=self.lam)
+            for e, v, m in zip(episodes, values, masks, strict=True)
+        ]
+        white = whitened(raw, masks)
+        found: list[GroupWeights] = []
+        start = 0
+        for group, of_group in zip(groups, scores, strict=True):
+            own = slice(start, start := start + len(group))
+            weight = np.where(np.isnan(of_group), np.nan, self.value_weight)
+            targets = ValueTargets(
+                self.component(group, weight, context),
+                returns=tuple((a + v).astype(np.float32) for a, v in zip(raw[own], values[own], strict=True)),
+                values=tuple(v.astype(np.float32) for v in values[own]),
+                clip=self.value_clip,
+            )
+            weighed = self.compared(group, of_group, white[own], context, dead=False)
+            found.append(replace(weighed, value=targets))
+        return found
