@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from perilune.data.episode import Episode
+from perilune.learn.algorithms import StepContext, algorithm
+from perilune.learn.critic import Critic
 from perilune.learn.weights import GroupWeights
 from perilune.models.attention import PackedAttention
 from perilune.models.config import PRESETS
@@ -91,35 +93,79 @@ def plain_logprobs(decoder: Decoder, one: Episode) -> torch.Tensor:
     )[:, 0]
 
 
+def signals_for(groups: Sequence[Sequence[Episode]], seed: int = 0) -> dict[str, dict[str, np.ndarray]]:
+    """Every signal of every episode, drawn at random."""
+    rng = np.random.default_rng(seed)
+    names = ("values", "deviation", "uncertainty")
+    return {
+        name: {e.episode_id: rng.random(len(e.token_ids)).astype(np.float32) for g in groups for e in g}
+        for name in names
+    }
+
+
+def weighed(name: str, groups: Sequence[Sequence[Episode]], kl: float = 0.0, **options) -> list[GroupWeights]:
+    context = StepContext(max_tokens=8, kl=kl, signals=signals_for(groups))
+    return algorithm(name, **options).weigh(groups, context)
+
+
+def small_critic(decoder: Decoder) -> Critic:
+    """A critic that has learned something."""
+    critic = Critic(decoder.config.hidden_size)
+    torch.manual_seed(5)
+    torch.nn.init.normal_(critic.head.weight, std=0.3)
+    return critic
+
+
 def plain_loss(
     decoder: Decoder,
     groups: Sequence[GroupWeights],
     *,
     reference: Decoder | None = None,
+    critic: Critic | None = None,
 ) -> torch.Tensor:
     """The loss of weighted groups by definition, one episode and one token at a time."""
     total = torch.zeros((), dtype=torch.float64)
-    for name in ("policy_gradient", "cross_entropy", "reference_kl"):
-        components = [getattr(group, name) for group in groups]
+    for name in ("policy_gradient", "cross_entropy", "reference_kl", "value"):
+        found = [getattr(group, name) for group in groups]
+        components = [one.component if name == "value" and one else one for one in found]
         denominator = sum(c.denominator for c in components if c is not None)
         for group, component in zip(groups, components, strict=True):
             if component is None:
                 continue
-            for one, weights in zip(group.episodes, component.weights, strict=True):
+            for index, (one, weights) in enumerate(zip(group.episodes, component.weights, strict=True)):
                 if not weights.any():
                     continue
                 logprobs = plain_logprobs(decoder, one)
+                old = torch.from_numpy(one.logprobs).double()
+                ratios = torch.exp(logprobs - old)
+                if group.surrogate.ratio == "sequence":  # sg[s] * pi / sg[pi], s the geometric mean
+                    mean = (logprobs - old)[torch.from_numpy(one.loss_mask)].mean().detach().exp()
+                    ratios = mean * torch.exp(logprobs - logprobs.detach())
                 for t, weight in enumerate(weights.tolist()):
-                    lp = logprobs[t]
-                    if name == "policy_gradient":
-                        ratio = torch.exp(lp - float(one.logprobs[t]))
-                        loss = -torch.min(
-                            ratio * weight, ratio.clamp(group.surrogate.low, group.surrogate.high) * weight
-                        )
+                    lp, ratio = logprobs[t], ratios[t]
+                    bounded = ratio.clamp(group.surrogate.low, group.surrogate.high)
+                    if name == "policy_gradient" and group.surrogate.clip == "weight":
+                        loss = -bounded.detach() * weight * lp
+                    elif name == "policy_gradient":
+                        loss = -torch.min(ratio * weight, bounded * weight)
                     elif name == "cross_entropy":
                         loss = -lp * weight
-                    else:
+                    elif name == "reference_kl":
                         x = lp - plain_logprobs(reference, one)[t].detach()
                         loss = weight * (torch.exp(-x) - 1 + x)
+                    else:
+                        predicted = plain_value(decoder, critic, one)[t]
+                        before, target = (
+                            float(of[index][t]) for of in (group.value.values, group.value.returns)
+                        )
+                        near = torch.clamp(predicted, before - group.value.clip, before + group.value.clip)
+                        loss = weight * 0.5 * torch.max((predicted - target) ** 2, (near - target) ** 2)
                     total = total + loss / denominator
     return total
+
+
+def plain_value(decoder: Decoder, critic: Critic, one: Episode) -> torch.Tensor:
+    """Values [T] of the states before each token of one episode alone."""
+    ids = torch.from_numpy(np.concatenate([one.prompt_ids, one.token_ids]).astype(np.int64))
+    states = decoder(ids, torch.arange(len(ids)), PackedAttention(torch.tensor([0, len(ids)])))
+    return (states.float() @ critic.head.weight[0] + critic.head.bias)[len(one.prompt_ids) - 1 : -1].double()

@@ -7,7 +7,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learning_cases import episode, plain_logprobs, plain_loss, random_groups, small_decoder
+from learning_cases import (
+    episode,
+    plain_logprobs,
+    plain_loss,
+    random_groups,
+    small_critic,
+    small_decoder,
+    weighed,
+)
 
 from perilune.errors import RequestError, WorkFailedError
 from perilune.learn.algorithms import ALGORITHMS, algorithm
@@ -17,30 +25,36 @@ from perilune.learn.weights import GroupWeights
 
 
 def weighted(name: str, seed: int, kl: float = 0.0, **shape: int) -> list[GroupWeights]:
-    return [algorithm(name)(group, max_tokens=8, kl=kl) for group in random_groups(seed, **shape)]
+    return weighed(name, random_groups(seed, **shape), kl)
 
 
 def gradient_of(groups: list[GroupWeights], budget: int, dtype=torch.float64, reference=None):
-    learner = Learner(small_decoder(dtype=dtype))
+    decoder = small_decoder(dtype=dtype)
+    learner = Learner(decoder, critic=small_critic(decoder))
     batches = pack(groups, budget)
     if reference is not None:
         batches = with_reference(batches, reference)
     figures = learner.forward_backward(batches)
-    return figures, {n: p.grad for n, p in learner.decoder.named_parameters()}
+    return figures, {n: p.grad for n, p in learner.optimizer.parameters.items()}
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 @pytest.mark.parametrize("kl", [0.0, 0.05])
 def test_loss_and_gradient_equal_the_definition(name: str, kl: float) -> None:
-    groups = weighted(name, seed=3, kl=kl)
+    groups = weighted(name, seed=3, kl=kl, size=5)
     reference = small_decoder(seed=9, dtype=torch.float64)
     figures, gradients = gradient_of(groups, 16, reference=reference)
     decoder = small_decoder(dtype=torch.float64)
-    expected = plain_loss(decoder, groups, reference=reference)
+    critic = small_critic(decoder)
+    expected = plain_loss(decoder, groups, reference=reference, critic=critic)
     expected.backward()
     assert figures["loss"] == pytest.approx(expected.item(), rel=2e-6)
     for parameter_name, parameter in decoder.named_parameters():
-        torch.testing.assert_close(gradients[parameter_name], parameter.grad, rtol=2e-5, atol=1e-7)
+        torch.testing.assert_close(gradients[parameter_name], parameter.grad, rtol=2e-5, atol=2e-7)
+    if name == "ppo":
+        torch.testing.assert_close(
+            gradients["critic.head.weight"], critic.head.weight.grad, rtol=2e-5, atol=2e-7
+        )
 
 
 @settings(max_examples=15, deadline=None)
@@ -161,7 +175,7 @@ def test_kl_to_itself_is_zero_and_pulls_nowhere() -> None:
     groups = [replace(g, policy_gradient=None) for g in weighted("grpo", 3, kl=0.1)]
     figures, gradients = gradient_of(groups, 100, reference=small_decoder(dtype=torch.float64))
     assert figures["kl_reference"] == pytest.approx(0, abs=1e-12)
-    assert all(g.abs().max() < 1e-7 for g in gradients.values())
+    assert all(g.abs().max() < 1e-7 for g in gradients.values() if g is not None)
 
 
 def test_figures_say_how_far_the_sampler_was() -> None:

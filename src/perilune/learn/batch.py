@@ -33,6 +33,7 @@ class PackedBatch:
         rows: int64[M], index of the fed token that predicts each learned token.
         targets: int64[M], the learned tokens.
         episode_of: int64[M], index of the completion that each learned token belongs to, from 0.
+        episode_ids: whose they are, by that index.
         old_logprobs: float32[M], of the policy that the ratio is taken to.
         sampler_logprobs: float32[M], of the policy that sampled; mostly the same.
         policy_version: int64[M], version of the weights that sampled each learned token.
@@ -51,6 +52,7 @@ class PackedBatch:
     rows: Tensor
     targets: Tensor
     episode_of: Tensor
+    episode_ids: tuple[str, ...]
     old_logprobs: Tensor
     sampler_logprobs: Tensor
     policy_version: Tensor
@@ -234,6 +236,7 @@ def _pack_bin(items: list[_Item], temperature: float) -> PackedBatch:
         rows=torch.from_numpy(np.concatenate(rows).astype(np.int64)),
         targets=learned((item.episode.token_ids for item in items), np.int64),
         episode_of=torch.arange(len(items)).repeat_interleave(torch.tensor([int(m.sum()) for m in masks])),
+        episode_ids=tuple(item.episode.episode_id for item in items),
         old_logprobs=learned((item.old_logprobs for item in items), np.float32),
         sampler_logprobs=learned((item.episode.logprobs for item in items), np.float32),
         policy_version=learned((item.episode.policy_version for item in items), np.int64),

@@ -13,13 +13,41 @@ from pydantic_core import CoreSchema
 
 from perilune.errors import RequestError
 from perilune.learn.algorithms.base import Algorithm, StepContext
+from perilune.learn.algorithms.cispo import CISPO
+from perilune.learn.algorithms.dapo import DAPO
+from perilune.learn.algorithms.dgpo import DGPO
 from perilune.learn.algorithms.dr_grpo import DrGRPO
 from perilune.learn.algorithms.grpo import GRPO
+from perilune.learn.algorithms.gspo import GSPO
+from perilune.learn.algorithms.maxrl import MaxRL
+from perilune.learn.algorithms.pass_at_k_training import PassAtKTraining
+from perilune.learn.algorithms.pkpo import PKPO
+from perilune.learn.algorithms.ppo import PPO
+from perilune.learn.algorithms.reinforce_pp import ReinforcePP
+from perilune.learn.algorithms.reinforce_pp_baseline import ReinforcePPBaseline
+from perilune.learn.algorithms.rloo import RLOO
 from perilune.learn.algorithms.sft import SFT
+from perilune.learn.algorithms.toggle import Toggle
 
 __all__ = ["ALGORITHMS", "RL_ALGORITHMS", "Algorithm", "RLAlgorithm", "StepContext", "algorithm"]
 
-_Section = Annotated[GRPO | DrGRPO, Field(discriminator="name")]
+_Section = Annotated[
+    GRPO
+    | DrGRPO
+    | RLOO
+    | ReinforcePP
+    | ReinforcePPBaseline
+    | DAPO
+    | GSPO
+    | CISPO
+    | MaxRL
+    | PPO
+    | DGPO
+    | PKPO
+    | PassAtKTraining
+    | Toggle,
+    Field(discriminator="name"),
+]
 
 RL_ALGORITHMS: dict[str, type[Algorithm]] = {
     kind.model_fields["name"].default: kind for kind in get_args(get_args(_Section)[0])

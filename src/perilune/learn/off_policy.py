@@ -1,0 +1,219 @@
+"""Corrections for episodes that another policy sampled than the one that learns from them.
+
+pi_learner / pi_sampler = (pi_old / pi_sampler) * (pi_learner / pi_old): what the engine and stale weights did
+before a batch was learned from, and the drift while it is. The surrogate's ratio is either to the sampler and
+covers both ("bypass"), or to the learner as it was when the batch began, pi_old; then w = pi_old / pi_sampler
+weighs the token, bounded in a named way ("decoupled PPO", arXiv 2110.00641). w is measured once a batch.
+
+Sequence-level names say which: the product of an episode's token ratios, or their geometric mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from perilune.learn.weights import Component, GroupWeights
+
+MAX_LOG_RATIO = 20.0
+
+Array = NDArray[np.float64]
+Level = Literal["token", "sequence-product", "sequence-geometric"]
+
+
+class OffPolicySettings(BaseModel):
+    """What is done about samples of another policy. By default nothing: the ratio is to the sampler."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    proximal: Literal["sampler", "learner"] = Field(
+        "sampler", description="policy that the surrogate's ratio is to; learner costs a forward pass"
+    )
+    weight: Literal["none", "truncate", "mask"] = Field(
+        "none", description="what becomes of a weight pi_old / pi_sampler outside the bounds"
+    )
+    level: Level = Field("token", description="what has one weight: a token, or an answer by which mean")
+    bounds: tuple[float, float] = Field((0.0, 2.0), description="of the weight, lowest and highest")
+    reject: Literal["none", "sequence-product", "sequence-geometric", "sequence-k3"] = Field(
+        "none", description="by what whole answers are left out, and out of the mean, when outside the bounds"
+    )
+    reject_bounds: tuple[float, float] = Field((0.999, 1.001), description="of what `reject` names")
+    mask_negative: float | None = Field(
+        None, description="bad answers whose mean log(pi_sampler / pi_old) is larger teach nothing"
+    )
+    max_staleness: int | None = Field(
+        None, ge=0, description="tokens sampled by weights older than so many updates teach nothing"
+    )
+    ess_target: float | None = Field(
+        None, gt=0, le=1, description="effective share of samples below which lr shrinks by the square root"
+    )
+
+    @model_validator(mode="after")
+    def _sensible(self) -> OffPolicySettings:
+        if self.weight != "none" and self.proximal == "sampler":
+            raise ValueError("weight corrects twice while the ratio is to the sampler: set proximal: learner")
+        for name in ("bounds", "reject_bounds"):
+            low, high = getattr(self, name)
+            if not 0 <= low < high:
+                raise ValueError(f"{name} must be 0 <= lowest < highest")
+        return self
+
+    @property
+    def measures(self) -> bool:
+        """Whether log-probs of the learner are needed before a batch is learned from."""
+        return self.proximal == "learner" or self.reject != "none" or self._watches
+
+    @property
+    def _watches(self) -> bool:
+        return self.mask_negative is not None or self.ess_target is not None
+
+
+def correct(
+    groups: Sequence[GroupWeights],
+    logprobs: Mapping[str, NDArray[np.float32]],
+    settings: OffPolicySettings,
+    version: int,
+) -> tuple[list[GroupWeights], dict[str, float]]:
+    """The groups of a batch with their policy gradients corrected, and how far the sampler was.
+
+    Masked tokens keep their share of the denominator; rejected answers give theirs up.
+
+    Args:
+        logprobs: float32[T] of the learner by episode_id, empty when the settings do not measure.
+        version: of the learner's weights, for staleness.
+    """
+    gauge = _Gauge()
+    return [_corrected(group, logprobs, settings, version, gauge) for group in groups], gauge.figures(
+        settings
+    )
+
+
+def learning_rate_scale(figures: Mapping[str, float], settings: OffPolicySettings) -> float:
+    """sqrt(min(1, ESS share / target)), 1 without a target (VCPO, arXiv 2602.17616)."""
+    if settings.ess_target is None or "ess" not in figures:
+        return 1.0
+    return float(min(1.0, figures["ess"] / settings.ess_target) ** 0.5)
+
+
+def bounded(log_weights: Array, rule: Literal["none", "truncate", "mask"], low: float, high: float) -> Array:
+    """w' of each w: itself, at most `high` (TIS), or 0 outside [low, high] (MIS, IcePop)."""
+    weights = ratio(log_weights)
+    if rule == "truncate":
+        return np.minimum(weights, high)
+    if rule == "mask":
+        return np.where((weights >= low) & (weights <= high), weights, 0.0)
+    return np.ones(len(weights))
+
+
+def ratio(log_ratio: Array) -> Array:
+    """exp, of at most 20 in size."""
+    return np.asarray(np.exp(np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)))
+
+
+def effective_share(weights: Array) -> float:
+    """(sum w)^2 / (n sum w^2): which share of n samples would tell as much, were all weights equal."""
+    return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum())) if weights.any() else 0.0
+
+
+def at_level(log_weights: Array, level: str) -> Array:
+    """Log-weights of an episode's tokens, [L], made one a sequence where `level` says so."""
+    if level == "sequence-product":
+        return np.full(len(log_weights), log_weights.sum())
+    if level == "sequence-geometric":
+        return np.full(len(log_weights), log_weights.mean())
+    return log_weights
+
+
+def _corrected(
+    group: GroupWeights,
+    logprobs: Mapping[str, NDArray[np.float32]],
+    settings: OffPolicySettings,
+    version: int,
+    gauge: _Gauge,
+) -> GroupWeights:
+    component = group.policy_gradient
+    if component is None:
+        return group
+    weights, counts, proximal = list(component.weights), list(component.counts), []
+    for index, episode in enumerate(group.episodes):
+        proximal.append(logprobs.get(episode.episode_id, episode.logprobs))
+        mask = episode.loss_mask
+        if not weights[index].any():
+            continue
+        log_w = (proximal[-1][mask].astype(np.float64)) - episode.logprobs[mask]
+        factor = bounded(at_level(log_w, settings.level), settings.weight, *settings.bounds)
+        bad = group.advantages is not None and group.advantages[index] < 0
+        if bad and settings.mask_negative is not None and -log_w.mean() > settings.mask_negative:
+            factor = np.zeros(len(factor))
+        if settings.max_staleness is not None:
+            factor = np.where(version - episode.policy_version[mask] <= settings.max_staleness, factor, 0.0)
+        if rejected := _rejected(log_w, settings):
+            factor, counts[index] = np.zeros(len(factor)), 0.0
+        weights[index] = weights[index].copy()
+        weights[index][mask] *= factor.astype(np.float32)
+        gauge.add(log_w, factor, settings, rejected)
+    corrected = Component(tuple(weights), tuple(counts))
+    return replace(
+        group,
+        policy_gradient=corrected,
+        proximal=tuple(proximal) if settings.proximal == "learner" else None,
+    )
+
+
+def _rejected(log_w: Array, settings: OffPolicySettings) -> bool:
+    """Whether an answer as a whole is outside the bounds; k3 is the mean of w - 1 - log w."""
+    if settings.reject == "none":
+        return False
+    if settings.reject == "sequence-k3":
+        found = float((ratio(log_w) - 1 - log_w).mean())
+    else:
+        found = float(ratio(at_level(log_w, settings.reject)[:1])[0])
+    low, high = settings.reject_bounds
+    return not low <= found <= high
+
+
+class _Gauge:
+    """What was measured of the weights of a batch, before and after their bounds."""
+
+    def __init__(self) -> None:
+        self._tokens: list[Array] = []
+        self._factors: list[Array] = []
+        self._rejected = 0
+
+    def add(self, log_w: Array, factor: Array, settings: OffPolicySettings, rejected: bool) -> None:
+        self._tokens.append(log_w)
+        self._factors.append(factor)
+        self._rejected += rejected
+
+    def figures(self, settings: OffPolicySettings) -> dict[str, float]:
+        """By name; sequences by the product of their ratios, of which ESS is taken before any bound."""
+        if not self._tokens or settings == OffPolicySettings():
+            return {}
+        log_w = np.concatenate(self._tokens)
+        tokens, factors = ratio(log_w), np.concatenate(self._factors)
+        masked = {
+            "tokens_masked": float((factors == 0).mean()),
+            "answers_rejected": self._rejected / len(self._tokens),
+        }
+        if not settings.measures:
+            return masked
+        log_sequences = np.array([one.sum() for one in self._tokens])
+        sequences, (low, high) = ratio(log_sequences), settings.bounds
+        return masked | {
+            "ess": effective_share(sequences),
+            "ess_bounded": effective_share(bounded(log_sequences, settings.weight, low, high)),
+            "weight_mean": float(tokens.mean()),
+            "weight_min": float(tokens.min()),
+            "weight_max": float(tokens.max()),
+            "sequence_weight_mean": float(sequences.mean()),
+            "sequence_weight_max": float(sequences.max()),
+            "weights_above": float((tokens > high).mean()),
+            "weights_below": float((tokens < low).mean()),
+            "chi2_token": float((tokens**2).mean() - 1),
+            "chi2_sequence_product": float((sequences**2).mean() - 1),
+        }

@@ -1,0 +1,99 @@
+"""Figures a token that take a forward pass: what algorithms and corrections ask to know before they weigh.
+
+All are of the policy as it is when a step begins, and carry no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from perilune.errors import RequestError
+from perilune.learn.algorithms.base import Group, Signal, Signals, StepContext
+from perilune.learn.algorithms.sft import SFT
+from perilune.learn.batch import PackedBatch, pack
+from perilune.learn.critic import Critic
+from perilune.learn.losses import token_logprobs
+from perilune.learn.trainer import predicting_states
+from perilune.models.decoder import Decoder
+
+ROWS = 1024  # distributions of two policies that are held at a time
+
+
+@torch.no_grad()
+def observe(
+    names: Collection[Signal],
+    groups: Sequence[Group],
+    decoder: Decoder,
+    *,
+    token_budget: int,
+    temperature: float = 1.0,
+    reference: Decoder | None = None,
+    critic: Critic | None = None,
+) -> Signals:
+    """The named signals of all judged episodes; nothing is computed when `names` is empty.
+
+    Raises:
+        RequestError: when a signal needs a reference or a critic and there is none.
+    """
+    if not names:
+        return {}
+    if reference is None and {"deviation", "uncertainty"} & set(names):
+        raise RequestError("the distance to a reference policy without one")
+    if critic is None and "values" in names:
+        raise RequestError("values without a critic")
+    found: dict[Signal, dict[str, np.ndarray]] = {name: {} for name in names}
+    by_id = {episode.episode_id: episode for group in groups for episode in group}
+    everything = SFT().weigh(groups, StepContext(max_tokens=0))
+    device = next(decoder.parameters()).device
+    for batch in pack(everything, token_budget, temperature=temperature):
+        batch = batch.to(device)  # noqa: PLW2901
+        lengths = torch.bincount(batch.episode_of).tolist()
+        for name, values in _tokens(names, batch, decoder, reference, critic).items():
+            for key, part in zip(batch.episode_ids, torch.split(values.cpu(), lengths), strict=True):
+                mask = by_id[key].loss_mask
+                found[name][key] = np.zeros(len(mask), np.float32)
+                found[name][key][mask] = part.numpy()
+    return found
+
+
+def _tokens(
+    names: Collection[Signal],
+    batch: PackedBatch,
+    decoder: Decoder,
+    reference: Decoder | None,
+    critic: Critic | None,
+) -> Mapping[Signal, Tensor]:
+    """float32[M] of each signal."""
+    states = predicting_states(decoder, batch)
+    found: dict[Signal, Tensor] = {}
+    if "logprobs" in names:
+        found["logprobs"] = token_logprobs(decoder.logits(states), batch.targets, batch.temperature)[0]
+    if critic is not None and "values" in names:
+        found["values"] = critic(states)
+    if reference is not None and {"deviation", "uncertainty"} & set(names):
+        theirs = predicting_states(reference, batch)
+        parts = list(_compare(decoder, states, reference, theirs, batch.temperature))
+        found["deviation"], found["uncertainty"] = (torch.cat(part) for part in zip(*parts, strict=True))
+    return {name: found[name] for name in names}
+
+
+def _compare(
+    decoder: Decoder, states: Tensor, reference: Decoder, theirs: Tensor, temperature: float
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Deviation and uncertainty of some rows at a time: two distributions over the vocabulary are large."""
+    for mine, other in zip(torch.split(states, ROWS), torch.split(theirs, ROWS), strict=True):
+        yield deviation_and_uncertainty(
+            decoder.logits(mine).float() / temperature, reference.logits(other).float() / temperature
+        )
+
+
+def deviation_and_uncertainty(logits: Tensor, reference_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """float[M] each, in [0, 1]: 1 - sum sqrt(p q), the squared Hellinger distance, and H(p) / log V."""
+    p, q = logits.log_softmax(-1), reference_logits.log_softmax(-1)
+    deviation = (1 - ((p + q) / 2).exp().sum(-1)).clamp(0, 1)
+    entropy = -(p.exp() * p).sum(-1)
+    return deviation, (entropy / np.log(logits.shape[-1])).clamp(0, 1)
