@@ -9,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perilune.errors import RequestError
-from perilune.models.config import PRESETS, DecoderConfig, Llama3Scaling
+from perilune.models.config import PRESETS, DecoderConfig
+from perilune.models.families import FAMILIES, Architecture
+from perilune.models.layer_kinds import Experts
+from perilune.models.rope import LinearScaling, Llama3Scaling, Rope
 
 LLAMA3 = Llama3Scaling(8.0, 1.0, 4.0, 128)
 
@@ -20,24 +23,58 @@ def raw(**changes: Any) -> dict[str, Any]:
 
 @st.composite
 def configs(draw: st.DrawFn) -> DecoderConfig:
-    architecture = draw(st.sampled_from(["qwen3", "llama"]))
-    kv_heads = draw(st.integers(1, 4))
+    architecture = draw(st.sampled_from(list(FAMILIES)))
+    options = FAMILIES[architecture].options
+    kv_heads, layers = draw(st.integers(1, 4)), draw(st.integers(1, 50))
+
+    def option(key: str, values: st.SearchStrategy[Any], default: Any = None) -> Any:
+        return draw(values) if key in options else default
+
+    ropes = st.builds(
+        Rope, st.sampled_from([100.0, 1e4, 5e5]), st.sampled_from([None, LLAMA3, LinearScaling(8.0)])
+    )
     return DecoderConfig(
         architecture=architecture,
         vocab_size=draw(st.integers(1, 200_000)),
         hidden_size=draw(st.integers(1, 8192)),
         intermediate_size=draw(st.integers(1, 8192)),
-        num_layers=draw(st.integers(1, 100)),
+        num_layers=layers,
         num_heads=kv_heads * draw(st.integers(1, 4)),
         num_kv_heads=kv_heads,
         head_dim=2 * draw(st.integers(1, 64)),
-        rope_theta=draw(st.sampled_from([100.0, 1e4, 5e5])),
-        rope_scaling=draw(st.sampled_from([None, LLAMA3])),
+        rope=draw(ropes),
+        local_rope=option("rope_local_base_freq", ropes),
+        windows=draw(windows(architecture, layers)),
+        query_pre_attn_scalar=option("query_pre_attn_scalar", st.sampled_from([None, 1, 300])),
         tie_word_embeddings=draw(st.booleans()),
-        attention_bias=draw(st.booleans()),
-        mlp_bias=architecture == "llama" and draw(st.booleans()),
+        attention_bias=option("attention_bias", st.booleans(), False),
+        mlp_bias=option("mlp_bias", st.booleans(), False),
+        logit_softcap=option("final_logit_softcapping", st.sampled_from([None, 30.0])),
+        experts=option("num_experts", experts(layers)),
         bos_token_id=draw(st.sampled_from([None, 0, 5])),
         eos_token_ids=tuple(draw(st.lists(st.integers(0, 9), max_size=3, unique=True))),
+    )
+
+
+@st.composite
+def windows(draw: st.DrawFn, architecture: Architecture, layers: int) -> tuple[int | None, ...]:
+    kind, size = FAMILIES[architecture].windows, draw(st.sampled_from([None, 1, 4096]))
+    if kind == "none" or size is None:
+        return ()
+    some = draw(st.lists(st.booleans(), min_size=layers, max_size=layers).filter(any))
+    return tuple(size if kind == "all" or windowed else None for windowed in some)
+
+
+@st.composite
+def experts(draw: st.DrawFn, layers: int) -> Experts:
+    count = draw(st.integers(1, 200))
+    dense = draw(st.sets(st.integers(0, layers - 1)))
+    return Experts(
+        count=count,
+        per_token=draw(st.integers(1, count)),
+        intermediate_size=draw(st.integers(1, 4000)),
+        normalised=draw(st.booleans()),
+        dense_layers=tuple(sorted(dense)),
     )
 
 
@@ -46,17 +83,74 @@ def test_what_is_written_is_read_back(config: DecoderConfig) -> None:
     assert DecoderConfig.from_hf(config.to_hf()) == config
 
 
+def gemma(**changes: Any) -> dict[str, Any]:
+    """As transformers 4 wrote it: what is Gemma 3's default is left out."""
+    sizes = {"vocab_size": 98, "hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 4}
+    layers = {"num_hidden_layers": 7, "sliding_window": 512, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
+    return {"model_type": "gemma3_text", **sizes, **layers, **changes}
+
+
+def test_gemma_of_transformers_4() -> None:
+    config = DecoderConfig.from_hf(gemma(rope_scaling={"rope_type": "linear", "factor": 8.0}))
+    assert config.windows == (512, 512, 512, 512, 512, None, 512)
+    assert config.rope_of(5) == Rope(1e6, LinearScaling(8.0))
+    assert config.rope_of(6) == Rope(1e4)
+    assert config.head_dim == 256
+    assert config.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"hidden_activation": "silu"}, "hidden_activation"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "sliding_attention"),
+    ],
+)
+def test_what_gemma_is_not(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(RequestError, match=named):
+        DecoderConfig.from_hf(gemma(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_experts": 0}, "experts.count"),
+        ({"num_experts": 4, "num_experts_per_tok": 5}, "5 of 4 experts"),
+        ({"mlp_only_layers": [-1]}, "mlp_only_layers"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+    ],
+)
+def test_experts_that_cannot_be(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(RequestError, match=named):
+        DecoderConfig.from_hf(raw(model_type="qwen3_moe", **changes))
+
+
+def test_experts_are_counted_by_either_name() -> None:
+    config = DecoderConfig.from_hf(raw(model_type="qwen3_moe", num_local_experts=16))
+    assert config.experts is not None
+    assert config.experts.count == 16
+
+
+def test_figures_that_a_family_has_not() -> None:
+    with pytest.raises(RequestError, match="a qwen3 model has no mlp_bias"):
+        PRESETS["tiny"].replace(mlp_bias=True)
+    with pytest.raises(RequestError, match="cannot have windows"):
+        PRESETS["tiny"].replace(windows=(8, 9, None))
+
+
 def test_transformers_4_names_are_read() -> None:
     config = raw(rope_theta=5e5, rope_scaling={"type": "llama3", **_fields(LLAMA3)})
     del config["rope_parameters"]
     read = DecoderConfig.from_hf(config)
-    assert read.rope_theta == 5e5
-    assert read.rope_scaling == LLAMA3
+    assert read.rope == Rope(5e5, LLAMA3)
 
 
 def test_transformers_5_names_win() -> None:
     config = raw(rope_theta=1.0, rope_parameters={"rope_type": "default", "rope_theta": 77.0})
-    assert DecoderConfig.from_hf(config).rope_theta == 77.0
+    assert DecoderConfig.from_hf(config).rope == Rope(77.0)
 
 
 def _fields(scaling: Llama3Scaling) -> dict[str, Any]:
@@ -76,7 +170,13 @@ def _fields(scaling: Llama3Scaling) -> dict[str, Any]:
         ({"num_attention_heads": 3, "num_key_value_heads": 2}, "key-value heads"),
         ({"head_dim": 31}, "head_dim"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"use_sliding_window": 1}, "use_sliding_window"),
+        ({"use_sliding_window": True, "sliding_window": 2.5}, "sliding_window"),
+        ({"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0}, "sliding_window"),
+        ({"use_sliding_window": True, "sliding_window": 8, "num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"layer_types": ["chunked_attention"] * 3}, "layer_types"),
+        ({"layer_types": 3}, "layer_types"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rms_norm_eps": 0}, "rms_norm_eps"),

@@ -1,18 +1,24 @@
-"""The decoder against transformers on random checkpoints of both families: prompts, and token by token."""
+"""The decoder against transformers on random checkpoints of every family: prompts, and token by token."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from perilune.engine.cache import Decode, KVCache, Memory, Prefill
+from perilune.engine.runner import TorchRunner
+from perilune.engine.scheduler import StepBatch
 from perilune.models.attention import PackedAttention
 from perilune.models.config import PRESETS
 from perilune.models.decoder import Decoder
+from perilune.models.kernels import is_exact
 from perilune.models.loading import load_decoder, save_checkpoint
+from perilune.models.memory import parameter_count
 from perilune.models.tokenizer import Tokenizer
 
 SHAPE: dict[str, Any] = {
@@ -35,6 +41,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+GEMMA_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {}),
     "qwen3 tied, one kv head": ("Qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
@@ -43,6 +51,47 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama tied, biased": ("Llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "llama3 scaling": ("Llama", {"rope_parameters": LLAMA3}),
     "llama heads wider than hidden": ("Llama", {"num_attention_heads": 8, "num_key_value_heads": 4}),
+    "llama linear scaling": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+    ),
+    "qwen2": ("Qwen2", {}),
+    "qwen2 tied, late windows": (
+        "Qwen2",
+        {
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "max_window_layers": 1,
+        },
+    ),
+    "mistral": ("Mistral", {"sliding_window": 20}),
+    "mistral without windows": ("Mistral", {"sliding_window": None}),
+    "olmo2": ("Olmo2", {"head_dim": 16}),
+    "olmo2 biased": ("Olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
+    "gemma3": (
+        "Gemma3Text",
+        {"sliding_window": 20, "layer_types": GEMMA_LAYERS, "query_pre_attn_scalar": 11},
+    ),
+    "gemma3 untied, capped": (
+        "Gemma3Text",
+        {
+            "sliding_window": 7,
+            "sliding_window_pattern": 2,
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": 3.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "qwen3 moe": ("Qwen3Moe", EXPERTS),
+    "qwen3 moe, some dense": (
+        "Qwen3Moe",
+        {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [0]},
+    ),
+    "qwen3 moe, every second": ("Qwen3Moe", {**EXPERTS, "num_experts_per_tok": 1, "decoder_sparse_step": 2}),
 }
 
 
@@ -53,11 +102,13 @@ def make(variant: str) -> Any:
     family, changes = VARIANTS[variant]
     config = getattr(transformers, f"{family}Config")(**{**SHAPE, **changes})
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("norm.weight", "bias")):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
+            if name.endswith("mlp.gate.weight"):
+                parameter.copy_(torch.randn_like(parameter) * 0.3)
     return model
 
 
@@ -85,22 +136,38 @@ def test_logits_of_packed_prompts(pair: tuple[Any, Decoder]) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("frozen", [False, True])
-def test_logits_token_by_token(pair: tuple[Any, Decoder], frozen: bool) -> None:
+def test_logits_token_by_token(pair: tuple[Any, Decoder]) -> None:
     theirs, ours = pair
-    ours = ours.frozen() if frozen else ours
-    expected = torch.stack([theirs(s[None]).logits[0, 2:][:3] for s in SEQUENCES])
-    cache = KVCache(ours.config, len(SEQUENCES), Memory(torch.device("cpu"), torch.float32))
-    cache.reserve(5, 0)
-    prompts = torch.cat([s[:3] for s in SEQUENCES])
-    bounds = torch.tensor([0, 3, 6, 9])
-    prefill = Prefill(cache, bounds, torch.arange(3), 0)
-    logits = [ours.logits(ours(prompts, torch.arange(3).repeat(3), prefill)[bounds[1:] - 1])]
-    for place in (3, 4):
-        positions = torch.full((3,), place)
-        tokens = torch.stack([s[place] for s in SEQUENCES])
-        logits.append(ours.logits(ours(tokens, positions, Decode(cache, positions, place + 1))))
+    runner = TorchRunner(ours, num_blocks=1 + 3 * 3)
+    bounds = [0, 3, 4, 5, 17, 30, 31, 32, 33]
+    logits = [runner.run(chunk(start, stop)) for start, stop in pairwise(bounds)]
+    longest = [s[None, :33] for s in SEQUENCES[1:]]
+    expected = torch.stack([theirs(s).logits[0, np.array(bounds[1:]) - 1] for s in longest])
     torch.testing.assert_close(torch.stack(logits, dim=1), expected, rtol=1e-5, atol=1e-5)
+
+
+def chunk(start: int, stop: int) -> StepBatch:
+    """Tokens start .. stop - 1 of the two longer sequences, each with three blocks of its own."""
+    return StepBatch(
+        token_ids=np.concatenate([s[start:stop].numpy() for s in SEQUENCES[1:]]),
+        positions=np.tile(np.arange(start, stop), 2),
+        cu_seqlens=np.arange(3) * (stop - start),
+        decodes=2 if stop - start == 1 else 0,
+        block_tables=np.arange(1, 7, dtype=np.int32).reshape(2, 3),
+        logit_rows=np.array([stop - start - 1, 2 * (stop - start) - 1]),
+    )
+
+
+@pytest.mark.skipif(not is_exact(torch.zeros(1)), reason="needs a torch built with oneDNN")
+@torch.no_grad()
+def test_a_token_has_the_same_bits_alone_as_in_its_sequence(pair: tuple[Any, Decoder]) -> None:
+    _, ours = pair
+    tokens = torch.cat([s[:33] for s in SEQUENCES[1:]])
+    attention = PackedAttention(torch.tensor([0, 33, 66]))
+    whole = ours.logits(ours(tokens, torch.arange(33).repeat(2), attention)).view(2, 33, -1)
+    runner = TorchRunner(ours, num_blocks=1 + 3 * 3)
+    for start, stop in pairwise([0, 3, 4, 5, 17, 30, 31, 32, 33]):
+        assert torch.equal(runner.run(chunk(start, stop)), whole[:, stop - 1])
 
 
 def test_gradients(pair: tuple[Any, Decoder]) -> None:
@@ -109,18 +176,34 @@ def test_gradients(pair: tuple[Any, Decoder]) -> None:
     theirs(tokens[None]).logits.logsumexp(-1).sum().backward()
     hidden = ours(tokens, torch.arange(len(tokens)), PackedAttention(torch.tensor([0, len(tokens)])))
     ours.logits(hidden).logsumexp(-1).sum().backward()
-    expected = dict(theirs.named_parameters())
+    expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    for name, grad in [(name, grad) for name, grad in expected.items() if ".experts." in name]:
+        expected.update(of_each_expert(name, grad))
     for name, parameter in ours.named_parameters():
-        scale = expected[name].grad.abs().max()
-        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-4, atol=1e-5 * float(scale))
+        got = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        scale = expected[name].abs().max()
+        torch.testing.assert_close(got, expected[name], rtol=1e-4, atol=1e-5 * float(scale))
     theirs.zero_grad()
     ours.zero_grad()
 
 
-def test_parameters_have_hugging_face_names(pair: tuple[Any, Decoder]) -> None:
+def of_each_expert(name: str, grad: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Transformers keeps the experts of a layer in one tensor, and stores them one by one."""
+    parts = name.rsplit(".", 1)[1].replace("gate_up_proj", "gate_proj up_proj").split()
+    prefix = name.rsplit(".", 1)[0]
+    return {
+        f"{prefix}.{expert}.{part}.weight": value
+        for expert, both in enumerate(grad)
+        for part, value in zip(parts, both.chunk(len(parts)), strict=True)
+    }
+
+
+def test_parameters_have_hugging_face_names(pair: tuple[Any, Decoder], tmp_path: Path) -> None:
     theirs, ours = pair
-    tied = {"lm_head.weight"} if ours.config.tie_word_embeddings else set()
-    assert set(ours.state_dict()) == set(theirs.state_dict()) - tied
+    theirs.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert set(ours.state_dict()) == set(stored)
+    assert parameter_count(ours.config) == sum(tensor.numel() for tensor in stored.values())
 
 
 @torch.no_grad()

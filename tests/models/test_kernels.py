@@ -57,6 +57,11 @@ CASES: dict[str, tuple[Function, Function, Callable[[], list[Tensor]]]] = {
         lambda g, u: F.silu(g) * u,
         lambda: [torch.randn(7, 24), torch.randn(7, 24)],
     ),
+    "geglu": (
+        kernels.geglu,
+        lambda g, u: F.gelu(g, approximate="tanh") * u,
+        lambda: [torch.randn(7, 24), torch.randn(7, 24)],
+    ),
 }
 ANGLES = angles()
 
@@ -125,12 +130,14 @@ def test_a_row_of_the_other_kernels_does_not_depend_on_its_neighbours(width: int
         kernels.rms_norm(x, weight, 1e-6),
         kernels.rotate(x, *kernels.both_halves(angle.cos(), angle.sin())),
         kernels.swiglu(up, up),
+        kernels.geglu(up, up),
     ]
     for rows in (1, 2, 3, 17, 33, 55, 100):
         part = [
             kernels.rms_norm(x[:rows], weight, 1e-6),
             kernels.rotate(x[:rows], *kernels.both_halves(angle[:rows].cos(), angle[:rows].sin())),
             kernels.swiglu(up[:rows], up[:rows]),
+            kernels.geglu(up[:rows], up[:rows]),
         ]
         assert all(torch.equal(a[:rows], b) for a, b in zip(whole, part, strict=True))
 

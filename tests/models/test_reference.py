@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from perilune.models.config import DecoderConfig, Llama3Scaling
+from perilune.models.config import DecoderConfig
 from perilune.models.reference import (
     ReferenceDecoder,
     log_sum_exp,
@@ -19,6 +19,7 @@ from perilune.models.reference import (
     rotate,
     softmax,
 )
+from perilune.models.rope import Llama3Scaling, Rope
 
 SEEDS = range(6)
 
@@ -38,8 +39,7 @@ def random_case(seed: int) -> tuple[DecoderConfig, dict, list[int], list[float]]
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=draw.choice([2, 4, 6]),
-        rope_theta=draw.choice([10.0, 1e4]),
-        rope_scaling=Llama3Scaling(4.0, 1.0, 4.0, 32) if seed % 4 == 1 else None,
+        rope=Rope(draw.choice([10.0, 1e4]), Llama3Scaling(4.0, 1.0, 4.0, 32) if seed % 4 == 1 else None),
         rms_norm_eps=draw.choice([1e-6, 1e-2]),
         tie_word_embeddings=seed % 3 != 0,
         attention_bias=seed % 4 >= 2,
@@ -103,7 +103,7 @@ def test_torch_decoder_agrees_value_by_value_and_gradient_by_gradient(seed):
     assert {name: tuple(p.shape) for name, p in decoder.named_parameters()} == parameter_shapes(config)
     # The decoder's angles are float32, as in Hugging Face; exact ones let everything be compared to 1e-10.
     rounded = decoder.rotary
-    decoder.rotary = lambda positions: exact_rotary(config, positions, rounded(positions))
+    decoder.rotary = lambda positions, _: exact_rotary(config, positions, rounded(positions))
 
     # Two sequences packed end to end, so that a leak from one into the other cannot pass.
     lengths = [len(tokens) - 1, len(tokens) - 2]

@@ -63,7 +63,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """
     rows = q.shape[1]
     if rows < _LEAST_ROWS:
-        return attend(F.pad(q, (0, 0, 0, _LEAST_ROWS - rows)), k, v, mask)[:, :rows]
+        more = (0, 0, 0, _LEAST_ROWS - rows)
+        mask = mask if mask.shape[1] == 1 else F.pad(mask, more)
+        return attend(F.pad(q, more), k, v, mask)[:, :rows]
     scores = torch.baddbmm(mask, q * q.shape[-1] ** -0.5, k.transpose(1, 2))
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
     if v.shape[1] <= _TERMS:
@@ -153,7 +155,7 @@ class _Layout:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         if window not in self._blocks:
-            self._blocks[window] = [_Block(*shape, window, q, k) for shape in self._shapes]
+            self._blocks[window] = [_Block(*shape, window=window, q=q, k=k) for shape in self._shapes]
         padded_q, padded_k, padded_v = self._queries.pad(q), self._keys.pad(k), self._keys.pad(v)
         parts = zip(self._blocks[window], padded_q, padded_k, padded_v, strict=True)
         outs = [block(of_q, of_k, of_v) for block, of_q, of_k, of_v in parts]
@@ -228,7 +230,7 @@ class _Block:
     """
 
     def __init__(
-        self, length: int, prefix: Tensor, sequences: int, window: int | None, q: Tensor, k: Tensor
+        self, length: int, prefix: Tensor, sequences: int, *, window: int | None, q: Tensor, k: Tensor
     ) -> None:
         heads, kv_heads = q.shape[1], k.shape[1]
         self._sets, self._group, self._length = sequences * kv_heads, heads // kv_heads, length

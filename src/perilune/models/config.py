@@ -6,37 +6,29 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from perilune.errors import RequestError
+from perilune.models.families import FAMILIES, Architecture, Family
+from perilune.models.hf_config import Reader
+from perilune.models.layer_kinds import Experts, read_experts, read_windows
+from perilune.models.rope import Rope, read_ropes, scaling_to_hf
 
-Architecture = Literal["qwen3", "llama"]
-
-HF_CLASS = MappingProxyType({"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"})
-
-
-@dataclass(frozen=True, slots=True)
-class Llama3Scaling:
-    """Frequency scaling of Llama 3.1: long wavelengths stretched, short ones kept, a ramp between.
-
-    Attributes:
-        factor: how much the longest wavelengths are stretched.
-        low_freq_factor: wavelengths above original length / this are stretched fully.
-        high_freq_factor: wavelengths below original length / this are kept.
-        original_max_position_embeddings: context length before the stretch, in tokens.
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
+_ROPE = Rope(1e4)
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """Shape of a decoder-only transformer of the Qwen3 or Llama family.
+    """Shape of a decoder-only transformer of one of the `FAMILIES`.
 
-    `attention_bias` puts biases on the q, k, v and o projections, `mlp_bias` on the feed-forward ones.
+    Attributes:
+        architecture: the family, by its `model_type`; what all its models share is `family`.
+        rope: the rotary embedding; `local_rope` that of layers with a window, where it is another.
+        windows: of each layer, how many tokens its queries see, or None for all; empty if all see all.
+        query_pre_attn_scalar: attention scores are divided by its square root; the head size if None.
+        attention_bias: biases on the q, k, v and o projections; `mlp_bias`: on the feed-forward ones.
+        logit_softcap: bound c on logits, which become c tanh(logits / c).
+        experts: of a mixture of experts.
 
     Raises:
         RequestError: when the figures cannot make a model.
@@ -50,12 +42,16 @@ class DecoderConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope_theta: float = 1e4
-    rope_scaling: Llama3Scaling | None = None
+    rope: Rope = _ROPE
+    local_rope: Rope | None = None
+    windows: tuple[int | None, ...] = ()
+    query_pre_attn_scalar: int | None = None
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = True
     attention_bias: bool = False
     mlp_bias: bool = False
+    logit_softcap: float | None = None
+    experts: Experts | None = None
     max_position_embeddings: int = 4096
     initializer_range: float = 0.02
     bos_token_id: int | None = None
@@ -63,24 +59,68 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-                raise RequestError(f"{name} is {value!r}, not a positive integer", where=_WHERE)
+            _positive(name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
-            raise RequestError(
-                f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads evenly",
-                where=_WHERE,
+            raise _impossible(
+                f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads evenly"
             )
         if self.head_dim % 2:
-            raise RequestError(
-                f"head_dim is {self.head_dim}, and rotary embeddings need an even one",
-                where=_WHERE,
-            )
+            raise _impossible(f"head_dim is {self.head_dim}, and rotary embeddings need an even one")
+        for name, key in _OPTIONS.items():
+            if getattr(self, name) and key not in self.family.options:
+                raise _impossible(f"a {self.architecture} model has no {name}")
+        if self.query_pre_attn_scalar is not None:
+            _positive("query_pre_attn_scalar", self.query_pre_attn_scalar)
+        if self.windows:
+            self._check_windows()
+        if self.experts is not None:
+            for name in ("count", "per_token", "intermediate_size"):
+                _positive(f"experts.{name}", getattr(self.experts, name))
+            if self.experts.per_token > self.experts.count:
+                raise _impossible(f"{self.experts.per_token} of {self.experts.count} experts per token")
+
+    def _check_windows(self) -> None:
+        if len(self.windows) != self.num_layers:
+            raise _impossible(f"{len(self.windows)} windows for {self.num_layers} layers")
+        sizes = {window for window in self.windows if window is not None}
+        for size in sizes:
+            _positive("sliding_window", size)
+        some_only = self.family.windows == "all" and None in self.windows
+        if len(sizes) != 1 or self.family.windows == "none" or some_only:
+            raise _impossible(f"a {self.architecture} model cannot have windows {self.windows}")
 
     @property
-    def qk_norm(self) -> bool:
-        """Whether queries and keys are normalised per head before the rotary embedding."""
-        return self.architecture == "qwen3"
+    def family(self) -> Family:
+        """What all models of the architecture share."""
+        return FAMILIES[self.architecture]
+
+    @property
+    def qk_norm(self) -> Literal["head", "full"] | None:
+        """How queries and keys are normalised before the rotary embedding."""
+        return self.family.qk_norm
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether the q, k and v projections have biases."""
+        return self.attention_bias or self.family.qkv_bias
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The one size of the layers that have a window."""
+        return next((window for window in self.windows if window is not None), None)
+
+    def window(self, layer: int) -> int | None:
+        """How many tokens a query of that layer sees, its own included; None for all."""
+        return self.windows[layer] if self.windows else None
+
+    def rope_of(self, layer: int) -> Rope:
+        """Rotary embedding of that layer."""
+        local = self.local_rope is not None and self.window(layer) is not None
+        return self.local_rope if local and self.local_rope else self.rope
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether that layer has experts."""
+        return self.experts is not None and layer not in self.experts.dense_layers
 
     def replace(self, **changes: Any) -> DecoderConfig:
         """A copy with `changes`."""
@@ -93,44 +133,55 @@ class DecoderConfig:
         Raises:
             RequestError: on an architecture, option or value this decoder does not implement.
         """
-        read = _Reader(raw, where)
-        architecture = read.architecture()
+        architecture = Reader(raw, where).architecture()
+        family = FAMILIES[architecture]
+        read = Reader({**family.defaults, **raw}, where)
+        _reject_unimplemented(read, family)
         hidden_size, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
-        rope_theta, rope_scaling = read.rope()
-        head_dim = 128 if architecture == "qwen3" else hidden_size // max(heads, 1)
+        layers, options = read.integer("num_hidden_layers"), family.options
+        head_dim = read.integer("head_dim", hidden_size // max(heads, 1))
+        scalar = (
+            read.integer("query_pre_attn_scalar", head_dim) if "query_pre_attn_scalar" in options else None
+        )
+        softcap = "final_logit_softcapping"
+        rope, local_rope = read_ropes(read)
         return cls(
             architecture=architecture,
             vocab_size=read.integer("vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=read.integer("intermediate_size"),
-            num_layers=read.integer("num_hidden_layers"),
+            num_layers=layers,
             num_heads=heads,
             num_kv_heads=read.integer("num_key_value_heads", heads),
-            head_dim=read.integer("head_dim", head_dim),
-            rope_theta=rope_theta,
-            rope_scaling=rope_scaling,
+            head_dim=head_dim,
+            rope=rope,
+            local_rope=local_rope,
+            windows=read_windows(read, family, layers),
+            query_pre_attn_scalar=None if scalar == head_dim else scalar,
             rms_norm_eps=read.number("rms_norm_eps", 1e-6),
             tie_word_embeddings=read.boolean("tie_word_embeddings", False),
-            attention_bias=read.boolean("attention_bias", False),
-            mlp_bias=read.boolean("mlp_bias", False),
+            attention_bias="attention_bias" in options and read.boolean("attention_bias", False),
+            mlp_bias="mlp_bias" in options and read.boolean("mlp_bias", False),
+            logit_softcap=read.optional_number(softcap) if softcap in options else None,
+            experts=read_experts(read, layers) if "num_experts" in options else None,
             max_position_embeddings=read.integer("max_position_embeddings", 2048),
             initializer_range=read.number("initializer_range", 0.02),
-            bos_token_id=next(iter(read.token_ids("bos_token_id")), None),
-            eos_token_ids=read.token_ids("eos_token_id"),
+            bos_token_id=next(iter(read.integers("bos_token_id")), None),
+            eos_token_ids=read.integers("eos_token_id"),
         )
 
     @staticmethod
     def end_tokens(raw: Mapping[str, Any], *, where: str) -> tuple[int, ...]:
         """The end-of-sequence ids in the content of a config.json or generation_config.json."""
-        return _Reader(raw, where).token_ids("eos_token_id")
+        return Reader(raw, where).integers("eos_token_id")
 
     def to_hf(self) -> dict[str, Any]:
         """The content of a config.json that transformers 4 and 5 both read as this model."""
-        scaling = None
-        if self.rope_scaling is not None:
-            scaling = {"rope_type": "llama3", **dataclasses.asdict(self.rope_scaling)}
-        raw: dict[str, Any] = {
-            "architectures": [HF_CLASS[self.architecture]],
+        ropes, local = self.rope.to_hf(), self.local_rope or self.rope
+        if "rope_local_base_freq" in self.family.options:
+            ropes = {"full_attention": ropes, "sliding_attention": local.to_hf()}
+        return {
+            "architectures": [self.family.hf_class],
             "model_type": self.architecture,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -139,32 +190,70 @@ class DecoderConfig:
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "rope_theta": self.rope_theta,
-            "rope_scaling": scaling,
-            "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": self.rope_theta},
+            _activation_key(self.family): self.family.activation,
+            "rope_theta": self.rope.theta,
+            "rope_scaling": scaling_to_hf(self.rope.scaling),
+            "rope_parameters": ropes,
             "rms_norm_eps": self.rms_norm_eps,
             "tie_word_embeddings": self.tie_word_embeddings,
-            "attention_bias": self.attention_bias,
             "attention_dropout": 0.0,
             "max_position_embeddings": self.max_position_embeddings,
             "initializer_range": self.initializer_range,
             "use_cache": True,
             "bos_token_id": self.bos_token_id,
             "eos_token_id": _one_or_list(self.eos_token_ids),
+            **{key: value for key, value in self._options().items() if key in self.family.options},
         }
-        if self.architecture == "llama":
-            raw["mlp_bias"] = self.mlp_bias
-        else:
-            raw["use_sliding_window"] = False
+
+    def _options(self) -> dict[str, Any]:
+        """Keys of config.json that only some families know."""
+        raw: dict[str, Any] = {
+            "attention_bias": self.attention_bias,
+            "mlp_bias": self.mlp_bias,
+            "query_pre_attn_scalar": self.query_pre_attn_scalar or self.head_dim,
+            "final_logit_softcapping": self.logit_softcap,
+            "rope_local_base_freq": (self.local_rope or self.rope).theta,
+            "use_sliding_window": bool(self.windows),
+            "sliding_window": self.sliding_window,
+        }
+        if self.windows:
+            raw["layer_types"] = [
+                "sliding_attention" if window else "full_attention" for window in self.windows
+            ]
+        if self.experts is not None:
+            raw |= {
+                "num_experts": self.experts.count,
+                "num_experts_per_tok": self.experts.per_token,
+                "moe_intermediate_size": self.experts.intermediate_size,
+                "norm_topk_prob": self.experts.normalised,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": list(self.experts.dense_layers),
+            }
         return raw
 
 
-_WHERE = "model configuration"
 _POSITIVE = (
     "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
     "max_position_embeddings",
 )  # fmt: skip
+
+_OPTIONS = {
+    "local_rope": "rope_local_base_freq",
+    "query_pre_attn_scalar": "query_pre_attn_scalar",
+    "attention_bias": "attention_bias",
+    "mlp_bias": "mlp_bias",
+    "logit_softcap": "final_logit_softcapping",
+    "experts": "num_experts",
+}
+
+
+def _positive(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise _impossible(f"{name} is {value!r}, not a positive integer")
+
+
+def _impossible(what: str) -> RequestError:
+    return RequestError(what, where="model configuration")
 
 
 def _one_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
@@ -173,81 +262,15 @@ def _one_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
     return ids[0] if len(ids) == 1 else list(ids)
 
 
-class _Reader:
-    """Typed look-ups in an untrusted config.json; every complaint names the file and the key."""
+def _activation_key(family: Family) -> str:
+    return "hidden_act" if family.activation == "silu" else "hidden_activation"
 
-    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
-        if not isinstance(raw, Mapping):
-            raise RequestError(f"holds a {type(raw).__name__}, not an object", where=where)
-        self.raw, self.where = raw, where
 
-    def wrong(self, key: str, remedy: str = "") -> RequestError:
-        return RequestError(f"{key} is {self.raw.get(key)!r}", where=f"{self.where}:{key}", remedy=remedy)
-
-    def architecture(self) -> Architecture:
-        kind = self.raw.get("model_type")
-        if not isinstance(kind, str) or kind not in HF_CLASS:
-            raise self.wrong("model_type", f"use a checkpoint of one of: {', '.join(HF_CLASS)}")
-        if self.raw.get("hidden_act", "silu") != "silu":
-            raise self.wrong("hidden_act", "only silu is implemented")
-        if self.raw.get("use_sliding_window"):
-            raise self.wrong("use_sliding_window", "sliding-window attention is not implemented")
-        layers = self.raw.get("layer_types") or []
-        if not isinstance(layers, list) or any(layer != "full_attention" for layer in layers):
-            raise self.wrong("layer_types", "only full attention is implemented")
-        if self.raw.get("quantization_config") is not None:
-            raise self.wrong("quantization_config", "use the unquantised checkpoint")
-        return cast(Architecture, kind)
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self.raw.get(key)
-        value = default if value is None else value
-        if value is None:
-            raise RequestError(f"{key} is missing", where=f"{self.where}:{key}")
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise self.wrong(key, "give an integer")
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        value = self.raw.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-            raise self.wrong(key, "give a positive number")
-        return float(value)
-
-    def boolean(self, key: str, default: bool) -> bool:
-        value = self.raw.get(key, default)
-        if not isinstance(value, bool):
-            raise self.wrong(key, "give true or false")
-        return value
-
-    def token_ids(self, key: str) -> tuple[int, ...]:
-        value = self.raw.get(key)
-        ids = [] if value is None else value if isinstance(value, list) else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-            raise self.wrong(key, "give a token id or a list of them")
-        return tuple(ids)
-
-    def rope(self) -> tuple[float, Llama3Scaling | None]:
-        """Base and scaling: in rope_parameters (transformers 5), or rope_theta and rope_scaling (4)."""
-        key = "rope_parameters" if self.raw.get("rope_parameters") is not None else "rope_scaling"
-        nested = self.raw.get(key)
-        if nested is None:
-            return self.number("rope_theta", 1e4), None
-        if not isinstance(nested, Mapping):
-            raise self.wrong(key, "give an object")
-        inner = _Reader({"rope_theta": self.raw.get("rope_theta", 1e4), **nested}, f"{self.where}:{key}")
-        theta = inner.number("rope_theta", 1e4)
-        kind = nested.get("rope_type", nested.get("type", "default"))
-        if kind == "default":
-            return theta, None
-        if kind != "llama3":
-            raise inner.wrong("rope_type", "rotary scaling of kind default or llama3 is implemented")
-        return theta, Llama3Scaling(
-            factor=inner.number("factor", 0.0),
-            low_freq_factor=inner.number("low_freq_factor", 0.0),
-            high_freq_factor=inner.number("high_freq_factor", 0.0),
-            original_max_position_embeddings=inner.integer("original_max_position_embeddings"),
-        )
+def _reject_unimplemented(read: Reader, family: Family) -> None:
+    read.reject(_activation_key(family), family.activation, f"only {family.activation} is implemented")
+    read.reject("quantization_config", None, "use the unquantised checkpoint")
+    read.reject("attn_logit_softcapping", None, "a bound on attention scores is not implemented")
+    read.reject("use_bidirectional_attention", False, "only causal attention is implemented")
 
 
 PRESETS = MappingProxyType(
@@ -264,10 +287,24 @@ PRESETS = MappingProxyType(
             num_kv_heads=1,
             head_dim=32,
             # For short texts; at 10,000 the same cold start takes far more steps.
-            rope_theta=100.0,
+            rope=Rope(100.0),
             max_position_embeddings=4096,
             # 1 / sqrt(hidden size). At the 0.02 of large models the same 300 steps end at 50 times the loss.
             initializer_range=0.1,
+        ),
+        # 0.7 million parameters: a larger teacher for the tiny one, in the same vocabulary.
+        "small": DecoderConfig(
+            architecture="qwen3",
+            vocab_size=98,
+            hidden_size=128,
+            intermediate_size=352,
+            num_layers=4,
+            num_heads=4,
+            num_kv_heads=1,
+            head_dim=32,
+            rope=Rope(100.0),
+            max_position_embeddings=4096,
+            initializer_range=0.088,
         ),
     }
 )

@@ -1,4 +1,4 @@
-"""The decoder: one definition of the Qwen3 and Llama families, for rollouts and for learning alike.
+"""The decoder: one definition for all `FAMILIES`, for rollouts and for learning alike.
 
 Tokens are flat: sequences lie end to end on one axis of N tokens, without padding. Whoever calls decides
 how tokens see each other by passing an `Attention`. Parameters are named as in Hugging Face checkpoints.
@@ -8,26 +8,43 @@ N tokens, d hidden size, H query heads, KV key-value heads, D head size, V vocab
 
 from __future__ import annotations
 
-import math
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from perilune.models.attention import Attention
 from perilune.models.config import DecoderConfig
-from perilune.models.kernels import both_halves, linear, pack_weight, rms_norm, rotate, swiglu
+from perilune.models.kernels import both_halves, geglu, linear, pack_weight, rms_norm, rotate, swiglu
+from perilune.models.layer_kinds import Experts
+from perilune.models.rope import Rope
+from perilune.models.rotary import inverse_frequencies
 
 
 class RMSNorm(nn.Module):
-    """Scale to unit root mean square, then by a learned weight (Zhang & Sennrich 2019)."""
+    """Scale to unit root mean square, then by a learned weight (Zhang & Sennrich 2019).
 
-    def __init__(self, size: int, eps: float) -> None:
+    Args:
+        offset: whether the factor is 1 + weight.
+    """
+
+    def __init__(self, size: int, eps: float, offset: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(size) if offset else torch.ones(size))
+        self.eps, self.offset = eps, offset
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.factor(), self.eps)
+
+    def factor(self) -> Tensor:
+        """float[size] that the normalised input is multiplied by."""
+        return 1 + self.weight if self.offset else self.weight
+
+    def freeze(self, source: RMSNorm) -> None:
+        """Take the present factor of `source`; no gradient reaches it."""
+        self.weight = nn.Parameter(source.factor().detach().clone(), requires_grad=False)
+        self.offset = False
 
 
 class Projection:
@@ -62,71 +79,146 @@ class Projection:
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention with rotary positions; Qwen3 normalises q and k per head first."""
+    """Grouped-query attention with rotary positions, of queries and keys that may be normalised first."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.window = layer, config.window(layer)
         self.heads, self.kv_heads, self.size = config.num_heads, config.num_kv_heads, config.head_dim
-        hidden, bias = config.hidden_size, config.attention_bias
-        self.q_proj = nn.Linear(hidden, self.heads * self.size, bias=bias)
-        self.k_proj = nn.Linear(hidden, self.kv_heads * self.size, bias=bias)
-        self.v_proj = nn.Linear(hidden, self.kv_heads * self.size, bias=bias)
-        self.o_proj = nn.Linear(self.heads * self.size, hidden, bias=bias)
-        if config.qk_norm:
-            self.q_norm = RMSNorm(self.size, config.rms_norm_eps)
-            self.k_norm = RMSNorm(self.size, config.rms_norm_eps)
+        queries, keys, hidden = self.heads * self.size, self.kv_heads * self.size, config.hidden_size
+        self.q_proj = nn.Linear(hidden, queries, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(hidden, keys, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(hidden, keys, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(queries, hidden, bias=config.attention_bias)
         self.qk_norm = config.qk_norm
+        if self.qk_norm is not None:
+            full, offset = self.qk_norm == "full", config.family.norm_offset
+            self.q_norm = RMSNorm(queries if full else self.size, config.rms_norm_eps, offset)
+            self.k_norm = RMSNorm(keys if full else self.size, config.rms_norm_eps, offset)
+        # Attention divides scores by sqrt(D): what else they are to be divided by is left to the queries.
+        self.query_scale = (config.head_dim / (config.query_pre_attn_scalar or config.head_dim)) ** 0.5
         self.frozen_qk_norm: Tensor | None = None
         self.qkv = Projection(self.q_proj, self.k_proj, self.v_proj)
         self.out = Projection(self.o_proj)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        qkv = self.qkv(x).view(x.shape[0], -1, self.size)
+        qkv = self.qkv(x)
+        if self.qk_norm == "full":
+            qkv = self._normalised_in_full(qkv)
+        qkv = qkv.view(x.shape[0], -1, self.size)
         qk, v = torch.split_with_sizes(qkv, [self.heads + self.kv_heads, self.kv_heads], 1)
-        if self.qk_norm:
+        if self.qk_norm == "head":
             qk = rms_norm(qk, self.qk_norm_weight(), self.q_norm.eps)
         q, k = torch.split_with_sizes(rotate(qk, cos, sin), [self.heads, self.kv_heads], 1)
-        return self.out(attention(self.layer, q, k, v).reshape(x.shape[0], -1))
+        return self.out(attention(self.layer, q, k, v, self.window).reshape(x.shape[0], -1))
 
     def qk_norm_weight(self) -> Tensor:
         """float[H + KV, D]: the norm weight of each head of q, then of k."""
         if self.frozen_qk_norm is not None:
             return self.frozen_qk_norm
-        q, k = self.q_norm.weight, self.k_norm.weight
+        q, k = self.q_norm.factor(), self.k_norm.factor()
+        q = q if self.query_scale == 1 else q * self.query_scale
         return torch.cat([q.expand(self.heads, -1), k.expand(self.kv_heads, -1)])
+
+    def _normalised_in_full(self, qkv: Tensor) -> Tensor:
+        keys = self.kv_heads * self.size
+        q, k, v = torch.split_with_sizes(qkv, [qkv.shape[1] - 2 * keys, keys, keys], 1)
+        return torch.cat([self.q_norm(q), self.k_norm(k), v], dim=1)
 
 
 class MLP(nn.Module):
-    """Gated feed-forward: down(silu(gate(x)) * up(x)) (SwiGLU, Shazeer 2020)."""
+    """Gated feed-forward: down(f(gate(x)) * up(x)) with f SiLU or GELU (Shazeer 2020)."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, inner: int) -> None:
         super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden = config.hidden_size
         self.gate_proj = nn.Linear(hidden, inner, bias=config.mlp_bias)
         self.up_proj = nn.Linear(hidden, inner, bias=config.mlp_bias)
         self.down_proj = nn.Linear(inner, hidden, bias=config.mlp_bias)
         self.gate, self.up, self.down = (
             Projection(part) for part in (self.gate_proj, self.up_proj, self.down_proj)
         )
+        self.gated = swiglu if config.family.activation == "silu" else geglu
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(swiglu(self.gate(x), self.up(x)))
+        return self.down(self.gated(self.gate(x), self.up(x)))
+
+
+class MixtureOfExperts(nn.Module):
+    """Each token goes through the experts its router finds most probable, K of E, weighted by that.
+
+    Top-k routing without a limit on an expert's tokens (Shazeer et al. 2017; Qwen3, 2025).
+    """
+
+    def __init__(self, config: DecoderConfig, experts: Experts) -> None:
+        super().__init__()
+        self.per_token, self.normalised = experts.per_token, experts.normalised
+        self.gate = nn.Linear(config.hidden_size, experts.count, bias=False)
+        self.experts = nn.ModuleList(MLP(config, experts.intermediate_size) for _ in range(experts.count))
+        self.router = Projection(self.gate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.route(x)
+        # The pairs of token and expert, expert by expert; then back, so that a token's sum has one order.
+        order = chosen.flatten().argsort(stable=True)
+        counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
+        parts = torch.split_with_sizes(x[order // self.per_token], counts)
+        outs = [expert(part) for expert, part in zip(self.experts, parts, strict=True) if len(part)]
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        out = torch.cat(outs)[back].view(*chosen.shape, -1)
+        return (out * weights[..., None]).sum(1)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Of float[N, d], the weights float[N, K] and indices int64[N, K] of each token's experts."""
+        probabilities = self.router(x).softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
+        weights, chosen = probabilities.topk(self.per_token, dim=-1)
+        if self.normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights.to(x.dtype), chosen
 
 
 class Block(nn.Module):
-    """One layer: attention, then feed-forward, each on a normalised copy and added back."""
+    """One layer: attention, then feed-forward, each added to the residual stream x.
+
+    What they see of it is normalised, or what they add to it, or both: `NORM_NAMES`.
+    """
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = SelfAttention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        if config.experts is not None and config.is_sparse(layer):
+            self.mlp: MLP | MixtureOfExperts = MixtureOfExperts(config, config.experts)
+        else:
+            self.mlp = MLP(config, config.intermediate_size)
+        self._norms = NORM_NAMES[config.family.pre_norm, config.family.post_norm]
+        for name in filter(None, self._norms):
+            norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.family.norm_offset)
+            self.add_module(name, norm)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attention)
-        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+        before_attention, after_attention, before_mlp, after_mlp = self._norms
+        attended = self.self_attn(self._normalised(before_attention, x), cos, sin, attention)
+        x = x + self._normalised(after_attention, attended)
+        return x + self._normalised(after_mlp, self.mlp(self._normalised(before_mlp, x)))
+
+    def _normalised(self, norm: str | None, x: Tensor) -> Tensor:
+        return x if norm is None else self.get_submodule(norm)(x)
+
+
+NORM_NAMES = MappingProxyType(
+    {
+        # (pre_norm, post_norm): before attention, after it, before feed-forward, after it.
+        (True, False): ("input_layernorm", None, "post_attention_layernorm", None),
+        (False, True): (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+        (True, True): (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        ),
+    }
+)
+"""Names that transformers gives the norms of a layer; one of them means two different things."""
 
 
 class Body(nn.Module):
@@ -138,7 +230,7 @@ class Body(nn.Module):
         table = torch.empty(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)  # type: ignore[no-untyped-call]
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.family.norm_offset)
 
 
 class Decoder(nn.Module):
@@ -151,25 +243,43 @@ class Decoder(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.head = Projection(self.model.embed_tokens if config.tie_word_embeddings else self.lm_head)
-        # Not a buffer: it stays float32 when the model is cast.
-        self.inverse_frequencies = inverse_frequencies(config)
+        # Not buffers: they stay float32 when the model is cast.
+        ropes = {config.rope_of(layer) for layer in range(config.num_layers)} | {config.rope}
+        self.inverse_frequencies = {rope: inverse_frequencies(rope, config.head_dim) for rope in ropes}
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Last hidden state, float[N, d], of int64[N] tokens at int64[N] positions in their sequences."""
-        cos, sin = both_halves(*self.rotary(positions))
-        x = self.model.embed_tokens(token_ids)
-        for block in self.model.layers:
-            x = block(x, cos, sin, attention)
+        rotations = {rope: both_halves(*self.rotary(positions, rope)) for rope in self.inverse_frequencies}
+        x = self.embed(token_ids)
+        for layer, block in enumerate(self.model.layers):
+            x = block(x, *rotations[self.config.rope_of(layer)], attention)
         return self.model.norm(x)  # type: ignore[no-any-return]
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """float[N, d] that the first layer sees of int64[N] tokens."""
+        x = self.model.embed_tokens(token_ids)
+        if not self.config.family.scaled_embeddings:
+            return x  # type: ignore[no-any-return]
+        # The factor is rounded to the dtype, as it was when the model was trained.
+        return x * x.new_tensor(self.config.hidden_size**0.5)  # type: ignore[no-any-return]
+
+    def to_hf(self) -> dict[str, Any]:
+        """The content of its config.json."""
+        return self.config.to_hf()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float[N, V] scores of the next token, from float[N, d]."""
-        return self.head(hidden)
+        logits, bound = self.head(hidden), self.config.logit_softcap
+        return logits if bound is None else (logits / bound).tanh() * bound
 
-    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, float[N, 1, D / 2] each, of every pair's angle; float32 inside."""
-        self.inverse_frequencies = self.inverse_frequencies.to(positions.device)
-        angles = (positions[:, None].float() * self.inverse_frequencies)[:, None]
+    def rotary(self, positions: Tensor, rope: Rope | None = None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, float[N, 1, D / 2] each, of every pair's angle; float32 inside.
+
+        `rope` is one of the layers'; by default the one of layers without a window.
+        """
+        rope = rope or self.config.rope
+        frequencies = self.inverse_frequencies[rope] = self.inverse_frequencies[rope].to(positions.device)
+        angles = (positions[:, None].float() * frequencies)[:, None]
         dtype = self.model.embed_tokens.weight.dtype
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -184,8 +294,8 @@ class Decoder(nn.Module):
         copy.model.embed_tokens.weight = embedding
         for mine, its in zip(self.modules(), copy.modules(), strict=True):
             if isinstance(mine, RMSNorm) and isinstance(its, RMSNorm):
-                its.weight = nn.Parameter(mine.weight.detach().clone(), requires_grad=False)
-            if isinstance(mine, SelfAttention) and isinstance(its, SelfAttention) and mine.qk_norm:
+                its.freeze(mine)
+            if isinstance(mine, SelfAttention) and isinstance(its, SelfAttention) and mine.qk_norm == "head":
                 its.frozen_qk_norm = mine.qk_norm_weight()
         return copy
 
@@ -194,27 +304,14 @@ class Decoder(nn.Module):
         return [value for value in attributes if isinstance(value, Projection)]
 
     def initialize(self, seed: int) -> None:
-        """Draw fresh weights: normal with the config's deviation, biases zero, norms one."""
+        """Draw fresh weights: normal with the config's deviation, biases zero, norms neutral."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 if name.endswith("norm.weight"):
-                    parameter.fill_(1.0)
+                    parameter.fill_(0.0 if self.config.family.norm_offset else 1.0)
                 elif name.endswith(".bias"):
                     parameter.zero_()
                 else:
                     deviation = self.config.initializer_range
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation)
-
-
-def inverse_frequencies(config: DecoderConfig) -> Tensor:
-    """float32[D / 2] rotation speed of each pair, in radians a token; Llama 3.1 stretches the slow ones."""
-    exponents = torch.arange(0, config.head_dim, 2, device="cpu").float() / config.head_dim
-    frequencies = 1.0 / (config.rope_theta**exponents)
-    scaling = config.rope_scaling
-    if scaling is None:
-        return frequencies
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-    ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = ramp.clamp(0.0, 1.0)
-    return (1 - kept) * frequencies / scaling.factor + kept * frequencies

@@ -191,3 +191,34 @@ class _SwiGLU(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
         return grad_gate, F.silu(gate).mul_(grad)
+
+
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gelu(gate) * up with gelu's tanh approximation (Hendrycks and Gimpel, 2016); as `swiglu`."""
+    if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
+        return _GeGLU.apply(gate, up)  # type: ignore[no-any-return,no-untyped-call]
+    return _gelu(gate).mul_(up)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), in steps that round every element alike."""
+    if not is_exact(x):
+        return F.gelu(x, approximate="tanh")
+    inner = (x * x).mul_(0.044715).add_(1).mul_(x).mul_((2 / torch.pi) ** 0.5)
+    return inner.tanh_().add_(1).mul_(x).mul_(0.5)
+
+
+class _GeGLU(torch.autograd.Function):
+    """y = gelu(g) u;  dg = dy u gelu'(g);  du = dy gelu(g)."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return _gelu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        grad_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
+        return grad_gate, _gelu(gate).mul_(grad)

@@ -96,14 +96,23 @@ def plan_memory(
 
 def parameter_count(config: DecoderConfig) -> int:
     """Numbers a decoder of this shape learns."""
-    d, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
+    d, size = config.hidden_size, config.head_dim
     queries, keys = config.num_heads * size, config.num_kv_heads * size
-    attention = 2 * d * queries + 2 * d * keys + (2 * size if config.qk_norm else 0)
-    if config.attention_bias:
-        attention += queries + 2 * keys + d
-    mlp = 3 * d * inner + (2 * inner + d if config.mlp_bias else 0)
+    attention = 2 * d * queries + 2 * d * keys
+    attention += {"head": 2 * size, "full": queries + keys, None: 0}[config.qk_norm]
+    attention += (queries + 2 * keys) * config.qkv_bias + d * config.attention_bias
+    norms = 2 * d * (config.family.pre_norm + config.family.post_norm)
     embeddings = config.vocab_size * d * (1 if config.tie_word_embeddings else 2)
-    return embeddings + config.num_layers * (attention + mlp + 2 * d) + d
+    mlps = sum(_mlp_count(config, layer) for layer in range(config.num_layers))
+    return embeddings + config.num_layers * (attention + norms) + mlps + d
+
+
+def _mlp_count(config: DecoderConfig, layer: int) -> int:
+    d, experts = config.hidden_size, config.experts
+    if experts is not None and config.is_sparse(layer):
+        return experts.count * d * (3 * experts.intermediate_size + 1)
+    inner = config.intermediate_size
+    return 3 * d * inner + (2 * inner + d) * config.mlp_bias
 
 
 def cache_bytes(config: DecoderConfig, samples: int, length: int) -> int:
@@ -115,10 +124,17 @@ def cache_bytes(config: DecoderConfig, samples: int, length: int) -> int:
 def learning_bytes(config: DecoderConfig, tokens: int, length: int) -> int:
     """What a forward pass over `tokens` tokens in sequences of `length` keeps for its backward pass."""
     heads, keys = config.num_heads, config.num_kv_heads
-    kept = 4 * config.hidden_size + 3 * config.intermediate_size
+    kept = 4 * config.hidden_size + 3 * _inner(config)
     kept += 3 * (heads + keys) * config.head_dim + heads * length
     layers = config.num_layers + 0.5
     return int(_FLOAT * tokens * (kept * layers + 4 * config.vocab_size))
+
+
+def _inner(config: DecoderConfig) -> int:
+    """Feed-forward width that a token goes through, in the widest layer."""
+    experts = config.experts
+    sparse = 0 if experts is None else experts.per_token * experts.intermediate_size
+    return max(config.intermediate_size, sparse)
 
 
 def _tied(config: DecoderConfig) -> int:

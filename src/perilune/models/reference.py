@@ -30,6 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from perilune.models.config import DecoderConfig
+from perilune.models.rope import LinearScaling, Llama3Scaling
 
 Vector = list[float]
 Matrix = list[Vector]
@@ -43,9 +44,15 @@ class ReferenceDecoder:
     Args:
         config: shape of the model.
         parameters: every parameter of `parameter_shapes(config)` as nested lists.
+
+    Raises:
+        ValueError: when the model is of another family, or its layers have sliding windows.
     """
 
     def __init__(self, config: DecoderConfig, parameters: Mapping[str, Any]) -> None:
+        known = config.architecture in ("qwen3", "llama") and not config.windows
+        if not known or isinstance(config.rope.scaling, LinearScaling):
+            raise ValueError("the reference computes Qwen3 and Llama 3 models without sliding windows")
         self.config = config
         self.parameters = parameters
         self.gradients: Parameters = {}
@@ -277,10 +284,11 @@ def rope_frequencies(config: DecoderConfig) -> Vector:
     theta_i = base^(-2i/D) (Su et al. 2021). Llama 3.1 stretches pairs that turn less than `low` times in the
     original context by `factor`, keeps those that turn more than `high` times, and blends in between.
     """
-    D, scaling = config.head_dim, config.rope_scaling
-    frequencies = [config.rope_theta ** (-2 * i / D) for i in range(D // 2)]
+    D, scaling = config.head_dim, config.rope.scaling
+    frequencies = [config.rope.theta ** (-2 * i / D) for i in range(D // 2)]
     if scaling is None:
         return frequencies
+    assert isinstance(scaling, Llama3Scaling)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     stretched = []
     for frequency in frequencies:

@@ -1,0 +1,82 @@
+"""Typed look-ups in a config.json that comes from anywhere; every complaint names the file and the key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from perilune.errors import RequestError
+from perilune.models.families import FAMILIES, Architecture
+
+
+class Reader:
+    """One JSON object.
+
+    Raises:
+        RequestError: when it is none; and from every method, when a value is not what it must be.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
+        if not isinstance(raw, Mapping):
+            raise RequestError(f"holds a {type(raw).__name__}, not an object", where=where)
+        self.raw, self.where = raw, where
+
+    def wrong(self, key: str, remedy: str = "") -> RequestError:
+        """The error that says the value of `key`."""
+        return RequestError(f"{key} is {self.raw.get(key)!r}", where=f"{self.where}:{key}", remedy=remedy)
+
+    def architecture(self) -> Architecture:
+        """The family that `model_type` names."""
+        kind = self.raw.get("model_type")
+        for architecture in FAMILIES:
+            if kind == architecture:
+                return architecture
+        raise self.wrong("model_type", f"use a checkpoint of one of: {', '.join(FAMILIES)}")
+
+    def reject(self, key: str, allowed: Any, remedy: str) -> None:
+        """Refuse a value that would change what is computed, and is not implemented."""
+        if self.raw.get(key) not in (None, allowed):
+            raise self.wrong(key, remedy)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """An integer, or the default where the key is missing or null."""
+        value = self.raw.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise RequestError(f"{key} is missing", where=f"{self.where}:{key}")
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self.wrong(key, "give an integer")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        """A positive number."""
+        value = self.raw.get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+            raise self.wrong(key, "give a positive number")
+        return float(value)
+
+    def optional_number(self, key: str) -> float | None:
+        """A positive number, or None where the key is missing or null."""
+        return None if self.raw.get(key) is None else self.number(key, 0.0)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self.raw.get(key, default)
+        if not isinstance(value, bool):
+            raise self.wrong(key, "give true or false")
+        return value
+
+    def inner(self, key: str, **defaults: Any) -> Reader:
+        """The object under `key`; what it leaves out is looked up in `defaults`."""
+        value = self.raw.get(key)
+        if not isinstance(value, Mapping):
+            raise self.wrong(key, "give an object")
+        return Reader({**defaults, **value}, f"{self.where}:{key}")
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """Integers from 0: a list, one alone, or none where the key is missing or null."""
+        value = self.raw.get(key)
+        found = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in found):
+            raise self.wrong(key, "give an integer from 0, or a list of them")
+        return tuple(found)

@@ -1,0 +1,100 @@
+"""Rotary position embeddings as a configuration describes them: bases, and how frequencies are stretched.
+
+Sources: RoFormer (Su et al., 2021); position interpolation (Chen et al., 2023), which scales linearly; Llama
+3.1, which scales by wavelength.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from perilune.models.hf_config import Reader
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """All wavelengths stretched by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Frequency scaling of Llama 3.1: long wavelengths stretched, short ones kept, a ramp between.
+
+    Attributes:
+        factor: how much the longest wavelengths are stretched.
+        low_freq_factor: wavelengths above original length / this are stretched fully.
+        high_freq_factor: wavelengths below original length / this are kept.
+        original_max_position_embeddings: context length before the stretch, in tokens.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+RopeScaling = LinearScaling | Llama3Scaling
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embedding of a layer: pair i of D / 2 turns by theta^(-2 i / D) radians a token, then scaled."""
+
+    theta: float
+    scaling: RopeScaling | None = None
+
+    def to_hf(self) -> dict[str, Any]:
+        """As an entry of `rope_parameters` (transformers 5)."""
+        return {"rope_type": "default", **(scaling_to_hf(self.scaling) or {}), "rope_theta": self.theta}
+
+
+def scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    """As `rope_scaling` (transformers 4)."""
+    if scaling is None:
+        return None
+    kind = "linear" if isinstance(scaling, LinearScaling) else "llama3"
+    return {"rope_type": kind, **dataclasses.asdict(scaling)}
+
+
+def read_ropes(read: Reader) -> tuple[Rope, Rope | None]:
+    """The rotary embedding of a model, and that of its windowed layers if it is another.
+
+    Transformers 5 keeps them in `rope_parameters`, by kind of layer if there are two; transformers 4 in
+    `rope_theta`, `rope_scaling` and `rope_local_base_freq`.
+
+    Raises:
+        RequestError: on a scaling that is not implemented, or a malformed one.
+    """
+    theta = read.number("rope_theta", 1e4)
+    local = read.optional_number("rope_local_base_freq")
+    if read.raw.get("rope_parameters") is None:
+        rope = Rope(theta) if read.raw.get("rope_scaling") is None else _rope(read, "rope_scaling", theta)
+        return rope, None if local is None else Rope(local)
+    nested = read.inner("rope_parameters")
+    if "full_attention" not in nested.raw:
+        return _rope(read, "rope_parameters", theta), None if local is None else Rope(local)
+    return _rope(nested, "full_attention", theta), _rope(nested, "sliding_attention", local or theta)
+
+
+def _rope(read: Reader, key: str, theta: float) -> Rope:
+    inner = read.inner(key, rope_theta=theta)
+    inner.reject("partial_rotary_factor", 1.0, "rotary embeddings of the whole head are implemented")
+    theta = inner.number("rope_theta", theta)
+    kind = inner.raw.get("rope_type", inner.raw.get("type", "default"))
+    if kind == "default":
+        return Rope(theta)
+    if kind == "linear":
+        return Rope(theta, LinearScaling(inner.number("factor", 0.0)))
+    if kind != "llama3":
+        raise inner.wrong("rope_type", "rotary scaling of kind default, linear or llama3 is implemented")
+    scaling = Llama3Scaling(
+        factor=inner.number("factor", 0.0),
+        low_freq_factor=inner.number("low_freq_factor", 0.0),
+        high_freq_factor=inner.number("high_freq_factor", 0.0),
+        original_max_position_embeddings=inner.integer("original_max_position_embeddings"),
+    )
+    return Rope(theta, scaling)
