@@ -25,7 +25,7 @@ class InputReference(Frozen):
     name: str
     path: str = Field(pattern=r"^inputs/[A-Za-z0-9_][A-Za-z0-9._-]*$")
     digest: str
-    kind: Literal["checkpoint", "dataset", "evaluation"]
+    kind: Literal["checkpoint", "dataset", "preferences", "reward_model", "evaluation"]
 
 
 class Resources(Frozen):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from perilune.bundle.job import Job
     from perilune.bundle.workspace import Workspace
 
-OutputKind = Literal["checkpoint", "dataset", "evaluation"]
+OutputKind = Literal["checkpoint", "dataset", "preferences", "reward_model", "evaluation"]
 
 PLUGIN_GROUP = "perilune.tasks"
 

@@ -30,9 +30,8 @@ from torch import Tensor
 
 from perilune.data.episode import Episode
 from perilune.learn.batch import PackedBatch
-from perilune.learn.losses import token_logprobs
 from perilune.learn.packing import Pair, pack_pairs
-from perilune.learn.trainer import predicting_states
+from perilune.learn.trainer import predicting_states, target_logprobs
 from perilune.models.decoder import Decoder
 
 PreferenceLoss = Literal["dpo", "dpo_norm", "ipo"]
@@ -116,7 +115,7 @@ class PreferenceObjective:
 
     def __call__(self, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The batch's share of the mean over the step's pairs."""
-        logprobs, _ = token_logprobs(self.decoder.logits(hidden), batch.targets)
+        logprobs, _ = target_logprobs(self.decoder, batch, hidden)
         pairs = pair_logprobs(batch, logprobs)
         losses, margins = preference_loss(pairs, self.kind, self.beta)
         if self.nll:
@@ -130,6 +129,12 @@ class PreferenceObjective:
             ]).detach().double().cpu()
         )  # fmt: skip
         return losses.sum() / self.count, {}
+
+    @property
+    def largest_shift(self) -> float:
+        """Largest |r| / L of an answer seen so far, in nats a token: 0 where policy and reference are one."""
+        _, chosen, rejected, length_chosen, length_rejected, _ = torch.cat(self._seen, dim=1)
+        return float(torch.cat([chosen / length_chosen, rejected / length_rejected]).abs().max())
 
     def figures(self) -> dict[str, float]:
         """Figures of the pairs seen so far; see `pair_figures`."""
@@ -166,12 +171,25 @@ def pair_figures(seen: np.ndarray[tuple[int, int], np.dtype[np.float64]], beta: 
 
 
 @torch.no_grad()
+def evaluate_pairs(
+    objective: PreferenceObjective, pairs: Sequence[Pair], token_budget: int
+) -> dict[str, float]:
+    """Loss and figures of held-out pairs; nothing is learned."""
+    device = next(objective.decoder.parameters()).device
+    losses = [
+        float(objective(batch, predicting_states(objective.decoder, batch))[0])
+        for batch in (batch.to(device) for batch in pack_pairs(pairs, token_budget))
+    ]
+    return {"loss": math.fsum(losses), **objective.figures()}
+
+
+@torch.no_grad()
 def with_reference_logprobs(pairs: Sequence[Pair], reference: Decoder, token_budget: int) -> list[Pair]:
     """The pairs with the log-probs of a frozen `reference` as their own, computed here once and for all."""
     device = next(reference.parameters()).device
     scored: list[Pair] = []
     for batch in (batch.to(device) for batch in pack_pairs(pairs, token_budget)):
-        logprobs, _ = token_logprobs(reference.logits(predicting_states(reference, batch)), batch.targets)
+        logprobs, _ = target_logprobs(reference, batch, predicting_states(reference, batch))
         ends = torch.bincount(batch.episode_of).cumsum(0).tolist()
         parts = np.split(logprobs.cpu().numpy(), ends[:-1])
         chunk = pairs[len(scored) : len(scored) + len(parts) // 2]

@@ -150,6 +150,13 @@ class Tokenizer:
         """`encode` of many texts at once, several times faster than one by one."""
         return self._encode(texts, special_tokens_are_text=True)
 
+    def has_tokens_of(self, other: Tokenizer) -> bool:
+        """Whether every token id is the same text in both, and ends an answer in both or neither."""
+        return self._vocabulary() == other._vocabulary() and self.eos_token_id == other.eos_token_id
+
+    def _vocabulary(self) -> dict[str, int]:
+        return dict(self._backend.get_vocab(with_added_tokens=True))
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids` (any integer sequence, numpy included) without special tokens."""
         text: str = self._backend.decode([int(token) for token in token_ids], skip_special_tokens=True)
@@ -160,6 +167,11 @@ class Tokenizer:
         ids = [[int(token) for token in sequence] for sequence in sequences]
         texts: list[str] = self._backend.decode_batch(ids, skip_special_tokens=True)
         return texts
+
+    def spell(self, token_id: int) -> str:
+        """What one token says by itself, control tokens by their names."""
+        text: str = self._backend.decode([token_id], skip_special_tokens=False)
+        return text
 
     def token_bytes(self) -> list[bytes | None]:
         """The bytes that each token stands for, by id; None for control tokens.
@@ -193,6 +205,10 @@ class Tokenizer:
             return [self._prompt_prefix + ids for ids in self.encode_batch(texts)]
         # A template writes its control tokens (and BOS) as text: here, and only here, they are tokens.
         return self._encode(texts, special_tokens_are_text=False)
+
+    def encode_text_prompt(self, text: str) -> list[int]:
+        """Token ids of a text to be continued as it stands, with BOS before it where the folder says so."""
+        return self._prompt_prefix + self.encode(text)
 
     def encode_completion(self, text: str) -> list[int]:
         """Token ids of what the assistant says, ended by `eos_token_id`."""

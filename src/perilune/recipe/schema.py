@@ -21,7 +21,9 @@ class ModelSpec(Frozen):
     In a recipe that has been read, `path` is an absolute folder and `chat_template` the template's text.
     """
 
-    preset: Literal["tiny"] | None = Field(None, description="built-in architecture, trained from nothing")
+    preset: Literal["tiny", "small"] | None = Field(
+        None, description="built-in architecture, trained from nothing"
+    )
     path: str | None = Field(None, description="Hugging Face folder, or id of a model in the local cache")
     chat_template: str | None = Field(None, description="Jinja file that replaces the model's own template")
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from perilune.bundle.job import Frozen, Job
+from perilune.errors import RequestError, WorkFailedError
 from perilune.files import write_json_lines
+from perilune.tasks.hints import hinted
 
 if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace
-    from perilune.data.generators.teacher import Rejected
+    from perilune.data.generators.teacher import Candidate, Rejected
 
 MOST_REASONS = 20  # told in the summary; all are in rejected.jsonl
 MOST_REJECTED = 4  # give up after this many rejected candidates for every trace asked for
@@ -24,6 +27,9 @@ class CollectSpec(Frozen):
 
     teacher: str = Field(description="who writes candidate traces")
     strategies: dict[str, float] = Field({}, description="share of each strategy; empty: the teacher's own")
+    system: dict[str, str] = Field(
+        {}, description="system message before the traces of a strategy, by its name; none: no message"
+    )
     traces: int = Field(20_000, ge=1, le=10_000_000, description="verified traces to make")
 
 
@@ -41,6 +47,13 @@ class Collect:
 
         spec = CollectSpec.model_validate(job.spec)
         teacher = make_teacher(spec.teacher, spec.strategies)
+        for name in spec.system:
+            if name not in teacher.shares:
+                raise RequestError(
+                    f"no traces are made by the strategy '{name}'",
+                    where=f"system.{name}",
+                    remedy=f"one of: {', '.join(teacher.shares)}",
+                )
         mix = ", ".join(f"{share:.0%} {name}" for name, share in teacher.shares.items())
         return {
             "traces": f"{spec.traces:,} verified, one a task, from the training split",
@@ -57,7 +70,6 @@ class Collect:
         from perilune.data.generators.teacher import Rejected, verified
         from perilune.data.records import TraceRecord, write_records
         from perilune.environments.registry import make_environment
-        from perilune.errors import WorkFailedError
         from perilune.verifiers import Scorer
 
         spec = CollectSpec.model_validate(workspace.job.spec)
@@ -69,7 +81,7 @@ class Collect:
         with Scorer(workspace.job.environment) as scorer:
             environment = make_environment(workspace.job.environment)
             teacher = make_teacher(spec.teacher, spec.strategies)
-            candidates = teacher.candidates(environment.tasks("train", seed), seed)
+            candidates = under_system(teacher.candidates(environment.tasks("train", seed), seed), spec.system)
             for one in verified(candidates, scorer.score, environment=environment.id, seed=seed):
                 if isinstance(one, Rejected):
                     rejected.append(one)
@@ -104,6 +116,14 @@ class Collect:
             "environment": environment.id,
             "seconds": perf_counter() - begun,
         }
+
+
+def under_system(candidates: Iterable[Candidate], system: Mapping[str, str]) -> Iterator[Candidate]:
+    """The candidates, each prompt after the system message of its strategy if that has one."""
+    for one in candidates:
+        strategy = one.source.rpartition("/")[2]
+        (task,) = hinted([one.task], system.get(strategy, ""))
+        yield replace(one, task=task)
 
 
 def _write_rejected(path: Path, rejected: Sequence[Rejected]) -> None:

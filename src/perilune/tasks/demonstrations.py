@@ -51,13 +51,16 @@ class Demonstrations:
 
     def batch(self, step: int, size: int) -> list[Episode]:
         """The traces of optimizer step `step` (from 0)."""
-        places = np.arange(step * size, (step + 1) * size)
-        epochs, within = np.divmod(places, len(self.episodes))
-        orders = {epoch: self._order(epoch) for epoch in np.unique(epochs)}
-        return [self.episodes[orders[epoch][place]] for epoch, place in zip(epochs, within, strict=True)]
+        return [self.episodes[place] for place in places_of(self.seed, step, size, len(self.episodes))]
 
-    def _order(self, epoch: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        return np.random.default_rng([self.seed, int(epoch)]).permutation(len(self.episodes))
+
+def places_of(seed: int, step: int, size: int, total: int) -> list[int]:
+    """Which of `total` rows make the batch of step `step`: each epoch is a fresh permutation."""
+    epochs, within = np.divmod(np.arange(step * size, (step + 1) * size), total)
+    orders = {
+        epoch: np.random.default_rng([seed, int(epoch)]).permutation(total) for epoch in np.unique(epochs)
+    }
+    return [int(orders[epoch][place]) for epoch, place in zip(epochs, within, strict=True)]
 
 
 def _episode(record: TraceRecord, tokenizer: Tokenizer, seed: int, where: str) -> Episode:

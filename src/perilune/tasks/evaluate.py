@@ -31,6 +31,7 @@ class EvaluateSpec(SamplingSpec):
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(description="stage whose checkpoint is judged")
     tasks: int = Field(128, ge=1, le=1_000_000, description="held-out tasks")
     samples: int = Field(8, ge=1, le=4096, description="samples a task, for pass@k up to this k")
+    system: str = Field("", description="system message before each task; empty: none")
     engine: ServerSpec | None = Field(
         None, description="server that holds the weights; of the checkpoint, only the tokenizer is then read"
     )
@@ -66,6 +67,7 @@ class Evaluate:
         from perilune.data.episodes_file import write_episodes
         from perilune.environments.registry import make_environment
         from perilune.tasks.evaluation import evaluation_summary
+        from perilune.tasks.hints import hinted
         from perilune.tasks.rollouts import Rollouts, Stopwatch
         from perilune.tasks.session import heldout_tasks
         from perilune.verifiers import Scorer
@@ -79,7 +81,7 @@ class Evaluate:
         ):
             environment = make_environment(workspace.job.environment)
             rollouts = Rollouts(sampler.engine, sampler.tokenizer, scorer, environment.id, seed)
-            tasks = heldout_tasks(environment, spec.tasks, seed)
+            tasks = hinted(heldout_tasks(environment, spec.tasks, seed), spec.system)
             total = spec.tasks * (spec.samples + 1)
             watch = Stopwatch()
             groups = rollouts.play(

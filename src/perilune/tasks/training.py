@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from perilune.bundle.workspace import Workspace
 from perilune.files import fsync_directory
 from perilune.learn.checkpoints import is_complete, latest_complete
 from perilune.learn.trainer import Learner
+from perilune.models.decoder import Decoder
 from perilune.models.loading import save_checkpoint
+from perilune.models.tokenizer import Tokenizer
 from perilune.tasks.session import Policy
 
 FINAL = "final"
@@ -50,12 +53,18 @@ def save(workspace: Workspace, learner: Learner, step: int, keep: int = 1) -> No
         shutil.rmtree(old)
 
 
-def finish(workspace: Workspace, policy: Policy, learner: Learner, steps: int) -> dict[str, Any]:
+def finish(
+    workspace: Workspace,
+    policy: Policy,
+    learner: Learner,
+    steps: int,
+    write: Callable[[Path, Decoder, Tokenizer], None] = save_checkpoint,
+) -> dict[str, Any]:
     """Write the final checkpoint (Hugging Face format, the optimizer's state beside it)."""
     final = workspace.checkpoints / FINAL
     if not final.exists():
         partial = workspace.checkpoints / ".final.partial"
-        save_checkpoint(partial, policy.decoder, policy.tokenizer)
+        write(partial, policy.decoder, policy.tokenizer)
         learner.save_state(partial / OPTIMIZER, {"step": steps})
         partial.rename(final)
         fsync_directory(workspace.checkpoints)

@@ -1,0 +1,102 @@
+"""What stages that sample answers and have them judged open first, and the figures of what came back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from perilune.bundle.workspace import Workspace
+from perilune.data.episode import Episode
+from perilune.engine.engine import Engine
+from perilune.engine.sampling import SamplingParams
+from perilune.environments.protocol import Environment, Task
+from perilune.environments.registry import make_environment
+from perilune.errors import WorkFailedError
+from perilune.tasks.evaluation import CORRECT, strategies
+from perilune.tasks.footprint import require_room, slots_for
+from perilune.tasks.rollouts import Groups, Rollouts, Stopwatch
+from perilune.tasks.session import Policy, load_policy, prepare_device
+from perilune.tasks.training_tasks import TrainingTasks
+from perilune.verifiers import Scorer
+
+
+@dataclass(frozen=True)
+class Player:
+    """A policy, the environment it plays in, and what joins them."""
+
+    workspace: Workspace
+    device: torch.device
+    policy: Policy
+    environment: Environment
+    engine: Engine
+    rollouts: Rollouts
+    max_tokens: int
+
+    def training_tasks(self, skip: int = 0) -> TrainingTasks:
+        """Training tasks after the first `skip`."""
+        return TrainingTasks(self.environment, self.workspace, skip=skip)
+
+    def play(
+        self,
+        tasks: Sequence[Task],
+        *,
+        samples: int,
+        temperature: float,
+        step: int,
+        watch: Stopwatch,
+        done: int = 0,
+        total: int | None = None,
+    ) -> Groups:
+        """Sample and judge; with `total`, tell of progress in answers, `done` of them before these."""
+        params = SamplingParams(self.max_tokens, temperature, self.policy.stop_token_ids)
+
+        def told(finished: int, _: int) -> None:
+            if total is not None:
+                self.workspace.progress(done + finished, total, "answers")
+
+        return self.rollouts.play(
+            tasks, samples=samples, params=params, step=step, watch=watch, on_progress=told
+        )
+
+
+@contextmanager
+def open_player(workspace: Workspace, max_tokens: int) -> Iterator[Player]:
+    """Load the stage's checkpoint and open its environment.
+
+    Raises:
+        RequestError: when the answers leave no room for a prompt.
+    """
+    with Scorer(workspace.job.environment) as scorer:  # its process warms up while the model loads
+        device = prepare_device(workspace)
+        policy = load_policy(workspace, device)
+        require_room(policy.decoder.config, max_tokens)
+        environment = make_environment(workspace.job.environment)
+        engine = Engine(policy.decoder, slots=slots_for(policy.decoder.config, max_tokens, device.type))
+        rollouts = Rollouts(engine, policy.tokenizer, scorer, environment.id, workspace.job.seed)
+        yield Player(workspace, device, policy, environment, engine, rollouts, max_tokens)
+
+
+def outcome_figures(episodes: Sequence[Episode], where: str) -> dict[str, Any]:
+    """Mean reward, pass rate, length and strategies of judged episodes.
+
+    Raises:
+        WorkFailedError: when none was judged.
+    """
+    rewards = [one.reward for one in episodes if one.reward is not None]
+    if not rewards:
+        raise WorkFailedError(f"the verifier judged no episode: {episodes[0].failure}", where=where)
+    figures: dict[str, Any] = {
+        "reward": sum(rewards) / len(rewards),
+        "pass_rate": sum(reward >= CORRECT for reward in rewards) / len(rewards),
+        "failures": sum(bool(one.failure) for one in episodes),
+        "length": sum(len(one.token_ids) for one in episodes) / len(episodes),
+        "truncated": sum(one.truncated for one in episodes) / len(episodes),
+    }
+    for name, found in strategies(episodes).items():
+        figures[f"strategy/{name}"] = found["share"]
+        figures[f"accuracy/{name}"] = found["accuracy"]
+    return figures

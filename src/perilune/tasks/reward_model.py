@@ -1,0 +1,130 @@
+"""reward_model: learn from pairs to score an answer by one number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from perilune.bundle.job import Frozen, Job
+from perilune.bundle.plugin import Consumes
+from perilune.learn.settings import OptimizerSettings
+
+if TYPE_CHECKING:
+    from perilune.bundle.workspace import Workspace
+
+
+class RewardModelSpec(OptimizerSettings, Frozen):
+    """Fields of a reward_model stage."""
+
+    checkpoint: Annotated[str, Consumes("checkpoint")] = Field(description="whose body it is built on")
+    data: Annotated[str, Consumes("preferences")] = Field(description="stage whose pairs are learned from")
+    refresh: Annotated[str | None, Consumes("reward_model")] = Field(
+        None, description="reward model to go on from, with the new failures in data"
+    )
+    replay: Annotated[str | None, Consumes("preferences")] = Field(
+        None, description="older pairs to learn from beside data, so that they are not forgotten"
+    )
+    centre: float = Field(0.01, ge=0, description="how strongly the mean score of a pair is drawn to 0")
+    steps: int = Field(100, ge=1, description="optimizer steps")
+    batch_size: int = Field(32, ge=1, description="pairs a step")
+    validation: float = Field(0.1, ge=0, lt=1, description="share of tasks whose pairs are held out")
+    validate_every: int = Field(20, ge=1, description="steps between two looks at them")
+    lr: float = Field(1e-3, gt=0, description="peak learning rate")
+    final_lr: float = Field(0.1, ge=0, le=1, description="last learning rate over peak, reached by a cosine")
+    save_every: int = Field(50, ge=1, description="steps between two checkpoints to resume from")
+
+
+class RewardModelTask:
+    """A Bradley-Terry reward model on the decoder."""
+
+    name = "reward_model"
+    spec = RewardModelSpec
+    produces = "reward_model"
+    output = "artifacts/checkpoints/final"
+
+    def plan(self, job: Job) -> Mapping[str, str]:
+        """Pairs seen, the schedule and memory."""
+        from perilune.tasks.footprint import model_config, stage_memory
+
+        spec = RewardModelSpec.model_validate(job.spec)
+        memory = stage_memory(model_config(job), token_budget=spec.token_budget)
+        return {
+            "pairs seen": f"{spec.steps} steps x {spec.batch_size} = {spec.steps * spec.batch_size:,}",
+            "learning rate": f"{spec.lr:g} after {spec.warmup} steps, cosine to {spec.lr * spec.final_lr:g}",
+            "memory": str(memory),
+        }
+
+    def run(self, workspace: Workspace) -> dict[str, Any]:
+        """Pairs in, a reward model out."""
+        from perilune.learn.packing import pack_pairs
+        from perilune.learn.reward_model import RewardObjective, as_read, score_figures, score_pairs
+        from perilune.learn.schedules import learning_rate
+        from perilune.learn.trainer import Learner
+        from perilune.metrics.bootstrap import bootstrap_problems
+        from perilune.models.reward_model import RewardModel, load_reward_model, save_reward_model
+        from perilune.tasks.footprint import memory_figures, stage_memory
+        from perilune.tasks.preference_data import PreferenceData
+        from perilune.tasks.rollouts import Stopwatch
+        from perilune.tasks.session import Policy, load_policy, prepare_device
+        from perilune.tasks.training import finish, first_and_last, resume, save
+
+        spec = RewardModelSpec.model_validate(workspace.job.spec)
+        device = prepare_device(workspace)
+        policy = load_policy(workspace, device)
+        if workspace.has_input("refresh"):
+            model, _ = load_reward_model(workspace.input("refresh"), device)
+        else:
+            model = RewardModel.on(policy.decoder)
+        memory = stage_memory(model.config, token_budget=spec.token_budget)
+        paths = [workspace.input(name) for name in ("data", "replay") if workspace.has_input(name)]
+        data = PreferenceData.load(
+            paths, policy.tokenizer, workspace.job.seed, model.config.max_position_embeddings, spec.validation
+        )
+        learner = Learner(model, spec)
+        before = score_figures(score_pairs(model, data.train, spec.token_budget), data.train)
+
+        first = resume(workspace, learner)
+        total_watch = Stopwatch()
+        for step in range(first, spec.steps):
+            watch = Stopwatch()
+            pairs = data.batch(step, spec.batch_size)
+            objective = RewardObjective(model, len(pairs), spec.centre)
+            figures = learner.forward_backward_custom(
+                pack_pairs(as_read(pairs), spec.token_budget), objective
+            )
+            figures |= objective.figures(pairs) | learner.optim_step(learning_rate(spec, step, spec.steps))
+            if data.validation and ((step + 1) % spec.validate_every == 0 or step + 1 == spec.steps):
+                scores = score_pairs(model, data.validation, spec.token_budget)
+                held = score_figures(scores, data.validation)
+                figures |= {f"validation_{name}": held[name] for name in ("accuracy", "margin")}
+            watch.learning = watch.elapsed
+            workspace.metric(step + 1, **figures)
+            workspace.timing(step + 1, **watch.figures(), tokens=figures["tokens"])
+            workspace.progress(step + 1, spec.steps, loss=figures["loss"], accuracy=figures["accuracy"])
+            if (step + 1) % spec.save_every == 0 and step + 1 < spec.steps:
+                save(workspace, learner, step + 1)
+        held_out: dict[str, Any] = {}
+        if data.validation:
+            scores = score_pairs(model, data.validation, spec.token_budget)
+            right = (scores[:, 0] > scores[:, 1]).astype(float)
+            held_out = score_figures(scores, data.validation) | {
+                "accuracy": bootstrap_problems(right, seed=workspace.job.seed)._asdict()
+            }
+        summary = finish(
+            workspace, Policy(model, policy.tokenizer), learner, spec.steps, write=save_reward_model
+        )
+        return summary | {
+            "algorithm": "bradley_terry",
+            "pairs": len(data.train),
+            "validation_pairs": len(data.validation),
+            **first_and_last(workspace.metrics(), ("loss", "accuracy", "margin")),
+            "accuracy_before": before["accuracy"],
+            "validation": held_out,
+            "seconds": total_watch.elapsed,
+            "memory": memory_figures(memory, device),
+        }
+
+
+plugin = RewardModelTask()
