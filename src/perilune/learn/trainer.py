@@ -23,6 +23,7 @@ from perilune.learn.optimizer import AdamW
 from perilune.learn.settings import OptimizerSettings
 from perilune.models.attention import PackedAttention
 from perilune.models.decoder import Decoder
+from perilune.models.logprobs import by_rows
 
 Objective = Callable[[PackedBatch, Tensor], tuple[Tensor, Mapping[str, Tensor]]]
 """A loss that is more than a weight a token: (batch, hidden float[M, d] that predict its learned tokens) ->
@@ -87,9 +88,7 @@ class Learner:
                     remedy="batch.with_reference(token_logprobs(reference, batch))",
                 )
             states = predicting_states(self.decoder, batch)
-            logprobs, entropy = losses.token_logprobs(
-                self.decoder.logits(states), batch.targets, batch.temperature
-            )
+            logprobs, entropy = target_logprobs(self.decoder, batch, states)
             loss = self._loss(batch, logprobs, figures) + self._value_loss(batch, states, figures)
             loss.backward()  # type: ignore[no-untyped-call]
             figures.add_total("loss", loss.detach())
@@ -215,13 +214,18 @@ class Learner:
 def token_logprobs(decoder: Decoder, batch: PackedBatch) -> Tensor:
     """Log-probs float32[M] of the learned tokens under `decoder`, a frozen reference for instance."""
     device = next(decoder.parameters()).device
-    return _forward(decoder, batch.to(device))[0]
+    batch = batch.to(device)
+    return target_logprobs(decoder, batch, predicting_states(decoder, batch))[0]
 
 
-def _forward(decoder: Decoder, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """Log-probs (differentiable) and entropies float32[M]; logits only where something is learned."""
-    logits = decoder.logits(predicting_states(decoder, batch))
-    return losses.token_logprobs(logits, batch.targets, batch.temperature)
+def target_logprobs(decoder: Decoder, batch: PackedBatch, states: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probs (differentiable) and entropies float32[M] of the learned tokens, from `predicting_states`."""
+
+    def of_rows(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return losses.token_logprobs(decoder.logits(hidden), targets, batch.temperature)
+
+    logprobs, entropy = by_rows(of_rows, states, batch.targets, decoder.config.vocab_size)
+    return logprobs, entropy
 
 
 def predicting_states(decoder: Decoder, batch: PackedBatch) -> Tensor:

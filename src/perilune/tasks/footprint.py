@@ -95,10 +95,10 @@ def memory_figures(plan: MemoryPlan, device: torch.device) -> dict[str, int]:
 
         on_device = plan.total - plan.standing["process"]
         return {"planned_bytes": on_device, "peak_bytes": torch.cuda.max_memory_allocated(device)}
-    return {"planned_bytes": plan.total, "peak_bytes": _peak_resident()}
+    return {"planned_bytes": plan.total, "peak_bytes": peak_resident()}
 
 
-def _peak_resident() -> int:
+def peak_resident() -> int:
     """Largest resident size of this process so far, in bytes."""
     if sys.platform == "linux":  # where getrusage also counts what the process was before it called exec
         for line in Path("/proc/self/status").read_text().splitlines():

@@ -1,0 +1,98 @@
+"""Log-probs computed from a few rows of logits at a time: the same numbers, in memory that does not grow."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from learning_cases import episode, random_groups, small_decoder
+
+from perilune.data.episode import Episode
+from perilune.learn.batch import pack
+from perilune.learn.trainer import Learner, token_logprobs
+from perilune.learn.weights import GroupWeights, aggregate
+from perilune.models import logprobs
+from perilune.models.config import DecoderConfig
+from perilune.models.decoder import Decoder
+from perilune.tasks.footprint import peak_resident
+
+
+def imitation(groups: Sequence[Sequence[Episode]]) -> list[GroupWeights]:
+    ones = [aggregate(group, np.ones(len(group)), "token-mean") for group in groups]
+    return [GroupWeights(tuple(group), cross_entropy=each) for group, each in zip(groups, ones, strict=True)]
+
+
+def step(monkeypatch: pytest.MonkeyPatch, at_once: int, dtype: torch.dtype) -> tuple[torch.Tensor, dict]:
+    """Log-probs and gradients of one step with that many logits at a time."""
+    monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", at_once)
+    learner = Learner(small_decoder(dtype=dtype))
+    (batch,) = pack(imitation(random_groups(3)), 10_000, temperature=0.7)
+    found = token_logprobs(learner.decoder, batch)
+    figures = learner.forward_backward([batch])
+    return found, {name: p.grad for name, p in learner.decoder.named_parameters()} | {"figures": figures}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_values_are_the_same_and_gradients_to_rounding(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    size = small_decoder().config.vocab_size
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.float64, 1e-14)):
+        whole, expected = step(monkeypatch, 1 << 30, dtype)
+        found, gradients = step(monkeypatch, rows * size, dtype)
+        assert len(whole) > 14
+        assert torch.equal(found, whole)
+        assert gradients.pop("figures") == expected.pop("figures")
+        for name, gradient in expected.items():
+            torch.testing.assert_close(gradients[name], gradient, rtol=tolerance, atol=tolerance)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 20), st.integers(1, 12), st.booleans())
+def test_any_function_of_rows_is_cut_anywhere(count: int, rows: int, learning: bool) -> None:
+    hidden = torch.arange(count * 3.0).view(count, 3).requires_grad_()
+    tokens = torch.arange(count)
+    seen = []
+
+    def of_rows(states: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(len(states))
+        return states.sum(1) * 2, ids + 1
+
+    with pytest.MonkeyPatch.context() as patched, torch.set_grad_enabled(learning):
+        patched.setattr(logprobs, "LOGITS_AT_ONCE", 10 * rows + 9)
+        sums, ids = logprobs.by_rows(of_rows, hidden, tokens, 10)
+        assert max(seen) <= rows or count <= rows
+        assert sum(seen) == count
+    assert torch.equal(sums.detach(), hidden.detach().sum(1) * 2)
+    assert torch.equal(ids, tokens + 1)
+    if learning:
+        sums.sum().backward()
+        assert torch.equal(hidden.grad, torch.full_like(hidden, 2.0))
+
+
+def print_peaks(steps: Sequence[tuple[int, int]]) -> None:
+    """The peak of this process in MiB after each step: (tokens learned from, logits at a time)."""
+    learner = Learner(Decoder(DecoderConfig("llama", 40_000, 8, 8, 1, 1, 1, 8)))
+    learner.decoder.initialize(0)
+    for rows, logprobs.LOGITS_AT_ONCE in steps:
+        answers = [episode(tokens=[7] * 64, name=f"0/{i}/0") for i in range(rows // 64)]
+        learner.forward_backward(pack(imitation([[one] for one in answers]), 10**6))
+        print(peak_resident() >> 20)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peaks are reliable on Linux")
+def test_memory_does_not_grow_with_rows_times_vocabulary() -> None:
+    # 64 MiB of logits at a time: smaller blocks would come from the heap, which keeps what is freed.
+    steps = [(512, 1 << 24), (1536, 1 << 24), (1536, 1 << 30)]
+    code = f"import test_logits_by_rows as here; here.print_peaks({steps})"
+    told = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=Path(__file__).parent
+    )
+    few, many, at_once = map(int, told.stdout.split())
+    assert many < few + 50  # MiB; the logits of the further rows would take 156, and as much several times
+    assert at_once > many + 200
