@@ -24,6 +24,7 @@ from perilune.learn.settings import OptimizerSettings
 from perilune.models.attention import PackedAttention
 from perilune.models.decoder import Decoder
 from perilune.models.logprobs import by_rows
+from perilune.models.logprobs import token_logprobs as row_logprobs
 
 Objective = Callable[[PackedBatch, Tensor], tuple[Tensor, Mapping[str, Tensor]]]
 """A loss that is more than a weight a token: (batch, hidden float[M, d] that predict its learned tokens) ->
@@ -42,6 +43,7 @@ class Learner:
 
     Attributes:
         version: updates done, the policy version of the weights.
+        memory: JSON values that are saved and loaded with the rest: an algorithm's, a place in the data.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Learner:
         self.decoder = decoder
         self.critic = critic
         self.version = 0
+        self.memory: dict[str, Any] = {}
         parameters = dict(decoder.named_parameters())
         if critic is not None:
             parameters |= {CRITIC + name: p for name, p in critic.named_parameters()}
@@ -168,7 +171,12 @@ class Learner:
 
     def save_state(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None:
         """Write weights, moments and counters so that `directory` is complete or absent; `extra` is JSON."""
-        state = {"version": self.version, "optimizer_step": self.optimizer.step, "extra": dict(extra or {})}
+        state = {
+            "version": self.version,
+            "optimizer_step": self.optimizer.step,
+            "memory": self.memory,
+            "extra": dict(extra or {}),
+        }
         tensors = {
             "weights": {name: p.detach() for name, p in self.optimizer.parameters.items()},
             "first_moments": self.optimizer.first,
@@ -187,6 +195,7 @@ class Learner:
         checkpoints.copy_into(self.optimizer.first, tensors["first_moments"], directory)
         checkpoints.copy_into(self.optimizer.second, tensors["second_moments"], directory)
         self.version = int(state["version"])
+        self.memory = dict(state.get("memory", {}))
         self.optimizer.step = int(state["optimizer_step"])
         return dict(state["extra"])
 
@@ -222,7 +231,7 @@ def target_logprobs(decoder: Decoder, batch: PackedBatch, states: Tensor) -> tup
     """Log-probs (differentiable) and entropies float32[M] of the learned tokens, from `predicting_states`."""
 
     def of_rows(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return losses.token_logprobs(decoder.logits(hidden), targets, batch.temperature)
+        return row_logprobs(decoder.logits(hidden), targets, batch.temperature)
 
     logprobs, entropy = by_rows(of_rows, states, batch.targets, decoder.config.vocab_size)
     return logprobs, entropy
