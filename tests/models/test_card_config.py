@@ -11,6 +11,10 @@ import torch
 from perilune.errors import RequestError
 from perilune.models.card_config import model_card
 from perilune.models.card_families import CARD_FAMILIES
+from perilune.models.config import DecoderConfig
+from perilune.models.decoder import Decoder
+from perilune.models.families import FAMILIES
+from perilune.models.memory import card_of
 
 SMALL = {
     "vocab_size": 500, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4,
@@ -100,6 +104,22 @@ def test_parameters_are_those_of_transformers(kind: str, options: dict[str, Any]
     expected = sum(parameter.numel() for parameter in model.parameters())
     assert model_card({"model_type": kind, **options}).parameters == expected
     assert model_card(json.loads(json.dumps(written))).parameters == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [(kind, options) for kind, options in CONFIGS if kind in FAMILIES]
+)
+def test_a_decoder_has_the_card_of_its_configuration(kind: str, options: dict[str, Any]) -> None:
+    """What the decoder can compute, the card can read: the same parameters, windows and cache."""
+    config = DecoderConfig.from_hf({"model_type": kind, **options})
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    card = card_of(config)
+    assert card.parameters == sum(parameter.numel() for parameter in decoder.parameters())
+    assert not card.notes
+    assert [layer.mixer.window for layer in card.layers] == list(map(config.window, range(config.num_layers)))
+    token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    assert card.cache_bytes(100, 4, windows=False) == 4 * token * 100
 
 
 def test_every_family_is_held_to_transformers() -> None:

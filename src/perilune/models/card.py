@@ -40,8 +40,8 @@ class Mixer(Protocol):
     def window(self) -> int | None:
         """Tokens that a token sees, itself included; None for all before it."""
 
-    def cached(self, tokens: int) -> int:
-        """Elements kept of a sequence of `tokens` tokens, apart from a state."""
+    def cached(self, tokens: int, windows: bool = True) -> int:
+        """Elements kept of a sequence of `tokens` tokens, apart from a state; behind a window, or not."""
 
     @property
     def state(self) -> int:
@@ -85,8 +85,9 @@ class Attention:
         )
         return f"{kind} {heads} heads of {size}{f', window {self.window:,}' if self.window else ''}"
 
-    def cached(self, tokens: int) -> int:
-        return self.kv_heads * (self.key_size + self.value_size) * min(tokens, self.window or tokens)
+    def cached(self, tokens: int, windows: bool = True) -> int:
+        kept = min(tokens, self.window or tokens) if windows else tokens
+        return self.kv_heads * (self.key_size + self.value_size) * kept
 
     def flops(self, tokens: float) -> float:
         return 2 * self.heads * (self.key_size + self.value_size) * tokens
@@ -122,7 +123,7 @@ class LatentAttention:
     def name(self) -> str:
         return f"MLA {self.heads} heads, latent {self.rank} + {self.rotary_size}"
 
-    def cached(self, tokens: int) -> int:
+    def cached(self, tokens: int, windows: bool = True) -> int:
         return (self.rank + self.rotary_size) * tokens
 
     def flops(self, tokens: float) -> float:
@@ -163,7 +164,7 @@ class LinearAttention:
     def state(self) -> int:
         return self.heads * self.key_size * self.value_size
 
-    def cached(self, tokens: int) -> int:
+    def cached(self, tokens: int, windows: bool = True) -> int:
         return self.convolution
 
     def flops(self, tokens: float) -> float:
@@ -276,9 +277,13 @@ class ModelCard:
     def _outside(self) -> int:
         return self.table_parameters * (1 if self.tied else 2) + self.other_parameters
 
-    def cache_bytes(self, tokens: int, item_bytes: float = 2) -> int:
-        """What one sequence of `tokens` tokens takes in the cache, with elements of `item_bytes`."""
-        elements = sum(layer.mixer.cached(tokens) for layer in self.layers)
+    def cache_bytes(self, tokens: int, item_bytes: float = 2, *, windows: bool = True) -> int:
+        """What one sequence of `tokens` tokens takes in the cache, with elements of `item_bytes`.
+
+        Args:
+            windows: whether layers with a window let go of what lies behind it.
+        """
+        elements = sum(layer.mixer.cached(tokens, windows) for layer in self.layers)
         return round(elements * item_bytes) + _STATE_BYTES * sum(layer.mixer.state for layer in self.layers)
 
     def cache_bytes_per_token(self, tokens: int, item_bytes: float = 2) -> float:

@@ -12,14 +12,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from perilune.models.kernels import is_native
+from perilune.models.memory import LOGITS_AT_ONCE
 from perilune.models.native import ops
-
-LOGITS_AT_ONCE = 1 << 25
-"""Most logits that `by_rows` has computed at a time: 128 MiB of them in float32.
-
-Well above 32 MiB, below which glibc serves blocks from its heap and does not give them back: many tensors of
-the same size then leave holes that the next one does not fit in, and memory grows in spite of all.
-"""
 
 
 def log_distribution(logits: Tensor, temperature: float) -> Tensor:

@@ -1,22 +1,21 @@
-"""How much memory a model takes to sample and to learn, computed from its configuration alone.
+"""How much memory a model takes to sample and to learn, computed from its card alone.
 
-An upper estimate for float32 and this package's own decoder, in bytes. P parameters, V vocabulary, d hidden
-size, F feed-forward size, L layers, H query heads, KV key-value heads, D head size.
+An upper estimate for this package's own engine and learner, in bytes. P parameters, V vocabulary, d hidden
+size; b bytes of a number of the model, 4 in float32.
 
 Standing, from the beginning to the end:
 
-* weights 4 P; the engine's frozen copy 4 P, plus 4 V d where head and embedding are one tensor, for it keeps
-  each in the order that is fastest to read; a reference policy 4 P;
+* weights b P; the engine's frozen copy b P, plus b V d where head and embedding are one tensor, for it keeps
+  each in the order that is fastest to read; a reference policy b P;
 * AdamW's two moments 8 P;
-* keys and values of S samples of T tokens, 8 L KV D S T: the cache grows by an eighth or more at a time,
-  keeps what it outgrew beside what it grew to, and stays for the next call (hence 17/8 of that).
+* keys and values of S samples of T tokens, as the card says, in whole blocks.
 
 Besides, one of these at a time:
 
 * sampling: logits and what is drawn from them, 24 S V;
-* learning from N fed tokens in sequences of T: gradients 4 P; what each layer keeps of a token for its
-  gradient, 4 (4 d + 3 F + 3 (H + KV) D + H T), half of that again while one layer is computed; logits,
-  log-probs, probabilities and their gradient, 16 N V;
+* learning from N fed tokens in sequences of T: gradients b P; what each layer keeps of a token for its
+  gradient, as the card says; logits, log-probs, probabilities and their gradient, 16 V for each row that is
+  computed at a time (`perilune.models.logprobs.by_rows`), with a gradient of the head of their own;
 * an update: three temporaries of the largest tensor, or a second frozen copy beside the first.
 """
 
@@ -24,7 +23,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
+from perilune.models.card import ModelCard
+from perilune.models.card_config import model_card
 from perilune.models.config import DecoderConfig
 
 PROCESS_BYTES = 430 << 20
@@ -32,8 +34,18 @@ PROCESS_BYTES = 430 << 20
 
 MENTIONED = 0.01  # smallest share of the total that is told apart
 
+LOGITS_AT_ONCE = 1 << 25
+"""Most logits that learning computes at a time: 128 MiB of them in float32.
+
+Well above 32 MiB, below which glibc serves blocks from its heap and does not give them back: many tensors of
+the same size then leave holes that the next one does not fit in, and memory grows in spite of all.
+"""
+
 _FLOAT = 4
-_GROWTH = 17 / 8  # of the KV cache
+_BLOCK = 16  # tokens of a block of the cache
+
+Model = DecoderConfig | ModelCard
+"""A model's card, or the configuration it follows from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +77,12 @@ class MemoryPlan:
 
 
 def plan_memory(
-    config: DecoderConfig,
+    model: Model,
     *,
     sampling: tuple[int, int] | None = None,
     learning: tuple[int, int] | None = None,
     reference: bool = False,
+    item_bytes: int = _FLOAT,
 ) -> MemoryPlan:
     """What a process takes that holds one model of this shape.
 
@@ -77,72 +90,59 @@ def plan_memory(
         sampling: samples in flight, and tokens of the longest with its prompt.
         learning: tokens of one forward pass, and tokens of the longest sequence in it.
         reference: whether a frozen reference policy is held.
+        item_bytes: of a number of weights, cache and activations; the optimizer's are float32 always.
     """
-    weights = _FLOAT * parameter_count(config)
+    card = card_of(model)
+    weights = item_bytes * card.parameters
     standing = {"process": PROCESS_BYTES, "weights": weights}
     passing = {}
     if sampling:
-        standing["engine"] = weights + _FLOAT * _tied(config)
-        standing["cache"] = cache_bytes(config, *sampling)
-        passing["sampling"] = 24 * sampling[0] * config.vocab_size
+        standing["engine"] = weights + (item_bytes * card.table_parameters if card.tied else 0)
+        standing["cache"] = cache_bytes(card, *sampling, item_bytes)
+        passing["sampling"] = 24 * sampling[0] * card.vocab_size
     if reference:
         standing["reference"] = weights
     if learning:
-        standing["moments"] = 2 * weights
-        passing["learning"] = weights + learning_bytes(config, *learning)
-        passing["update"] = max(standing.get("engine", 0), 3 * _FLOAT * _largest(config))
+        standing["moments"] = 2 * _FLOAT * card.parameters
+        passing["learning"] = weights + learning_bytes(card, *learning, item_bytes)
+        passing["update"] = max(standing.get("engine", 0), 3 * _FLOAT * _largest(card))
     return MemoryPlan(standing, passing)
 
 
-def parameter_count(config: DecoderConfig) -> int:
-    """Numbers a decoder of this shape learns."""
-    d, size = config.hidden_size, config.head_dim
-    queries, keys = config.num_heads * size, config.num_kv_heads * size
-    attention = 2 * d * queries + 2 * d * keys
-    attention += {"head": 2 * size, "full": queries + keys, None: 0}[config.qk_norm]
-    attention += (queries + 2 * keys) * config.qkv_bias + d * config.attention_bias
-    norms = 2 * d * (config.family.pre_norm + config.family.post_norm)
-    embeddings = config.vocab_size * d * (1 if config.tie_word_embeddings else 2)
-    mlps = sum(_mlp_count(config, layer) for layer in range(config.num_layers))
-    return embeddings + config.num_layers * (attention + norms) + mlps + d
+@lru_cache(maxsize=64)
+def card_of(model: Model) -> ModelCard:
+    """The card of a model that the decoder can compute."""
+    return model if isinstance(model, ModelCard) else model_card(model.to_hf())
 
 
-def _mlp_count(config: DecoderConfig, layer: int) -> int:
-    d, experts = config.hidden_size, config.experts
-    if experts is not None and config.is_sparse(layer):
-        return experts.count * d * (3 * experts.intermediate_size + 1)
-    inner = config.intermediate_size
-    return 3 * d * inner + (2 * inner + d) * config.mlp_bias
+def parameter_count(model: Model) -> int:
+    """Numbers that a model of this shape learns."""
+    return card_of(model).parameters
 
 
-def cache_bytes(config: DecoderConfig, samples: int, length: int) -> int:
-    """The KV cache of `samples` samples of `length` tokens, prompts included."""
-    token = 2 * _FLOAT * config.num_layers * config.num_kv_heads * config.head_dim
-    return int(token * samples * length * _GROWTH)
+def cache_bytes(model: Model, samples: int, length: int, item_bytes: int = _FLOAT) -> int:
+    """The KV cache of `samples` samples of `length` tokens, prompts included, in whole blocks and one more.
+
+    The engine keeps what lies behind a window too.
+    """
+    card, tokens = card_of(model), -(-length // _BLOCK) * _BLOCK
+    of_one, of_a_block = (card.cache_bytes(count, item_bytes, windows=False) for count in (tokens, _BLOCK))
+    return samples * of_one + of_a_block
 
 
-def learning_bytes(config: DecoderConfig, tokens: int, length: int) -> int:
+def learning_bytes(model: Model, tokens: int, length: int, item_bytes: int = _FLOAT) -> int:
     """What a forward pass over `tokens` tokens in sequences of `length` keeps for its backward pass."""
-    heads, keys = config.num_heads, config.num_kv_heads
-    kept = 4 * config.hidden_size + 3 * _inner(config)
-    kept += 3 * (heads + keys) * config.head_dim + heads * length
-    layers = config.num_layers + 0.5
-    return int(_FLOAT * tokens * (kept * layers + 4 * config.vocab_size))
+    card = card_of(model)
+    rows = max(1, LOGITS_AT_ONCE // card.vocab_size)
+    parts = item_bytes * card.table_parameters if tokens > rows else 0
+    logits = 4 * _FLOAT * min(tokens, rows) * card.vocab_size
+    return tokens * card.kept_bytes(length, item_bytes) + logits + parts
 
 
-def _inner(config: DecoderConfig) -> int:
-    """Feed-forward width that a token goes through, in the widest layer."""
-    experts = config.experts
-    sparse = 0 if experts is None else experts.per_token * experts.intermediate_size
-    return max(config.intermediate_size, sparse)
-
-
-def _tied(config: DecoderConfig) -> int:
-    return config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
-
-
-def _largest(config: DecoderConfig) -> int:
-    return config.hidden_size * max(config.vocab_size, config.intermediate_size)
+def _largest(card: ModelCard) -> int:
+    """Numbers of the largest tensor; experts of a layer may be one."""
+    networks = (layer.feed_forward for layer in card.layers)
+    return max(card.table_parameters, *(network.experts * network.expert_parameters for network in networks))
 
 
 def _readable(size: int) -> str:

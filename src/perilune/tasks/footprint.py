@@ -39,7 +39,9 @@ def slots_for(config: DecoderConfig, max_tokens: int, device: str) -> int:
     A constant of the recipe, not of the memory that happens to be free, so that a run can be repeated.
     """
     room = CACHE_BYTES["cuda" if device == "cuda" else "cpu"]
-    return max(1, min(SLOTS, room // cache_bytes(config, 1, _length(config, max_tokens))))
+    length = _length(config, max_tokens)
+    alone = cache_bytes(config, 0, length)
+    return max(1, min(SLOTS, (room - alone) // (cache_bytes(config, 1, length) - alone)))
 
 
 def stage_memory(
