@@ -1,8 +1,9 @@
 """Attention: what the decoder asks for, and the versions for packed sequences and for a cache.
 
-Both go through `attend`, which gives a query the same bits whether it is computed in the middle of its
-sequence (learning, prefill) or alone against a cache (decoding). In float32 on a CPU this rests on what was
-found of MKL's products and of the softmax kernel, and is held by tests:
+A query gets the same bits whether it is computed in the middle of its sequence (learning, prefill) or alone
+against a cache (decoding). Where the C kernels of `models/native` work, they see to it. Elsewhere both go
+through `attend`; in float32 on a CPU it rests on what was found of MKL's products and of the softmax kernel,
+and is held by tests:
 
 * a product of at least 4 rows and 12 columns gives an element the same bits whatever its neighbours;
 * it sums at most 192 terms from left to right, so that zeros after the end change nothing;
@@ -25,6 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+
+from perilune.models.kernels import is_native
+from perilune.models.native.ops import Spans, attend_packed, attend_packed_backward
 
 _COLUMNS = 16
 _LEAST_ROWS = 4
@@ -113,11 +117,34 @@ class PackedAttention:
         self._spans = [spans[sizes == size] for size in np.unique(sizes) if size]
         self._shared = prefix_of is not None
         self._layout: _Layout | None = None
+        self._in_order = Spans(starts, lengths, of)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+        if is_native(q, q.shape[-1]):
+            attended: Tensor = _Native.apply(q, k, v, self._in_order, window or 0)  # type: ignore[no-untyped-call]
+            return attended
         if self._layout is None:
             self._layout = _Layout(self._spans, self._shared, q, k)
         return self._layout(q, k, v, window)
+
+
+class _Native(torch.autograd.Function):
+    """The same by the kernels of `models/native`."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *where: Any) -> Tensor:
+        spans, window = where
+        scale = q.shape[-1] ** -0.5
+        out, total = attend_packed(q, k, v, spans, scale=scale, window=window)
+        ctx.save_for_backward(q, k, v, out, total)
+        ctx.spans, ctx.scale, ctx.window = spans, scale, window
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        saved = ctx.saved_tensors
+        return *attend_packed_backward(grad, saved, ctx.spans, scale=ctx.scale, window=ctx.window), None, None
 
 
 def _bucket(length: int) -> int:

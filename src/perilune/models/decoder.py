@@ -18,6 +18,7 @@ from perilune.models.attention import Attention
 from perilune.models.config import DecoderConfig
 from perilune.models.kernels import both_halves, geglu, linear, pack_weight, rms_norm, rotate, swiglu
 from perilune.models.layer_kinds import Experts
+from perilune.models.native.ops import PackedWeight
 from perilune.models.rope import Rope
 from perilune.models.rotary import inverse_frequencies
 
@@ -56,7 +57,7 @@ class Projection:
 
     def __init__(self, *parts: nn.Linear | nn.Embedding) -> None:
         self.parts = parts
-        self.frozen: tuple[Tensor, Tensor | None] | None = None
+        self.frozen: tuple[Tensor | PackedWeight, Tensor | None] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias = self.joined() if self.frozen is None else self.frozen
@@ -75,7 +76,7 @@ class Projection:
     def freeze(self, source: Projection) -> None:
         """Take the present weights of `source`; no gradient reaches them."""
         weight, bias = source.joined()
-        self.frozen = pack_weight(weight.detach()), None if bias is None else bias.detach().clone()
+        self.frozen = pack_weight(weight.detach(), bias)
 
 
 class SelfAttention(nn.Module):

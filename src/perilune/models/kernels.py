@@ -2,14 +2,15 @@
 
 Sampling sees a token in a batch of one-token rows, learning sees it inside a packed batch. Their log-probs
 are equal to the last bit only if every operation treats each row alike, however many rows there are. In
-float32 on a CPU these functions do:
+float32 on a CPU these functions do, in one of two ways:
 
-* `linear` uses oneDNN, whose sums over the inner dimension run in one order for two rows or more, whatever
-  their number and that of threads. (MKL, the default, changes its order below ten rows and is half as fast
-  on some processors.) A single row is computed as two.
-* the others reduce within a row only.
+* by the kernels of `models/native`, where a C compiler is at hand: an element is summed in one fixed order.
+* by torch, without one: `linear` uses oneDNN, whose sums over the inner dimension run in one order for two
+  rows or more, whatever their number and that of threads (MKL, the default, changes its order below ten rows
+  and is half as fast on some processors); a single row is computed as two. The others reduce within a row.
 
-Other devices and dtypes use the library's own kernels, and agree to rounding.
+Other devices and dtypes use the library's own kernels, and agree to rounding. Gradients are exact up to
+rounding everywhere: nothing needs theirs to be equal bit by bit.
 """
 
 from __future__ import annotations
@@ -21,36 +22,56 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from perilune.models.native import ops
+from perilune.models.native.ops import LANES, PackedWeight
+
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+
+
+def is_native(x: Tensor, row: int = LANES) -> bool:
+    """Whether the C kernels work on `x`, in rows of so many elements."""
+    return x.dtype == torch.float32 and x.device.type == "cpu" and row % LANES == 0 and ops.available()
 
 
 def is_exact(x: Tensor) -> bool:
     """Whether operations on `x` give a row the same bits in every batch."""
-    return _HAS_ONEDNN and x.dtype == torch.float32 and x.device.type == "cpu"
+    return x.dtype == torch.float32 and x.device.type == "cpu" and (_HAS_ONEDNN or ops.available())
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
     """float[N, O] = float[N, I] @ float[O, I].T + float[O]; the weight may be one that `pack_weight` made."""
+    if isinstance(weight, PackedWeight):
+        return ops.linear(x, weight)
     if not is_exact(x):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         out: Tensor = _Linear.apply(x, weight)  # type: ignore[no-untyped-call]
         return out if bias is None else out + bias
-    return _product(x, weight) if bias is None else _product(x, weight).add_(bias)
+    return _forward(x, weight) if bias is None else _forward(x, weight).add_(bias)
 
 
-def pack_weight(weight: Tensor) -> Tensor:
-    """`weight` in the order the processor reads it, for use in many calls of `linear` without gradients."""
+def pack_weight(weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor | PackedWeight, Tensor | None]:
+    """Both in the order the processor reads them, for many calls of `linear` without gradients."""
+    if is_native(weight):
+        return ops.pack_weight(weight, bias), None
+    bias = None if bias is None else bias.detach().clone()
     if not is_exact(weight):
-        return weight
-    return torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)  # type: ignore[no-any-return]
+        return weight.detach().clone(), bias
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _TYPICAL_ROWS), bias
 
 
 _TYPICAL_ROWS = 256
 
 
+def _forward(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T, each element summed in one order."""
+    return ops.linear(x, ops.pack_weight(weight)) if is_native(x) else _product(x, weight)
+
+
 def _product(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T by oneDNN."""
+    if not _HAS_ONEDNN:
+        return x @ weight.t()
     if x.shape[0] == 1:
         return _product(x.expand(2, -1), weight)[:1]
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")  # type: ignore[no-any-return]
@@ -62,7 +83,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _product(x, weight)
+        return _forward(x, weight)
 
     @staticmethod
     @once_differentiable
@@ -89,6 +110,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], None, eps) * weight
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return,no-untyped-call]
+    if is_native(x, x.shape[-1]):
+        return ops.rms_norm(x, weight, eps)[0]
     return _normalised(x, eps)[0].mul_(weight)
 
 
@@ -107,6 +130,10 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if is_native(x, x.shape[-1]):
+            out, scale = ops.rms_norm(x, weight, eps)
+            ctx.save_for_backward(x, scale, weight)
+            return out
         normalised, scale = _normalised(x, eps)
         ctx.save_for_backward(normalised, scale, weight)
         return normalised * weight
@@ -114,7 +141,10 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        normalised, scale, weight = ctx.saved_tensors
+        x, scale, weight = ctx.saved_tensors
+        if is_native(grad, grad.shape[-1]):
+            return *ops.rms_norm_backward(grad, x, weight, scale), None
+        normalised = x
         product = normalised * grad
         grad_weight = product.sum(tuple(range(grad.dim() - weight.dim())))
         mean = product.mul_(weight).mean(-1, keepdim=True)
@@ -140,7 +170,10 @@ def both_halves(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin, value=direction)
+    half = x.shape[-1] // 2
+    if is_native(x, half):
+        return ops.rotate(x, cos[:, 0, :half], sin[:, 0, half:], direction)
+    return (x * cos).addcmul_(x.roll(half, -1), sin, value=direction)
 
 
 class _Rotate(torch.autograd.Function):
@@ -159,10 +192,14 @@ class _Rotate(torch.autograd.Function):
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up (Shazeer, 2020); both float[N, F] and contiguous."""
+    """silu(gate) * up (Shazeer, 2020); both float[N, F]."""
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
         return _SwiGLU.apply(gate, up)  # type: ignore[no-any-return,no-untyped-call]
-    return _silu(gate).mul_(up)
+    return _swiglu(gate, up)
+
+
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return ops.gated(gate, up, "silu") if is_native(gate) else _silu(gate).mul_(up)
 
 
 def _silu(x: Tensor) -> Tensor:
@@ -183,12 +220,14 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return _silu(gate).mul_(up)
+        return _swiglu(gate, up)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
+        if is_native(gate):
+            return ops.swiglu_backward(grad, gate, up)
         grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
         return grad_gate, F.silu(gate).mul_(grad)
 
@@ -197,7 +236,11 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
     """gelu(gate) * up with gelu's tanh approximation (Hendrycks and Gimpel, 2016); as `swiglu`."""
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
         return _GeGLU.apply(gate, up)  # type: ignore[no-any-return,no-untyped-call]
-    return _gelu(gate).mul_(up)
+    return _geglu(gate, up)
+
+
+def _geglu(gate: Tensor, up: Tensor) -> Tensor:
+    return ops.gated(gate, up, "gelu_tanh") if is_native(gate) else _gelu(gate).mul_(up)
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -214,7 +257,7 @@ class _GeGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return _gelu(gate).mul_(up)
+        return _geglu(gate, up)
 
     @staticmethod
     @once_differentiable

@@ -20,6 +20,8 @@ struct blocks {
     const void *const *values;
     const float *const *key_scales;
     const float *const *value_scales;
+    const void *const *ahead; /* the keys that will be wanted next, fetched while the values are read */
+    int64_t ahead_end;        /* blocks of them */
 };
 
 INLINE v16 load_element(const void *p, int64_t index, const int kind)
@@ -40,6 +42,9 @@ INLINE void block_scores(
         for (int b = 0; b < count; b++) acc[h][b] = splat(0.0f);
     for (int64_t d = 0; d < size; d++) {
         v16 key[4];
+#pragma GCC unroll 4
+        for (int b = 0; b < count; b++)
+            __builtin_prefetch((const char *)kv->values[block + b] + d * BLOCK * element_bytes(kind));
 #pragma GCC unroll 4
         for (int b = 0; b < count; b++) key[b] = load_element(kv->keys[block + b], d * BLOCK, kind);
 #pragma GCC unroll 4
@@ -69,9 +74,13 @@ INLINE void weigh_values(
     for (int h = 0; h < heads; h++)
 #pragma GCC unroll 4
         for (int j = 0; j < vectors; j++) acc[h][j] = splat(0.0f);
-    for (int64_t block = first; block < end; block++)
+    for (int64_t block = first; block < end; block++) {
+        const char *ahead = block < kv->ahead_end ? kv->ahead[block] : kv->values[block];
         for (int t = 0; t < BLOCK; t++) {
             v16 value[4];
+#pragma GCC unroll 4
+            for (int j = 0; j < vectors; j++)
+                __builtin_prefetch(ahead + (t * size + column + j * LANES) * element_bytes(kind));
 #pragma GCC unroll 4
             for (int j = 0; j < vectors; j++)
                 value[j] = load_element(kv->values[block], t * size + column + j * LANES, kind);
@@ -82,6 +91,7 @@ INLINE void weigh_values(
                 for (int j = 0; j < vectors; j++) acc[h][j] += weight * value[j];
             }
         }
+    }
 #pragma GCC unroll 4
     for (int h = 0; h < heads; h++)
 #pragma GCC unroll 4

@@ -45,7 +45,7 @@ class Native:
 @functools.cache
 def native() -> Native:
     """The kernels, compiled now if they never were; `PERILUNE_NATIVE=0` does without them."""
-    if os.environ.get("PERILUNE_NATIVE") == "0":
+    if os.environ.get("PERILUNE_NATIVE", "0") == "0":
         return Native(None, "switched off by PERILUNE_NATIVE=0")
     compiler = _compiler()
     if compiler is None:

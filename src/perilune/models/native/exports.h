@@ -4,6 +4,7 @@
 
 /* Numbers of rows below which a second thread costs more than it brings. */
 #define ROWS_TO_SHARE 64
+#define DRAWS_TO_SHARE (1 << 16) /* logits */
 
 /* float weight[O][I], its rows `stride` apart, into panels of `kind`. For INT8 `scale`, float[panels * 32], is
  * written too: one for each output. */
@@ -155,21 +156,21 @@ void perilune_rotate(
     run_rows(&rows, threads);
 }
 
-static void swiglu_part(const struct rows *r, int64_t from, int64_t to, int64_t rank)
+static void gated_part(const struct rows *r, int64_t from, int64_t to, int64_t rank)
 {
     (void)rank;
     int64_t i = from * r->size, end = to * r->size;
-    for (; i + LANES <= end; i += LANES) store(r->out + i, silu(load(r->a + i)) * load(r->b + i));
-    if (i == end) return;
-    v16 gate = load_first(r->a + i, end - i, 0.0f), up = load_first(r->b + i, end - i, 0.0f);
-    store_first(r->out + i, silu(gate) * up, end - i);
+    for (; i < end; i += LANES) {
+        v16 gate = load_first(r->a + i, end - i, 0.0f), up = load_first(r->b + i, end - i, 0.0f);
+        store_first(r->out + i, (r->modulus == GELU_TANH ? gelu_tanh(gate) : silu(gate)) * up, end - i);
+    }
 }
 
-/* out = silu(gate) * up */
-void perilune_swiglu(
-    const float *gate, const float *up, int64_t count, int64_t size, float *out, int64_t threads)
+/* out = activation(gate) * up */
+void perilune_gated(
+    const float *gate, const float *up, int64_t count, int64_t size, int64_t activation, float *out, int64_t threads)
 {
-    struct rows rows = {.a = gate, .b = up, .out = out, .count = count, .size = size, .function = swiglu_part};
+    struct rows rows = {.a = gate, .b = up, .out = out, .count = count, .size = size, .modulus = activation, .function = gated_part};
     run_rows(&rows, threads);
 }
 
@@ -250,25 +251,41 @@ void perilune_token_logprobs_backward(
     run_rows(&rows, threads);
 }
 
-/* One token for each row, drawn with uniform[row] in [0, 1), or the likeliest where scale is 0; its log-prob
- * is under the distribution it was drawn from (under the unscaled one where scale is 0). */
-int perilune_draw(
-    const float *logits, int64_t rows, int64_t size, const float *scales, const double *uniform, int64_t *tokens,
-    float *logprobs)
+/* One token for each of `count` draws from the logits in row rows[i] (row i where `rows` is null): by uniform[i]
+ * in [0, 1), or the likeliest where scales[i] is 0. Its log-prob is under the distribution it was drawn from
+ * (under the unscaled one where the scale is 0). */
+struct draws {
+    const float *logits, *scales;
+    const int64_t *rows;
+    const double *uniform;
+    int64_t count, size, *tokens;
+    float *logprobs;
+    atomic_int failed;
+};
+
+static void draw_part(void *argument, int64_t rank, struct team *team)
 {
-    double *sums = malloc(((size + STRIDE - 1) / STRIDE) * sizeof(double));
-    if (!sums) return 1;
-    for (int64_t row = 0; row < rows; row++) {
-        const float *at = logits + row * size;
-        float scale = scales[row] == 0.0f ? 1.0f : scales[row], total = log_sum_exp(at, size, scale);
+    struct draws *d = argument;
+    int64_t from, to;
+    share(d->count, 1, rank, team->size, &from, &to);
+    double *sums = malloc(((d->size + STRIDE - 1) / STRIDE) * sizeof(double));
+    if (!sums) atomic_store(&d->failed, 1);
+    for (int64_t i = from; i < to && sums; i++) {
+        const float *at = d->logits + (d->rows ? d->rows[i] : i) * d->size;
+        int greedy = d->scales[i] == 0.0f;
+        float scale = greedy ? 1.0f : d->scales[i], total = log_sum_exp(at, d->size, scale);
         int64_t token = 0;
-        if (scales[row] == 0.0f) {
-            for (int64_t i = 1; i < size; i++) token = at[i] > at[token] ? i : token;
-        } else
-            token = invert_cumulative(at, size, scale, total, uniform[row], sums);
-        tokens[row] = token;
-        logprobs[row] = at[token] * scale - total;
+        for (int64_t v = 1; greedy && v < d->size; v++) token = at[v] > at[token] ? v : token;
+        if (!greedy) token = invert_cumulative(at, d->size, scale, total, d->uniform[i], sums);
+        d->tokens[i] = token;
+        d->logprobs[i] = at[token] * scale - total;
     }
     free(sums);
-    return 0;
+}
+
+int perilune_draw(struct draws *draws, int64_t threads)
+{
+    atomic_store(&draws->failed, 0);
+    run_together(draw_part, draws, draws->count * draws->size < DRAWS_TO_SHARE ? 1 : threads);
+    return atomic_load(&draws->failed);
 }

@@ -22,10 +22,13 @@ PANEL = 32
 LANES = 16
 
 WeightKind = Literal["float32", "bfloat16", "int8"]
-_KINDS: dict[WeightKind, tuple[int, torch.dtype]] = {
-    "float32": (0, torch.float32),
-    "bfloat16": (1, torch.bfloat16),
-    "int8": (2, torch.int8),
+Activation = Literal["silu", "gelu_tanh"]
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
+KINDS: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+_DTYPES: dict[WeightKind, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
 }
 
 
@@ -39,6 +42,59 @@ class Weight(Structure):
         ("outputs", c_int64),
         ("inputs", c_int64),
         ("kind", c_int64),
+    )
+
+
+class Cache(Structure):
+    """struct cache: see `PagedCache`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
+        ("blocks", c_int64),
+        ("kind", c_int64),
+    )
+
+
+class Step(Structure):
+    """struct step: the tokens of one step."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("rows", "tables_stride", "logit_count")),
+        *((name, c_void_p) for name in ("tokens", "positions", "logit_rows", "sequence", "tables", "logits")),
+    )
+
+
+class _Paged(Structure):
+    """struct attention_call."""
+
+    _fields_ = (
+        ("cache", POINTER(Cache)),
+        ("step", POINTER(Step)),
+        ("q", c_void_p),
+        ("out", c_void_p),
+        *(
+            (name, c_int64)
+            for name in ("layer", "heads", "kv_heads", "size", "window", "q_stride", "out_stride")
+        ),
+        ("scale", c_float),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("k_stride", c_int64),
+        ("v_stride", c_int64),
+        ("failed", c_int),
+    )
+
+
+class _Draws(Structure):
+    """struct draws."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("logits", "scales", "rows", "uniform")),
+        ("count", c_int64),
+        ("size", c_int64),
+        ("tokens", c_void_p),
+        ("logprobs", c_void_p),
+        ("failed", c_int),
     )
 
 
@@ -73,18 +129,21 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "rms_norm": (_P, _I, _I, _P, _I, _F, _P, _P, _I),
     "rms_norm_backward": (_P, _I, _I, _P, _I, _P, _P, _P, _P, _I),
     "rotate": (_P, _I, _I, _I, _P, _P, _I, _F, _P, _I),
-    "swiglu": (_P, _P, _I, _I, _P, _I),
+    "gated": (_P, _P, _I, _I, _I, _P, _I),
     "swiglu_backward": (_P, _P, _P, _I, _I, _P, _P, _I),
     "token_logprobs": (_P, _I, _I, _P, _F, _P, _P, _P, _I),
     "token_logprobs_backward": (_P, _I, _I, _P, _F, _P, _P, _P, _I),
-    "draw": (_P, _I, _I, _P, _P, _P, _P),
+    "draw": (POINTER(_Draws), _I),
+    "attend_paged": (POINTER(_Paged), _I),
+    "step": (_P, POINTER(Cache), POINTER(Step), _I),
     "attend_packed": (POINTER(_Packed), _I),
     "attend_packed_backward": (POINTER(_Packed), _I),
 }
 
 
 @cache
-def _kernel(name: str) -> Any:
+def kernel(name: str) -> Any:
+    """The function `perilune_<name>` of the library, knowing the types of its arguments."""
     library = native().library
     assert library is not None
     function = getattr(library, f"perilune_{name}")
@@ -115,12 +174,18 @@ def pack_weight(weight: Tensor, bias: Tensor | None = None, kind: WeightKind = "
     if weight.stride(1) != 1:
         weight = weight.contiguous()
     outputs, inputs = weight.shape
-    number, dtype = _KINDS[kind]
+    dtype = _DTYPES[kind]
     count = -(-outputs // PANEL) * PANEL
     panels = torch.empty(count * inputs, dtype=dtype)
     scale = torch.empty(count if kind == "int8" else 0)
-    _kernel("pack")(
-        weight.data_ptr(), outputs, inputs, weight.stride(0), number, panels.data_ptr(), scale.data_ptr()
+    kernel("pack")(
+        weight.data_ptr(),
+        outputs,
+        inputs,
+        weight.stride(0),
+        KINDS[dtype],
+        panels.data_ptr(),
+        scale.data_ptr(),
     )
     padded = torch.zeros(0)
     if bias is not None:
@@ -132,7 +197,7 @@ def pack_weight(weight: Tensor, bias: Tensor | None = None, kind: WeightKind = "
         padded.data_ptr() if bias is not None else None,
         outputs,
         inputs,
-        number,
+        KINDS[dtype],
     )
     return PackedWeight(struct, (panels, scale, padded))
 
@@ -143,16 +208,16 @@ def linear(x: Tensor, weight: PackedWeight) -> Tensor:
         x = x.contiguous()
     out = torch.empty(x.shape[0], weight.outputs)
     rounded = None
-    if weight.struct.kind == _KINDS["bfloat16"][0]:
+    if weight.struct.kind == KINDS[torch.bfloat16]:
         rounded = torch.empty(x.shape[0] * x.stride(0), dtype=torch.bfloat16)
-    _kernel("linear")(
+    kernel("linear")(
         x.data_ptr(),
         x.shape[0],
         x.stride(0),
         byref(weight.struct),
         out.data_ptr(),
         None if rounded is None else rounded.data_ptr(),
-        _threads(),
+        threads(),
     )
     return out
 
@@ -165,9 +230,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     x, weight = x.contiguous(), weight.contiguous()
     out, factor = torch.empty_like(x), torch.empty(*x.shape[:-1], 1)
     size = x.shape[-1]
-    _kernel("rms_norm")(
+    kernel("rms_norm")(
         x.data_ptr(), x.numel() // size, size, weight.data_ptr(), weight.numel() // size, eps, out.data_ptr(),
-        factor.data_ptr(), _threads(),
+        factor.data_ptr(), threads(),
     )  # fmt: skip
     return out, factor
 
@@ -175,11 +240,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and of the weight from that of the norm; `factor` is what `rms_norm` gave."""
     grad, x, weight = grad.contiguous(), x.contiguous(), weight.contiguous()
-    grad_x, grad_weight = torch.empty_like(x), torch.zeros(_threads(), *weight.shape)
+    grad_x, grad_weight = torch.empty_like(x), torch.zeros(threads(), *weight.shape)
     size = x.shape[-1]
-    _kernel("rms_norm_backward")(
+    kernel("rms_norm_backward")(
         x.data_ptr(), x.numel() // size, size, weight.data_ptr(), weight.numel() // size, factor.data_ptr(),
-        grad.data_ptr(), grad_x.data_ptr(), grad_weight.data_ptr(), _threads(),
+        grad.data_ptr(), grad_x.data_ptr(), grad_weight.data_ptr(), threads(),
     )  # fmt: skip
     return grad_x, grad_weight[0]
 
@@ -188,18 +253,19 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor, direction: int = 1) -> Tenso
     """float32[N, H, D] turned by float32[N, D / 2] cosines and sines (rows may be strided); -1 turns back."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    _kernel("rotate")(
+    kernel("rotate")(
         x.data_ptr(), *x.shape, cosine.data_ptr(), sine.data_ptr(), cosine.stride(0), direction,
-        out.data_ptr(), _threads(),
+        out.data_ptr(), threads(),
     )  # fmt: skip
     return out
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up of float32[N, F]."""
+def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """activation(gate) * up of float32[N, F]."""
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
-    _kernel("swiglu")(gate.data_ptr(), up.data_ptr(), *gate.shape, out.data_ptr(), _threads())
+    number = ACTIVATIONS[activation]
+    kernel("gated")(gate.data_ptr(), up.data_ptr(), *gate.shape, number, out.data_ptr(), threads())
     return out
 
 
@@ -207,20 +273,20 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     """Gradients of gate and up."""
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(gate)
-    _kernel("swiglu_backward")(
+    kernel("swiglu_backward")(
         gate.data_ptr(), up.data_ptr(), grad.data_ptr(), *gate.shape, grad_gate.data_ptr(),
-        grad_up.data_ptr(), _threads(),
+        grad_up.data_ptr(), threads(),
     )  # fmt: skip
     return grad_gate, grad_up
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """log softmax(logits / temperature) at int64[N] tokens, logs of the denominators, entropies: float32[N]."""
+    """log softmax(logits / temperature) at int64[N] tokens, logs of denominators, entropies: float32[N]."""
     logits, tokens = logits.contiguous(), tokens.contiguous()
     out, total, entropy = (torch.empty(len(logits)) for _ in range(3))
-    _kernel("token_logprobs")(
+    kernel("token_logprobs")(
         logits.data_ptr(), *logits.shape, tokens.data_ptr(), 1 / temperature, out.data_ptr(),
-        total.data_ptr(), entropy.data_ptr(), _threads(),
+        total.data_ptr(), entropy.data_ptr(), threads(),
     )  # fmt: skip
     return out, total, entropy
 
@@ -231,35 +297,76 @@ def token_logprobs_backward(
     """Gradient of the logits, float32[N, V], from that of the log-probs."""
     grad, logits, tokens = grad.contiguous(), logits.contiguous(), tokens.contiguous()
     out = torch.empty_like(logits)
-    _kernel("token_logprobs_backward")(
+    kernel("token_logprobs_backward")(
         logits.data_ptr(), *logits.shape, tokens.data_ptr(), 1 / temperature, total.data_ptr(),
-        grad.data_ptr(), out.data_ptr(), _threads(),
+        grad.data_ptr(), out.data_ptr(), threads(),
     )  # fmt: skip
     return out
 
 
-def draw(logits: Tensor, scales: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """A token for each row and its log-prob.
+def draw(
+    logits: Tensor, scales: Tensor, uniform: Tensor, rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Draw D tokens by inverting cumulative distributions.
 
     Args:
-        logits: float32[B, V].
-        scales: float32[B], 1 / temperature of each row, or 0 for the likeliest token.
-        uniform: float64[B] in [0, 1).
+        logits: float32[R, V].
+        scales: float32[D], 1 / temperature of each, or 0 for the likeliest token.
+        uniform: float64[D] in [0, 1).
+        rows: int64[D], which logits each draws from; None when the i-th from the i-th.
 
     Returns:
-        int64[B] and float32[B].
+        int64[D] tokens, and float32[D] their log-probs under the distribution they were drawn from (under the
+        unscaled one where the scale is 0).
     """
-    tokens, logprobs = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
-    failed = _kernel("draw")(
-        logits.data_ptr(),
-        *logits.shape,
-        scales.data_ptr(),
-        uniform.data_ptr(),
-        tokens.data_ptr(),
-        logprobs.data_ptr(),
+    logits, scales = logits.contiguous(), scales.contiguous()
+    count = len(scales)
+    tokens, logprobs = torch.empty(count, dtype=torch.int64), torch.empty(count)
+    draws = _Draws(
+        logits=logits.data_ptr(),
+        scales=scales.data_ptr(),
+        rows=None if rows is None else rows.data_ptr(),
+        uniform=uniform.data_ptr(),
+        count=count,
+        size=logits.shape[1],
+        tokens=tokens.data_ptr(),
+        logprobs=logprobs.data_ptr(),
     )
-    _check(failed, "drawing tokens")
+    check(kernel("draw")(byref(draws), threads()), "drawing tokens")
     return tokens, logprobs
+
+
+def attend_paged(
+    q: Tensor, k: Tensor, v: Tensor, cache: Cache, step: Step, *, layer: int, scale: float, window: int
+) -> Tensor:
+    """Keep float32[N, KV, D] keys and values, then attend from float32[N, H, D]; returns float32[N, H, D].
+
+    Args:
+        scale: of the scores.
+        window: tokens a query sees, itself among them; 0 means all.
+    """
+    q, k, v = (_rows(x) for x in (q, k, v))
+    out = torch.empty(q.shape)
+    call = _Paged(
+        cache=ctypes.pointer(cache),
+        step=ctypes.pointer(step),
+        q=q.data_ptr(),
+        out=out.data_ptr(),
+        layer=layer,
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        size=q.shape[2],
+        window=window,
+        q_stride=q.stride(0),
+        out_stride=out.stride(0),
+        scale=scale,
+        k=k.data_ptr(),
+        v=v.data_ptr(),
+        k_stride=k.stride(0),
+        v_stride=v.stride(0),
+    )
+    check(kernel("attend_paged")(byref(call), threads()), "attention")
+    return out
 
 
 class Spans:
@@ -303,7 +410,7 @@ def attend_packed(
     q, k, v = (_rows(x) for x in (q, k, v))
     out, total = torch.zeros(q.shape), torch.zeros(q.shape[:2])
     packed = _packed((q, k, v, out, total), spans, scale, window)
-    _check(_kernel("attend_packed")(byref(packed), _threads()), "attention")
+    check(kernel("attend_packed")(byref(packed), threads()), "attention")
     return out, total
 
 
@@ -322,8 +429,8 @@ def attend_packed_backward(
     packed = _packed((q, k, v, *forward[3:]), spans, scale, window)
     packed.grad_out = grad.data_ptr()
     packed.grad_q, packed.grad_k, packed.grad_v = (x.data_ptr() for x in (grad_q, grad_k, grad_v))
-    failed = _kernel("attend_packed_backward")(byref(packed), _threads())
-    _check(failed, "the gradient of attention")
+    failed = kernel("attend_packed_backward")(byref(packed), threads())
+    check(failed, "the gradient of attention")
     return grad_q, grad_k, grad_v
 
 
@@ -349,7 +456,8 @@ def _packed(
     )
 
 
-def _threads() -> int:
+def threads() -> int:
+    """How many threads kernels use: as many as torch."""
     return torch.get_num_threads()
 
 
@@ -358,6 +466,7 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
-def _check(failed: int, where: str) -> None:
+def check(failed: int, where: str) -> None:
+    """Raise WorkFailedError where a kernel returned that memory ran out."""
     if failed:
         raise WorkFailedError("out of memory", where=where, remedy="use shorter sequences or smaller batches")

@@ -147,7 +147,7 @@ INLINE void backward_of_query(
     int64_t size = p->size, longest = p->longest, most = longest / BLOCK, start = first_seen(p, position);
     int64_t from = start / BLOCK, to = position / BLOCK + 1, at = (row * p->heads + first) * size, block;
     const float *q = p->q + row * p->q_stride + first * size, *grad = p->grad_out + at, *out = p->out + at;
-    struct blocks keys = {.keys = g->pointers}, values = {.keys = g->pointers + 2 * most, .values = g->pointers + 3 * most};
+    struct blocks keys = {.keys = g->pointers, .values = g->pointers}, values = {.keys = g->pointers + 2 * most, .values = g->pointers + 3 * most};
     for (block = from; block + 4 <= to; block += 4) {
         block_scores(q, size, &keys, block, size, p->scale, g->scores, longest, heads, 4, CACHE_FLOAT32);
         block_scores(grad, size, &values, block, size, 1.0f, g->grads, longest, heads, 4, CACHE_FLOAT32);

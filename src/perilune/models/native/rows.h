@@ -34,6 +34,13 @@ INLINE void rotate_row(
     }
 }
 
+/* x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) */
+INLINE v16 gelu_tanh(v16 x)
+{
+    v16 inner = splat(0.7978845608f) * (x + splat(0.044715f) * x * x * x);
+    return x / (splat(1.0f) + exponential(splat(-2.0f) * inner)); /* x (1 + tanh(inner)) / 2 */
+}
+
 /* log of the sum of exp(x * scale), the largest term first taken out. */
 INLINE float log_sum_exp(const float *x, int64_t size, float scale)
 {

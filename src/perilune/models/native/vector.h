@@ -69,32 +69,33 @@ INLINE v16 widen_bytes(const int8_t *p)
 #endif
 }
 
+#define SHUFFLE(x, ...) __builtin_shufflevector(x, x, __VA_ARGS__)
+#define ACROSS(x, JOIN)                                                                       \
+    x = JOIN(x, SHUFFLE(x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));            \
+    x = JOIN(x, SHUFFLE(x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));            \
+    x = JOIN(x, SHUFFLE(x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));            \
+    x = JOIN(x, SHUFFLE(x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+
+INLINE v16 added(v16 a, v16 b) { return a + b; }
+
 INLINE float sum(v16 x)
 {
-    float lane[LANES];
-    store(lane, x);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) lane[i] += lane[i + width];
-    return lane[0];
+    ACROSS(x, added)
+    return x[0];
 }
 
 INLINE float maximum(v16 x)
 {
-    float lane[LANES], best;
-    store(lane, x);
-    best = lane[0];
-    for (int i = 1; i < LANES; i++) best = lane[i] > best ? lane[i] : best;
-    return best;
+    ACROSS(x, larger)
+    return x[0];
 }
 
-/* exp(x) within 2 units in the last place; 0 below -87.3, where float32 loses its normal numbers.
- * x = n ln 2 + r, exp(r) by the Taylor polynomial of degree 6 (|r| <= 0.35), 2^n put into the exponent.
+/* exp(x) within 2 units in the last place; 0 below -87.3, where float32 loses its normal numbers, and at most
+ * exp(88). x = n ln 2 + r, exp(r) by the Taylor polynomial of degree 6 (|r| <= 0.35), 2^n put into the exponent.
  * NaN stays NaN. */
 INLINE v16 exponential(v16 x)
 {
     v16 bounded = pick(x > splat(88.0f), splat(88.0f), x);
-    i16 tiny = bounded < splat(-87.33654f);
-    bounded = pick(tiny, splat(0.0f), bounded);
     v16 shifted = bounded * splat(1.44269504f) + splat(12582912.0f); /* rounds to the nearest integer */
     v16 n = shifted - splat(12582912.0f);
     v16 r = n * splat(-0.693359375f) + bounded;
@@ -107,8 +108,7 @@ INLINE v16 exponential(v16 x)
     p = p * r + splat(1.0f);
     p = p * r + splat(1.0f);
     i16 exponent = ((i16)shifted - (i16)splat(12582912.0f) + 127) << 23;
-    v16 result = p * (v16)exponent;
-    return pick(x != x, x, pick(tiny, splat(0.0f), result));
+    return pick(bounded < splat(-87.33654f), splat(0.0f), p * (v16)exponent);
 }
 
 INLINE v16 silu(v16 x) { return x / (splat(1.0f) + exponential(-x)); }

@@ -1,0 +1,176 @@
+"""A whole step of a dense decoder in one call: its weights laid out for the kernels."""
+
+from __future__ import annotations
+
+from ctypes import Array, Structure, addressof, byref, c_float, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from perilune.models.config import DecoderConfig
+from perilune.models.decoder import MLP, NORM_NAMES, Block, Decoder, RMSNorm
+from perilune.models.native import ops
+from perilune.models.native.ops import (
+    LANES,
+    PANEL,
+    Cache,
+    PackedWeight,
+    Step,
+    Weight,
+    WeightKind,
+    pack_weight,
+)
+from perilune.models.rope import Rope
+
+
+class _Layer(Structure):
+    """struct layer."""
+
+    _fields_ = (
+        *((name, Weight) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm")),
+        *((name, c_void_p) for name in ("q_norm", "k_norm", "cosine", "sine")),
+        ("window", c_int64),
+    )
+
+
+class _Model(Structure):
+    """struct model."""
+
+    _fields_ = (
+        *(
+            (name, c_int64)
+            for name in ("layers", "hidden", "inner", "heads", "kv_heads", "size", "vocabulary")
+        ),
+        *((name, c_int64) for name in ("qk_norm_whole", "activation", "embedding_kind")),
+        *((name, c_void_p) for name in ("layer", "embedding", "final_norm")),
+        ("head", Weight),
+        *((name, c_float) for name in ("eps", "attention_scale", "embedding_scale", "logit_cap")),
+    )
+
+
+def supports(config: DecoderConfig, kind: WeightKind = "float32") -> bool:
+    """Whether `NativeDecoder` computes such a model: dense, its sizes multiples of what registers hold."""
+    even = kind != "bfloat16" or config.intermediate_size % 2 == 0
+    whole = config.hidden_size % LANES == 0 and config.head_dim % (2 * LANES) == 0
+    return config.experts is None and whole and even and ops.available()
+
+
+class NativeDecoder:
+    """A copy of a decoder's present weights, and the step over a paged cache.
+
+    In float32 its numbers are those of the decoder itself, bit by bit, in every batch.
+
+    Args:
+        decoder: one that `supports` speaks for, on the CPU.
+        kind: how its matrices are kept. "bfloat16" also rounds what they multiply; sums are float32 always.
+    """
+
+    def __init__(self, decoder: Decoder, kind: WeightKind) -> None:
+        self.config = decoder.config
+        self._decoder = decoder  # for its rotations, which are no weights
+        self._held: list[Tensor] = []  # the memory that the structures point to
+        self._layers: Array[_Layer] = (_Layer * self.config.num_layers)(
+            *(self._layer(block, kind) for block in decoder.model.layers)  # type: ignore[arg-type]
+        )
+        self._model = self._describe(decoder, kind)
+        self._reach = 0
+        self._reserve(1)
+
+    def step(self, cache: Cache, step: Step, last: int) -> None:
+        """Compute `step`, whose largest position is `last`; its logits and the cache are written."""
+        self._reserve(last + 1)
+        ops.check(ops.kernel("step")(byref(self._model), cache, step, ops.threads()), "a decoding step")
+
+    def _describe(self, decoder: Decoder, kind: WeightKind) -> _Model:
+        config, family = self.config, self.config.family
+        embedding = decoder.model.embed_tokens.weight.detach()
+        embedding = (
+            embedding.float().clone() if kind == "float32" else embedding.to(torch.bfloat16, copy=True)
+        )
+        self._held.append(embedding)
+        weight, bias = decoder.head.joined()
+        return _Model(
+            layers=config.num_layers,
+            hidden=config.hidden_size,
+            inner=config.intermediate_size,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            size=config.head_dim,
+            vocabulary=config.vocab_size,
+            qk_norm_whole=config.qk_norm == "full",
+            activation=ops.ACTIVATIONS["silu" if family.activation == "silu" else "gelu_tanh"],
+            embedding_kind=ops.KINDS[embedding.dtype],
+            layer=addressof(self._layers),
+            embedding=embedding.data_ptr(),
+            final_norm=self._vector(decoder.model.norm.factor()),
+            head=self._weight(weight, bias, kind),
+            eps=config.rms_norm_eps,
+            attention_scale=config.head_dim**-0.5,
+            embedding_scale=config.hidden_size**0.5 if family.scaled_embeddings else 1.0,
+            logit_cap=config.logit_softcap or 0.0,
+        )
+
+    def _layer(self, block: Block, kind: WeightKind) -> _Layer:
+        attention, mlp, family = block.self_attn, block.mlp, self.config.family
+        assert isinstance(mlp, MLP)
+        before_attention, after_attention, before_mlp, after_mlp = (
+            self._norm(getattr(block, name) if name else None)
+            for name in NORM_NAMES[family.pre_norm, family.post_norm]
+        )
+        q_norm = k_norm = None
+        if attention.qk_norm == "head":
+            both = attention.qk_norm_weight()
+            q_norm, k_norm = self._vector(both[0]), self._vector(both[attention.heads])
+        elif attention.qk_norm == "full":
+            q_norm, k_norm = self._norm(attention.q_norm), self._norm(attention.k_norm)
+        return _Layer(
+            qkv=self._weight(*attention.qkv.joined(), kind),
+            out=self._weight(*attention.out.joined(), kind),
+            gate_up=self._weight(*_in_whole_panels(mlp.gate.joined(), mlp.up.joined()), kind),
+            down=self._weight(*mlp.down.joined(), kind),
+            attention_norm=before_attention,
+            mlp_norm=before_mlp,
+            attention_out_norm=after_attention,
+            mlp_out_norm=after_mlp,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            window=attention.window or 0,
+        )
+
+    def _weight(self, weight: Tensor, bias: Tensor | None, kind: WeightKind) -> Weight:
+        packed: PackedWeight = pack_weight(weight, bias, kind)
+        self._held += packed.tensors
+        return packed.struct
+
+    def _norm(self, norm: RMSNorm | None) -> int | None:
+        return None if norm is None else self._vector(norm.factor())
+
+    def _vector(self, values: Tensor) -> int:
+        vector = values.detach().float().clone()
+        self._held.append(vector)
+        return vector.data_ptr()
+
+    def _reserve(self, positions: int) -> None:
+        """Have rotations for so many positions."""
+        if positions <= self._reach:
+            return
+        self._reach = max(positions, 2 * self._reach, 1024)
+        self._rotations: dict[Rope, list[Tensor]] = {}
+        for index, layer in enumerate(self._layers):
+            rope = self.config.rope_of(index)
+            if rope not in self._rotations:
+                tables = self._decoder.rotary(torch.arange(self._reach), rope)
+                self._rotations[rope] = [table.float().contiguous() for table in tables]
+            layer.cosine, layer.sine = (table.data_ptr() for table in self._rotations[rope])
+
+
+def _in_whole_panels(
+    gate: tuple[Tensor, Tensor | None], up: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    """Gate, rows of zeros up to a whole panel, then up."""
+    gap = -len(gate[0]) % PANEL
+    weight = torch.cat([gate[0], gate[0].new_zeros(gap, gate[0].shape[1]), up[0]])
+    if gate[1] is None or up[1] is None:
+        return weight, None
+    return weight, torch.cat([gate[1], gate[1].new_zeros(gap), up[1]])

@@ -1,0 +1,208 @@
+/* The paged cache: keeping keys and values in it, and attention over it. */
+#pragma once
+#include <stdlib.h>
+#include "attention.h"
+#include "threads.h"
+
+struct cache {
+    void *keys, *values; /* [layers][blocks][KV][D][16] and [layers][blocks][KV][16][D] */
+    float *key_scales, *value_scales; /* [layers][blocks][KV][16], int8 only */
+    int64_t blocks, kind;
+};
+
+/* Tokens of one step: row r stands at positions[r] of sequence[r], whose blocks a row of `tables` names. */
+struct step {
+    int64_t rows, tables_stride, logit_count;
+    const int64_t *tokens, *positions, *logit_rows;
+    const int64_t *sequence;
+    const int32_t *tables; /* [sequences][tables_stride] */
+    float *logits;         /* [logit_count][V] */
+};
+
+INLINE int64_t block_of(const struct step *step, int64_t row, int64_t position)
+{
+    return step->tables[(int64_t)step->sequence[row] * step->tables_stride + position / BLOCK];
+}
+
+/* Keep one key and value, float[D] each, of one head in their block. */
+static void keep(const struct cache *cache, int64_t place, int64_t size, int64_t at, const float *k, const float *v)
+{
+    int64_t start = place * size * BLOCK;
+    if (cache->kind == CACHE_INT8) {
+        int8_t *keys = (int8_t *)cache->keys + start, *values = (int8_t *)cache->values + start;
+        float k_top = 1e-30f, v_top = 1e-30f;
+        for (int64_t d = 0; d < size; d++) {
+            k_top = fabsf(k[d]) > k_top ? fabsf(k[d]) : k_top;
+            v_top = fabsf(v[d]) > v_top ? fabsf(v[d]) : v_top;
+        }
+        cache->key_scales[place * BLOCK + at] = k_top / 127.0f;
+        cache->value_scales[place * BLOCK + at] = v_top / 127.0f;
+        for (int64_t d = 0; d < size; d++) {
+            keys[d * BLOCK + at] = (int8_t)lrintf(k[d] / k_top * 127.0f);
+            values[at * size + d] = (int8_t)lrintf(v[d] / v_top * 127.0f);
+        }
+    } else if (cache->kind == CACHE_BFLOAT16) {
+        uint16_t *keys = (uint16_t *)cache->keys + start, *values = (uint16_t *)cache->values + start;
+        for (int64_t d = 0; d < size; d++) keys[d * BLOCK + at] = narrow(k[d]), values[at * size + d] = narrow(v[d]);
+    } else {
+        float *keys = (float *)cache->keys + start, *values = (float *)cache->values + start;
+        for (int64_t d = 0; d < size; d++) keys[d * BLOCK + at] = k[d];
+        memcpy(values + at * size, v, size * sizeof(float));
+    }
+}
+
+/* One layer's attention of a step: q[rows][heads * D] in, out[rows][heads * D]. */
+struct attention {
+    const struct cache *cache;
+    const struct step *step;
+    const float *q;
+    float *out;
+    int64_t layer, heads, kv_heads, size, window, q_stride, out_stride;
+    float scale;
+};
+
+/* What a thread needs for it, for sequences of up to `longest` positions, a multiple of 16. */
+struct attention_room {
+    float *scores;
+    const void **pointers;
+    int64_t longest;
+};
+
+static int64_t longest_of(const struct step *step)
+{
+    int64_t last = 0;
+    for (int64_t row = 0; row < step->rows; row++) last = step->positions[row] > last ? step->positions[row] : last;
+    return (last / BLOCK + 1) * BLOCK;
+}
+
+static int make_attention_room(struct attention_room *room, int64_t longest)
+{
+    room->longest = longest;
+    room->scores = malloc(MOST_HEADS * longest * sizeof(float));
+    room->pointers = malloc(2 * 4 * longest / BLOCK * sizeof(void *)); /* of two pairs */
+    return !room->scores || !room->pointers;
+}
+
+static void free_attention_room(struct attention_room *room)
+{
+    free(room->scores);
+    free(room->pointers);
+}
+
+#define HEADS(COUNT, KIND)                                                                                   \
+    attend_heads(q, a->size, kv, start, position + 1, a->size, a->scale, room->scores, room->longest, out, a->size, 0, \
+                 COUNT, KIND);                                                                               \
+    break
+#define DEFINE_ATTEND(NAME, KIND)                                                                      \
+    static __attribute__((noinline)) void NAME(const struct attention *a, const struct attention_room *room, \
+        const struct blocks *kv, const float *q, float *out, int64_t start, int64_t position, int64_t count) \
+    {                                                                                                  \
+        switch (count) {                                                                               \
+        case 1: HEADS(1, KIND);                                                                        \
+        case 2: HEADS(2, KIND);                                                                        \
+        case 3: HEADS(3, KIND);                                                                        \
+        default: HEADS(4, KIND);                                                                       \
+        }                                                                                              \
+    }
+DEFINE_ATTEND(attend_float32, CACHE_FLOAT32)
+DEFINE_ATTEND(attend_bfloat16, CACHE_BFLOAT16)
+DEFINE_ATTEND(attend_int8, CACHE_INT8)
+
+/* Where the keys and values of one (row, key-value head) pair lie. */
+struct pair {
+    struct blocks blocks;
+    int64_t row, head, position, start;
+};
+
+static void find_pair(
+    const struct attention *a, const struct attention_room *room, int64_t index, int64_t slot, struct pair *pair)
+{
+    const struct cache *cache = a->cache;
+    int64_t most = room->longest / BLOCK, bytes = element_bytes(cache->kind) * a->size * BLOCK;
+    const void **keys = room->pointers + slot * 4 * most, **values = keys + most;
+    const float **key_scales = (const float **)(values + most), **value_scales = key_scales + most;
+    pair->row = index / a->kv_heads, pair->head = index % a->kv_heads;
+    pair->position = a->step->positions[pair->row];
+    pair->start = a->window && pair->position + 1 > a->window ? pair->position + 1 - a->window : 0;
+    for (int64_t block = pair->start / BLOCK; block <= pair->position / BLOCK; block++) {
+        int64_t number = block_of(a->step, pair->row, block * BLOCK);
+        int64_t place = (a->layer * cache->blocks + number) * a->kv_heads + pair->head;
+        keys[block] = (const char *)cache->keys + place * bytes;
+        values[block] = (const char *)cache->values + place * bytes;
+        if (cache->kind != CACHE_INT8) continue;
+        key_scales[block] = cache->key_scales + place * BLOCK;
+        value_scales[block] = cache->value_scales + place * BLOCK;
+    }
+    pair->blocks = (struct blocks){.keys = keys, .values = values, .key_scales = key_scales, .value_scales = value_scales};
+}
+
+/* Attention of this thread's share of (row, key-value head) pairs. */
+static void attend_pairs(const struct attention *a, const struct attention_room *room, int64_t rank, int64_t threads)
+{
+    int64_t group = a->heads / a->kv_heads, from, to, kind = a->cache->kind;
+    struct pair pairs[2];
+    share(a->step->rows * a->kv_heads, 1, rank, threads, &from, &to);
+    if (from < to) find_pair(a, room, from, 0, &pairs[0]);
+    for (int64_t index = from; index < to; index++) {
+        struct pair *pair = &pairs[(index - from) % 2], *next = &pairs[(index - from + 1) % 2];
+        if (index + 1 < to) {
+            find_pair(a, room, index + 1, (index - from + 1) % 2, next);
+            pair->blocks.ahead = next->blocks.keys;
+            /* before `start` its pointers are not set */
+            pair->blocks.ahead_end = next->start ? 0 : next->position / BLOCK + 1;
+        }
+        for (int64_t done = 0; done < group; done += MOST_HEADS) {
+            int64_t count = group - done < MOST_HEADS ? group - done : MOST_HEADS;
+            int64_t at = (pair->head * group + done) * a->size;
+            const float *q = a->q + pair->row * a->q_stride + at;
+            float *out = a->out + pair->row * a->out_stride + at;
+            if (kind == CACHE_INT8) attend_int8(a, room, &pair->blocks, q, out, pair->start, pair->position, count);
+            else if (kind == CACHE_BFLOAT16)
+                attend_bfloat16(a, room, &pair->blocks, q, out, pair->start, pair->position, count);
+            else attend_float32(a, room, &pair->blocks, q, out, pair->start, pair->position, count);
+        }
+    }
+}
+
+/* Keep k and v, float[rows][KV * D] each, of rows [from, to). */
+static void keep_rows(
+    const struct attention *a, const float *k, int64_t k_stride, const float *v, int64_t v_stride, int64_t from,
+    int64_t to)
+{
+    for (int64_t row = from; row < to; row++) {
+        int64_t position = a->step->positions[row], number = block_of(a->step, row, position);
+        int64_t place = (a->layer * a->cache->blocks + number) * a->kv_heads;
+        for (int64_t head = 0; head < a->kv_heads; head++)
+            keep(a->cache, place + head, a->size, position % BLOCK, k + row * k_stride + head * a->size,
+                 v + row * v_stride + head * a->size);
+    }
+}
+
+/* The same for a decoder that is computed elsewhere, layer by layer: keep k and v, then attend. */
+struct attention_call {
+    struct attention attention;
+    const float *k, *v;
+    int64_t k_stride, v_stride;
+    atomic_int failed;
+};
+
+static void attention_part(void *argument, int64_t rank, struct team *team)
+{
+    struct attention_call *call = argument;
+    const struct attention *a = &call->attention;
+    struct attention_room room;
+    int64_t from, to;
+    if (make_attention_room(&room, longest_of(a->step))) atomic_store(&call->failed, 1);
+    share(a->step->rows, 1, rank, team->size, &from, &to);
+    keep_rows(a, call->k, call->k_stride, call->v, call->v_stride, from, to);
+    meet(team); /* a row attends to what other threads have kept */
+    if (!atomic_load(&call->failed)) attend_pairs(a, &room, rank, team->size);
+    free_attention_room(&room);
+}
+
+int perilune_attend_paged(struct attention_call *call, int64_t threads)
+{
+    atomic_store(&call->failed, 0);
+    run_together(attention_part, call, threads);
+    return atomic_load(&call->failed);
+}
