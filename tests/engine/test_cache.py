@@ -1,50 +1,52 @@
-"""Memory that is taken again, and a cache that grows without losing anything."""
+"""The paged cache: what is stored comes back in the order of positions, whatever blocks it lies in."""
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perilune.engine.cache import KVCache, Memory
+from perilune.engine.cache import PagedCache, Places, Table
 from perilune.models.config import PRESETS
 
 CONFIG = PRESETS["tiny"].replace(num_heads=4, num_kv_heads=2)
+CPU = torch.device("cpu")
 
 
-def memory() -> Memory:
-    return Memory(torch.device("cpu"), torch.float32)
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 70), min_size=1, max_size=4), st.integers(0, 2**32 - 1))
+def test_what_is_stored_is_gathered_in_order(lengths: list[int], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    columns = -(-max(lengths) // 16)
+    tables = 1 + rng.permutation(columns * len(lengths)).reshape(len(lengths), columns)
+    cache = PagedCache(CONFIG, tables.size + 1, torch.float32)
+    tokens = [(sequence, position) for sequence, n in enumerate(lengths) for position in range(n)]
+    sequence, position = rng.permutation(np.array(tokens)).T
+    k, v = torch.randn(2, len(tokens), 2, 32)
+    cache.store(1, Places(tables[sequence, position // 16], position % 16, 2, CPU), k, v)
+    keys, values = cache.gather(1, Table(tables, 2, 32, CPU))
+    at = torch.from_numpy(sequence * 2)[:, None] + torch.arange(2), torch.from_numpy(position)[:, None]
+    assert torch.equal(keys[at], k)
+    assert torch.equal(values[at], v)
 
 
-@given(st.lists(st.integers(1, 100), min_size=1, max_size=6), st.integers(1, 4))
-def test_what_is_stored_survives_growth_and_moves(lengths: list[int], slots: int) -> None:
-    cache = KVCache(CONFIG, slots, memory())
-    keys = torch.randn(sum(lengths), slots, 2, 32)
-    stored = 0
-    for length in lengths:
-        cache.reserve(stored + length, slots)
-        for position in range(stored, stored + length):
-            at = torch.full((slots,), position)
-            cache.store(1, cache.places(at), keys[position], -keys[position])
-        stored += length
-    cache.move(torch.tensor([slots - 1]), torch.tensor([0]), stored)
-    keys[:, 0] = keys[:, slots - 1]
-    assert torch.equal(cache.keys[1, ..., :stored], keys.permute(1, 2, 3, 0))
-    assert torch.equal(cache.values[1, :, :, :stored], -keys.permute(1, 2, 0, 3))
+def test_blocks_are_copied_in_all_layers() -> None:
+    cache = PagedCache(CONFIG, 6, torch.float32)
+    cache.keys.copy_(torch.randn_like(cache.keys))
+    cache.values.copy_(torch.randn_like(cache.values))
+    keys, values = cache.keys.clone(), cache.values.clone()
+    cache.copy(np.array([1, 1, 2], dtype=np.int32), np.array([3, 4, 5], dtype=np.int32))
+    order = [0, 1, 2, 1, 1, 2]
+    assert torch.equal(cache.keys, keys[:, order])
+    assert torch.equal(cache.values, values[:, order])
 
 
-def test_memory_is_taken_again() -> None:
-    pool = memory()
-    first = pool.take(100)
-    place = first.data_ptr()
-    pool.give(first)
-    assert pool.take(60).data_ptr() == place
-    assert pool.take(60).data_ptr() != place
-
-
-def test_buffers_that_are_too_small_are_let_go() -> None:
-    pool = memory()
-    pool.give(pool.take(10))
-    large = pool.take(1000)
-    assert not large.any()
-    assert pool.take(10).numel() == 10
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_its_memory_is_what_its_dtype_takes(dtype: torch.dtype) -> None:
+    cache = PagedCache(CONFIG, 10, dtype)
+    taken = cache.keys.nbytes + cache.values.nbytes
+    assert taken == 10 * 16 * 2 * CONFIG.num_layers * 2 * 32 * dtype.itemsize
+    assert cache.keys.dtype == dtype
+    assert not cache.keys.any()

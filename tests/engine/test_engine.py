@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perilune.engine import engine as engine_module
 from perilune.engine.engine import Engine
-from perilune.engine.sampling import Completion, Prompt, SamplingParams
+from perilune.engine.request import Completion, Prompt, SamplingParams
+from perilune.engine.runner import TorchRunner
+from perilune.engine.scheduler import StepBatch
 from perilune.errors import RequestError, WorkFailedError
 from perilune.models import kernels
 from perilune.models.attention import PackedAttention
@@ -84,7 +85,7 @@ def test_no_prompts_and_no_samples() -> None:
 def one_by_one(prompt: Prompt, sample: int, params: SamplingParams) -> list[int]:
     """The same draws by the whole sequence's forward pass for every token, without a cache."""
     from perilune.engine.random import uniforms
-    from perilune.engine.sampling import draw
+    from perilune.engine.sampler import draw
 
     tokens = list(prompt.token_ids)
     for position in range(params.max_tokens):
@@ -263,8 +264,7 @@ def test_weights_may_change_in_flight_and_every_token_says_which_sampled_it() ->
             engine.update_weights(None, 1)
 
     groups = engine.sample(prompts([4, 4]), 2, SamplingParams(max_tokens=9), progress)
-    # What the fifth token is drawn from was computed before the change.
-    assert all(one.policy_version.tolist() == [0] * 5 + [1] * 4 for group in groups for one in group)
+    assert all(one.policy_version.tolist() == [0] * 4 + [1] * 5 for group in groups for one in group)
     assert calls[0] == (0, 4)
     assert calls[-1] == (4, 4)
 
@@ -279,13 +279,13 @@ def test_a_group_larger_than_the_slots_computes_its_prompt_again_and_agrees() ->
 
 def test_finished_samples_do_not_cost_further_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = []
-    decode = engine_module._Batch.decode
+    run = TorchRunner.run
 
-    def count(self: Any, decoder: Decoder, version: int) -> None:
-        rows.append(len(self.active))
-        decode(self, decoder, version)
+    def count(self: TorchRunner, batch: StepBatch) -> torch.Tensor:
+        rows.append(batch.decodes)
+        return run(self, batch)
 
-    monkeypatch.setattr(engine_module._Batch, "decode", count)
+    monkeypatch.setattr(TorchRunner, "run", count)
     groups = Engine(DECODER, slots=16).sample(prompts([4] * 8), 8, SamplingParams(50, stop_token_ids=STOP))
     sampled = sum(len(one.token_ids) for group in groups for one in group)
     assert sum(rows) == sampled - 64  # every token but a sample's last is fed once

@@ -1,153 +1,263 @@
-"""The KV cache of a batch: one slot a sample, left-aligned, and the attention that reads it."""
+"""The paged KV cache, and the attention of one step over it.
+
+Blocks are gathered into the order of positions before each product. That costs a copy, and buys that a query
+meets its keys exactly as it does when its whole sequence is computed at once: see `models/attention.py`.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from perilune.models.attention import PackedAttention, attend_one, padded
+from perilune.engine.blocks import BLOCK, NULL_BLOCK, Blocks
+from perilune.engine.scheduler import StepBatch
+from perilune.models.attention import attend
 from perilune.models.config import DecoderConfig
 
-_GAP = 64  # least elements between heads: memory is slow where many things lie a power of two apart
+_CUT = 192 // BLOCK  # blocks: keys behind a window are left out in these multiples (see `attend`)
+_QUERIES = 512  # most queries of a sequence in one product
+_SCORES = 1 << 24  # most attention scores held at a time
 
 
-class Memory:
-    """Buffers that are given back and taken again: the first touch of fresh memory is slow.
-
-    What they hold is arbitrary but finite, as long as nothing else was written to them.
-    """
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self._device, self._dtype = device, dtype
-        self._free: list[Tensor] = []
-
-    def take(self, elements: int) -> Tensor:
-        """A buffer of at least that many elements."""
-        for index, buffer in enumerate(self._free):
-            if buffer.numel() >= elements:
-                return self._free.pop(index)
-        self._free.clear()  # all too small
-        return torch.zeros(elements, device=self._device, dtype=self._dtype)
-
-    def give(self, buffer: Tensor) -> None:
-        """Let `buffer` be taken again."""
-        self._free.append(buffer)
-
-
-class KVCache:
-    """Keys and values of up to `slots` samples.
-
-    It is hardly longer than the longest sample, and laid out anew when that grows: products read what lies
-    close together several times as fast.
+class PagedCache:
+    """Keys and values of every layer, in blocks of 16 tokens.
 
     Attributes:
-        keys: [layers, slots, KV, D, capacity]; a key is a column, because products read them that way.
-        values: [layers, slots, KV, capacity, D].
+        keys: [layers, blocks, KV, D, 16]; a key is a column, because products read them that way.
+        values: [layers, blocks, KV, 16, D].
     """
 
-    def __init__(self, config: DecoderConfig, slots: int, memory: Memory) -> None:
-        self.config, self.slots = config, slots
-        self._memory = memory
-        self._lay_out(0)
+    def __init__(
+        self, config: DecoderConfig, num_blocks: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        heads, size = config.num_kv_heads, config.head_dim
+        layout = (config.num_layers, num_blocks, heads)
+        self.keys = _zeros((*layout, size, BLOCK), dtype, torch.device(device))
+        self.values = _zeros((*layout, BLOCK, size), dtype, torch.device(device))
+        self._key_rows = self.keys.view(config.num_layers, -1, BLOCK)
+        self._value_rows = self.values.view(config.num_layers, -1, size)
+        self._value_blocks = self.values.view(config.num_layers, num_blocks * heads, BLOCK * size)
 
-    def _lay_out(self, capacity: int) -> None:
-        heads, size = self.config.num_kv_heads, self.config.head_dim
-        self.capacity, self._stride = capacity, capacity + -(-_GAP // size)
-        shape = (2, self.config.num_layers, self.slots, heads, self._stride, size)
-        self._buffer = self._memory.take(math.prod(shape))
-        keys, values = self._buffer[: math.prod(shape)].view(shape).unbind()
-        self.keys = keys.flatten(-2)[..., : capacity * size].view(*shape[1:-2], size, capacity)
-        self.values = values[..., :capacity, :]
-        self._value_rows = values.flatten(1, 3)
+    def store(self, layer: int, places: Places, k: Tensor, v: Tensor) -> None:
+        """Keep float[N, KV, D] keys and values."""
+        self.keys[layer][places.blocks, :, :, places.offsets] = k.to(self.keys.dtype)
+        self._value_rows[layer].index_copy_(
+            0, places.value_rows, v.reshape(-1, v.shape[-1]).to(self.keys.dtype)
+        )
 
-    def reserve(self, length: int, used: int) -> None:
-        """Make room for `length` tokens a slot; only the first `used` slots are kept."""
-        if length <= self.capacity:
-            return
-        held, keys, values, buffer = self.capacity, self.keys, self.values, self._buffer
-        self._lay_out(padded(max(length, held + held // 8)))
-        self.keys[:, :used, ..., :held] = keys[:, :used]
-        self.values[:, :used, :, :held] = values[:, :used]
-        self._memory.give(buffer)
+    def gather(self, layer: int, table: Table) -> tuple[Tensor, Tensor]:
+        """Keys and values float[S * KV, T, D] in the order of positions."""
+        size = self.values.shape[-1]
+        keys = self._key_rows[layer].index_select(0, table.key_rows)
+        values = self._value_blocks[layer].index_select(0, table.value_blocks)
+        keys = keys.view(-1, size, table.columns).transpose(1, 2)
+        return keys, values.view(-1, table.columns, size)
 
-    def release(self) -> None:
-        """Give its memory back; the cache is not used again."""
-        self._memory.give(self._buffer)
+    def copy(self, sources: Blocks, targets: Blocks) -> None:
+        """Copy blocks, in all layers, over others."""
+        of, to = (torch.from_numpy(x).long().to(self.keys.device) for x in (sources, targets))
+        self.keys[:, to] = self.keys[:, of]
+        self.values[:, to] = self.values[:, of]
 
-    def places(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Where `store` puts tokens at int64[B] positions of the first B slots, until the next `reserve`."""
-        slots = torch.arange(positions.shape[0], device=positions.device)
-        heads = torch.arange(self.config.num_kv_heads, device=positions.device)
-        rows = (slots[:, None] * len(heads) + heads) * self._stride + positions[:, None]
-        return slots, positions, rows.flatten()
-
-    def store(self, layer: int, places: tuple[Tensor, Tensor, Tensor], k: Tensor, v: Tensor) -> None:
-        """Keep float[B, KV, D] keys and values, one token of each of the first B slots."""
-        slots, positions, rows = places
-        self.keys[layer][slots, :, :, positions] = k
-        self._value_rows[layer].index_copy_(0, rows, v.reshape(-1, v.shape[-1]))
-
-    def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        """Copy the first `length` tokens of slots int64[M] `sources` over slots int64[M] `targets`."""
-        self.keys[:, targets, :, :, :length] = self.keys[:, sources, :, :, :length]
-        self.values[:, targets, :, :length] = self.values[:, sources, :, :length]
+    def clear(self) -> None:
+        """Forget everything; what a failure left may not be finite, and would spoil what is masked."""
+        self.keys.zero_()
+        self.values.zero_()
 
 
-class Prefill:
-    """Attention over whole prompts that also stores each prompt's keys and values in its samples' slots.
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Finite, and on a CPU without taking memory before it is used: torch would write the zeros."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    untouched = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(untouched).view(dtype).view(shape)
+
+
+class Places:
+    """Where the tokens of a step are stored.
 
     Args:
-        cu_seqlens: int64[S + 1], bounds of the prompts in the flat tokens.
-        prompt_of_slot: int64[M], which prompt each new slot continues.
-        first_slot: the new slots are first_slot .. first_slot + M.
+        blocks, offsets: int64[N].
+        heads: KV.
     """
 
-    def __init__(self, cache: KVCache, cu_seqlens: Tensor, prompt_of_slot: Tensor, first_slot: int) -> None:
-        self._cache = cache
-        self._packed = PackedAttention(cu_seqlens)
-        self._length = int(cu_seqlens.diff().max())
-        column = torch.arange(self._length, device=cu_seqlens.device)
-        flat = cu_seqlens[:-1][prompt_of_slot, None] + column
-        self._tokens = flat.clamp(max=int(cu_seqlens[-1]) - 1)
-        self._slots = slice(first_slot, first_slot + len(prompt_of_slot))
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-        self._cache.keys[layer, self._slots, :, :, : self._length] = k[self._tokens].permute(0, 2, 3, 1)
-        self._cache.values[layer, self._slots, :, : self._length] = v[self._tokens].transpose(1, 2)
-        return self._packed(layer, q, k, v, window)
+    def __init__(
+        self, blocks: NDArray[np.int64], offsets: NDArray[np.int64], heads: int, device: torch.device
+    ):
+        rows = (blocks[:, None] * heads + np.arange(heads)) * BLOCK + offsets[:, None]
+        self.blocks, self.offsets, self.value_rows = (
+            torch.from_numpy(x).to(device) for x in (blocks, offsets, rows.ravel())
+        )
 
 
-class Decode:
-    """Attention of one new token in each of the first B slots, which it also stores.
+class Table:
+    """Where the blocks int[S, B] of S sequences lie, for all heads."""
+
+    def __init__(self, blocks: NDArray[np.int64], heads: int, size: int, device: torch.device) -> None:
+        per_head = blocks[:, None, :] * heads + np.arange(heads)[:, None]  # [S, KV, B]
+        rows = per_head[:, :, None, :] * size + np.arange(size)[:, None]  # [S, KV, D, B]
+        self.columns = blocks.shape[1] * BLOCK
+        self.key_rows, self.value_blocks = (
+            torch.from_numpy(x.reshape(-1)).to(device) for x in (rows, per_head)
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Queries:
+    """Queries of S sequences that are computed together, M of each.
+
+    Attributes:
+        tokens: int64[S, M] places in the batch; None for the first S tokens with M = 1.
+        positions: int64[S, M].
+        table: int64[S, B].
+    """
+
+    tokens: NDArray[np.int64] | None
+    positions: NDArray[np.int64]
+    table: NDArray[np.int64]
+
+
+class PagedAttention:
+    """Attention of the tokens of one step, which it also stores. An `Attention` for the decoder.
 
     Args:
-        positions: int64[B], where the new tokens stand in their sequences.
-        longest: the largest position + 1.
+        batch: what the step computes.
+        tokens: how many tokens the decoder computes: those of the batch, and padding after them.
     """
 
-    def __init__(self, cache: KVCache, positions: Tensor, longest: int) -> None:
-        self._cache, self._positions = cache, positions
-        count = positions.shape[0]
-        self._places = cache.places(positions)
-        self._columns = torch.arange(padded(longest), device=positions.device)
-        self._masks: dict[int | None, Tensor] = {}
-        self._keys = cache.keys[:, :count, :, :, : len(self._columns)].transpose(-1, -2).flatten(1, 2)
-        self._values = cache.values[:, :count, :, : len(self._columns)].flatten(1, 2)
+    def __init__(self, cache: PagedCache, batch: StepBatch, tokens: int) -> None:
+        self._cache, self._device = cache, cache.keys.device
+        self._heads, self._size = cache.keys.shape[2:4]
+        fed = len(batch.token_ids)
+        blocks, offsets = np.full(tokens, NULL_BLOCK, dtype=np.int64), np.zeros(tokens, dtype=np.int64)
+        column, offsets[:fed] = np.divmod(batch.positions, BLOCK)
+        counts = np.diff(batch.cu_seqlens)
+        sequence = np.arange(fed) if batch.decodes == fed else np.repeat(np.arange(len(counts)), counts)
+        blocks[:fed] = batch.block_tables[sequence, column]
+        self._places = Places(blocks, offsets, self._heads, self._device)
+        self._queries = list(_in_groups(batch))
+        self._parts: dict[int | None, list[_Part]] = {}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         self._cache.store(layer, self._places, k, v)
-        if window not in self._masks:
-            self._masks[window] = self._mask(window)
-        return attend_one(q, self._keys[layer], self._values[layer], self._masks[window])
+        if window not in self._parts:
+            group = q.shape[1] // self._heads
+            self._parts[window] = [_Part(of, window, group, self._cache, q) for of in self._queries]
+        parts = self._parts[window]
+        if len(parts) == 1 and parts[0].whole == len(q):
+            return parts[0](layer, q, self._cache)
+        out = torch.zeros_like(q)
+        for part in parts:
+            part.into(out, layer, q, self._cache)
+        return out
 
-    def _mask(self, window: int | None) -> Tensor:
-        """float[B * KV, 1, T] of layers with that window."""
-        at = self._positions[:, None]
-        unseen = self._columns > at
+
+class _Part:
+    """Attention of some queries, of layers with the same window."""
+
+    def __init__(
+        self, queries: _Queries, window: int | None, group: int, cache: PagedCache, q: Tensor
+    ) -> None:
+        sequences, count = queries.positions.shape
+        heads, size = cache.keys.shape[2:4]
+        first = 0
         if window is not None:
-            unseen |= self._columns <= at - window
-        mask = torch.zeros(unseen.shape, device=at.device, dtype=self._cache.keys.dtype)
-        mask = mask.masked_fill_(unseen, -torch.inf)
-        return mask.repeat_interleave(self._cache.keys.shape[2], dim=0)[:, None]
+            first = max(0, int(queries.positions.min()) - window + 1) // BLOCK // _CUT * _CUT
+        last = int(queries.positions.max()) // BLOCK + 1
+        self._shape = sequences, heads, group, count, size
+        self._table = Table(queries.table[:, first:last], heads, size, q.device)
+        self._mask = self._make_mask(queries.positions, first * BLOCK, window, q)
+        self._tokens: Tensor | None = None
+        self.whole = sequences if queries.tokens is None else -1
+        if queries.tokens is not None:
+            self._tokens = torch.from_numpy(queries.tokens.ravel()).to(q.device)
+
+    def __call__(self, layer: int, q: Tensor, cache: PagedCache) -> Tensor:
+        """float[S * M, H, D]."""
+        sequences, heads, group, count, size = self._shape
+        q = q[: self.whole] if self._tokens is None else q.index_select(0, self._tokens)
+        if count > 1:
+            q = q.view(sequences, count, heads * group, size).transpose(1, 2)
+        keys, values = cache.gather(layer, self._table)
+        out = attend(
+            q.reshape(sequences * heads, group * count, size),
+            keys.to(q.dtype),
+            values.to(q.dtype),
+            self._mask,
+        )
+        if count > 1:
+            out = out.view(sequences, heads * group, count, size).transpose(1, 2)
+        return out.reshape(-1, heads * group, size)
+
+    def into(self, out: Tensor, layer: int, q: Tensor, cache: PagedCache) -> None:
+        """Write the outputs where their tokens are."""
+        if self._tokens is None:
+            out[: self.whole] = self(layer, q, cache)
+        else:
+            out.index_copy_(0, self._tokens, self(layer, q, cache))
+
+    def _make_mask(self, positions: NDArray[np.int64], start: int, window: int | None, q: Tensor) -> Tensor:
+        """Broadcastable to [S * KV, G * M, T]: 0 on what a query sees, -inf elsewhere."""
+        sequences, heads, group, count, _ = self._shape
+        if (positions == positions[:1]).all():
+            positions, sequences, heads = positions[:1], 1, 1
+        at = torch.from_numpy(positions).to(q.device)[:, :, None]
+        column = torch.arange(start, start + self._table.columns, device=q.device)
+        unseen = column > at
+        if window is not None:
+            unseen |= column <= at - window
+        mask = torch.zeros(unseen.shape, dtype=q.dtype, device=q.device).masked_fill_(unseen, -torch.inf)
+        if count == 1:
+            return mask if heads == 1 else mask.repeat_interleave(heads, dim=0)
+        mask = mask[:, None, None].expand(sequences, heads, group, -1, -1)
+        return mask.reshape(sequences * heads, group * count, -1)
+
+
+def _in_groups(batch: StepBatch) -> Iterator[_Queries]:
+    """Queries with about as many keys are computed together, so that little of it is for nothing."""
+    blocks = batch.positions // BLOCK + 1
+    decodes = batch.decodes
+    if decodes:
+        buckets = _bucket(blocks[:decodes])
+        for size in np.unique(buckets):
+            rows = np.flatnonzero(buckets == size)
+            tokens = None if len(rows) == decodes else rows[:, None]
+            table = batch.block_tables[rows, : int(blocks[rows].max())]
+            yield _Queries(tokens, batch.positions[rows, None], table.astype(np.int64))
+
+    pieces: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
+    for sequence, (start, end) in enumerate(
+        zip(batch.cu_seqlens[decodes:-1].tolist(), batch.cu_seqlens[decodes + 1 :].tolist(), strict=True),
+        decodes,
+    ):
+        for begin in range(start, end, _QUERIES):
+            stop = min(begin + _QUERIES, end)
+            shape = int(_bucket(np.array(stop - begin))), int(_bucket(blocks[stop - 1]))
+            pieces[shape].append((sequence, begin, stop))
+    for (count, columns), alike in sorted(pieces.items()):
+        most = max(1, _SCORES // (count * columns * BLOCK))
+        for start in range(0, len(alike), most):
+            yield _padded(batch, alike[start : start + most])
+
+
+def _padded(batch: StepBatch, pieces: Sequence[tuple[int, int, int]]) -> _Queries:
+    """Tokens begin .. stop - 1 of each sequence, the last repeated to make all as long as the longest."""
+    sequences, begins, stops = np.array(pieces).T
+    tokens = begins[:, None] + np.arange(int((stops - begins).max()))
+    tokens = np.minimum(tokens, stops[:, None] - 1)
+    positions = batch.positions[tokens]
+    table = batch.block_tables[sequences, : int(positions.max()) // BLOCK + 1]
+    return _Queries(tokens, positions, table.astype(np.int64))
+
+
+def _bucket(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The next power of two, at least 8."""
+    bucket: NDArray[np.int64] = np.maximum(8, 1 << np.ceil(np.log2(sizes)).astype(np.int64))
+    return bucket

@@ -1,0 +1,97 @@
+"""Runners: what computes a step.
+
+A runner holds weights and a paged cache, and knows neither requests nor sampling. `TorchRunner` runs the
+decoder that learns, so that its numbers are the learner's.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from perilune.engine.blocks import Blocks
+from perilune.engine.cache import PagedAttention, PagedCache
+from perilune.engine.scheduler import StepBatch
+from perilune.models.decoder import Decoder
+
+_ROWS = 16  # a new number of rows costs oneDNN a new kernel: there are multiples of this, and few large ones
+
+
+class Runner(Protocol):
+    """Computes logits, and keeps keys and values."""
+
+    def run(self, batch: StepBatch) -> Tensor:
+        """float32[R, V] logits of `batch.logit_rows`; keys and values of all tokens are in the cache then.
+
+        In one call, the keys and values of a token are stored before any later token of its sequence
+        reads them. Tokens of different sequences do not read each other.
+        """
+
+    def copy_blocks(self, sources: Blocks, targets: Blocks) -> None:
+        """Copy the content of blocks int32[C] over others."""
+
+    def take_weights(self, decoder: Decoder) -> None:
+        """Compute with the present weights of `decoder` from now on; later changes to it are not seen."""
+
+    def clear(self) -> None:
+        """Forget the content of the cache, so that all of it is finite again."""
+
+
+class TorchRunner:
+    """The decoder in torch, with paged attention by gathering.
+
+    In float32 on a CPU a token gets the same bits in every batch and in however many chunks it is fed; they
+    are the learner's.
+
+    Args:
+        decoder: whose weights are copied.
+        num_blocks: of the cache, the null block included.
+        cache_dtype: of keys and values; by default the decoder's.
+    """
+
+    def __init__(self, decoder: Decoder, num_blocks: int, cache_dtype: torch.dtype | None = None) -> None:
+        self.take_weights(decoder)
+        weight = decoder.model.embed_tokens.weight
+        self._device = weight.device
+        self.cache = PagedCache(decoder.config, num_blocks, cache_dtype or weight.dtype, weight.device)
+
+    @torch.inference_mode()
+    def run(self, batch: StepBatch) -> Tensor:
+        count = len(batch.token_ids)
+        rows = _padded_rows(count)
+        tokens, positions = np.zeros((2, rows), dtype=np.int64)
+        tokens[:count], positions[:count] = batch.token_ids, batch.positions
+        attention = PagedAttention(self.cache, batch, rows)
+        hidden = self.decoder(self._tensor(tokens), self._tensor(positions), attention)
+        wanted = len(batch.logit_rows)
+        if wanted == count == batch.decodes:
+            return self.decoder.logits(hidden)[:count].float()
+        at = np.zeros(_padded_rows(wanted), dtype=np.int64)
+        at[:wanted] = batch.logit_rows
+        return self.decoder.logits(hidden[self._tensor(at)])[:wanted].float()
+
+    @torch.inference_mode()
+    def copy_blocks(self, sources: Blocks, targets: Blocks) -> None:
+        self.cache.copy(sources, targets)
+
+    def take_weights(self, decoder: Decoder) -> None:
+        self.decoder = decoder.frozen()
+
+    @torch.inference_mode()
+    def clear(self) -> None:
+        self.cache.clear()
+
+    def _tensor(self, array: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def _padded_rows(count: int) -> int:
+    """`count` or a little more."""
+    step = _ROWS
+    while step * 16 < count:
+        step *= 2
+    return -(-count // step) * step

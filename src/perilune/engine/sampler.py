@@ -1,0 +1,242 @@
+"""The sampler: from logits to tokens and their log-probs.
+
+A token is drawn by inverting the cumulative distribution at a random number that depends on the request alone
+(see `random.py`), so the same logits give the same token in every batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from perilune.engine.constraints import ConstraintState, forbid, mask_words
+from perilune.engine.request import SamplingParams
+from perilune.engine.sequences import Rows, Sequences
+from perilune.models.logprobs import chosen, log_distribution
+
+_NUCLEUS = 256  # the most likely tokens among which top-p is looked for before all are sorted
+
+
+@dataclass(slots=True, eq=False)
+class Drawn:
+    """One token of each of D samples.
+
+    Attributes:
+        token_ids: int64[D].
+        logprobs: float32[D], under the distribution they were drawn from.
+        raw_logprobs: float32[D] under the model's own, and
+        top_logprobs: of the most likely tokens; both by index of the sample, where asked for.
+    """
+
+    token_ids: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+    raw_logprobs: dict[int, float]
+    top_logprobs: dict[int, list[tuple[int, float]]]
+
+
+class Sampler:
+    """Draws the next token of each sample under its own options."""
+
+    def __init__(self, sequences: Sequences) -> None:
+        self._sequences = sequences
+
+    def draw(
+        self,
+        logits: Tensor,
+        rows: Rows,
+        logits_of: NDArray[np.int64] | None,
+        constraints: dict[int, ConstraintState],
+    ) -> Drawn:
+        """Draw for each of the samples in `rows`.
+
+        Args:
+            logits: float32[R, V]; may be changed.
+            rows: int64[D].
+            logits_of: int64[D], which logits each draws from; None when the i-th from the i-th.
+            constraints: by row, of those that have one.
+        """
+        sequences = self._sequences
+        uniforms = sequences.uniforms(rows)
+        temperature = sequences.temperature[rows]
+        if sequences.plain[rows].all():
+            alike = bool((temperature == temperature[0]).all())
+            tokens, logprobs = draw_plain(
+                logits, uniforms, float(temperature[0]) if alike else temperature, logits_of
+            )
+            return Drawn(tokens, logprobs, {}, {})
+        if logits_of is not None:
+            logits = logits[torch.from_numpy(logits_of).to(logits.device)]
+        return self._draw_with_options(logits, rows, temperature, uniforms, constraints)
+
+    def _draw_with_options(
+        self,
+        logits: Tensor,
+        rows: Rows,
+        temperature: NDArray[np.float32],
+        uniforms: NDArray[np.float64],
+        constraints: dict[int, ConstraintState],
+    ) -> Drawn:
+        sequences = self._sequences
+        special = np.flatnonzero(~sequences.plain[rows])
+        params = [_params(sequences, row) for row in rows[special].tolist()]
+        wanting = [index for index, its in zip(special.tolist(), params, strict=True) if its.raw_logprobs]
+        raw = log_distribution(logits[wanting], 1.0) if wanting else None
+
+        its_rows = rows[special]
+        some = logits[torch.from_numpy(special).to(logits.device)]
+        some = self._penalised(some, its_rows, params, constraints)
+        some = _scaled(some, temperature[special])
+        some = _truncated(some, sequences, its_rows)
+        logits = _scaled(logits, temperature)
+        logits[torch.from_numpy(special).to(logits.device)] = some
+
+        logprobs = log_distribution(logits, 1.0)
+        picked = draw(logprobs, torch.from_numpy(uniforms).to(logits.device))
+        greedy = torch.from_numpy(temperature == 0).to(logits.device)
+        picked = torch.where(greedy, logprobs.argmax(-1), picked)
+        drawn = Drawn(picked.cpu().numpy(), chosen(logprobs, picked).cpu().numpy(), {}, {})
+        if raw is not None:
+            raw_of_picked = chosen(raw, picked[wanting]).tolist()
+            drawn.raw_logprobs = dict(zip(wanting, raw_of_picked, strict=True))
+        for index, its in zip(special.tolist(), params, strict=True):
+            if its.top_logprobs:
+                best = logprobs[index].topk(min(its.top_logprobs, logprobs.shape[1]))
+                drawn.top_logprobs[index] = list(
+                    zip(best.indices.tolist(), best.values.tolist(), strict=True)
+                )
+        return drawn
+
+    def _penalised(
+        self,
+        logits: Tensor,
+        rows: Rows,
+        params: Sequence[SamplingParams],
+        constraints: dict[int, ConstraintState],
+    ) -> Tensor:
+        """Logits float32[B, V] after repetition penalty, bias, minimum length and constraint."""
+        sequences, device = self._sequences, logits.device
+        vocab_size = logits.shape[1]
+        penalty = sequences.repetition_penalty[rows]
+        if (penalty != 1).any():
+            width = int(sequences.length[rows].max())
+            held = sequences.tokens[rows, :width].astype(np.int64)
+            held = np.where(np.arange(width) < sequences.length[rows][:, None], held, held[:, :1])
+            ids, factor = torch.from_numpy(held).to(device), torch.from_numpy(penalty)[:, None].to(device)
+            scores = logits.gather(1, ids)
+            logits = logits.scatter(1, ids, torch.where(scores > 0, scores / factor, scores * factor))
+        for index, its in enumerate(params):
+            if its.logit_bias:
+                ids = torch.tensor(list(its.logit_bias), device=device)
+                logits[index, ids] += torch.tensor(list(its.logit_bias.values()), device=device)
+        for index in np.flatnonzero(sequences.length[rows] < sequences.min_length[rows]).tolist():
+            stops = sequences.stop_ids[rows[index]]
+            logits[index, torch.from_numpy(stops[stops >= 0]).to(device)] = -torch.inf
+        constrained = [index for index, row in enumerate(rows.tolist()) if row in constraints]
+        if constrained:
+            masks = np.zeros((len(constrained), mask_words(vocab_size)), dtype=np.int32)
+            for mask, index in zip(masks, constrained, strict=True):
+                constraints[int(rows[index])].fill_mask(mask)
+            logits[constrained] = forbid(logits[constrained], masks)
+        return logits
+
+
+def draw_plain(
+    logits: Tensor,
+    uniforms: NDArray[np.float64],
+    temperature: float | NDArray[np.float32],
+    logits_of: NDArray[np.int64] | None = None,
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Draw with temperature as the only option: what most steps of a rollout do.
+
+    Args:
+        logits: float32[R, V].
+        uniforms: float64[D] in [0, 1).
+        temperature: of all, or float32[D] of each; 0 takes the most likely token.
+        logits_of: int64[D], which logits each draws from; None when the i-th from the i-th.
+
+    Returns:
+        int64[D] tokens, and float32[D] their log-probs.
+    """
+    if logits_of is not None:
+        logits = logits[torch.from_numpy(logits_of).to(logits.device)]
+    uniform = torch.from_numpy(uniforms).to(logits.device)
+    if isinstance(temperature, float):
+        logprobs = log_distribution(logits, temperature)
+        picked = logprobs.argmax(-1) if temperature == 0 else draw(logprobs, uniform)
+    else:
+        logprobs = log_distribution(_scaled(logits, temperature), 1.0)
+        greedy = torch.from_numpy(temperature == 0).to(logits.device)
+        picked = torch.where(greedy, logprobs.argmax(-1), draw(logprobs, uniform))
+    return picked.cpu().numpy(), chosen(logprobs, picked).cpu().numpy()
+
+
+def draw(logprobs: Tensor, uniform: Tensor) -> Tensor:
+    """Invert the cumulative distribution.
+
+    Args:
+        logprobs: float32[B, V].
+        uniform: float64[B] in [0, 1).
+
+    Returns:
+        int64[B], the drawn tokens; the last one where the log-probs are not numbers.
+
+    A token of probability zero is never drawn. Sums in float64, so that rounding moves no boundary
+    by more than the resolution of the uniform numbers.
+    """
+    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
+    threshold = uniform[:, None] * cumulative[:, -1:]
+    token = torch.searchsorted(cumulative, threshold, right=True)[:, 0]
+    return token.clamp_(max=logprobs.shape[-1] - 1)
+
+
+def _params(sequences: Sequences, row: int) -> SamplingParams:
+    entry = sequences.entries[row]
+    assert entry is not None
+    return entry.request.params
+
+
+def _scaled(logits: Tensor, temperature: NDArray[np.float32]) -> Tensor:
+    """float32[B, V] over float32[B], where 0 (greedy) reads as 1; always a copy."""
+    divisor = np.where(temperature == 0, np.float32(1), temperature)
+    return logits / torch.from_numpy(divisor).to(logits.device)[:, None]
+
+
+def _truncated(logits: Tensor, sequences: Sequences, rows: Rows) -> Tensor:
+    """Scaled logits float32[B, V] with -inf on what top-k, top-p and min-p leave out."""
+    k, p, share = sequences.top_k[rows], sequences.top_p[rows], sequences.min_p[rows]
+    vocab_size = logits.shape[1]
+    limited = np.flatnonzero((k > 0) & (k < vocab_size))
+    if len(limited):
+        which = torch.from_numpy(limited).to(logits.device)
+        of = logits[which]
+        best = of.topk(int(k[limited].max())).values
+        least = best.gather(1, torch.from_numpy(k[limited] - 1)[:, None].to(logits.device))
+        logits[which] = of.masked_fill(of < least, -torch.inf)
+    nucleus = np.flatnonzero(p < 1)
+    if len(nucleus):
+        which = torch.from_numpy(nucleus).to(logits.device)
+        of = logits[which]
+        least = _least_of_nucleus(of, torch.from_numpy(p[nucleus])[:, None].to(logits.device))
+        logits[which] = of.masked_fill(of < least, -torch.inf)
+    if (share > 0).any():
+        threshold = torch.from_numpy(np.log(np.maximum(share, 1e-38)))[:, None].to(logits.device)
+        logits = logits.masked_fill(logits < logits.max(-1, keepdim=True).values + threshold, -torch.inf)
+    return logits
+
+
+def _least_of_nucleus(logits: Tensor, p: Tensor) -> Tensor:
+    """float32[B, 1]: the smallest logit of the fewest tokens that together have probability p."""
+    count = min(_NUCLEUS, logits.shape[1])
+    while True:
+        best = logits.topk(count).values
+        mass = (best - logits.logsumexp(-1, keepdim=True)).exp().cumsum(-1)
+        if count == logits.shape[1] or bool((mass[:, -1:] >= p).all()):
+            break
+        count = logits.shape[1]
+    last = (mass < p).sum(-1, keepdim=True).clamp_(max=count - 1)
+    return best.gather(1, last)

@@ -1,0 +1,449 @@
+"""The scheduler: which tokens are fed in the next step, and where their keys and values go.
+
+Every sample knows `length` tokens, of which `computed` are in the cache. A step feeds it some of those in
+between; when it has been fed all, it draws one more. Sampling, prompts, prompts in chunks and prompts after a
+preemption are all this one rule.
+
+Who came first goes first. A sample that decodes is fed one token in every step. What is left of the token
+budget goes to prompts, in chunks. When blocks run out, the sample that came last gives up its own, and is
+computed again from its tokens once there is room.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perilune.engine.blocks import BLOCK, BlockPool, Blocks, blocks_for, extend_digests, root_digest
+from perilune.engine.request import Request
+from perilune.engine.sequences import Entry, Rows, Sequences
+
+_REFILL_SHARE = 8  # free rows are refilled once they are 1/8 of all, so that prompts are computed in batches,
+_REFILL_STEPS = 8  # or after this many steps, so that nobody waits for long
+_RESERVE_SHARE = 2  # a prompt is admitted if a block remains for every second sample that decodes
+
+
+@dataclass(slots=True, eq=False)
+class StepBatch:
+    """What a runner computes in one step: S sequences, N tokens in all, R rows of logits.
+
+    Attributes:
+        token_ids: int64[N], the fed tokens of all sequences, end to end.
+        positions: int64[N], where each stands in its sequence.
+        cu_seqlens: int64[S + 1], bounds of the sequences in the tokens.
+        decodes: the first so many sequences have one token each.
+        block_tables: int32[S, B], the block of positions 16 j .. 16 j + 15 in column j; what lies beyond a
+            sequence's end is arbitrary.
+        logit_rows: int64[R], tokens whose logits are wanted.
+        adapters: int32[S], number of each sequence's adapter, -1 without; None when nobody has one.
+    """
+
+    token_ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    cu_seqlens: NDArray[np.int64]
+    decodes: int
+    block_tables: Blocks
+    logit_rows: NDArray[np.int64]
+    adapters: NDArray[np.int32] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """A batch, and what follows from it.
+
+    Attributes:
+        rows: int64[D], the samples that draw a token.
+        logits_of: int64[D], which row of the logits each draws from; None when the i-th from the i-th.
+        chunks: (row, tokens fed) of samples that do not decode yet.
+    """
+
+    batch: StepBatch
+    rows: Rows
+    logits_of: NDArray[np.int64] | None
+    chunks: list[tuple[int, int]]
+
+
+@dataclass(slots=True)
+class Counters:
+    """What has happened since the engine was made.
+
+    Attributes:
+        steps: how many.
+        prompt_tokens: tokens fed that were known already: prompts, and what was computed again.
+        cached_tokens: such tokens that did not have to be fed, because the cache held them.
+        preemptions: samples that had to give up their blocks.
+    """
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+
+
+class Scheduler:
+    """Waiting, running and preempted samples.
+
+    Args:
+        sequences: their state.
+        pool: the blocks.
+        token_budget: most tokens of one step; at least one for each row.
+        counters: where to count.
+
+    Attributes:
+        decoding: int64[B], rows that are fed one token a step.
+        prefilling: rows that are fed chunks, by arrival.
+        preempted: rows that lost their blocks, by arrival.
+        waiting: requests with samples that have no row yet.
+    """
+
+    def __init__(self, sequences: Sequences, pool: BlockPool, token_budget: int, counters: Counters) -> None:
+        self.sequences, self.pool, self.token_budget = sequences, pool, token_budget
+        self.decoding: Rows = np.zeros(0, dtype=np.int64)
+        self.prefilling: list[int] = []
+        self.preempted: list[int] = []
+        self.waiting: deque[Entry] = deque()
+        self.counters = counters
+        self.version = 0
+        self._adapters: list[str] = []
+        self._followers: dict[int, list[int]] = {}  # samples that wait for another's prompt
+        self._free_rows = list(range(len(sequences.entries) - 1, -1, -1))
+        self._steps_since_refill = 0
+
+    # -- coming and going --------------------------------------------------------------------------------
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(len(self.decoding) or self.prefilling or self.preempted or self.waiting)
+
+    def add(self, entry: Entry) -> None:
+        """Let a request wait for its turn; the caller made sure that it fits."""
+        self.waiting.append(entry)
+
+    def rows_of(self, entry: Entry) -> list[int]:
+        """The rows of a request."""
+        return [row for row, its in enumerate(self.sequences.entries) if its is entry]
+
+    def remove(self, entry: Entry) -> None:
+        """Forget a request at whatever point it is."""
+        if entry in self.waiting:
+            self.waiting.remove(entry)
+        for row in self.rows_of(entry):
+            self.release(row)
+
+    def release(self, row: int, *, record: bool = False) -> None:
+        """Take a sample out, and its blocks back; `record` lets them be found by what follows on it."""
+        if record and row not in self.preempted:
+            self._record(row)
+        self._stop_running(row)
+        self._give_up_blocks(row)
+        if row in self.preempted:
+            self.preempted.remove(row)
+        self._followers.pop(row, None)  # they are of the same request, and released too
+        self.sequences.entries[row] = None
+        self._free_rows.append(row)
+
+    def new_weights(self, version: int, *, recompute: bool) -> None:
+        """From now on the weights are those of `version`: nothing cached fits them.
+
+        Samples in flight are computed again with them, or go on from what the old ones left.
+        """
+        running = [*self.decoding.tolist(), *self.prefilling]
+        if recompute:
+            for row in running:
+                self._preempt(row, record=False)
+        else:
+            self.sequences.stale[running] = True
+        self.version = version
+        self.pool.forget_all()
+
+    # -- the next step -----------------------------------------------------------------------------------
+
+    def schedule(self) -> Step | None:
+        """Choose the next step; None when there is nothing to do."""
+        self._grow()
+        chunks = self._chunks()
+        if not chunks and not len(self.decoding):
+            return None
+        self.counters.steps += 1
+        return self._step(chunks)
+
+    def _grow(self) -> None:
+        """Give a block to every decoding sample that begins a new one."""
+        sequences = self.sequences
+        while True:
+            rows = self.decoding
+            due = rows[sequences.num_blocks[rows] * BLOCK < sequences.length[rows]]
+            if len(due) <= self.pool.available:
+                break
+            self._preempt(self._latest())
+        if len(due):
+            sequences.add_blocks(due, self.pool.take(len(due)))
+
+    def _chunks(self) -> list[tuple[int, int]]:
+        """Tokens to feed to samples that do not decode yet: those under way, then new ones."""
+        budget = self.token_budget - len(self.decoding)
+        chunks = []
+        for row in list(self.prefilling):
+            if budget > 0 and row in self.prefilling and (count := self._feed(row, budget)):
+                chunks.append((row, count))
+                budget -= count
+        refill = self._refill_is_due()
+        while budget > 0 and (admitted := self._admit(refill)) is not None:
+            count = self._feed(admitted, budget)
+            chunks.append((admitted, count))
+            budget -= count
+        return chunks
+
+    def _refill_is_due(self) -> bool:
+        rows, free = len(self.sequences.entries), len(self._free_rows)
+        self._steps_since_refill += 1
+        if not free or not (free * _REFILL_SHARE >= rows or self._steps_since_refill >= _REFILL_STEPS):
+            return False
+        self._steps_since_refill = 0
+        return True
+
+    def _feed(self, row: int, most: int) -> int:
+        """How many tokens `row` is fed, at most `most`; they have blocks then."""
+        sequences = self.sequences
+        computed, held = int(sequences.computed[row]), int(sequences.num_blocks[row])
+        count = min(int(sequences.length[row]) - computed, most)
+        need = blocks_for(computed + count) - held
+        while need > self.pool.available and (latest := self._latest()) != row:
+            self._preempt(latest)
+        need = min(need, self.pool.available)
+        count = min(count, (held + need) * BLOCK - computed)
+        if need:
+            sequences.blocks[row, held : held + need] = self.pool.take(need)
+            sequences.num_blocks[row] = held + need
+        return count
+
+    def _admit(self, refill: bool) -> int | None:
+        """Let one more sample begin to be fed, if there is room: one that was preempted, or a new one.
+
+        A new request gets as many rows as it has samples, or as there are: the first is fed its prompt, and
+        the others wait for it.
+        """
+        if self.preempted:
+            row = self.preempted[0]
+            if not self._has_room(row, 0):
+                return None
+            del self.preempted[0]
+            self._begin(row)
+            return row
+        if not (refill and self.waiting and self._free_rows):
+            return None
+        entry = self.waiting[0]
+        count = min(len(self._free_rows), entry.request.n - entry.admitted)
+        row, *followers = (self._free_rows.pop() for _ in range(count))
+        self.sequences.place(row, entry, entry.admitted)
+        if not self._has_room(row, len(followers)):
+            self.sequences.entries[row] = None
+            self._free_rows += [*reversed(followers), row]
+            return None
+        for index, follower in enumerate(followers, entry.admitted + 1):
+            self.sequences.place(follower, entry, index)
+        entry.admitted += count
+        if entry.admitted == entry.request.n:
+            self.waiting.popleft()
+        self.sequences.adapter[[row, *followers]] = self.adapter_number(entry.request)
+        if followers:
+            self._followers[row] = followers
+        self._begin(row)
+        return row
+
+    def _has_room(self, row: int, followers: int) -> bool:
+        """Whether all that `row` knows fits, with a block for each follower and some for others to grow."""
+        if not len(self.decoding) and not self.prefilling:
+            return True
+        found, unused = self.pool.known(self._digests(row))
+        need = blocks_for(int(self.sequences.length[row]) + 1) - found + followers
+        return need + len(self.decoding) // _RESERVE_SHARE <= self.pool.available - unused
+
+    def _begin(self, row: int) -> None:
+        """Start feeding a sample, after what the cache already holds of it."""
+        blocks = self.pool.find(self._digests(row))
+        self.sequences.blocks[row, : len(blocks)] = blocks
+        self.sequences.num_blocks[row] = len(blocks)
+        self.sequences.computed[row] = len(blocks) * BLOCK
+        self.sequences.stale[row] = False
+        self.counters.cached_tokens += len(blocks) * BLOCK
+        if self.sequences.length[row] == self.sequences.prompt_length[row]:
+            self.sequences.cached[row] = len(blocks) * BLOCK
+        self.prefilling.append(row)
+        self.prefilling.sort(key=self.sequences.arrival.__getitem__)
+
+    def _digests(self, row: int) -> list[bytes]:
+        """Of the full blocks of what `row` knows, less its last token, which has to be fed in any case."""
+        length = int(self.sequences.length[row])
+        return self._chain(row, length - 1)
+
+    def _chain(self, row: int, length: int) -> list[bytes]:
+        """Digests of the full blocks of the first `length` tokens; those of the prompt are made once."""
+        entry = self.sequences.entries[row]
+        assert entry is not None
+        root = root_digest(self.version, entry.request.adapter)
+        if entry.root != root:
+            entry.root, entry.digests = root, []
+            extend_digests(entry.digests, root, entry.prompt)
+        digests = entry.digests[: length // BLOCK]
+        if length // BLOCK > len(digests):
+            extend_digests(digests, root, self.sequences.tokens[row, :length])
+        return digests
+
+    def adapter_number(self, request: Request) -> int:
+        """What `StepBatch.adapters` calls the adapter of a request."""
+        if request.adapter is None:
+            return -1
+        if request.adapter not in self._adapters:
+            self._adapters.append(request.adapter)
+        return self._adapters.index(request.adapter)
+
+    def _step(self, chunks: list[tuple[int, int]]) -> Step:
+        """Lay out the tokens: one of each decoding sample, then the chunks."""
+        sequences, decoding = self.sequences, self.decoding
+        tokens = sequences.last_tokens(decoding).astype(np.int64)
+        positions = sequences.length[decoding] - 1
+        count = len(decoding)
+        if not chunks:
+            tables = sequences.blocks[decoding, : int(sequences.num_blocks[decoding].max())]
+            order = _arange(count + 1)
+            batch = StepBatch(
+                tokens, positions, order, count, tables, order[:-1], self._adapters_of(decoding)
+            )
+            return Step(batch, decoding, None, chunks)
+
+        rows = np.concatenate([decoding, [row for row, _ in chunks]])
+        all_tokens, all_positions, ends = [tokens], [positions], [count]
+        drawing, logits_of, logit_rows = decoding.tolist(), list(range(count)), list(range(count))
+        for row, fed in chunks:
+            start = int(sequences.computed[row])
+            all_tokens.append(sequences.tokens[row, start : start + fed].astype(np.int64))
+            all_positions.append(np.arange(start, start + fed))
+            ends.append(ends[-1] + fed)
+            if start + fed == sequences.length[row]:
+                together = [row, *self._followers.get(row, [])]
+                drawing += together
+                logits_of += [len(logit_rows)] * len(together)
+                logit_rows.append(ends[-1] - 1)
+        batch = StepBatch(
+            np.concatenate(all_tokens),
+            np.concatenate(all_positions),
+            np.concatenate([np.arange(count), ends]),
+            count,
+            sequences.blocks[rows, : int(sequences.num_blocks[rows].max())],
+            np.array(logit_rows, dtype=np.int64),
+            self._adapters_of(rows),
+        )
+        shared = None if len(logit_rows) == len(drawing) else np.array(logits_of, dtype=np.int64)
+        return Step(batch, np.array(drawing, dtype=np.int64), shared, chunks)
+
+    def _adapters_of(self, rows: Rows) -> NDArray[np.int32] | None:
+        if not self._adapters:
+            return None
+        numbers: NDArray[np.int32] = self.sequences.adapter[rows]
+        return numbers if (numbers >= 0).any() else None
+
+    # -- afterwards --------------------------------------------------------------------------------------
+
+    def commit(
+        self, step: Step, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int
+    ) -> tuple[Blocks, Blocks]:
+        """Take the tokens int64[D] that weights `version` drew. All of `step.rows` decode from now on.
+
+        Returns:
+            Blocks whose content must be copied before the next step, and over which blocks.
+        """
+        sequences = self.sequences
+        copies: list[tuple[int, Blocks]] = []
+        unplaced: list[int] = []
+        for row, fed in step.chunks:
+            sequences.computed[row] += fed
+            self.counters.prompt_tokens += fed
+            if sequences.computed[row] == sequences.length[row]:
+                self.prefilling.remove(row)
+                self._record(row)
+                unplaced += self._fork(row, copies)
+        sequences.append(step.rows, tokens, logprobs, version)
+        self.decoding = step.rows
+        if unplaced:
+            sequences.computed[unplaced] = 0
+            self.decoding = step.rows[~np.isin(step.rows, unplaced)]
+            self.preempted = sorted([*self.preempted, *unplaced], key=sequences.arrival.__getitem__)
+        sources = [np.full(len(targets), source, dtype=np.int32) for source, targets in copies]
+        none = np.zeros(0, dtype=np.int32)
+        return np.concatenate([none, *sources]), np.concatenate([none, *(targets for _, targets in copies)])
+
+    def _fork(self, row: int, copies: list[tuple[int, Blocks]]) -> list[int]:
+        """Let those that waited for the prompt of `row` share its blocks; the last is copied if not full.
+
+        Returns those for which there was no block; they are computed on their own, like preempted ones.
+        """
+        followers = self._followers.pop(row, [])
+        if not followers:
+            return []
+        sequences = self.sequences
+        length, table = int(sequences.length[row]), sequences.table(row)
+        full = length // BLOCK
+        if full < len(table):
+            placed = followers[: self.pool.available]
+            targets = self.pool.take(len(placed))
+            sequences.blocks[placed, full] = targets
+            copies.append((int(table[full]), targets))
+        else:
+            placed = followers
+        self.pool.share(table[:full], len(placed))
+        sequences.blocks[placed, :full] = table[:full]
+        sequences.num_blocks[placed] = len(table)
+        sequences.computed[placed] = length
+        sequences.stale[placed] = sequences.stale[row]
+        return followers[len(placed) :]
+
+    def _record(self, row: int) -> None:
+        """Let the full blocks of `row` be found."""
+        if self.sequences.stale[row]:
+            return
+        digests = self._chain(row, int(self.sequences.computed[row]))
+        self.pool.record(self.sequences.table(row)[: len(digests)].tolist(), digests)
+
+    def lend(self, count: int) -> Blocks:
+        """Blocks for something else, which releases them before the next step."""
+        while self.pool.available < count:
+            self._preempt(self._latest())
+        return self.pool.take(count)
+
+    # -- preemption --------------------------------------------------------------------------------------
+
+    def _latest(self) -> int:
+        """The running sample that came last."""
+        rows = np.concatenate([self.decoding, np.array(self.prefilling, dtype=np.int64)])
+        return int(rows[self.sequences.arrival[rows].argmax()])
+
+    def _preempt(self, row: int, *, record: bool = True) -> None:
+        """Take the blocks of a running sample; it is computed again later."""
+        if record:
+            self._record(row)
+            self.counters.preemptions += 1
+        self._stop_running(row)
+        self._give_up_blocks(row)
+        self.preempted = sorted([*self.preempted, row], key=self.sequences.arrival.__getitem__)
+
+    def _stop_running(self, row: int) -> None:
+        if row in self.prefilling:
+            self.prefilling.remove(row)
+        else:
+            self.decoding = self.decoding[self.decoding != row]
+
+    def _give_up_blocks(self, row: int) -> None:
+        self.pool.release(self.sequences.table(row))
+        self.sequences.num_blocks[row] = self.sequences.computed[row] = 0
+
+
+_ORDER = np.arange(4097)
+
+
+def _arange(count: int) -> NDArray[np.int64]:
+    return _ORDER[:count] if count <= len(_ORDER) else np.arange(count)

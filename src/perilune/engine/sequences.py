@@ -1,0 +1,180 @@
+"""Samples in flight as arrays: row i of each array belongs to one sample.
+
+A step touches every sample, and at this rate a Python object a sample would cost more than a small model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perilune.engine.blocks import BLOCK, Blocks
+from perilune.engine.random import uniforms
+from perilune.engine.request import Request
+
+Rows = NDArray[np.int64]
+
+_DRAWS_AHEAD = 64  # random numbers are made for this many positions of a sample at a time
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A request and how far it is.
+
+    Attributes:
+        id: as the caller knows it.
+        prompt: int32[P].
+        admitted: samples that were given a row so far.
+        unfinished: samples that have not ended.
+        root, digests: of the prompt's full blocks, under the weights that `root` names.
+    """
+
+    id: int
+    request: Request
+    prompt: NDArray[np.int32]
+    unfinished: int
+    admitted: int = 0
+    root: bytes = b""
+    digests: list[bytes] = field(default_factory=list)
+
+
+class Sequences:
+    """State of up to `rows` samples.
+
+    Attributes:
+        entries: the request of each row, None where the row is free.
+        sample: int64, index of the sample in its request.
+        arrival: int64, the later the larger.
+        prompt_length, length, limit: int64 tokens: of the prompt, known so far, and at most.
+        computed: int64, tokens whose keys and values are in the cache.
+        tokens, logprobs, versions: [rows, width], by place in the sequence; the last two of sampled tokens.
+        blocks, num_blocks: int32[rows, columns] block tables, and how many blocks of each are filled.
+        cached: int64, tokens of the prompt that were found in the cache.
+        stale: bool, whether other weights than the present computed a part of what is in the cache.
+        adapter: int32, number of the row's adapter, -1 without.
+        temperature, top_k, top_p, min_p, repetition_penalty, min_length: options, by row.
+        plain: bool, whether temperature is the only option.
+        stop_ids: int64[rows, most], filled up with -1.
+    """
+
+    def __init__(self, rows: int, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.entries: list[Entry | None] = [None] * rows
+        self.sample, self.arrival, self.prompt_length, self.length, self.limit, self.computed = np.zeros(
+            (6, rows), dtype=np.int64
+        )
+        self.tokens = np.zeros((rows, 0), dtype=np.int32)
+        self.logprobs = np.zeros((rows, 0), dtype=np.float32)
+        self.versions = np.zeros((rows, 0), dtype=np.int32)
+        self.blocks: Blocks = np.zeros((rows, 0), dtype=np.int32)
+        self.num_blocks = np.zeros(rows, dtype=np.int64)
+        self.cached = np.zeros(rows, dtype=np.int64)
+        self.stale = np.zeros(rows, dtype=np.bool_)
+        self.adapter = np.full(rows, -1, dtype=np.int32)
+        self.temperature, self.top_p, self.min_p, self.repetition_penalty = np.ones(
+            (4, rows), dtype=np.float32
+        )
+        self.top_k, self.min_length = np.zeros((2, rows), dtype=np.int64)
+        self.plain = np.ones(rows, dtype=np.bool_)
+        self.stop_ids = np.full((rows, 1), -1, dtype=np.int64)
+        self._keys = np.zeros((rows, 4), dtype=np.uint64)
+        self._first = np.zeros(rows, dtype=np.int64)  # place of the token that random number 0 draws
+        self._ahead = np.zeros((rows, _DRAWS_AHEAD))
+        self._ahead_from = np.zeros(rows, dtype=np.int64)
+        self._arrivals = 0
+
+    def place(self, row: int, entry: Entry, sample: int) -> None:
+        """Begin sample `sample` of `entry` in the free row `row`."""
+        request, prompt = entry.request, entry.prompt
+        params, length = request.params, len(prompt)
+        self.entries[row] = entry
+        self.sample[row] = sample
+        self._arrivals += 1
+        self.arrival[row] = self._arrivals
+        self.prompt_length[row] = self.length[row] = length
+        self.limit[row] = length + params.max_tokens
+        self._widen(length + params.max_tokens)
+        self.tokens[row, :length] = prompt
+        self.computed[row] = self.num_blocks[row] = self.cached[row] = 0
+        self.stale[row] = False
+        self.temperature[row] = params.temperature
+        self.top_k[row], self.top_p[row], self.min_p[row] = params.top_k, params.top_p, params.min_p
+        self.repetition_penalty[row] = params.repetition_penalty
+        self.min_length[row] = length + params.min_tokens
+        self.plain[row] = not (
+            params.top_k or params.top_p < 1 or params.min_p or params.repetition_penalty != 1
+            or params.logit_bias or params.min_tokens or params.raw_logprobs or params.top_logprobs
+            or request.constraint
+        )  # fmt: skip
+        stops = set(params.stop_token_ids)
+        if request.constraint is not None:
+            stops |= set(request.constraint.stop_token_ids)
+        self._set_stops(row, sorted(stops))
+        self._keys[row] = (*request.key, request.first_sample + sample)
+        self._first[row] = length - request.position
+        self._ahead_from[row] = length - _DRAWS_AHEAD
+
+    def append(
+        self, rows: Rows, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int
+    ) -> None:
+        """Give each of `rows` its next token."""
+        at = self.length[rows]
+        places = rows * self.tokens.shape[1] + at
+        self.tokens.ravel()[places] = tokens
+        self.logprobs.ravel()[places] = logprobs
+        self.versions.ravel()[places] = version
+        self.computed[rows] = at
+        self.length[rows] = at + 1
+
+    def uniforms(self, rows: Rows) -> NDArray[np.float64]:
+        """float64[B] in [0, 1), for the next token of each of `rows`."""
+        column = self.length[rows] - self._ahead_from[rows]
+        due = column >= _DRAWS_AHEAD
+        if due.any():
+            which = rows[due]
+            self._ahead_from[which] = start = self.length[which]
+            positions = (start - self._first[which])[:, None] + np.arange(_DRAWS_AHEAD)
+            self._ahead[which] = uniforms(self._keys[which], positions)
+            column[due] = 0
+        drawn: NDArray[np.float64] = self._ahead[rows, column]
+        return drawn
+
+    def stopped(self, rows: Rows) -> NDArray[np.bool_]:
+        """bool[B], whether the last token of each of `rows` is one of its stop tokens."""
+        found: NDArray[np.bool_] = (self.stop_ids[rows] == self.last_tokens(rows)[:, None]).any(axis=1)
+        return found
+
+    def last_tokens(self, rows: Rows) -> NDArray[np.int32]:
+        """int32[B]."""
+        last: NDArray[np.int32] = self.tokens.ravel()[rows * self.tokens.shape[1] + self.length[rows] - 1]
+        return last
+
+    def add_blocks(self, rows: Rows, blocks: Blocks) -> None:
+        """Append one block to the table of each of `rows`."""
+        self.blocks[rows, self.num_blocks[rows]] = blocks
+        self.num_blocks[rows] += 1
+
+    def table(self, row: int) -> Blocks:
+        """The blocks of one row."""
+        return self.blocks[row, : self.num_blocks[row]]
+
+    def _set_stops(self, row: int, stops: list[int]) -> None:
+        missing = len(stops) - self.stop_ids.shape[1]
+        if missing > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=-1)
+        self.stop_ids[row] = -1
+        self.stop_ids[row, : len(stops)] = stops
+
+    def _widen(self, length: int) -> None:
+        """Make room for sequences of `length` tokens."""
+        missing = length - self.tokens.shape[1]
+        if missing <= 0:
+            return
+        missing = max(missing, self.tokens.shape[1] // 2)
+        more = (0, 0), (0, missing)
+        self.tokens, self.versions = np.pad(self.tokens, more), np.pad(self.versions, more)
+        self.logprobs = np.pad(self.logprobs, more)
+        columns = -(-self.tokens.shape[1] // BLOCK) - self.blocks.shape[1]
+        self.blocks = np.pad(self.blocks, ((0, 0), (0, columns)))
