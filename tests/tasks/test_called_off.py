@@ -10,7 +10,7 @@ from task_cases import DIGITS, metrics, run_task
 
 from perilune.engine.engine import Engine
 from perilune.errors import WorkFailedError
-from perilune.learn import batch
+from perilune.tasks import policy_update
 from perilune.tasks.observation import DEAD_PATIENCE, GAP_LIMIT
 
 
@@ -48,8 +48,8 @@ def test_an_engine_with_stale_weights_is_caught(tmp_path: Path, monkeypatch: pyt
 def test_a_temperature_that_the_learner_forgets_is_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pack = batch.pack
-    monkeypatch.setattr(batch, "pack", lambda groups, budget, temperature: pack(groups, budget))
+    pack = policy_update.pack
+    monkeypatch.setattr(policy_update, "pack", lambda groups, budget, temperature: pack(groups, budget))
     with pytest.raises(WorkFailedError, match="sampler and learner differ by") as caught:
         run_task(tmp_path / "rl", "rl", temperature=0.9)
     assert caught.value.where == "step 1"

@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from perilune.learn.algorithms import RLAlgorithm
 from perilune.learn.algorithms.grpo import GRPO
+from perilune.learn.off_policy import OffPolicySettings
 
 
 class AlgorithmSettings(BaseModel):
@@ -15,6 +16,10 @@ class AlgorithmSettings(BaseModel):
 
     algorithm: RLAlgorithm = Field(GRPO(), description="a name, or a section of a name and its options")
     kl: float = Field(0.0, ge=0, description="coefficient of the KL to the starting policy; 0 is off")
+    updates_per_batch: int = Field(1, ge=1, description="optimizer steps made of one batch of episodes")
+    off_policy: OffPolicySettings = Field(
+        OffPolicySettings(), description="what is done about samples of another policy"
+    )
 
 
 class OptimizerSettings(BaseModel):

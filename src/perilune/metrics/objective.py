@@ -19,7 +19,7 @@ import numpy as np
 
 from perilune.data.episode import Episode
 from perilune.errors import RequestError
-from perilune.learn.algorithms import Algorithm, algorithm
+from perilune.learn.algorithms import Algorithm, StepContext, algorithm
 
 
 def objective_curve(asked: str | Algorithm, group_size: int, points: int = 99) -> list[tuple[float, float]]:
@@ -56,7 +56,9 @@ def live_group_probability(p: float, group_size: int) -> float:
 def _advantages(weights: Algorithm, successes: int, group_size: int) -> tuple[float, float]:
     """Advantage of a success and of a failure in a group with so many successes; NaN where there is none."""
     group = [_episode(index, float(index < successes)) for index in range(group_size)]
-    advantages = weights(group, max_tokens=1).advantages
+    none = {one.episode_id: np.zeros(1, np.float32) for one in group}
+    context = StepContext(max_tokens=1, signals=dict.fromkeys(weights.needs, none))
+    (advantages,) = (found.advantages for found in weights.weigh([group], context))
     assert advantages is not None
     success = float(advantages[0]) if successes else math.nan
     failure = float(advantages[-1]) if successes < group_size else math.nan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes
@@ -17,16 +17,26 @@ if TYPE_CHECKING:
     from perilune.learn.algorithms import Algorithm
     from perilune.models.config import DecoderConfig
     from perilune.models.memory import MemoryPlan
+    from perilune.tasks.rollouts import Groups
 
 
 class RLSpec(AlgorithmSettings, OptimizerSettings, SamplingSpec):
     """Fields of an rl stage."""
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(description="where the policy starts")
-    steps: int = Field(100, ge=1, description="optimizer steps, one a batch of episodes")
+    steps: int = Field(100, ge=1, description="batches of episodes, sampled and learned from")
     prompts: int = Field(32, ge=1, description="tasks a step")
-    samples: int = Field(8, ge=2, description="episodes a task: the size of a group")
+    samples: int = Field(8, ge=1, description="episodes a task: the size of a group")
     save_every: int = Field(20, ge=1, description="steps between two checkpoints to resume from")
+
+    @model_validator(mode="after")
+    def _large_enough(self) -> RLSpec:
+        least = self.algorithm.least_samples
+        if self.samples < least:
+            raise ValueError(
+                f"samples is {self.samples}, and {self.algorithm.name} compares at least {least}"
+            )
+        return self
 
 
 class RL:
@@ -47,7 +57,7 @@ class RL:
         return {
             "episodes": f"{spec.steps} steps x {spec.prompts} tasks x {spec.samples} = {episodes:,}",
             "tokens at most": f"{episodes * spec.max_tokens:,}",
-            "algorithm": f"{_told(spec.algorithm)}, one update a step, KL {spec.kl:g}",
+            "algorithm": f"{_told(spec.algorithm)}, {spec.updates_per_batch} updates a step, KL {spec.kl:g}",
             "learning rate": f"{spec.lr:g} after {spec.warmup} steps, cosine to {spec.lr * spec.final_lr:g}",
             "memory": str(memory),
         }
@@ -56,12 +66,12 @@ class RL:
         """The loop."""
         from perilune.engine.engine import Engine
         from perilune.environments.registry import make_environment
-        from perilune.learn.algorithms import StepContext
-        from perilune.learn.batch import pack
-        from perilune.learn.schedules import learning_rate
-        from perilune.learn.trainer import Learner, with_reference
+        from perilune.learn.critic import Critic
+        from perilune.learn.trainer import Learner
+        from perilune.tasks.dynamic_sampling import play_until_live
         from perilune.tasks.footprint import memory_figures, slots_for
         from perilune.tasks.observation import Observer
+        from perilune.tasks.policy_update import update_policy
         from perilune.tasks.rollouts import Rollouts, Stopwatch
         from perilune.tasks.session import load_policy, prepare_device
         from perilune.tasks.training import carry_optimizer, finish, resume, save
@@ -72,31 +82,35 @@ class RL:
         with Scorer(workspace.job.environment) as scorer:
             device = prepare_device(workspace)
             policy = load_policy(workspace, device)
-            reference = load_policy(workspace, device).decoder if spec.kl else None
+            reference = load_policy(workspace, device).decoder if _has_reference(spec) else None
             memory = _memory(spec, policy.decoder.config, device.type)
             environment = make_environment(workspace.job.environment)
             slots = slots_for(policy.decoder.config, spec.max_tokens, device.type)
             engine = Engine(policy.decoder, slots=slots)
-            learner = Learner(policy.decoder, spec)
+            hidden_size = policy.decoder.config.hidden_size
+            critic = Critic(hidden_size).to(device) if "values" in spec.algorithm.needs else None
+            learner = Learner(policy.decoder, spec, critic=critic)
             carried = carry_optimizer(workspace, learner)
             rollouts = Rollouts(engine, policy.tokenizer, scorer, environment.id, workspace.job.seed)
             params = spec.params(policy.stop_token_ids)
 
             first = resume(workspace, learner)
             observer = Observer(workspace, spec.steps, device.type)
-            tasks = TrainingTasks(environment, workspace, skip=first * spec.prompts)
+            tasks = TrainingTasks(environment, workspace, skip=learner.memory.get("tasks", 0))
             for step in range(first, spec.steps):
                 watch = Stopwatch()
                 engine.update_weights(None, learner.version)
-                batch = tasks.take(spec.prompts)
-                groups = rollouts.play(batch, samples=spec.samples, params=params, step=step + 1, watch=watch)
+
+                def play(count: int, before: int, step: int = step, watch: Stopwatch = watch) -> Groups:
+                    batch = tasks.take(count)
+                    return rollouts.play(
+                        batch, samples=spec.samples, params=params, step=step + 1, watch=watch, first=before
+                    )
+
+                groups = play_until_live(play, spec.prompts, spec.algorithm.refills)
+                learner.memory["tasks"] = learner.memory.get("tasks", 0) + len(groups)
                 watch.start_learning()
-                weighed = spec.algorithm.weigh(groups, StepContext(spec.max_tokens, spec.kl, step))
-                batches = pack(weighed, spec.token_budget, temperature=spec.temperature)
-                if reference is not None:
-                    batches = with_reference(batches, reference)
-                figures = learner.forward_backward(batches)
-                figures |= learner.optim_step(learning_rate(spec, step, spec.steps))
+                weighed, figures = update_policy(spec, learner, groups, step, reference)
                 watch.stop_learning()
                 observer.record(step + 1, weighed, figures | {"epoch": tasks.epoch}, watch)
                 if (step + 1) % spec.save_every == 0 and step + 1 < spec.steps:
@@ -104,6 +118,10 @@ class RL:
         summary = finish(workspace, policy, learner, spec.steps)
         summary |= observer.summary(spec.algorithm, spec.samples)
         return summary | {"carried_second_moments": carried, "memory": memory_figures(memory, device)}
+
+
+def _has_reference(spec: RLSpec) -> bool:
+    return spec.kl > 0 or "deviation" in spec.algorithm.needs
 
 
 def _told(algorithm: Algorithm) -> str:
@@ -122,7 +140,7 @@ def _memory(spec: RLSpec, config: DecoderConfig, device: str) -> MemoryPlan:
         samples=spec.prompts * spec.samples,
         max_tokens=spec.max_tokens,
         token_budget=spec.token_budget,
-        reference=spec.kl > 0,
+        reference=_has_reference(spec),
         device=device,
     )
 

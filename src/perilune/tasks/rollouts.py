@@ -59,7 +59,7 @@ class Stopwatch:
 class Rollouts:
     """Plays tasks: one group of `samples` episodes a task.
 
-    The random numbers of a sample are keyed by (seed, step, task's place in the batch, sample, position), so
+    The random numbers of a sample are keyed by (seed, step, task's place in the step, sample, position), so
     an episode does not depend on what else is in the batch.
     """
 
@@ -77,13 +77,14 @@ class Rollouts:
         params: SamplingParams,
         step: int,
         watch: Stopwatch,
+        first: int = 0,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> Groups:
-        """Sample and score; groups come back in the order of `tasks`."""
+        """Sample and score; groups come back in the order of `tasks`, whose place in the step is from `first`."""
         begun = time.perf_counter()
         prompts = [
             Prompt(self.tokenizer.encode_prompt(task.prompt), (self.seed, step, index))
-            for index, task in enumerate(tasks)
+            for index, task in enumerate(tasks, first)
         ]
         completions = self.engine.sample(prompts, samples, params, on_progress)
         watch.sampling += time.perf_counter() - begun
@@ -103,7 +104,7 @@ class Rollouts:
                 for sample, (one, text) in enumerate(zip(group, row, strict=True))
             )
             for index, (task, prompt, group, row) in enumerate(
-                zip(tasks, prompts, completions, texts, strict=True)
+                zip(tasks, prompts, completions, texts, strict=True), first
             )
         ]
         watch.scoring += time.perf_counter() - begun

@@ -1,0 +1,56 @@
+"""What reinforcement learning makes of a batch of groups: weights, corrections, and a step's updates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from perilune.learn.algorithms import StepContext
+from perilune.learn.algorithms.base import Signal
+from perilune.learn.batch import pack
+from perilune.learn.off_policy import correct, learning_rate_scale
+from perilune.learn.schedules import learning_rate
+from perilune.learn.signals import observe
+from perilune.learn.trainer import Learner, with_reference
+from perilune.learn.updates import merged, minibatches
+from perilune.learn.weights import GroupWeights
+from perilune.models.decoder import Decoder
+from perilune.tasks.dynamic_sampling import kept
+from perilune.tasks.rollouts import Groups
+
+if TYPE_CHECKING:
+    from perilune.tasks.rl import RLSpec
+
+
+def update_policy(
+    spec: RLSpec, learner: Learner, groups: Groups, step: int, reference: Decoder | None
+) -> tuple[list[GroupWeights], dict[str, float]]:
+    """Weigh a batch of groups and make the step's updates of it.
+
+    Args:
+        step: steps done before this one.
+        reference: the policy that training began with, where the spec asks for one.
+
+    Returns:
+        all groups, weighed, those left out among them; and the figures of the updates.
+    """
+    algorithm, off_policy = spec.algorithm, spec.off_policy
+    names: set[Signal] = {*algorithm.needs}
+    if off_policy.measures:
+        names.add("logprobs")
+    signals = observe(
+        names, groups, learner.decoder, token_budget=spec.token_budget, temperature=spec.temperature,
+        reference=reference, critic=learner.critic,
+    )  # fmt: skip
+    memory = learner.memory.setdefault("algorithm", {})
+    weighed = algorithm.weigh(groups, StepContext(spec.max_tokens, spec.kl, step, signals, memory))
+    learned = kept(weighed, spec.prompts, algorithm.refills)
+    corrected, measured = correct(learned, signals.get("logprobs", {}), off_policy, learner.version)
+    lr = learning_rate(spec, step, spec.steps) * learning_rate_scale(measured, off_policy)
+    updates = []
+    for part in minibatches(corrected, spec.updates_per_batch):
+        batches = pack(part, spec.token_budget, temperature=spec.temperature)
+        if reference is not None and spec.kl:
+            batches = with_reference(batches, reference)
+        updates.append(learner.forward_backward(batches) | learner.optim_step(lr))
+    found = {f"off_policy/{name}": value for name, value in measured.items()}
+    return weighed, merged(updates) | found | {"groups_learned": float(len(learned))}

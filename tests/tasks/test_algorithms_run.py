@@ -1,0 +1,87 @@
+"""Algorithms as an rl stage runs them: critic, reference, refills, several updates, corrections, resuming."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from task_cases import DIGITS, episodes, make_bundle, make_job, metrics, run_in, run_task, summary
+
+from perilune.bundle.compare import compare_artifacts
+from perilune.errors import WorkFailedError
+from perilune.tasks.observation import Observer
+
+ENDS = {**DIGITS, "factory": "task_environments:Ends"}
+DECOUPLED = {"proximal": "learner", "weight": "truncate", "bounds": [0.0, 2.0], "ess_target": 1.0}
+
+# Each needs something of a step that no other does: a critic; a reference; new tasks; what it learned before.
+DEMANDING: dict[str, dict[str, Any]] = {
+    "ppo": {"algorithm": "ppo", "updates_per_batch": 2, "off_policy": DECOUPLED},
+    "dgpo": {"algorithm": "dgpo", "lr": 1e-2, "warmup": 0},
+    "dapo": {"algorithm": {"name": "dapo", "max_refills": 3}, "environment": ENDS, "max_tokens": 2},
+    "toggle": {"algorithm": {"name": "toggle", "period": 1}, "environment": ENDS, "max_tokens": 2},
+}
+
+
+@pytest.fixture(scope="module", params=list(DEMANDING))
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    folder = tmp_path_factory.mktemp(request.param) / "whole"
+    return request.param, run_task(folder, "rl", **DEMANDING[request.param])
+
+
+def test_what_it_does_is_written_down(whole: tuple[str, Path]) -> None:
+    name, bundle = whole
+    lines = metrics(bundle)
+    assert summary(bundle)["algorithm"] == name
+    if name == "ppo":
+        assert lines[0]["value_error"] > 0
+        assert [line["staleness_max"] for line in lines] == [1.0] * 4  # the second update of each batch
+        # Sampler and learner agree, so there is nothing to correct.
+        assert all(line["off_policy/ess"] == pytest.approx(1, abs=1e-6) for line in lines)
+        assert all(line["off_policy/weight_max"] == pytest.approx(1, abs=1e-5) for line in lines)
+    if name == "dgpo":
+        spread = [line["dgpo_weight_std"] for line in lines]
+        assert spread[0] == pytest.approx(0, abs=1e-6)  # the policy is the reference
+        assert spread[-1] > 0
+    if name == "dapo":
+        assert any(line["groups"] > 4 for line in lines)
+        assert all(line["groups_learned"] <= 4 for line in lines)
+        ids = list(episodes(bundle)["task_id"].drop_duplicates())
+        assert len(ids) == sum(line["groups"] for line in lines)  # no task twice, none left out
+
+
+def test_an_interrupted_run_ends_as_the_whole_one(
+    whole: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, expected = whole
+    bundle = make_bundle(tmp_path / "bundle", make_job("rl", **DEMANDING[name]))
+    record = Observer.record
+
+    def interrupted(self: Observer, step: int, *rest: Any) -> None:
+        if step == 3:
+            raise WorkFailedError("pulled the plug")
+        record(self, step, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Observer, "record", interrupted)
+        with pytest.raises(WorkFailedError, match="pulled"):
+            run_in(bundle)
+    run_in(bundle)
+    assert compare_artifacts(expected, bundle) == []
+
+
+def test_later_updates_of_a_batch_are_clipped(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"steps": 2, "warmup": 0, "lr": 2e-2, "algorithm": "dr_grpo"}
+    once = run_task(tmp_path / "once", "rl", **options)
+    twice = run_task(tmp_path / "twice", "rl", updates_per_batch=2, **options)
+    assert [line["clip_fraction"] for line in metrics(once)] == [0, 0]
+    assert metrics(twice)[0]["clip_fraction"] > 0
+    assert metrics(twice)[0]["kl_behaviour_k3"] > metrics(once)[0]["kl_behaviour_k3"]
+    assert metrics(twice)[0]["tokens"] == metrics(once)[0]["tokens"]
+
+
+def test_too_few_samples_are_refused_before_anything_runs() -> None:
+    with pytest.raises(ValueError, match="samples is 4, and pkpo compares at least 5"):
+        make_job("rl", algorithm={"name": "pkpo", "k": 4})
+    make_job("rl", algorithm="ppo", samples=1)
