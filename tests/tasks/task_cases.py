@@ -35,7 +35,59 @@ RL: Mapping[str, Any] = {
 }  # fmt: skip
 EVALUATE: Mapping[str, Any] = {"checkpoint": "model", "tasks": 6, "samples": 4, "max_tokens": 6}
 
-OPTIONS = {"collect": COLLECT, "sft": SFT, "rl": RL, "evaluate": EVALUATE}
+PAIRS: Mapping[str, Any] = {
+    "checkpoint": "model",
+    "tasks": 24,
+    "samples": 4,
+    "max_tokens": 400,
+    "gap": 0.1,
+}
+PREFERENCE: Mapping[str, Any] = {
+    "checkpoint": "model",
+    "data": "pairs",
+    "steps": 4,
+    "batch_size": 6,
+    "warmup": 1,
+    "save_every": 2,
+    "validate_every": 2,
+    "validation": 0.3,
+    "lr": 1e-3,
+}
+REWARD_MODEL: Mapping[str, Any] = {
+    "checkpoint": "model",
+    "data": "pairs",
+    "steps": 6,
+    "batch_size": 6,
+    "warmup": 1,
+    "save_every": 3,
+    "validation": 0.3,
+    "lr": 1e-3,
+}
+DISTILL: Mapping[str, Any] = {
+    "checkpoint": "model",
+    "teacher": "model",
+    "steps": 4,
+    "prompts": 3,
+    "samples": 2,
+    "max_tokens": 6,
+    "warmup": 1,
+    "save_every": 2,
+}
+REJECTION_SAMPLING: Mapping[str, Any] = {"checkpoint": "model", "tasks": 12, "samples": 4, "max_tokens": 150}
+NEW_MODEL: Mapping[str, Any] = {"preset": "small"}
+
+OPTIONS = {
+    "pairs": PAIRS,
+    "preference": PREFERENCE,
+    "reward_model": REWARD_MODEL,
+    "distill": DISTILL,
+    "rejection_sampling": REJECTION_SAMPLING,
+    "new_model": NEW_MODEL,
+    "collect": COLLECT,
+    "sft": SFT,
+    "rl": RL,
+    "evaluate": EVALUATE,
+}
 
 
 def make_job(

@@ -49,6 +49,13 @@ class Digits:
         return Score(share, {"digits": share}, {f"strategy/{kind}": 1.0})
 
 
+class Ends(Digits):
+    """Worth 1 for an answer that has a digit, so that a fresh policy is right now and then; else 0."""
+
+    def score(self, task: Task, transcript: Transcript) -> Outcome:
+        return Score(float(any(character.isdigit() for character in transcript.text)))
+
+
 class Silent(Digits):
     """Asks nothing."""
 

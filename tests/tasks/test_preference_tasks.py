@@ -1,0 +1,233 @@
+"""Pairs, preference and reward_model as stages: from sampled answers to a policy and a judge."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from task_cases import (
+    DIGITS,
+    episodes,
+    figures_of,
+    make_bundle,
+    make_job,
+    metrics,
+    run_in,
+    run_task,
+    summary,
+)
+
+from perilune.bundle.workspace import Workspace
+from perilune.data.preferences import read_preferences
+from perilune.errors import RequestError, WorkFailedError
+from perilune.models.reward_model import load_reward_model
+from perilune.models.tokenizer import Tokenizer
+from perilune.tasks.preference import CollapseAlarm
+from perilune.tasks.preference_data import PreferenceData
+
+ENDS = {**DIGITS, "factory": "task_environments:Ends"}
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pairs from a fresh policy."""
+    return run_task(tmp_path_factory.mktemp("pairs") / "pairs", "pairs", environment=ENDS)
+
+
+@pytest.fixture(scope="module")
+def trained(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A preference stage on those pairs."""
+    root = tmp_path_factory.mktemp("preference") / "dpo"
+    return run_task(root, "preference", inputs={"data": pairs / "artifacts/pairs"})
+
+
+def test_each_pair_has_a_better_and_a_worse_answer_to_one_task(pairs: Path) -> None:
+    records = read_preferences(pairs / "artifacts" / "pairs")
+    judged = episodes(pairs)
+    rewards = dict(zip(zip(judged.task_id, judged.text, strict=True), judged.reward, strict=True))
+    cut = set(judged.text[judged.truncated])
+    for record in records:
+        better, worse = record.chosen[0]["content"], record.rejected[0]["content"]
+        assert record.chosen_score == rewards[record.task_id, better]
+        assert record.rejected_score == rewards[record.task_id, worse]
+        assert record.chosen_score - record.rejected_score >= 0.1
+        assert not {better, worse} <= cut
+    told = summary(pairs)
+    assert told["rows"] == len(records) > 0
+    assert told["tasks_without_pair"] == 24 - len({record.task_id for record in records})
+    assert metrics(pairs)[0]["rows"] == len(records)
+
+
+def test_a_policy_that_is_never_right_gives_no_pairs(tmp_path: Path) -> None:
+    with pytest.raises(WorkFailedError, match="no pair among 96 answers"):
+        run_task(tmp_path / "b", "pairs", environment={**DIGITS, "equal": 0.0})
+
+
+def test_preference_writes_its_figures(trained: Path, pairs: Path) -> None:
+    lines = metrics(trained)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert lines[0]["margin"] == pytest.approx(0, abs=1e-5)  # reference and policy begin as one
+    assert lines[-1]["margin"] > 0
+    assert "validation_accuracy" not in lines[0]
+    assert 0 <= lines[-1]["validation_accuracy"] <= 1
+    told = summary(trained)
+    assert told["pairs"] + told["validation_pairs"] == summary(pairs)["rows"]
+    assert told["algorithm"] == "dpo"
+    assert told["collapse_step"] is None
+    assert (trained / "artifacts/checkpoints/final/model.safetensors").exists()
+
+
+def test_preference_resumes_where_it_was(trained: Path, tmp_path: Path, pairs: Path) -> None:
+    bundle = tmp_path / "again"
+    inputs = {"data": pairs / "artifacts/pairs"}
+    make_bundle(bundle, make_job("preference", inputs=inputs), inputs)
+
+    class Stop(Exception):
+        pass
+
+    workspace = Workspace(bundle)
+    told = workspace.progress
+
+    def progress(done: int, total: int, *more: object, **figures: float) -> None:
+        told(done, total)
+        if done == 3:
+            raise Stop
+
+    workspace.progress = progress  # type: ignore[method-assign]
+    from perilune.bundle.plugin import load_plugin
+
+    with pytest.raises(Stop):
+        load_plugin("preference").run(workspace)
+    run_in(bundle)
+    weights = "artifacts/checkpoints/final/model.safetensors"
+    assert (bundle / weights).read_bytes() == (trained / weights).read_bytes()
+    assert metrics(bundle) == metrics(trained)
+
+
+def test_another_reference_than_the_start_stops_the_run(
+    pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import perilune.learn.preference as preference
+    from perilune.models.loading import new_model
+
+    right = preference.with_reference_logprobs
+    other = new_model("tiny", Tokenizer.characters(), seed=99)
+    monkeypatch.setattr(
+        preference, "with_reference_logprobs", lambda found, _, budget: right(found, other, budget)
+    )
+    with pytest.raises(WorkFailedError, match="reference differ by"):
+        run_task(tmp_path / "b", "preference", inputs={"data": pairs / "artifacts/pairs"})
+
+
+def test_the_alarm_is_raised_once_after_a_few_steps(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text(make_job("preference").model_dump_json())
+    (tmp_path / "artifacts").mkdir()
+    workspace = Workspace(tmp_path)
+    alarm = CollapseAlarm(workspace)
+    down = {"collapse": 1.0, "chosen_shift": -0.2}
+    for step, figures in enumerate([down, down, {"collapse": 0.0}, *[down] * 8], start=1):
+        alarm.look(step, figures)
+        workspace.metric(step, **figures)
+    assert alarm.step == 8
+    assert CollapseAlarm(workspace).step == 8  # as a new attempt would see it
+    events = (tmp_path / "runtime" / "events.jsonl").read_text().splitlines()
+    assert [json.loads(event)["step"] for event in events] == [8]
+
+
+def test_both_sides_end_alike_and_nothing_is_cut(pairs: Path) -> None:
+    tokenizer = Tokenizer.characters()
+    data = PreferenceData.load([pairs / "artifacts/pairs"], tokenizer, 0, longest=1000, validation=0.3)
+    for chosen, rejected in (*data.train, *data.validation):
+        for one in (chosen, rejected):
+            assert one.token_ids[-1] == tokenizer.eos_token_id
+            assert one.loss_mask.all()
+            assert tokenizer.decode(one.token_ids) == one.text
+        assert chosen.prompt_ids.tolist() == rejected.prompt_ids.tolist()
+    assert not {a.task_id for a, _ in data.train} & {a.task_id for a, _ in data.validation}
+    longest = max(len(one.prompt_ids) + len(one.token_ids) for pair in data.train for one in pair)
+    with pytest.raises(RequestError, match=r"preferences.jsonl:\d+: a pair of \d+ tokens"):
+        PreferenceData.load([pairs / "artifacts/pairs"], tokenizer, 0, longest=longest - 1, validation=0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"chosen_score": 0.0}, "does not score above"),
+        ({"chosen_score": float("nan")}, "not a finite number"),
+        ({"rejected": [{"role": "user", "content": "x"}]}, "not one message by the assistant"),
+        ({"chosen": [{"role": "assistant", "content": "other"}]}, "the row was changed"),
+        ({"prompt": "text"}, "no list of messages"),
+        ({"extra": 1}, "not a preference pair"),
+    ],
+)
+def test_damaged_pairs_are_refused_with_their_line(
+    pairs: Path, tmp_path: Path, change: dict[str, object], said: str
+) -> None:
+    lines = (pairs / "artifacts/pairs/preferences.jsonl").read_text().splitlines()
+    lines[1] = json.dumps(json.loads(lines[1]) | change)
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+    with pytest.raises(RequestError, match=rf"p.jsonl:2: .*{said}"):
+        read_preferences(tmp_path / "p.jsonl")
+
+
+def test_a_reward_model_is_trained_refreshed_and_scores(pairs: Path, tmp_path: Path) -> None:
+    inputs = {"data": pairs / "artifacts/pairs"}
+    judge = run_task(tmp_path / "judge", "reward_model", inputs=inputs)
+    told = summary(judge)
+    assert told["accuracy_before"] == 0.0  # a head of zeros prefers nothing
+    assert told["last"]["loss"] < told["first"]["loss"]
+    final = judge / "artifacts/checkpoints/final"
+    model, _ = load_reward_model(final)
+    assert model.score.weight.abs().max() > 0
+    again = run_task(
+        tmp_path / "again", "reward_model", refresh="judge", replay="pairs",
+        inputs={**inputs, "refresh": final, "replay": pairs / "artifacts/pairs"},
+    )  # fmt: skip
+    assert summary(again)["accuracy_before"] > 0.5  # it goes on from what it knew
+    assert summary(again)["pairs"] == 2 * told["pairs"]
+
+
+def test_a_climb_on_a_reward_model_keeps_the_verdict_apart(pairs: Path, tmp_path: Path) -> None:
+    judge = run_task(tmp_path / "judge", "reward_model", inputs={"data": pairs / "artifacts/pairs"})
+    inputs = {"reward_model": judge / "artifacts/checkpoints/final"}
+    climb = run_task(tmp_path / "climb", "rl", inputs=inputs, reward_model="judge", environment=ENDS)
+    played = episodes(climb)
+    for one in played.itertuples():
+        terms, found = figures_of(one.reward_terms), figures_of(one.metrics)
+        assert one.reward == terms["learned"]
+        assert found["gold"] == terms["verifier"]
+        assert terms["learned"] != terms["verifier"]
+    lines = metrics(climb)
+    for line in lines:
+        of_step = played[played.step == f"step-{line['step']:06d}"]
+        verdicts = [figures_of(one)["gold"] for one in of_step.metrics]
+        assert line["gold"] == pytest.approx(sum(verdicts) / len(verdicts))
+        assert line["pass_rate"] == pytest.approx(sum(v >= 1 for v in verdicts) / len(verdicts))
+        assert line["reward"] == pytest.approx(of_step.reward.mean())
+    assert lines[0]["kl_start"] == pytest.approx(0, abs=1e-9)
+    assert lines[-1]["kl_start"] > 0
+    assert summary(climb)["gold"]["first"] == lines[0]["gold"]
+    both = run_task(
+        tmp_path / "both", "rl", inputs=inputs, reward_model="judge", verifier_weight=2.0, environment=ENDS
+    )
+    for one in episodes(both).itertuples():
+        terms = figures_of(one.reward_terms)
+        assert one.reward == pytest.approx(terms["learned"] + 2 * terms["verifier"])
+
+
+def test_a_climb_without_gold_is_not_watched(tmp_path: Path) -> None:
+    climb = run_task(tmp_path / "climb", "rl")
+    assert "gold" not in metrics(climb)[0]
+    told = summary(climb)
+    assert "gold" not in told
+    parts = told["length_dynamics"]
+    assert parts["behaviour"] + parts["composition"] == pytest.approx(parts["after"] - parts["before"])
+    assert {row["difficulty"] for row in parts["table"]} <= {"0", "1"}
+
+
+def test_a_policy_is_not_taken_for_a_reward_model(pairs: Path, trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained / "artifacts/checkpoints/final", tmp_path / "policy")
+    with pytest.raises(RequestError, match=r"score.weight is missing"):
+        run_task(tmp_path / "b", "rl", inputs={"reward_model": tmp_path / "policy"}, reward_model="x")
