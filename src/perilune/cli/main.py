@@ -37,6 +37,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "bundle": ("perilune.cli.bundle", "app", "Freeze, verify and inspect bundles."),
     "environments": ("perilune.cli.environments", "app", "List and sample environments."),
     "data": ("perilune.cli.data", "app", "Generate, filter and inspect data."),
+    "model": ("perilune.cli.model", "app", "Look into a model without reading its weights."),
+    "serve": ("perilune.cli.serve", "serve", "Serve a checkpoint to OpenAI's clients."),
     "report": ("perilune.cli.report", "report", "Write a self-contained HTML report."),
     "doctor": ("perilune.cli.doctor", "doctor", "What this machine can do, what is missing, how to fix it."),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from perilune.engine.sampling import Completion, Prompt, SamplingParams
+from perilune.engine.request import Completion, Prompt, SamplingParams
 
 
 class SamplingBackend(Protocol):

@@ -6,13 +6,21 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 from urllib.parse import urlsplit
 
 import httpx
 
-from perilune.engine.sampling import Completion, Prompt, SamplingParams
-from perilune.engine.wire import Dialect, Malformed, OpenAICompletions, Reported, SGLangGenerate, malformed
+from perilune.engine.request import Completion, Prompt, SamplingParams
+from perilune.engine.wire import (
+    Dialect,
+    Malformed,
+    OpenAICompletions,
+    Reported,
+    SGLangGenerate,
+    malformed,
+    needed,
+)
 from perilune.errors import RequestError, WorkFailedError
 
 _ATTEMPTS = 6
@@ -32,9 +40,9 @@ class RemoteEngine:
         url: of the server's root or of its /v1, http or https.
         model: name by which the server knows the model; may be left out when it serves one.
         token: sent as bearer token.
-        reported: what the server's log-probs are: of the distribution drawn from ("processed"), or of the
-            model's own, before temperature ("raw"). By default what is known of such a server: vLLM reports
-            raw ones unless it was started with --logprobs-mode processed_logprobs.
+        reported: which distribution the server's log-probs are of. By default what is known of such a
+            server: raw ones of vLLM, unless it was started with --logprobs-mode processed_logprobs; tempered
+            ones of SGLang, unless SGLANG_RETURN_ORIGINAL_LOGPROB is set there.
         concurrency: most requests at once; each is a prompt with all of its samples.
         timeout: seconds to wait for one answer.
 
@@ -97,7 +105,7 @@ class RemoteEngine:
                 distribution than the one sampled from.
             WorkFailedError: when the server fails, stays busy, or gives no token ids.
         """
-        self._check_reported(params)
+        self._check(params)
         if n == 0:
             return [[] for _ in prompts]
         results: list[list[Completion]] = [[] for _ in prompts]
@@ -189,13 +197,20 @@ class RemoteEngine:
             raise WorkFailedError(what, where=self.url, remedy="look at the server's log")
         raise RequestError(what, where=self.url, remedy=remedy)
 
-    def _check_reported(self, params: SamplingParams) -> None:
-        if self._reported == "raw" and params.temperature not in (0.0, 1.0):
+    def _check(self, params: SamplingParams) -> None:
+        if params.raw_logprobs or params.top_logprobs:
             raise RequestError(
-                f"temperature is {params.temperature}, and the server reports log-probs from before it",
+                "a server is asked for the log-probs of what it sampled only",
+                where="raw_logprobs, top_logprobs",
+            )
+        ranks = get_args(Reported)
+        if ranks.index(self._reported) < ranks.index(needed(params)):
+            raise RequestError(
+                f"the server's log-probs are {self._reported}, and with these parameters only"
+                f" {needed(params)} ones are of the distribution sampled from",
                 where=self.url,
-                remedy="sample at temperature 1; or start vLLM with --logprobs-mode processed_logprobs and"
-                " say reported: processed",
+                remedy="sample at temperature 1 without top-k, top-p or min-p; or start vLLM with"
+                " --logprobs-mode processed_logprobs and say reported: processed",
             )
 
 

@@ -18,10 +18,12 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from perilune.engine.sampling import Completion, Prompt, SamplingParams
+from perilune.engine.request import Completion, Prompt, SamplingParams
 from perilune.errors import WorkFailedError
 
-Reported = Literal["processed", "raw"]
+Reported = Literal["raw", "tempered", "processed"]
+"""Which distribution a server's log-probs are of: the model's own; after penalties, biases and temperature;
+or, after top-k, top-p and min-p too, the one that was drawn from."""
 
 _INT31 = 2**31
 
@@ -35,8 +37,7 @@ class Dialect(Protocol):
 
     Attributes:
         path: where to post, relative to the server's root.
-        reported: whether its log-probs are of the distribution that was drawn from ("processed": after
-            temperature) or of the model's own ("raw").
+        reported: which distribution its log-probs are of, as far as is known.
     """
 
     path: str
@@ -77,12 +78,9 @@ class OpenAICompletions:
             "prompt": list(map(int, prompt.token_ids)),
             "n": n,
             "max_tokens": params.max_tokens,
-            "temperature": params.temperature,
-            "top_p": 1.0,
-            "top_k": 0,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "stop_token_ids": list(params.stop_token_ids),
+            "min_tokens": params.min_tokens,
+            **_shared(params),
+            "top_k": params.top_k,
             "ignore_eos": True,  # what ends a sample is what the parameters say
             "logprobs": 0,
             "return_token_ids": True,
@@ -101,7 +99,7 @@ class OpenAICompletions:
             logprobs = _mapping(one.get("logprobs"), "logprobs").get("token_logprobs")
             versions = one.get("policy_version", [0] * len(tokens)) if self.ours else [0] * len(tokens)
             found[_integer(one.get("index"), "index")] = completion(
-                tokens, logprobs, versions, one.get("finish_reason")
+                tokens, logprobs, versions, one.get("finish_reason"), one.get("text")
             )
         if sorted(found) != list(range(n)):
             raise Malformed(f"the choices are numbered {sorted(found)}, not 0 to {n - 1}")
@@ -109,10 +107,10 @@ class OpenAICompletions:
 
 
 class SGLangGenerate:
-    """/generate of SGLang, whose log-probs are after temperature."""
+    """/generate of SGLang."""
 
     path = "/generate"
-    reported: Reported = "processed"
+    reported: Reported = "tempered"
 
     def body(self, model: str, prompt: Prompt, n: int, params: SamplingParams) -> dict[str, Any]:
         """The JSON document to post; the seed is heeded where --enable-deterministic-inference is on."""
@@ -122,12 +120,9 @@ class SGLangGenerate:
             "sampling_params": {
                 "n": n,
                 "max_new_tokens": params.max_tokens,
-                "temperature": params.temperature,
-                "top_p": 1.0,
-                "top_k": -1,
-                "min_p": 0.0,
-                "repetition_penalty": 1.0,
-                "stop_token_ids": list(params.stop_token_ids),
+                **_shared(params),
+                "top_k": params.top_k or -1,
+                "min_new_tokens": params.min_tokens,
                 "sampling_seed": seed_of(prompt.key),
             },
         }
@@ -142,8 +137,30 @@ class SGLangGenerate:
                 raise Malformed("the server gives no token ids")
             reason = _mapping(about.get("finish_reason"), "finish_reason").get("type")
             tokens = [pair[1] for pair in pairs]
-            found.append(completion(tokens, [pair[0] for pair in pairs], [0] * len(tokens), reason))
+            logprobs, versions = [pair[0] for pair in pairs], [0] * len(pairs)
+            found.append(completion(tokens, logprobs, versions, reason, one.get("text")))
         return found
+
+
+def needed(params: SamplingParams) -> Reported:
+    """The least that a server's log-probs must have gone through to be of the distribution drawn from."""
+    if params.top_k or params.top_p < 1 or params.min_p > 0:
+        return "processed"
+    changed = params.repetition_penalty != 1 or params.logit_bias or params.min_tokens
+    return "tempered" if changed or params.temperature not in (0.0, 1.0) else "raw"
+
+
+def _shared(params: SamplingParams) -> dict[str, Any]:
+    """What both dialects call by the same names."""
+    return {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "repetition_penalty": params.repetition_penalty,
+        "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()},
+        "stop": list(params.stop),
+        "stop_token_ids": list(params.stop_token_ids),
+    }
 
 
 def seed_of(key: tuple[int, int, int]) -> int:
@@ -152,7 +169,7 @@ def seed_of(key: tuple[int, int, int]) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % _INT31
 
 
-def completion(tokens: Any, logprobs: Any, versions: Any, reason: Any) -> Completion:
+def completion(tokens: Any, logprobs: Any, versions: Any, reason: Any, text: Any) -> Completion:
     """A sample from what a server says of it.
 
     Raises:
@@ -172,6 +189,7 @@ def completion(tokens: Any, logprobs: Any, versions: Any, reason: Any) -> Comple
         np.asarray(values, dtype=np.float32),
         np.asarray(versions, dtype=np.int32),
         reason,
+        text if isinstance(text, str) else None,
     )
 
 

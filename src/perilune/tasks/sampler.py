@@ -45,9 +45,9 @@ class ServerSpec(Frozen):
         None,
         description="name of the environment variable that holds the server's token; list it in `secrets`",
     )
-    reported: Literal["processed", "raw"] | None = Field(
+    reported: Literal["raw", "tempered", "processed"] | None = Field(
         None,
-        description="are its log-probs from after temperature? by default what is known of such a server",
+        description="its log-probs: of the model, after temperature, or after all; by default as known of it",
     )
     concurrency: int = Field(32, ge=1, le=1024, description="most requests at once")
 

@@ -1,0 +1,102 @@
+"""perilune serve: a checkpoint behind the HTTP interface of OpenAI."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from perilune.cli.output import echo
+from perilune.errors import RequestError
+
+NEEDED = ("fastapi", "prometheus_client", "uvicorn")
+
+
+def serve(
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="Hugging Face folder, or the run that made it.")
+    ],
+    *,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 8000,
+    token_env: Annotated[
+        str,
+        typer.Option(
+            "--token-env",
+            metavar="NAME",
+            help="Environment variable with the token that requests must bear; required beyond loopback.",
+        ),
+    ] = "",
+    name: Annotated[
+        str,
+        typer.Option("--name", help="Name by which requests ask for the model; else the folder's or run's."),
+    ] = "",
+    slots: Annotated[int, typer.Option("--slots", min=1, max=4096, help="Most samples in flight.")] = 64,
+    max_queue: Annotated[
+        int, typer.Option("--max-queue", min=0, help="Most samples that wait; more are refused with 429.")
+    ] = 256,
+    max_body: Annotated[
+        float, typer.Option("--max-body", min=0.001, max=1024, help="Largest body of a request, in MiB.")
+    ] = 4.0,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option("--device")] = "auto",
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option("--dtype", help="Of the weights.")
+    ] = "float32",
+    drain: Annotated[
+        float, typer.Option("--drain", min=0, help="Seconds to finish answers in after SIGTERM or Ctrl-C.")
+    ] = 30.0,
+    stall: Annotated[
+        float, typer.Option("--stall", min=1, help="Seconds until a reader that takes nothing is given up.")
+    ] = 60.0,
+) -> None:
+    """Serve a checkpoint to OpenAI's clients: /v1/chat/completions, /v1/completions, /v1/models.
+
+    Also /health, and /metrics for Prometheus. Ends on SIGTERM or Ctrl-C, once what is being answered is done.
+    """
+    missing = [package for package in NEEDED if find_spec(package) is None]
+    if missing:
+        raise RequestError(
+            f"the package {missing[0]} is not installed", remedy="pip install 'perilune[serve]'"
+        )
+    folder = _folder(checkpoint)
+    from perilune.serve.server import Settings
+    from perilune.serve.server import serve as run_server
+
+    settings = Settings(
+        checkpoint=folder,
+        name=name or (folder.name if Path(checkpoint).is_dir() else checkpoint),
+        host=host,
+        port=port,
+        token_env=token_env,
+        slots=slots,
+        max_queue=max_queue,
+        max_body=round(max_body * 2**20),
+        device=device,
+        dtype=dtype,
+        drain=drain,
+        stalled=stall,
+    )
+    run_server(settings, lambda url: echo(f"{settings.name} answers at {url}", err=True))
+
+
+def _folder(checkpoint: str) -> Path:
+    """The folder meant: a path, or the output of a run.
+
+    Raises:
+        RequestError: when it is neither, or the run made no checkpoint.
+    """
+    folder = Path(checkpoint).expanduser()
+    if folder.is_dir() or checkpoint.startswith((".", "/", "~")):
+        return folder
+    from perilune.bundle.plugin import load_plugin
+    from perilune.control.experiments import Control
+    from perilune.control.lookup import find_run
+
+    control = Control()
+    run = find_run(control, checkpoint)
+    plugin = load_plugin(run.task)
+    if plugin.produces != "checkpoint":
+        raise RequestError(f"a run of {run.task} makes no checkpoint", where=checkpoint)
+    return control.directory(run) / plugin.output

@@ -1,0 +1,1 @@
+"""A checkpoint behind the HTTP interface of OpenAI: `perilune serve`."""

@@ -1,0 +1,170 @@
+"""What is answered: the documents of chat and text completions, whole and in pieces."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+from perilune.engine.request import Delta
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens that a request took."""
+
+    prompt: int
+    completion: int = 0
+    cached: int = 0
+
+    def document(self) -> dict[str, Any]:
+        """As OpenAI counts."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+class Spelling:
+    """What single tokens say, for the lists of log-probs.
+
+    Args:
+        spell: text of one token, control tokens by their names.
+        token_bytes: bytes of each token by id; None where nobody knows.
+    """
+
+    def __init__(self, spell: Callable[[int], str], token_bytes: Sequence[bytes | None]) -> None:
+        self.text = cache(spell)
+        self._bytes = token_bytes
+
+    def width(self, token: int) -> int:
+        """Characters that it adds to the text; none when it is a control token."""
+        return len(self.text(token)) if self.bytes(token) is not None else 0
+
+    def bytes(self, token: int) -> list[int] | None:
+        """Its bytes, of which several tokens may make one character; None for control tokens."""
+        found = self._bytes[token] if token < len(self._bytes) else None
+        return None if found is None else list(found)
+
+
+class Answer:
+    """One response: its identity, and the forms its parts take.
+
+    Args:
+        chat: whether it is a chat completion, or one of text.
+        logprobs: give log-probs.
+        with_ids: give token ids and policy versions too.
+    """
+
+    def __init__(self, model: str, spelling: Spelling, *, chat: bool, logprobs: bool, with_ids: bool) -> None:
+        self._spelling, self._chat = spelling, chat
+        self._logprobs, self._with_ids = logprobs, with_ids
+        self._offsets: dict[int, int] = {}  # characters that a choice's tokens have said so far
+        self._kind = "chat.completion" if chat else "text_completion"
+        self._head = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def whole(
+        self, choices: Sequence[Delta], prompts: Sequence[Sequence[int]], usage: Usage
+    ) -> dict[str, Any]:
+        """The response in one document; the choices of each of `prompts` follow each other."""
+        each = len(choices) // len(prompts)
+        listed = []
+        for index, gained in enumerate(choices):
+            choice = self._choice(index, gained)
+            if self._chat:
+                choice["message"] = {"role": "assistant", "content": gained.text, "refusal": None}
+            else:
+                choice["text"] = gained.text
+            if self._with_ids:
+                choice["prompt_token_ids"] = list(prompts[index // each])
+            listed.append(choice)
+        return {"object": self._kind, **self._head, "choices": listed, "usage": usage.document()}
+
+    def opening(self, index: int) -> bytes:
+        """The event that opens a choice: of a chat, who speaks; of a text, nothing."""
+        if not self._chat:
+            return b""
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        return self._event([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+
+    def piece(self, index: int, gained: Delta) -> bytes:
+        """The event of what one choice has gained."""
+        choice = self._choice(index, gained)
+        if self._chat:
+            choice["delta"] = {"content": gained.text} if gained.text or gained.token_ids else {}
+        else:
+            choice["text"] = gained.text
+        return self._event([choice])
+
+    def closing(self, usage: Usage) -> bytes:
+        """The event that says what it took."""
+        return self._event([], usage=usage.document())
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        kind = "chat.completion.chunk" if self._chat else self._kind
+        return event({"object": kind, **self._head, "choices": choices, **more})
+
+    def _choice(self, index: int, gained: Delta) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": index,
+            "logprobs": self._logprob_document(index, gained) if self._logprobs else None,
+            "finish_reason": gained.finish_reason,
+        }
+        if self._with_ids:
+            choice |= {"token_ids": gained.token_ids, "policy_version": gained.policy_version}
+        return choice
+
+    def _logprob_document(self, index: int, gained: Delta) -> dict[str, Any]:
+        return self._chat_logprobs(gained) if self._chat else self._text_logprobs(index, gained)
+
+    def _chat_logprobs(self, gained: Delta) -> dict[str, Any]:
+        rows = []
+        for place, (token, logprob) in enumerate(zip(gained.token_ids, gained.logprobs, strict=True)):
+            likely = gained.top_logprobs[place] if gained.top_logprobs else []
+            rows.append(
+                self._token(token, logprob) | {"top_logprobs": [self._token(one, lp) for one, lp in likely]}
+            )
+        return {"content": rows, "refusal": None}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self._spelling.text(token),
+            "logprob": logprob,
+            "bytes": self._spelling.bytes(token),
+        }
+
+    def _text_logprobs(self, index: int, gained: Delta) -> dict[str, Any]:
+        tokens = [self._spelling.text(token) for token in gained.token_ids]
+        ends = list(
+            accumulate(map(self._spelling.width, gained.token_ids), initial=self._offsets.get(index, 0))
+        )
+        self._offsets[index] = ends[-1]
+        top = None
+        if gained.top_logprobs:
+            drawn = zip(gained.token_ids, gained.logprobs, strict=True)
+            rows = zip(gained.top_logprobs, drawn, strict=True)
+            top = [{self._spelling.text(one): lp for one, lp in (*row, sampled)} for row, sampled in rows]
+        return {
+            "tokens": tokens,
+            "token_logprobs": gained.logprobs,
+            "top_logprobs": top,
+            "text_offset": ends[:-1],
+        }
+
+
+def event(document: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"

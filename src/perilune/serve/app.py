@@ -1,0 +1,97 @@
+"""The routes, and what stands around them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from time import time
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException as AnyHTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from perilune.errors import PeriluneError
+from perilune.serve.errors import answer_error, answer_invalid, answer_refused, answer_unexpected
+from perilune.serve.guard import Guard
+from perilune.serve.schema import ChatBody, CompletionBody
+from perilune.serve.service import Service
+
+
+def make_app(service: Service, *, token: str | None, max_body: int) -> FastAPI:
+    """The application that answers with `service`.
+
+    Args:
+        token: what requests must bear; None when only this machine can ask.
+        max_body: most bytes of a body.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.thread.start()
+        yield
+        service.thread.stop()
+        service.close()
+
+    # No page of documentation: it would load scripts from elsewhere.
+    app = FastAPI(title="perilune serve", docs_url=None, redoc_url=None, lifespan=lifespan)
+    for kind, answer in (
+        (AnyHTTPException, answer_error),
+        (RequestValidationError, answer_invalid),
+        (PeriluneError, answer_refused),
+        (Exception, answer_unexpected),
+    ):
+        app.add_exception_handler(kind, answer)
+    app.add_middleware(Guard, token=token, max_body=max_body, draining=lambda: service.draining)
+    app.add_middleware(_Counted, service=service)
+    started = int(time())
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat(body: ChatBody, request: Request) -> Response:
+        return await service.chat(body, request)
+
+    @app.post("/v1/completions", response_model=None)
+    async def complete(body: CompletionBody, request: Request) -> Response:
+        return await service.complete(body, request)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        card = {
+            "id": service.model.name,
+            "object": "model",
+            "created": started,
+            "owned_by": "perilune",
+            "max_model_len": service.model.context,
+        }
+        return {"object": "list", "data": [card]}
+
+    @app.get("/health", response_model=None)
+    async def health() -> Response:
+        status = "failed" if service.thread.failure else "draining" if service.draining else "ok"
+        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
+
+    @app.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        return service.metrics.response(service.figures())
+
+    return app
+
+
+class _Counted:
+    """Counts requests by path and status; a path that is not served counts as "other"."""
+
+    def __init__(self, app: ASGIApp, *, service: Service) -> None:
+        self._app, self._service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                known = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics"}
+                path = scope["path"] if scope["path"] in known else "other"
+                self._service.metrics.answered(path, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counted if scope["type"] == "http" else send)

@@ -1,0 +1,93 @@
+"""One request that the engine works on, and the answer that is made of what comes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+
+from perilune.engine.request import Delta
+from perilune.errors import WorkFailedError
+from perilune.serve.answers import DONE, Answer, Usage, event
+from perilune.serve.engine_thread import Stream, merge
+from perilune.serve.errors import error_document
+from perilune.serve.metrics import Metrics
+from perilune.serve.responses import Disconnected, while_connected
+
+_CLIENT_LEFT = 499  # as nginx calls it; nobody is there to see it
+
+
+class Exchange:
+    """From the engine's deltas to an answer.
+
+    Args:
+        began: when the request came, on the performance counter.
+    """
+
+    def __init__(self, stream: Stream, answer: Answer, metrics: Metrics, began: float) -> None:
+        self._stream, self._answer, self._metrics, self._began = stream, answer, metrics, began
+        self._prompts = [request.token_ids for request in stream.requests]
+        self._usage = Usage(sum(map(len, self._prompts)))
+        self._begun: set[int] = set()  # choices that have said something
+
+    async def document(self, request: Request) -> Response:
+        """The whole answer.
+
+        Raises:
+            WorkFailedError: when the engine failed.
+        """
+        try:
+            choices = await while_connected(self._collected(), request.receive)
+        except Disconnected:
+            self._metrics.disconnected()
+            return Response(status_code=_CLIENT_LEFT)
+        finally:
+            self.close()
+        ordered = [choices[choice] for choice in sorted(choices)]
+        return JSONResponse(self._answer.whole(ordered, self._prompts, self._usage))
+
+    async def _collected(self) -> dict[int, Delta]:
+        choices: dict[int, Delta] = {}
+        while news := await self._next():
+            for choice, delta in news:
+                if choice in choices:
+                    merge(choices[choice], delta)
+                else:
+                    choices[choice] = delta
+        return choices
+
+    async def events(self, wants_usage: bool) -> AsyncIterator[bytes]:
+        """The answer in server-sent events; what several choices gained at once is one piece of bytes."""
+        try:
+            while news := await self._next():
+                sent = b""
+                for choice, delta in news:
+                    if choice not in self._begun:
+                        self._begun.add(choice)
+                        sent += self._answer.opening(choice)
+                    sent += self._answer.piece(choice, delta)
+                if sent:
+                    yield sent
+        except WorkFailedError as error:  # the status is sent already
+            yield event(error_document(500, error.what))
+            return
+        yield self._answer.closing(self._usage) + DONE if wants_usage else DONE
+
+    async def _next(self) -> list[tuple[int, Delta]]:
+        news = await self._stream.next()
+        if news and not self._usage.completion:
+            self._metrics.first_token(self._began)
+        for _, delta in news:
+            self._usage.completion += len(delta.token_ids)
+            self._usage.cached = max(self._usage.cached, delta.cached_tokens)
+        return news
+
+    def close(self) -> None:
+        """The answer was sent; or its reader has left, and the engine is told to stop."""
+        self._stream.abort()
+        usage = self._usage
+        self._metrics.finished(
+            self._began, prompt=usage.prompt, completion=usage.completion, cached=usage.cached
+        )

@@ -1,0 +1,65 @@
+"""What Prometheus reads at /metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.responses import Response
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_LATELY = 0.2  # weight of the newest answer in the running mean of how long answers take
+
+
+class Metrics:
+    """Counts and times of one server."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "perilune_requests", "Requests answered", ["path", "status"], registry=self._registry
+        )
+        self._disconnects = Counter(
+            "perilune_disconnects", "Answers whose reader left or stopped reading", registry=self._registry
+        )
+        self._tokens = Counter("perilune_tokens", "Tokens", ["kind"], registry=self._registry)
+        self._first = Histogram(
+            "perilune_first_token_seconds", "From request to first token", buckets=_SECONDS,
+            registry=self._registry,
+        )  # fmt: skip
+        self._whole = Histogram(
+            "perilune_answer_seconds", "From request to the end of its answer", buckets=_SECONDS,
+            registry=self._registry,
+        )  # fmt: skip
+        self._gauges: dict[str, Gauge] = {}
+        self.answer_seconds = 1.0  # that an answer took lately
+
+    def answered(self, path: str, status: int) -> None:
+        """A request was answered."""
+        self._requests.labels(path, str(status)).inc()
+
+    def disconnected(self) -> None:
+        """A reader left."""
+        self._disconnects.inc()
+
+    def first_token(self, since: float) -> None:
+        """The first token of a request that came at `since` on the performance counter."""
+        self._first.observe(time.perf_counter() - since)
+
+    def finished(self, since: float, *, prompt: int, completion: int, cached: int) -> None:
+        """A request is done, having taken that many tokens."""
+        seconds = time.perf_counter() - since
+        self._whole.observe(seconds)
+        self.answer_seconds += _LATELY * (seconds - self.answer_seconds)
+        for kind, count in (("prompt", prompt), ("completion", completion), ("prompt_cached", cached)):
+            self._tokens.labels(kind).inc(count)
+
+    def response(self, now: Mapping[str, float]) -> Response:
+        """The page, with the figures of this moment by their names."""
+        for name, value in now.items():
+            if name not in self._gauges:
+                self._gauges[name] = Gauge(f"perilune_{name}", "At this moment", registry=self._registry)
+            self._gauges[name].set(value)
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)

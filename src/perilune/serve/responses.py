@@ -1,0 +1,76 @@
+"""Sending an answer, and noticing when nobody is left to read it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+Result = TypeVar("Result")
+
+
+class Disconnected(Exception):  # noqa: N818 - nothing went wrong here
+    """The client left."""
+
+
+async def while_connected(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
+    """The result of `work`, which is cancelled when the client leaves.
+
+    Raises:
+        Disconnected: when it left.
+    """
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Disconnected
+        return working.result()
+    finally:
+        await _cancelled(working, watching)
+
+
+class EventStream(Response):
+    """Server-sent events.
+
+    Args:
+        events: the bytes to send, piece by piece.
+        finished: called with True when all was sent, else with False.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], finished: Callable[[bool], None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._finished = events, finished
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        complete = False
+        try:
+            await while_connected(self._send_all(send), receive)
+            complete = True
+        except (Disconnected, OSError):
+            pass
+        finally:
+            self._finished(complete)
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for events in self._events:
+            await send({"type": "http.response.body", "body": events, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel what is not done, and let it clean up."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

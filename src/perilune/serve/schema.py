@@ -1,0 +1,239 @@
+"""What may be asked: the bodies of OpenAI's chat and text completions, and the extensions that servers share.
+
+An argument that is not listed is refused, as OpenAI refuses it: an option that is silently ignored gives
+another answer than the one that was asked for. Of OpenAI's own arguments that are not served, those that
+cannot change an answer are ignored, and those that can are refused unless they ask for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+from perilune.engine.request import SamplingParams
+
+MOST_CHOICES = 256  # samples of one request
+MOST_STOPS = 16
+MOST_LOGPROBS = 20
+NO_EFFECT = frozenset({
+    "metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier", "store",
+    "user",
+})  # fmt: skip
+# Arguments that are not served, and the values with which they ask for nothing.
+NOT_SERVED: Mapping[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0, 0.0),
+    "function_call": ("none",),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "prediction": (),
+    "presence_penalty": (0, 0.0),
+    "reasoning_effort": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Tokens = Annotated[list[Token], Field(min_length=1)]
+Text = Annotated[str, StringConstraints(min_length=1)]
+Word = Annotated[int, Field(ge=0, lt=2**32)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class StreamOptions(_Body):
+    """How a stream is sent."""
+
+    include_usage: bool = False
+
+
+class JsonSchema(_Body):
+    """A schema that answers must fit."""
+
+    name: str = "answer"
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None  # answers always fit
+
+
+class ResponseFormat(_Body):
+    """What answers must look like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to type json_schema, and that type needs it")
+        return self
+
+    @property
+    def schema_document(self) -> dict[str, Any] | None:
+        """The JSON schema to fit, or None for text."""
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
+
+
+class Sampling(_Body):
+    """What both kinds of completions take.
+
+    Attributes:
+        key: (seed, step, task) of the random numbers, instead of `seed`.
+        return_token_ids: give token ids, and the policy version of each, beside the text.
+        ignore_eos: end only at `stop` and `stop_token_ids`.
+    """
+
+    model: str
+    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_p: float = Field(1.0, gt=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] | None = None
+    logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]] | None = None
+    response_format: ResponseFormat | None = None
+
+    top_k: int = Field(0, ge=-1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    min_tokens: int = Field(0, ge=0)
+    stop_token_ids: list[Token] = Field(default_factory=list, max_length=1024)
+    ignore_eos: bool = False
+    key: tuple[Annotated[int, Field(ge=0, lt=2**64)], Word, Word] | None = None
+    return_token_ids: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _what_openai_has_besides(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            raise ValueError("the body is not a JSON object")  # noqa: TRY004 - pydantic's own way
+        kept = {}
+        for name, value in body.items():
+            if name in NOT_SERVED:
+                if value is not None and repr(value) not in map(repr, NOT_SERVED[name]):  # True is not 1
+                    raise ValueError(f"{name} is not served here")
+            elif name not in NO_EFFECT and value is not None:  # null is as good as left out
+                kept[name] = value
+        return kept
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Sampling:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only for streams")
+        if self.key is not None and self.seed is not None:
+            raise ValueError("key and seed both choose the random numbers; give one of them")
+        return self
+
+    @property
+    def random_key(self) -> tuple[int, int, int] | None:
+        """The counters of the random numbers; None when any will do."""
+        if self.key is not None:
+            return self.key
+        return None if self.seed is None else (self.seed % 2**64, 0, 0)
+
+    def params(self, max_tokens: int, end_tokens: tuple[int, ...], top_logprobs: int) -> SamplingParams:
+        """How to continue, for the engine.
+
+        Args:
+            max_tokens: most tokens of the answer.
+            end_tokens: what ends the model's answers, unless it is to be ignored.
+        """
+        ends = () if self.ignore_eos else end_tokens
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=self.temperature,
+            stop_token_ids=tuple(dict.fromkeys((*ends, *self.stop_token_ids))),
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            min_tokens=self.min_tokens,
+            top_k=max(self.top_k, 0),
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias or {},
+            top_logprobs=top_logprobs,
+        )
+
+
+class CompletionBody(Sampling):
+    """POST /v1/completions."""
+
+    prompt: (
+        str
+        | Tokens
+        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[Tokens], Field(min_length=1)]
+    )
+    max_tokens: int = Field(16, ge=1)
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each text, or its tokens, that is to be continued."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
+
+
+class TextPart(_Body):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Body):
+    """One turn of a conversation."""
+
+    role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+
+    @property
+    def document(self) -> dict[str, str]:
+        """As a chat template reads it."""
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
+
+
+class ChatBody(Sampling):
+    """POST /v1/chat/completions.
+
+    Attributes:
+        max_completion_tokens: newer name of `max_tokens`; without either, as many as there is room for.
+        chat_template_kwargs: further inputs of the chat template, such as {"enable_thinking": false}.
+    """
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MOST_LOGPROBS)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _logprobs_asked_for(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        if "messages" in self.chat_template_kwargs:
+            raise ValueError("chat_template_kwargs: messages stand beside it")
+        return self
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The limit, by either of its names."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

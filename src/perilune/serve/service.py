@@ -1,0 +1,231 @@
+"""From a request to its answer: tokens in, the engine, text out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from fastapi import Request
+from starlette.responses import Response
+
+from perilune.engine.request import Request as EngineRequest
+from perilune.engine.request import SamplingParams
+from perilune.errors import RequestError
+from perilune.models.tokenizer import Tokenizer
+from perilune.serve.answers import Answer, Spelling
+from perilune.serve.engine_thread import EngineThread, Stream
+from perilune.serve.errors import ApiError
+from perilune.serve.exchange import Exchange
+from perilune.serve.metrics import Metrics
+from perilune.serve.responses import EventStream
+from perilune.serve.schema import MOST_CHOICES, ChatBody, CompletionBody, Sampling
+
+if TYPE_CHECKING:
+    from perilune.engine.constraints import Constraint, Constraints
+
+_KEPT_SCHEMAS = 64  # compiled grammars
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What is served.
+
+    Attributes:
+        name: by which requests ask for it.
+        context: positions, for prompt and answer together.
+        end_tokens: what ends an answer.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    vocab_size: int
+    context: int
+    end_tokens: tuple[int, ...]
+
+
+class Service:
+    """Answers requests with one engine.
+
+    Args:
+        most_samples: that the engine works on or keeps waiting; what is asked for beyond is refused with 429.
+        figures: the engine's, for /metrics; called from the event loop.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        thread: EngineThread,
+        most_samples: int,
+        figures: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
+        self.model, self.thread, self._most_samples, self._figures = model, thread, most_samples, figures
+        self.metrics = Metrics()
+        self.draining = False
+        self.answering = 0  # requests whose answers are not completely sent
+        self._entering = 0  # samples on their way to the engine
+        # Texts are made into tokens one after another, beside the event loop: a long one holds up no stream.
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encoder")
+        self._constraint = lru_cache(_KEPT_SCHEMAS)(self._make_constraint)
+        self._spelling = Spelling(model.tokenizer.spell, _token_bytes(model.tokenizer))
+
+    def close(self) -> None:
+        """Let go of the encoder."""
+        self._encoder.shutdown(wait=False, cancel_futures=True)
+
+    def figures(self) -> dict[str, float]:
+        """The engine's and the server's figures of this moment."""
+        return {
+            **self._figures(),
+            "samples_open": self.thread.open_samples,
+            "requests_answering": self.answering,
+        }
+
+    async def chat(self, body: ChatBody, request: Request) -> Response:
+        """Answer POST /v1/chat/completions."""
+
+        def encode() -> list[list[int]]:
+            messages = [message.document for message in body.messages]
+            return [self.model.tokenizer.encode_prompt(messages, **body.chat_template_kwargs)]
+
+        answer = self._answer(body, chat=True, logprobs=body.logprobs)
+        return await self._complete(body, answer, encode, body.most_tokens, body.top_logprobs, request)
+
+    async def complete(self, body: CompletionBody, request: Request) -> Response:
+        """Answer POST /v1/completions."""
+        if body.n * len(body.prompts) > MOST_CHOICES:
+            raise ApiError(400, f"more than {MOST_CHOICES} choices in one request", param="n")
+
+        def encode() -> list[list[int]]:
+            texts = self.model.tokenizer.encode_text_prompt
+            return [texts(one) if isinstance(one, str) else one for one in body.prompts]
+
+        answer = self._answer(body, chat=False, logprobs=body.logprobs is not None)
+        return await self._complete(body, answer, encode, body.max_tokens, body.logprobs or 0, request)
+
+    def _answer(self, body: Sampling, *, chat: bool, logprobs: bool) -> Answer:
+        return Answer(
+            self.model.name, self._spelling, chat=chat, logprobs=logprobs, with_ids=body.return_token_ids
+        )
+
+    async def _complete(  # noqa: PLR0917
+        self,
+        body: Sampling,
+        answer: Answer,
+        encode: Callable[[], list[list[int]]],
+        max_tokens: int | None,
+        top_logprobs: int,
+        request: Request,
+    ) -> Response:
+        began = perf_counter()
+        self._admit(body)
+        self.answering += 1
+        handed_on = False
+        try:
+            stream = await self._begin(body, encode, max_tokens, top_logprobs)
+            exchange = Exchange(stream, answer, self.metrics, began)
+            if not body.stream:
+                return await exchange.document(request)
+            handed_on = True
+            return EventStream(
+                exchange.events(body.stream_options is not None and body.stream_options.include_usage),
+                lambda complete: self._finished(exchange, complete),
+            )
+        finally:
+            if not handed_on:
+                self.answering -= 1
+
+    async def _begin(
+        self, body: Sampling, encode: Callable[[], list[list[int]]], max_tokens: int | None, top_logprobs: int
+    ) -> Stream:
+        """Give the request to the engine."""
+        self._entering += body.n
+        try:
+            loop = asyncio.get_running_loop()
+            prompts = await loop.run_in_executor(self._encoder, encode)
+            constraint = await loop.run_in_executor(self._encoder, self._constrained, body)
+            requests = self._requests(body, prompts, max_tokens, top_logprobs, constraint)
+            return await self.thread.submit(requests)
+        finally:
+            self._entering -= body.n
+
+    def _finished(self, exchange: Exchange, complete: bool) -> None:
+        self.answering -= 1
+        exchange.close()
+        if not complete:
+            self.metrics.disconnected()
+
+    def _admit(self, body: Sampling) -> None:
+        if body.model != self.model.name:
+            told = f"there is no model {body.model!r} here; there is {self.model.name!r}"
+            raise ApiError(404, told, param="model", code="model_not_found")
+        busy = self.thread.open_samples + self._entering >= self._most_samples
+        # An answer that is sampled and not yet read costs memory only.
+        if busy or self.answering >= 2 * self._most_samples:
+            wait = {"Retry-After": str(min(max(math.ceil(self.metrics.answer_seconds), 1), 30))}
+            raise ApiError(429, "the queue is full", code="queue_full", headers=wait)
+
+    def _requests(
+        self,
+        body: Sampling,
+        prompts: Sequence[list[int]],
+        max_tokens: int | None,
+        top_logprobs: int,
+        constraint: Constraint | None,
+    ) -> list[EngineRequest]:
+        longest = max(map(len, prompts))
+        room = self.model.context - longest
+        if room < 1 or (max_tokens is not None and max_tokens > room):
+            asked = "" if max_tokens is None else f", and {max_tokens} more are asked for"
+            raise ApiError(
+                400,
+                f"the context has room for {self.model.context} tokens; the prompt has {longest}{asked}",
+                param="messages" if isinstance(body, ChatBody) else "prompt",
+                code="context_length_exceeded",
+            )
+        params = self._params(body, max_tokens or room, top_logprobs)
+        seed, step, task = body.random_key or (secrets.randbits(64), 0, 0)
+        return [
+            # Prompts of one request are told apart by their place.
+            EngineRequest(prompt, params, (seed, step, (task + place) % 2**32), body.n, constraint=constraint)
+            for place, prompt in enumerate(prompts)
+        ]
+
+    def _params(self, body: Sampling, max_tokens: int, top_logprobs: int) -> SamplingParams:
+        outside = [token for token in (body.logit_bias or {}) if token >= self.model.vocab_size]
+        if outside:
+            raise ApiError(400, f"there is no token {outside[0]}", param="logit_bias")
+        return body.params(max_tokens, self.model.end_tokens, top_logprobs)
+
+    def _constrained(self, body: Sampling) -> Constraint | None:
+        schema = body.response_format and body.response_format.schema_document
+        if schema is None:
+            return None
+        try:
+            return self._constraint(json.dumps(schema))  # in the order it was given, which is that of answers
+        except RequestError as error:
+            told = f"{error.what} ({error.remedy})" if error.remedy else error.what
+            raise ApiError(400, told, param="response_format") from None
+
+    def _make_constraint(self, schema: str) -> Constraint:
+        return self._constraints.json_schema(schema)
+
+    @cached_property
+    def _constraints(self) -> Constraints:
+        from perilune.engine.constraints import Constraints
+
+        return Constraints(self.model.tokenizer, self.model.vocab_size, self.model.end_tokens)
+
+
+def _token_bytes(tokenizer: Tokenizer) -> list[bytes | None]:
+    try:
+        return tokenizer.token_bytes()
+    except RequestError:  # its tokens have none of their own
+        return []

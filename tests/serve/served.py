@@ -1,0 +1,141 @@
+"""A small checkpoint, and `perilune serve` in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+
+from perilune.engine.engine import Engine
+from perilune.engine.request import Completion, Prompt, SamplingParams
+from perilune.models.config import PRESETS
+from perilune.models.decoder import Decoder
+from perilune.models.loading import load_checkpoint, new_model, save_checkpoint
+from perilune.models.tokenizer import Tokenizer
+
+CONTEXT = 256
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if shout is defined %}LOUD {% endif %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def make_checkpoint(folder: Path) -> Path:
+    """A random model whose answers differ: it likes some tokens, and none for certain."""
+    tokenizer = Tokenizer.characters().with_chat_template(TEMPLATE, where="test")
+    shape = PRESETS["tiny"].replace(initializer_range=0.15, max_position_embeddings=CONTEXT)
+    save_checkpoint(folder, new_model(shape, tokenizer, seed=0), tokenizer)
+    return folder
+
+
+@dataclass
+class Direct:
+    """The same checkpoint in this process: what answers ought to be."""
+
+    decoder: Decoder
+    tokenizer: Tokenizer
+
+    @classmethod
+    def load(cls, folder: Path) -> Direct:
+        return cls(*load_checkpoint(folder))
+
+    def sample(self, text: str, seed: int, n: int = 1, **params: Any) -> list[Completion]:
+        return self.sample_all([(text, seed)], n, **params)[0]
+
+    def sample_all(
+        self, asked: Sequence[tuple[str, int]], n: int = 1, **params: Any
+    ) -> list[list[Completion]]:
+        engine = Engine(self.decoder, slots=64, tokenizer=self.tokenizer)
+        prompts = [Prompt(self.tokenizer.encode(text), (seed, 0, 0)) for text, seed in asked]
+        ends = (self.tokenizer.eos_token_id,)
+        return engine.sample(prompts, n, SamplingParams(**({"stop_token_ids": ends} | params)))
+
+    def text(self, completion: Completion) -> str:
+        return self.tokenizer.decode(completion.token_ids)
+
+
+@dataclass
+class Served:
+    """A server that runs."""
+
+    process: subprocess.Popen[str]
+    url: str
+    name: str
+    token: str = ""
+    said: list[str] = field(default_factory=list)
+
+    @property
+    def root(self) -> str:
+        return self.url.removesuffix("/v1")
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(
+            base_url=self.url, api_key=self.token or "none", max_retries=0, timeout=60, **options
+        )
+
+    def async_client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=self.url, api_key=self.token or "none", max_retries=0, timeout=120)
+
+    def http(self) -> httpx.Client:
+        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        return httpx.Client(base_url=self.root, headers=headers, timeout=60, verify=False)
+
+    def metrics(self) -> dict[str, float]:
+        with self.http() as http:
+            page = http.get("/metrics").text
+        found = re.findall(r"^(perilune_\S+) ([\d.e+-]+)$", page, re.MULTILINE)
+        return {name.removeprefix("perilune_"): float(value) for name, value in found}
+
+    def at_rest(self, seconds: float = 20) -> dict[str, float]:
+        """The metrics, once nothing is being worked on; fails when something never lets go."""
+        deadline = time.monotonic() + seconds
+        while True:
+            metrics = self.metrics()
+            held = {
+                name: metrics[name]
+                for name in (
+                    "samples_open",
+                    "samples_running",
+                    "requests_waiting",
+                    "requests_answering",
+                    "cache_use",
+                )
+            }
+            if not any(held.values()):
+                return metrics
+            assert time.monotonic() < deadline, held
+            time.sleep(0.05)
+
+
+@contextmanager
+def served(checkpoint: Path, *options: str, token: str = "", **environment: str) -> Iterator[Served]:
+    """`perilune serve CHECKPOINT OPTIONS` on a free port; ended, and looked at for tracebacks, afterwards."""
+    command = [sys.executable, "-m", "perilune.cli.main", "serve", str(checkpoint), "--port", "0", *options]
+    variables = os.environ | {"OMP_NUM_THREADS": "1", **environment}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=variables) as process:
+        assert process.stderr is not None
+        try:
+            line = process.stderr.readline()
+            found = re.search(r"(\S+) answers at (http://\S+)", line)
+            assert found, line + process.stderr.read()
+            yield Served(process, found[2], found[1], token)
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+            try:
+                _, rest = process.communicate(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+            assert "Traceback" not in rest, rest

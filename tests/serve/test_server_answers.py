@@ -1,0 +1,393 @@
+"""What `perilune serve` answers: to OpenAI's own client, under load, and to our own remote engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import psutil
+import pytest
+from served import CONTEXT, TEMPLATE, Direct, Served, make_checkpoint, served
+
+from perilune.engine.engine import Engine
+from perilune.engine.remote import RemoteEngine
+from perilune.engine.request import Prompt, SamplingParams
+
+SLOTS = 32
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path) -> Iterator[Served]:
+    with served(
+        checkpoint, "--slots", str(SLOTS), "--max-queue", "1000", "--max-body", "0.25", "--stall", "2"
+    ) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def direct(checkpoint: Path) -> Direct:
+    return Direct.load(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> Iterator[openai.OpenAI]:
+    with server.client() as one:
+        yield one
+
+
+def test_the_model_is_listed(client: openai.OpenAI) -> None:
+    (card,) = client.models.list().data
+    assert (card.id, card.owned_by) == ("tiny", "perilune")
+    assert card.max_model_len == CONTEXT  # type: ignore[attr-defined]
+
+
+def test_a_completion_is_what_the_engine_samples(client: openai.OpenAI, direct: Direct) -> None:
+    answer = client.completions.create(
+        model="tiny", prompt="12+34=", max_tokens=20, seed=7, n=3, temperature=0.8, logprobs=2,
+        extra_body={"return_token_ids": True},
+    )  # fmt: skip
+    expected = direct.sample("12+34=", 7, 3, max_tokens=20, temperature=0.8, top_logprobs=2)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    for choice, one in zip(answer.choices, expected, strict=True):
+        assert choice.text == direct.text(one)
+        assert choice.token_ids == one.token_ids.tolist()  # type: ignore[attr-defined]
+        assert choice.finish_reason == one.finish_reason
+        assert choice.logprobs is not None
+        assert np.array_equal(np.float32(choice.logprobs.token_logprobs), one.logprobs)  # to the last bit
+        assert choice.logprobs.tokens == [direct.tokenizer.spell(int(token)) for token in one.token_ids]
+        assert choice.logprobs.text_offset == [
+            len(direct.tokenizer.decode(one.token_ids[:place])) for place in range(len(one.token_ids))
+        ]
+        for row, likely, token in zip(
+            choice.logprobs.top_logprobs or [], one.top_logprobs or [], one.token_ids, strict=True
+        ):
+            wanted = {direct.tokenizer.spell(id): logprob for id, logprob in likely}
+            assert row.items() >= wanted.items()
+            assert direct.tokenizer.spell(int(token)) in row
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == 6
+    assert answer.usage.completion_tokens == sum(len(one.token_ids) for one in expected)
+
+
+def test_several_prompts_in_text_and_tokens(client: openai.OpenAI, direct: Direct) -> None:
+    def texts(prompt: Any) -> list[str]:
+        made = client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=6, n=2, extra_body={"key": [5, 0, 0]}
+        )
+        return [choice.text for choice in made.choices]
+
+    spoken = texts(["1+1=", "2+2="])
+    assert len(spoken) == 4
+    assert texts([direct.tokenizer.encode("1+1="), direct.tokenizer.encode("2+2=")]) == spoken
+    first, second = spoken[:2], spoken[2:]
+    assert first == [direct.text(one) for one in direct.sample("1+1=", 5, 2, max_tokens=6)]
+    assert second != first  # the prompts of one request draw different numbers
+
+
+def test_a_chat_goes_through_the_template(client: openai.OpenAI, direct: Direct) -> None:
+    question: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "1+1="}]}]
+    answer = client.chat.completions.create(
+        model="tiny", messages=question, max_completion_tokens=12, seed=3, logprobs=True, top_logprobs=1,
+        extra_body={"chat_template_kwargs": {"shout": 1}},
+    )  # fmt: skip
+    (one,) = direct.sample("user: 1+1=\nLOUD assistant: ", 3, max_tokens=12, top_logprobs=1)
+    (choice,) = answer.choices
+    assert choice.message.content == direct.text(one)
+    assert choice.logprobs is not None
+    rows = choice.logprobs.content or []
+    assert [row.logprob for row in rows] == one.logprobs.tolist()
+    for row, likely in zip(rows, one.top_logprobs or [], strict=True):
+        assert row.bytes == list(row.token.encode())
+        assert [(top.token, top.logprob) for top in row.top_logprobs] == [
+            (direct.tokenizer.spell(id), logprob) for id, logprob in likely
+        ]
+    # Without a limit the answer may take the rest of the context.
+    whole = client.chat.completions.create(
+        model="tiny", messages=question, seed=3, extra_body={"ignore_eos": True}
+    )
+    assert whole.usage is not None and whole.usage.total_tokens == CONTEXT
+
+
+def test_a_stream_says_the_same(client: openai.OpenAI, direct: Direct) -> None:
+    expected = direct.sample("user: hi\nassistant: ", 11, 2, max_tokens=30)
+    stream = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "hi"}], max_tokens=30, seed=11, n=2, stream=True,
+        stream_options={"include_usage": True}, logprobs=True,
+    )  # fmt: skip
+    texts, logprobs, reasons, usage = ["", ""], [[], []], {}, None  # type: ignore[var-annotated]
+    for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            if choice.logprobs:
+                logprobs[choice.index] += [row.logprob for row in choice.logprobs.content or []]
+            if choice.finish_reason:
+                reasons[choice.index] = choice.finish_reason
+    assert texts == [direct.text(one) for one in expected]
+    assert logprobs == [one.logprobs.tolist() for one in expected]
+    assert reasons == {index: one.finish_reason for index, one in enumerate(expected)}
+    assert usage is not None and usage.completion_tokens == sum(len(one.token_ids) for one in expected)
+
+
+def test_stop_ends_the_text_before_it(client: openai.OpenAI, direct: Direct) -> None:
+    (free,) = direct.sample("abc", 1, max_tokens=40)
+    text = direct.text(free)
+    stop = text[10:13]
+    for stream in (False, True):
+        made: Any = client.completions.create(
+            model="tiny", prompt="abc", max_tokens=40, seed=1, stop=[stop, "\x00never"], stream=stream
+        )
+        choices = [chunk.choices[0] for chunk in made] if stream else made.choices
+        assert "".join(choice.text for choice in choices) == text[: text.index(stop)]
+        assert choices[-1].finish_reason == "stop"
+
+
+def test_options_reach_the_sampler(client: openai.OpenAI, direct: Direct) -> None:
+    (greedy,) = direct.sample("abc", 0, max_tokens=8, temperature=0.0)
+    for options in ({"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-9}):
+        made = client.completions.create(model="tiny", prompt="abc", max_tokens=8, extra_body=options)
+        assert made.choices[0].text == direct.text(greedy), options
+    forced = direct.tokenizer.encode("z")[0]
+    made = client.completions.create(model="tiny", prompt="abc", max_tokens=5, logit_bias={str(forced): 100})
+    assert made.choices[0].text == "zzzzz"
+    seedless = {
+        client.completions.create(model="tiny", prompt="a", max_tokens=16).choices[0].text for _ in range(4)
+    }
+    assert len(seedless) == 4
+
+
+def test_an_answer_fits_its_schema(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"zeta": {"enum": ["a", "b"]}, "alpha": {"type": "boolean"}},
+        "required": ["zeta", "alpha"],
+        "additionalProperties": False,
+    }
+    made = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "hi"}], max_tokens=120, seed=0,
+        response_format={"type": "json_schema", "json_schema": {"name": "pair", "schema": schema}},
+    )  # fmt: skip
+    document = json.loads(made.choices[0].message.content or "")
+    assert list(document) == ["zeta", "alpha"]  # in the schema's order
+    assert document["zeta"] in {"a", "b"} and isinstance(document["alpha"], bool)
+
+
+REFUSED: list[tuple[dict[str, Any], int, str]] = [
+    ({"model": "other"}, 404, "there is no model 'other' here; there is 'tiny'"),
+    ({"prompt": "x" * CONTEXT}, 400, "room for 256 tokens; the prompt has 256, and 16 more"),
+    ({"prompt": "x", "max_tokens": CONTEXT}, 400, "room for 256 tokens; the prompt has 1, and 256 more"),
+    ({"prompt": ""}, 400, "no tokens"),
+    ({"prompt": "é"}, 400, "cannot encode"),
+    ({"prompt": [98]}, 400, "outside"),
+    ({"prompt": 1}, 400, "prompt"),
+    ({"prompt": None}, 400, "prompt is missing"),
+    ({"tempreature": 1}, 400, "unrecognised argument: tempreature"),
+    ({"temperature": -1}, 400, "temperature"),
+    ({"n": 0}, 400, "n:"),
+    ({"n": 100, "prompt": ["a", "b", "c"]}, 400, "more than 256 choices"),
+    ({"echo": True}, 400, "echo is not served here"),
+    ({"best_of": 2}, 400, "best_of is not served here"),
+    ({"presence_penalty": 0.5}, 400, "presence_penalty is not served here"),
+    ({"tools": [{}]}, 400, "tools is not served here"),
+    ({"logprobs": 21}, 400, "logprobs"),
+    ({"stop": [""]}, 400, "stop"),
+    ({"logit_bias": {"98": 1}}, 400, "there is no token 98"),
+    ({"stream_options": {}}, 400, "stream_options is only for streams"),
+    ({"response_format": {"type": "json_schema"}}, 400, "json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 3}}}}, 400, ""),
+    ({"seed": 1, "key": [0, 0, 0]}, 400, "give one of them"),
+    ({"top_p": float("nan")}, 400, "top_p"),
+    ({"\ud800": 1}, 400, "unicode"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "status", "told"), REFUSED, ids=lambda value: str(value)[:24])
+def test_what_is_wrong_is_said(server: Served, change: dict[str, Any], status: int, told: str) -> None:
+    body = {"model": "tiny", "prompt": "1"} | change
+    headers = {"Content-Type": "application/json"}
+    with server.http() as http:
+        answer = http.post("/v1/completions", content=json.dumps(body), headers=headers)
+    error = answer.json()["error"]
+    assert answer.status_code == status, error
+    assert told in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+
+
+def test_arguments_that_ask_for_nothing_are_taken(server: Served) -> None:
+    nothing = {
+        "echo": False, "best_of": 1, "suffix": None, "presence_penalty": 0, "frequency_penalty": 0.0,
+        "user": "me", "tools": [], "logit_bias": None, "stop": None,
+    }  # fmt: skip
+    body = {"model": "tiny", "prompt": "1", "max_tokens": 1, **nothing}
+    with server.http() as http:
+        assert http.post("/v1/completions", json=body).status_code == 200
+
+
+JSON = {"Content-Type": "application/json"}
+NOT_JSON = (b"", b"{", b'{"model": "tiny", "prompt": "1"', b"\xff\xfe", b"[1]", b"3", b"[" * 50_000)
+
+
+@pytest.mark.parametrize("content", NOT_JSON, ids=lambda content: repr(content[:12]))
+def test_malformed_bodies_are_refused(server: Served, content: bytes) -> None:
+    with server.http() as http:
+        answer = http.post("/v1/completions", content=content, headers=JSON)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_bodies_that_are_too_long_are_refused(server: Served) -> None:
+    body = json.dumps({"model": "tiny", "prompt": "x" * 300_000}).encode()
+
+    def pieces() -> Iterator[bytes]:  # sent without saying how long it is
+        for start in range(0, len(body), 10_000):
+            yield body[start : start + 10_000]
+
+    with server.http() as http:
+        for content in (body, pieces()):
+            answer = http.post("/v1/completions", content=content, headers=JSON)
+            assert answer.status_code == 413
+            assert answer.json()["error"]["code"] == "body_too_large"
+
+
+def test_only_json_and_only_known_names_of_this_machine(server: Served) -> None:
+    body = {"model": "tiny", "prompt": "1", "max_tokens": 1}
+    with server.http() as http:
+        assert http.post("/v1/completions", data={"model": "tiny"}).status_code == 415
+        stranger = http.post("/v1/completions", json=body, headers={"Host": "evil.example:80"})
+        assert stranger.status_code == 403
+        assert http.post("/v1/completions", json=body, headers={"Host": "localhost"}).status_code == 200
+        assert http.get("/v1/completions").status_code == 405
+        assert http.get("/nowhere").json()["error"]["type"] == "not_found_error"
+
+
+def test_under_load_nothing_leaks_and_nothing_is_wrong(server: Served, direct: Direct) -> None:
+    """Readers that read, that dawdle and that leave, and requests that are refused, all at once."""
+    before = server.at_rest()
+    asked = [(f"{i}+{i}=", i) for i in range(200)]
+    slow = [(f"{i}-{i}=", 1000 + i) for i in range(20)]
+    expected = [
+        [direct.text(one) for one in group] for group in direct.sample_all([*asked, *slow], max_tokens=24)
+    ]
+    body = {"model": "tiny", "prompt": "left", "max_tokens": 240, "ignore_eos": True}
+
+    async def read(client: openai.AsyncOpenAI, text: str, seed: int) -> str:
+        said = ""
+        async for chunk in await client.completions.create(
+            model="tiny", prompt=text, max_tokens=24, seed=seed, stream=True
+        ):
+            said += chunk.choices[0].text
+        return said
+
+    async def dawdle(text: str, seed: int) -> str:
+        """Read from the socket a little at a time, long after everything was sent."""
+        document = {"model": "tiny", "prompt": text, "seed": seed, "max_tokens": 24, "stream": True}
+        reader, writer = await raw(document)
+        received = b""
+        while b"[DONE]" not in received:
+            received += await reader.read(64 if len(received) < 1024 else 1 << 16)
+            await asyncio.sleep(0.01)
+        writer.close()
+        events = [line for line in received.splitlines() if line.startswith(b"data: {")]
+        return "".join(json.loads(event[6:])["choices"][0]["text"] for event in events)
+
+    async def raw(document: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        content = json.dumps(document).encode()
+        host, port = server.root.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        await writer.drain()
+        return reader, writer
+
+    async def leave(place: int) -> None:
+        """Ask for much, and go: at once, in the middle of a stream, or while waiting for all of it."""
+        reader, writer = await raw(body | {"stream": place % 3 > 0})
+        if place % 3 == 1:
+            await reader.read(2000)
+        elif place % 3 == 2:
+            await asyncio.sleep(0.05)
+        sock: socket.socket = writer.get_extra_info("socket")
+        if place % 2:  # rudely, with a reset
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+        writer.close()
+
+    async def nonsense(http: httpx.AsyncClient, content: bytes) -> int:
+        return (await http.post("/v1/completions", content=content, headers=JSON)).status_code
+
+    async def everything() -> tuple[list[str], list[str], list[int]]:
+        long = json.dumps(body | {"prompt": "x" * 600}).encode()
+        bad = [b"{", b'{"model": "tiny"}', b"x" * 300_000, long] * 10
+        async with (
+            server.async_client() as client,
+            httpx.AsyncClient(base_url=server.root, timeout=120) as http,
+        ):
+            readers = asyncio.gather(*(read(client, *one) for one in asked))
+            dawdlers = asyncio.gather(*(dawdle(*one) for one in slow))
+            refused = asyncio.gather(*(nonsense(http, content) for content in bad))
+            await asyncio.gather(*(leave(place) for place in range(60)))
+            return await readers, await dawdlers, await refused
+
+    read_texts, slow_texts, statuses = asyncio.run(everything())
+    assert read_texts == [one for (one,) in expected[: len(asked)]]
+    assert slow_texts == [one for (one,) in expected[len(asked) :]]
+    assert statuses == [400, 400, 413, 400] * 10
+    after = server.at_rest()
+    assert after["disconnects_total"] - before["disconnects_total"] >= 40
+    sampled = after['tokens_total{kind="completion"}'] - before['tokens_total{kind="completion"}']
+    assert sampled < 220 * 24 + 60 * 120  # who left was not sampled for to the end
+
+
+def test_who_reads_nothing_is_given_up(server: Served) -> None:
+    much = {"model": "tiny", "prompt": "1", "n": 8, "logprobs": 20, "max_tokens": 200, "ignore_eos": True}
+    content = json.dumps(much | {"stream": True}).encode()
+    before = server.at_rest()["disconnects_total"]
+    with socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, port = server.root.removeprefix("http://").split(":")
+        reader.connect((host, int(port)))
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        reader.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        reader.settimeout(30)
+        assert reader.recv(12) == b"HTTP/1.1 200"
+        assert server.at_rest()["disconnects_total"] == before + 1
+        mine = reader.getsockname()
+        connections = psutil.Process(server.process.pid).net_connections()
+        assert not [one for one in connections if one.raddr and tuple(one.raddr) == mine]
+
+
+def test_our_remote_engine_gives_the_same_samples(server: Served, direct: Direct) -> None:
+    prompts = [Prompt(direct.tokenizer.encode(f"{i}*{i}="), (9, 4, i)) for i in range(12)]
+    params = SamplingParams(max_tokens=12, temperature=0.7, top_p=0.9, stop_token_ids=(1, 5))
+    local = Engine(direct.decoder).sample(prompts, 3, params)
+    told: list[tuple[int, int]] = []
+    with RemoteEngine(server.url) as engine:
+        assert (engine.model, engine.server) == ("tiny", "perilune")
+        remote = engine.sample(prompts, 3, params, lambda done, total: told.append((done, total)))
+    assert told == [(3 * i, 36) for i in range(1, 13)]
+    for mine, theirs in zip(local, remote, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            assert one.token_ids.tolist() == other.token_ids.tolist()
+            assert np.array_equal(one.logprobs, other.logprobs)
+            assert one.policy_version.tolist() == other.policy_version.tolist()
+            assert one.finish_reason == other.finish_reason
+            ended = one.finish_reason == "stop"
+            assert other.text == direct.tokenizer.decode(one.token_ids[:-1] if ended else one.token_ids)
+
+
+def test_the_template_of_these_tests_is_the_checkpoints(direct: Direct) -> None:
+    assert direct.tokenizer.chat_template is not None
+    assert direct.tokenizer.chat_template.source == TEMPLATE
