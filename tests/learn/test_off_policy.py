@@ -1,0 +1,263 @@
+"""Corrections against worked examples, and what each does to weights and to denominators."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from learning_cases import episode, plain_logprobs, random_groups, small_critic, small_decoder
+from pydantic import ValidationError
+
+from perilune.errors import RequestError
+from perilune.learn.algorithms import StepContext, algorithm
+from perilune.learn.batch import pack
+from perilune.learn.off_policy import (
+    OffPolicySettings,
+    at_level,
+    bounded,
+    correct,
+    effective_share,
+    learning_rate_scale,
+    ratio,
+)
+from perilune.learn.signals import observe
+from perilune.learn.trainer import Learner
+from perilune.learn.updates import merged, minibatches
+from perilune.learn.weights import GroupWeights
+from perilune.models.attention import PackedAttention
+
+LOG_W = np.array([0, 0.3, -0.5, 1.2, 2])
+
+
+def test_bounds_worked_example() -> None:
+    assert bounded(LOG_W, "truncate", 0, 2) == pytest.approx([1, 1.350, 0.607, 2, 2], abs=5e-4)
+    assert bounded(LOG_W, "mask", 0, 2) == pytest.approx([1, 1.350, 0.607, 0, 0], abs=5e-4)  # MIS
+    assert bounded(LOG_W, "mask", 0.5, 5) == pytest.approx([1, 1.350, 0.607, 3.320, 0], abs=5e-4)  # IcePop
+    assert bounded(LOG_W, "none", 0, 2).tolist() == [1] * 5
+
+
+def test_effective_share_is_of_weights_before_any_bound() -> None:
+    assert effective_share(ratio(LOG_W)) == pytest.approx(0.543, abs=5e-4)
+    assert effective_share(bounded(LOG_W, "truncate", 0, 2)) == pytest.approx(0.865, abs=5e-4)
+    settings = OffPolicySettings(ess_target=1.0)
+    assert learning_rate_scale({"ess": effective_share(ratio(LOG_W))}, settings) == pytest.approx(
+        0.737, abs=5e-4
+    )
+    assert learning_rate_scale({"ess": 0.9}, OffPolicySettings(ess_target=0.5)) == 1
+    assert learning_rate_scale({"ess": 0.1}, OffPolicySettings()) == 1
+
+
+def test_product_and_geometric_mean_are_not_the_same_sequence_weight() -> None:
+    drift = np.full(1000, 0.002)
+    assert ratio(at_level(drift, "sequence-product"))[0] == pytest.approx(7.39, abs=5e-3)
+    assert ratio(at_level(drift, "sequence-geometric"))[0] == pytest.approx(1.002, abs=5e-6)
+
+
+def sampled(log_w: Sequence[Sequence[float]], rewards: Sequence[float], versions: Sequence[int] = ()):
+    """A weighed group whose learner differs from its sampler by `log_w`, and the learner's log-probs."""
+    group = [
+        episode(
+            reward, tokens=range(len(row)), logprobs=[-2.0] * len(row), name=f"0/0/{i}",
+            version=versions[i] if versions else 0,
+        )
+        for i, (row, reward) in enumerate(zip(log_w, rewards, strict=True))
+    ]  # fmt: skip
+    logprobs = {f"0/0/{i}": np.array(row, np.float32) - 2 for i, row in enumerate(log_w)}
+    return algorithm("grpo")(group, max_tokens=8, kl=0.1), logprobs
+
+
+def corrected(weighed, logprobs, version: int = 0, **options) -> tuple[GroupWeights, dict[str, float]]:
+    (group,), figures = correct([weighed], logprobs, OffPolicySettings(**options), version)
+    return group, figures
+
+
+def factors(group: GroupWeights, before: GroupWeights) -> list[list[float]]:
+    """What each token's weight was multiplied by."""
+    pairs = zip(group.policy_gradient.weights, before.policy_gradient.weights, strict=True)
+    return [(after / once).tolist() for after, once in pairs]
+
+
+def test_by_default_nothing_happens() -> None:
+    weighed, _ = sampled([[0.5, 2], [0, 0]], [1, 0])
+    group, figures = corrected(weighed, {})
+    assert factors(group, weighed) == [[1, 1], [1, 1]]
+    assert group.proximal is None
+    assert figures == {}
+
+
+def test_token_truncation() -> None:
+    weighed, logprobs = sampled([[0.5, 2], [0, -1]], [1, 0])
+    group, figures = corrected(weighed, logprobs, proximal="learner", weight="truncate")
+    assert factors(group, weighed)[0] == pytest.approx([math.exp(0.5), 2])
+    assert factors(group, weighed)[1] == pytest.approx([1, math.exp(-1)])
+    assert [p.tolist() for p in group.proximal] == [logprobs["0/0/0"].tolist(), logprobs["0/0/1"].tolist()]
+    assert group.reference_kl is weighed.reference_kl
+    assert figures["weights_above"] == 0.25
+    assert figures["weight_max"] == pytest.approx(math.exp(2))
+    assert figures["ess"] == pytest.approx(effective_share(np.exp([2.5, -1])), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"), [("sequence-product", math.exp(0.6)), ("sequence-geometric", math.exp(0.3))]
+)
+def test_sequence_weights_are_one_an_answer(level: str, expected: float) -> None:
+    weighed, logprobs = sampled([[0.1, 0.5], [0, 0]], [1, 0])
+    group, _ = corrected(weighed, logprobs, proximal="learner", weight="truncate", level=level)
+    assert factors(group, weighed)[0] == pytest.approx([expected] * 2, rel=1e-6)
+
+
+def test_masked_tokens_stay_in_the_denominator_and_rejected_answers_leave_it() -> None:
+    weighed, logprobs = sampled([[0.0, 2], [0, 0, 0]], [1, 0])
+    masked, figures = corrected(weighed, logprobs, proximal="learner", weight="mask", bounds=(0.5, 5.0))
+    assert factors(masked, weighed) == [[1, 0], [1, 1, 1]]
+    assert masked.policy_gradient.denominator == 5
+    assert figures["tokens_masked"] == pytest.approx(0.2)
+    rejected, figures = corrected(weighed, logprobs, reject="sequence-geometric")
+    assert factors(rejected, weighed) == [[0, 0], [1, 1, 1]]
+    assert rejected.policy_gradient.denominator == 3
+    assert rejected.reference_kl.denominator == 5
+    assert figures["answers_rejected"] == 0.5
+    assert rejected.proximal is None  # the ratio stays one to the sampler
+
+
+def test_rejection_by_k3() -> None:
+    weighed, logprobs = sampled([[0.1, -0.1], [0.3, -0.3]], [1, 0])
+    k3 = [np.mean([math.exp(x) - 1 - x for x in (s, -s)]) for s in (0.1, 0.3)]
+    assert k3[0] < 0.01 < k3[1]
+    group, _ = corrected(weighed, logprobs, reject="sequence-k3", reject_bounds=(0.0, 0.01))
+    assert factors(group, weighed) == [[1, 1], [0, 0]]
+
+
+def test_bad_answers_far_from_the_sampler_can_be_masked() -> None:
+    """Only those whose advantage is negative, only where the learner finds them less likely by now."""
+    weighed, logprobs = sampled([[-0.6, -0.6], [-0.6, -0.6], [-0.4, -0.4], [0.6, 0.6]], [1, 0, 0, 0])
+    group, _ = corrected(weighed, logprobs, mask_negative=0.5)
+    assert factors(group, weighed) == [[1, 1], [0, 0], [1, 1], [1, 1]]
+    assert group.policy_gradient.denominator == 8
+
+
+def test_staleness_is_counted_in_versions_of_each_token() -> None:
+    weighed, _ = sampled([[0, 0], [0, 0]], [1, 0], versions=[3, 5])
+    group, figures = corrected(weighed, {}, version=6, max_staleness=2)
+    assert factors(group, weighed) == [[0, 0], [1, 1]]
+    assert figures == {"tokens_masked": 0.5, "answers_rejected": 0.0}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weight": "truncate"},  # the ratio to the sampler has it already
+        {"bounds": (2.0, 1.0)},
+        {"reject_bounds": (-1.0, 1.0)},
+        {"levle": "token"},
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(options: dict) -> None:
+    with pytest.raises(ValidationError):
+        OffPolicySettings(**options)
+
+
+def test_decoupled_equals_its_definition() -> None:
+    """-sum w' min(ratio A, clip(ratio) A) / tokens, ratio to the learner of the start, in float64."""
+    decoder = small_decoder(dtype=torch.float64)
+    groups = random_groups(4)
+    signals = observe({"logprobs"}, groups, small_decoder(seed=2), token_budget=30)
+    settings = OffPolicySettings(proximal="learner", weight="truncate", bounds=(0.0, 1.5))
+    weighed = algorithm("grpo").weigh(groups, StepContext(max_tokens=8))
+    fixed, _ = correct(weighed, signals["logprobs"], settings, 0)
+    learner = Learner(decoder)
+    loss = learner.forward_backward(pack(fixed, 25))["loss"]
+
+    plain = small_decoder(dtype=torch.float64)
+    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    for group in weighed:
+        for one, advantage in zip(group.episodes, group.advantages.tolist(), strict=True):
+            old = torch.from_numpy(signals["logprobs"][one.episode_id]).double()
+            mask = torch.from_numpy(one.loss_mask)
+            w = (old - torch.from_numpy(one.logprobs)).exp().clamp(max=1.5)
+            r = (plain_logprobs(plain, one) - old).exp()
+            total = total - (w * torch.minimum(r * advantage, r.clamp(0.8, 1.28) * advantage))[mask].sum()
+            tokens += int(mask.sum())
+    (total / tokens).backward()
+    assert loss == pytest.approx((total / tokens).item(), rel=2e-5)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(
+            learner.optimizer.parameters[name].grad, parameter.grad, rtol=2e-4, atol=1e-6
+        )
+
+
+# Signals.
+
+
+@pytest.mark.parametrize("budget", [12, 10_000])
+def test_signals_are_of_each_answer_alone(budget: int) -> None:
+    decoder, reference = small_decoder(), small_decoder(seed=7)
+    critic = small_critic(decoder)
+    groups = [
+        [*group, episode(None, failure="verifier: no", name=f"9/{g}/9")]
+        for g, group in enumerate(random_groups(1))
+    ]
+    names = {"logprobs", "values", "deviation", "uncertainty"}
+    found = observe(
+        names, groups, decoder, token_budget=budget, temperature=0.7, reference=reference, critic=critic
+    )
+    for group in groups:
+        for one in group:
+            if one.failure:
+                assert one.episode_id not in found["logprobs"]
+                continue
+            mine, values = _distributions(decoder, one, 0.7, critic)
+            theirs, _ = _distributions(reference, one, 0.7, critic)
+            expected = {
+                "logprobs": mine.gather(1, torch.from_numpy(one.token_ids.astype(np.int64))[:, None])[:, 0],
+                "values": values,
+                "deviation": 1 - ((mine + theirs) / 2).exp().sum(1),
+                "uncertainty": -(mine.exp() * mine).sum(1) / math.log(mine.shape[1]),
+            }
+            for name, values in expected.items():
+                shown = found[name][one.episode_id]
+                assert not shown[~one.loss_mask].any()
+                np.testing.assert_allclose(
+                    shown[one.loss_mask], values.detach().numpy()[one.loss_mask], atol=2e-6
+                )
+
+
+def _distributions(decoder, one, temperature: float, critic):
+    ids = torch.from_numpy(np.concatenate([one.prompt_ids, one.token_ids]).astype(np.int64))
+    states = decoder(ids, torch.arange(len(ids)), PackedAttention(torch.tensor([0, len(ids)])))
+    states = states[len(one.prompt_ids) - 1 : -1]
+    return (decoder.logits(states) / temperature).log_softmax(-1), critic(states)
+
+
+def test_signals_say_what_they_need() -> None:
+    decoder = small_decoder()
+    assert observe(set(), [], decoder, token_budget=10) == {}
+    with pytest.raises(RequestError, match="reference"):
+        observe({"deviation"}, [], decoder, token_budget=10)
+    with pytest.raises(RequestError, match="critic"):
+        observe({"values"}, [], decoder, token_budget=10)
+
+
+# Several updates of one batch.
+
+
+def test_minibatches_deal_live_groups_in_turn() -> None:
+    groups = [GroupWeights((), dead=dead) for dead in (True, False, True, False, False, False)]
+    parts = minibatches(groups, 2)
+    assert [[group.dead for group in part] for part in parts] == [[False, False, True]] * 2
+    assert {id(group) for part in parts for group in part} == {id(group) for group in groups}
+    assert minibatches([], 4) == [[]]
+    assert len(minibatches(groups[:1], 4)) == 1
+
+
+def test_merged_figures_are_those_of_all_tokens() -> None:
+    parts = [
+        {"tokens": 10.0, "entropy": 1.0, "logprob_gap_max": 0.1},
+        {"tokens": 30.0, "entropy": 2.0, "staleness_max": 1.0},
+    ]
+    assert merged(parts) == {
+        "tokens": 40, "entropy": 1.75, "logprob_gap_max": 0.1, "staleness_max": 1.0,
+    }  # fmt: skip
+    assert merged(parts[:1]) == parts[0]
+    assert merged([{"tokens": 0.0, "lr": 2.0}] * 2) == {"tokens": 0, "lr": 2.0}
