@@ -23,6 +23,7 @@ from typing import Protocol
 
 ITEM_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1})
 _STATE_BYTES = 4  # a recurrent state is kept in float32, whatever the model's own dtype
+_SCORES = 512  # most attention scores of a query that learning keeps; of longer sequences it makes them again
 
 
 class Mixer(Protocol):
@@ -97,7 +98,7 @@ class Attention:
 
     def kept(self, tokens: int) -> int:
         size = max(self.key_size, self.value_size)
-        return 3 * (self.heads + self.kv_heads) * size + self.heads * tokens
+        return 3 * (self.heads + self.kv_heads) * size + self.heads * min(tokens, _SCORES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ class LatentAttention:
         return 2 * self.heads * (self.key_size + self.rotary_size + self.value_size) * tokens
 
     def kept(self, tokens: int) -> int:
-        return 6 * self.heads * (self.key_size + self.rotary_size) + self.heads * tokens
+        return 6 * self.heads * (self.key_size + self.rotary_size) + self.heads * min(tokens, _SCORES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,129 @@
+"""`perilune model`: what a model needs, before any of its weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from perilune.cli.curve import count, curve_lines, curve_svg, flops, size
+from perilune.cli.output import echo, print_json
+from perilune.errors import RequestError
+
+DTYPES = ("float32", "bfloat16", "float16", "int8")
+
+app = typer.Typer(
+    help="Look into a model without reading its weights.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def model() -> None:
+    """Look into a model without reading its weights."""
+
+
+@app.command(epilog="Example: perilune model card Qwen/Qwen3-0.6B --context 32768 --batch 8")
+def card(
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A config.json, a folder with one, or an id in the local Hugging Face cache.",
+        ),
+    ],
+    *,
+    context: Annotated[
+        int, typer.Option(min=0, help="Tokens of a sequence; 0 for the longest the model was made for.")
+    ] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 1,
+    dtype: Annotated[
+        str, typer.Option(help=f"Of weights and cache: {', '.join(DTYPES)}; empty for the config's own.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the cache's curve.")] = None,
+) -> None:
+    """Print a model's parameters, attention by layer, cache, compute, and the memory of a batch."""
+    from perilune.files import read_json, write_atomic
+    from perilune.models.card import ITEM_BYTES
+    from perilune.models.card_config import model_card
+    from perilune.models.card_document import card_document
+
+    file = _config_file(path)
+    raw = read_json(file)
+    described = model_card(raw, where=str(file))
+    dtype = dtype or _dtype_of(raw)
+    if dtype not in ITEM_BYTES:
+        raise RequestError(f"'{dtype}' is no dtype", where="--dtype", remedy=", ".join(ITEM_BYTES))
+    document = card_document(
+        described, context=context or described.max_positions, batch=batch, item_bytes=ITEM_BYTES[dtype]
+    ) | {"dtype": dtype}
+    if as_json:
+        print_json(document)
+    else:
+        echo(card_text(document))
+    if svg is not None:
+        write_atomic(svg, curve_svg(document["curve"], f"{described.model_type}: cache, bytes a token"))
+        echo(f"the curve is in {svg}", err=True)
+
+
+def card_text(document: Mapping[str, Any]) -> str:
+    """The card for people."""
+    lines = [
+        f"{document['model_type']}: {count(document['parameters'])} parameters, "
+        f"{count(document['active_parameters'])} of them for each token, "
+        f"{count(document['embedding_parameters'])} in embedding and head",
+        "",
+        "layers",
+        *(f"  {number:>4} x {kind}" for kind, number in document["kinds"].items()),
+        "",
+        f"cache and compute a token in {document['dtype']}, by length of the sequence",
+        f"  {'tokens':>12}  {'cache/token':>12}  {'cache':>12}  {'generate':>14}  {'learn':>14}",
+    ]
+    for point in document["curve"]:
+        lines.append(
+            f"  {point['tokens']:>12,}  {size(point['cache_bytes_per_token']):>12}"
+            f"  {size(point['cache_bytes']):>12}  {flops(point['generation_flops']):>14}"
+            f"  {flops(point['training_flops_per_token']):>14}"
+        )
+    figures = [point["cache_bytes_per_token"] for point in document["curve"]]
+    if max(figures) > 1.01 * min(figures):
+        lines += ["", *curve_lines(document["curve"])]
+    memory = document["memory"]
+    lines += ["", f"memory for {memory['batch']:,} x {memory['tokens']:,} tokens"]
+    for use in ("sampling", "training"):
+        plan = memory[use]
+        standing = ", ".join(f"{name} {size(value)}" for name, value in plan["standing"].items())
+        passing = " or ".join(f"{name} {size(value)}" for name, value in plan["at_a_time"].items())
+        lines.append(f"  {use:9} {size(plan['total'])}: {standing}; then {passing}")
+    lines += [f"note: {note}" for note in document["notes"]]
+    return "\n".join(lines)
+
+
+def _config_file(path: str) -> Path:
+    given = Path(path).expanduser()
+    if given.is_file():
+        return given
+    from perilune.recipe.model_files import REQUIRED, find_model
+    from perilune.recipe.problems import ProblemsError
+
+    try:
+        return find_model(path, Path.cwd()) / REQUIRED
+    except ProblemsError as error:
+        (problem,) = error.problems
+        raise RequestError(problem.what.removeprefix("model.path: "), remedy=problem.remedy) from None
+
+
+def _dtype_of(raw: Any) -> str:
+    """What a config.json says its weights are in, where it is one of ours."""
+    inner = raw.get("text_config") if isinstance(raw, dict) else None
+    for part in (raw, inner):
+        named = part.get("dtype", part.get("torch_dtype")) if isinstance(part, dict) else None
+        if named in DTYPES:
+            return str(named)
+    return "bfloat16"
