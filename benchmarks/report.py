@@ -7,6 +7,7 @@ A result is one JSON object. `title`, `about` and `command` become heading, text
 every other value is shown as it is: plain values and small objects as facts, a list of like objects as a
 table, and an object of like objects as a table with their names down the side. In a table a few numbers are
 one figure measured several times, and become their median (least to most); many are a curve, only counted.
+A result whose records are not meant to be read as they are has a view of its own.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollout.view import view as rollout_view
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ROOT / "docs" / "results"
 HEADER = ("title", "about", "command")
+VIEWS = {"rollout": rollout_view}
 MOST_ROWS = 40  # longer tables are for programs
 MOST_REPEATS = 20  # longer lists of numbers are curves
 INTRODUCTION = """\
@@ -39,6 +43,7 @@ def pages() -> dict[str, str]:
     listing = []
     for path in sorted(RESULTS.glob("*.json")):
         document = json.loads(path.read_text(encoding="utf-8"))
+        document = VIEWS.get(path.stem, dict)(document)
         found[f"{path.stem}.md"] = page(path, document)
         listing.append(f"* [{title(path, document)}]({path.stem}.md)")
     found["index.md"] = INTRODUCTION + "\n" + ("\n".join(listing) or "Nothing has been measured yet.") + "\n"

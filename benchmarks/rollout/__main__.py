@@ -4,9 +4,10 @@
     python -m benchmarks.rollout --models T --workloads group --cores 1 --engines perilune openvino
     python -m benchmarks.rollout --smoke --out smoke.json              a minute, of ours and transformers
 
-Peers are installed once into environments of their own, in a cache folder (compiling llama.cpp takes about
-fifteen minutes). What is measured replaces what the file holds of the same model, workload, weights, cores
-and engine; the rest stays, so that a run may be made in parts.
+Peers are installed once into environments of their own, in $PERILUNE_BENCHMARKS, by default
+~/.cache/perilune-benchmarks (compiling llama.cpp takes about fifteen minutes). What is measured replaces what
+the file holds of the same model, workload, weights, cores and engine; the rest stays, so that a run may be
+made in parts.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -54,6 +56,7 @@ def main() -> int:
     if chosen.list:
         print("\n".join(f"{case}: {', '.join(chosen.engines)}" for case in cases))
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without ending the engines' processes
     store = Store(chosen.out, command=sys.argv[1:])
     wrong = 0
     for case in cases:

@@ -12,7 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "perilune-benchmarks" / "rollout"
+_HOME = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "perilune-benchmarks"
+CACHE = Path(os.environ.get("PERILUNE_BENCHMARKS", _HOME)) / "rollout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +56,13 @@ class Engine:
         module: in `engines/`.
         environment: name of its environment; None is the running interpreter.
         options: further arguments of its adapter.
+        prepares: whether it needs the checkpoint in a format of its own.
     """
 
     module: str
     environment: str | None = None
-    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    options: Mapping[str, Any] = field(default_factory=dict)
+    prepares: bool = False
 
     def python(self, *, here: bool = False) -> Path:
         """Its interpreter; with `here` the running one, whatever is installed there."""
@@ -93,8 +96,8 @@ ENGINES = MappingProxyType(
         "perilune": Engine("ours"),
         "transformers": Engine("generate", "transformers", {"cache": None}),
         "transformers-static": Engine("generate", "transformers", {"cache": "static"}),
-        "openvino": Engine("openvino", "openvino", {"kv_cache": "u8"}),
-        "llama.cpp": Engine("llama", "llama-cpp"),
+        "openvino": Engine("openvino", "openvino", {"kv_cache": "u8"}, prepares=True),
+        "llama.cpp": Engine("llama", "llama-cpp", prepares=True),
     }
 )
 LIMITS = Engine("limits")

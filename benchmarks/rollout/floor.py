@@ -26,15 +26,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Seconds of the prompts and of the tokens after the first."""
+    """Seconds of the prompts; of the tokens after the first, without their context; and of reading that."""
 
     prefill: float
     decode: float
-
-    @property
-    def seconds(self) -> float:
-        """Both."""
-        return self.prefill + self.decode
+    cache: float
 
 
 def floor(shape: Shape, requests: Sequence[Request], dtype: str, limits: Limits) -> Floor:
@@ -51,10 +47,11 @@ def floor(shape: Shape, requests: Sequence[Request], dtype: str, limits: Limits)
     seen = sum(length * (length + 1) / 2 for length in prompts)
     prefill = max(flops / rate + attention * seen, weights)
 
-    decode = 0.0
+    decode = cache = 0.0
     for step in range(1, max(request.new_tokens for request in requests)):
         running = [request for request in requests if request.new_tokens > step]
         rows = sum(request.n for request in running)
         context = sum(request.n * (len(request.prompt) + step) for request in running)
-        decode += max(2 * shape.parameters * rows / rate, weights) + kv * context
-    return Floor(prefill, decode)
+        decode += max(2 * shape.parameters * rows / rate, weights)
+        cache += kv * context
+    return Floor(prefill, decode, cache)

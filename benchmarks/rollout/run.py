@@ -35,7 +35,7 @@ class EngineError(Exception):
 class Worker:
     """A process that samples with one engine; stopped while it is not asked."""
 
-    def __init__(self, name: str, engine: Engine, mode: str, setup: Mapping[str, Any], *, here: bool) -> None:
+    def __init__(self, name: str, engine: Engine, setup: Mapping[str, Any], *, here: bool) -> None:
         self.name = name
         self._log = CACHE / "logs" / f"{name}-{os.getpid()}.log"
         self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ class Worker:
         environment = {**os.environ, "OMP_NUM_THREADS": str(setup["threads"]), "HF_HUB_OFFLINE": "1"}
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [engine.python(here=here), "-m", f"{__package__}.worker", mode],
+                [engine.python(here=here), "-m", f"{__package__}.worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -52,7 +52,16 @@ class Worker:
                 env=environment,
                 preexec_fn=lambda: os.sched_setaffinity(0, cpus),  # noqa: PLW1509 - before any thread
             )
-        self._send({**setup, "module": engine.module, "options": dict(engine.options)})
+        self._send({"prepare": False, **setup, "module": engine.module, "options": engine.options})
+
+    def wait(self) -> None:
+        """Until it has ended."""
+        if self._process.wait():
+            self._fail()
+        self.close()
+
+    def ready(self) -> None:
+        """Wait until it has loaded what it needs."""
         self._answer()
 
     def ask(self, what: str, **more: Any) -> dict[str, Any]:
@@ -86,7 +95,7 @@ class Worker:
     def _fail(self) -> None:
         self._process.wait()
         lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        raise EngineError(" / ".join(lines[-2:]) or f"ended with {self._process.returncode}")
+        raise EngineError(lines[-1] if lines else f"ended with {self._process.returncode}")
 
 
 class Contestant:
@@ -118,8 +127,10 @@ class Contestant:
         """Convert the checkpoint, load it, warm up."""
         with self._sitting_out():
             engine = ENGINES[self.name]
-            Worker(self.name, engine, "prepare", self._setup, here=self._here).close()
-            self._worker = Worker(self.name, engine, "serve", self._setup, here=self._here)
+            if engine.prepares:
+                Worker(self.name, engine, {**self._setup, "prepare": True}, here=self._here).wait()
+            self._worker = Worker(self.name, engine, self._setup, here=self._here)
+            self._worker.ready()
             self.greedy = self._worker.ask("greedy")
             self._worker.ask("round", seed=0)
 
@@ -174,8 +185,9 @@ def run(case: Case, engines: Sequence[str], repeats: int, *, here: bool = False)
     contestants = [Contestant(name, setup, here=here) for name in engines]
     measured, load = [], []
     with ExitStack() as stack:
-        machine = Worker("limits", LIMITS, "serve", setup, here=here)
+        machine = Worker("limits", LIMITS, setup, here=here)
         stack.callback(machine.close)
+        machine.ready()
         for one in contestants:
             stack.callback(one.close)
             one.enter()

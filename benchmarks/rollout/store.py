@@ -55,7 +55,7 @@ def line(record: Mapping[str, Any]) -> str:
     if "failed" in record:
         return f"{record['engine']:20} failed: {record['failed']}"
     seconds = statistics.median(record["seconds"])
-    least = record["floor"]["prefill"] + record["floor"]["decode"]
+    least = sum(record["floor"].values())
     text = (
         f"{record['engine']:20} {record['tokens'] / seconds:9,.0f} tokens/s, {least / seconds:4.0%} of floor"
     )

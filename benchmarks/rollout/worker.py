@@ -1,15 +1,17 @@
 """One engine in a process of its own; it answers lines of JSON with lines of JSON.
 
-    python -m benchmarks.rollout.worker prepare|serve
+    python -m benchmarks.rollout.worker
 
-reads one line that says which engine, which checkpoint, how many threads. `prepare` converts the checkpoint
-to the engine's own format, apart, so that this does not count as the engine's memory. `serve` loads it and
-then samples whenever it is asked to. Only the standard library and numpy are imported besides the engine.
+reads one line that says which engine, which checkpoint, how many threads. Told to prepare, it converts the
+checkpoint to the engine's own format and ends, so that this does not count as the engine's memory; otherwise
+it loads it and then samples whenever it is asked to. Besides the engine only the standard library and numpy
+are imported.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import json
 import os
@@ -28,9 +30,8 @@ def main() -> None:
     os.dup2(2, 1)
     setup = json.loads(sys.stdin.readline())
     module = importlib.import_module(f"{__package__}.engines.{setup['module']}")
-    if sys.argv[1] == "prepare":
+    if setup["prepare"]:
         module.prepare(Path(setup["checkpoint"]))
-        _say(answers, {})
     elif setup["module"] == "limits":
         _serve(answers, lambda _: module.measure())
     else:
@@ -47,6 +48,9 @@ def _serve(answers: TextIO, answer: Callable[[dict[str, Any]], dict[str, Any]]) 
 def _say(answers: TextIO, answer: dict[str, Any]) -> None:
     answers.write(json.dumps(answer) + "\n")
     answers.flush()
+
+
+_ONCE_MORE = 1 << 16  # seed of a round that no other is like
 
 
 class _Sampler:
@@ -72,6 +76,7 @@ class _Sampler:
             ]
             return {"tokens": tokens, "logprobs": logprobs}
         if asked["do"] == "about":
+            split = getattr(self.engine, "split", None)
             return {
                 "kv_cache": self.engine.kv_cache,
                 "log_probs": self.engine.log_probs,
@@ -79,17 +84,25 @@ class _Sampler:
                 "load_seconds": self.load_seconds,
                 "peak_mb": max(self.load_peak or 0.0, _peak_mb()),
                 "sampling_peak_mb": _peak_mb(),
+                "split_ms": split and split(self._varied(_ONCE_MORE), _ONCE_MORE),
             }
-        return self._round(asked["seed"])
+        return self._round(self._varied(asked["seed"]), asked["seed"])
 
-    def _round(self, seed: int) -> dict[str, Any]:
+    def _varied(self, seed: int) -> list[Request]:
+        """The same work on other prompts, so that nothing kept of an earlier round is of use."""
+        return [
+            dataclasses.replace(request, prompt=[(token + seed) % self.vocab for token in request.prompt])
+            for request in self.requests
+        ]
+
+    def _round(self, requests: list[Request], seed: int) -> dict[str, Any]:
         if self.load_peak is None:
             self.load_peak = _peak_mb()
             _forget_peak()
         begun, used = time.perf_counter(), time.process_time()
-        outcome = self.engine.sample(self.requests, temperature=1.0, seed=seed)
+        outcome = self.engine.sample(requests, temperature=1.0, seed=seed)
         seconds, used = time.perf_counter() - begun, time.process_time() - used
-        faults, figures = check(self.requests, outcome, self.vocab)
+        faults, figures = check(requests, outcome, self.vocab)
         first = None if outcome.first_token is None else outcome.first_token - begun
         return {
             "seconds": seconds,

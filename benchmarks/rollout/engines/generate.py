@@ -23,10 +23,6 @@ from ..outcome import Outcome
 from ..shapes import Request
 
 
-def prepare(checkpoint: Path) -> None:
-    """It reads Hugging Face folders."""
-
-
 class Adapter:
     """One padded batch of all samples, going on until the last has finished."""
 

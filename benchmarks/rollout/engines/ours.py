@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import perilune
 from perilune.engine.engine import Engine
-from perilune.engine.sampling import Prompt, SamplingParams
+from perilune.engine.request import Request as EngineRequest
+from perilune.engine.request import SamplingParams
 from perilune.models.loading import load_decoder
 
 from ..outcome import Outcome
 from ..shapes import Request
 
 
-def prepare(checkpoint: Path) -> None:
-    """It reads Hugging Face folders."""
-
-
 class Adapter:
-    """`Engine.sample`, one call for all prompts."""
+    """All requests are added at once, and the engine stepped until the last has finished."""
 
     log_probs = "every token"
 
@@ -39,24 +38,54 @@ class Adapter:
         return {**versions, "python": platform.python_version()}
 
     def sample(self, requests: Sequence[Request], *, temperature: float, seed: int) -> Outcome:
-        """All of one call get as many tokens as the longest; what was not asked for is dropped."""
-        first: list[float] = []
+        """Samples come whole; that of a single request token by token, so that the first one is seen."""
+        engine, alone = self._engine, len(requests) == 1
+        places: dict[int, int] = {}
+        count = 0
+        for index, request in enumerate(requests):
+            params = SamplingParams(max_tokens=request.new_tokens, temperature=temperature)
+            wanted = EngineRequest(list(request.prompt), params, (0, seed, index), request.n)
+            places[engine.add(wanted, stream=alone)] = count
+            count += request.n
+        tokens: list[list[int]] = [[] for _ in range(count)]
+        logprobs: list[list[float]] = [[] for _ in range(count)]
+        first = None
+        while engine.unfinished:
+            for delta in engine.step():
+                first = first or time.perf_counter()
+                place = places[delta.request_id] + delta.sample
+                tokens[place] += delta.token_ids
+                logprobs[place] += delta.logprobs
+        return Outcome(tokens, logprobs, first if alone else None)
 
-        def on_progress(finished: int, total: int) -> None:
-            if not first:
-                first.append(time.perf_counter())
+    def split(self, requests: Sequence[Request], seed: int) -> dict[str, Any]:
+        """Where the time of a step goes, in ms, as the mean over the steps of a round of its own."""
+        spent: dict[str, float] = defaultdict(float)
+        engine: Any = self._engine
+        parts = {
+            "schedule": [(engine._scheduler, "schedule"), (engine._scheduler, "commit")],
+            "run": [(engine._runner, "run"), (engine._runner, "copy_blocks")],
+            "draw": [(engine._sampler, "draw")],
+        }
+        for part, calls in parts.items():
+            for owner, name in calls:
+                setattr(owner, name, _timed(getattr(owner, name), part, spent))
+        steps, begun = engine.counters.steps, time.perf_counter()
+        self.sample(requests, temperature=1.0, seed=seed)
+        seconds, steps = time.perf_counter() - begun, engine.counters.steps - steps
+        for calls in parts.values():
+            for owner, name in calls:
+                delattr(owner, name)  # the method of the class is seen again
+        spent["rest"] = seconds - sum(spent.values())
+        return {"steps": steps, **{part: 1e3 * value / steps for part, value in spent.items()}}
 
-        longest = max(request.new_tokens for request in requests)
-        prompts = [Prompt(list(request.prompt), (0, seed, i)) for i, request in enumerate(requests)]
-        params = SamplingParams(max_tokens=longest, temperature=temperature)
-        groups = self._engine.sample(prompts, requests[0].n, params, on_progress)
-        samples = [
-            (one, request.new_tokens)
-            for group, request in zip(groups, requests, strict=True)
-            for one in group
-        ]
-        return Outcome(
-            [one.token_ids[:wanted] for one, wanted in samples],
-            [one.logprobs[:wanted] for one, wanted in samples],
-            first[0],
-        )
+
+def _timed(call: Callable[..., Any], part: str, spent: dict[str, float]) -> Callable[..., Any]:
+    def timed(*arguments: Any, **named: Any) -> Any:
+        begun = time.perf_counter()
+        try:
+            return call(*arguments, **named)
+        finally:
+            spent[part] += time.perf_counter() - begun
+
+    return timed

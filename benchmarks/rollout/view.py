@@ -1,0 +1,197 @@
+"""What the page of results shows of the records: tables by workload and cores, and where we stand, in words.
+
+Every figure comes from the records. Engines are compared round by round: in a round they ran one after the
+other.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+OURS, BASE = "perilune", "transformers"
+GOAL = 3.0  # times as fast as `generate`
+LEVEL = 0.95  # a ratio from which on two engines count as level: runs differ by this much
+UNDISTURBED = 0.9  # share of the seconds that a process of one thread should get
+
+Record = Mapping[str, Any]
+
+
+def view(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The document with its records as tables, and with paragraphs on where we stand."""
+    records = document["records"]
+    shown = {key: value for key, value in document.items() if key != "records"}
+    shown["about"] = "\n\n".join([document["about"], *standing(records)])
+    groups: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for record in records:
+        cores = "one core" if record["cores"] == 1 else f"{record['cores']} cores"
+        groups.setdefault(record["workload"], {}).setdefault(cores, []).append(_row(record))
+    used = {record["model"] for record in records}
+    shown["models"] = {name: text for name, text in document["models"].items() if name in used}
+    return {**shown, **groups, "versions": _versions(records), "measured": _measured(records)}
+
+
+def _row(record: Record) -> dict[str, Any]:
+    row = {"model": record["model"], "weights": record["weights"], "engine": record["engine"]}
+    if "failed" in record:
+        return {**row, "KV cache": f"failed: {record['failed']}"}
+    seconds, tokens = record["seconds"], record["tokens"]
+    row |= {"KV cache": record["kv_cache"], "tokens per second": [tokens / one for one in seconds]}
+    row["of the floor"] = _percent(sum(record["floor"].values()) / statistics.median(seconds))
+    if record["workload"] == "single":
+        first = record["first_token_seconds"]
+        after = [(tokens - 1) / (all_ - one) for one, all_ in zip(first, seconds, strict=True)]
+        row |= {"seconds to the first token": first, "tokens per second after it": after}
+        floor = record["floor"]["decode"] + record["floor"]["cache"]
+        row["of that floor"] = _percent(statistics.median(after) * floor / (tokens - 1))
+    row |= {"peak MB": round(record["peak_mb"]), "greedy tokens as transformers": ""}
+    if record["greedy"] is not None:
+        row["greedy tokens as transformers"] = _percent(record["greedy"]["tokens"])
+        row["log-prob difference"] = record["greedy"]["logprob_difference"]
+    row["mean log-prob"] = None if record["mean_logprob"] is None else round(record["mean_logprob"], 3)
+    return row | ({"wrong": ", ".join(record["faults"])} if record["faults"] else {})
+
+
+def standing(records: Sequence[Record]) -> list[str]:
+    """Paragraphs: against `generate`, against the best peer, where we are behind and why."""
+    cases: dict[tuple[Any, ...], dict[str, Record]] = {}
+    for record in records:
+        if "failed" not in record and not record["faults"]:
+            key = tuple(record[name] for name in ("workload", "cores", "model", "weights"))
+            cases.setdefault(key, {})[record["engine"]] = record
+    cases = {key: engines for key, engines in cases.items() if OURS in engines and len(engines) > 1}
+    if not cases:
+        return ["Our engine has not been measured beside another yet."]
+    paragraphs = []
+    against = {key: _ratio(engines[OURS], engines[BASE]) for key, engines in cases.items() if BASE in engines}
+    if against:
+        goal = sum(ratio >= GOAL for ratio in against.values())
+        paragraphs.append(
+            f"Against `generate` of transformers our engine is {_span(against.values())} times as fast, and "
+            f"at least {GOAL:g} times in {goal} of {len(against)} comparisons."
+        )
+    best = {key: _best(engines) for key, engines in cases.items()}
+    best = {key: name for key, name in best.items() if name not in (BASE, "transformers-static")}
+    ratios = {key: _ratio(cases[key][OURS], cases[key][name]) for key, name in best.items()}
+    behind = {key: ratio for key, ratio in ratios.items() if ratio < LEVEL}
+    if ratios:
+        paragraphs.append(
+            f"Against the fastest other engine of each comparison it is {_span(ratios.values())} times as "
+            f"fast, and level ({LEVEL:g} or more) or ahead in {len(ratios) - len(behind)} of {len(ratios)}."
+        )
+    reasons = [
+        f"* {_name(key)}: {ratio:.2f} times {best[key]}. {_why(cases[key][OURS], cases[key][best[key]])}"
+        for key, ratio in sorted(behind.items(), key=lambda item: item[1])
+    ]
+    if reasons:
+        paragraphs.append(
+            "Where it is behind, by how much, and what the figures say of why:\n\n" + "\n".join(reasons)
+        )
+    busy = [one for engines in cases.values() for one in engines.values() if _disturbed(one)]
+    if busy:
+        paragraphs.append(
+            f"In {len(busy)} of {sum(map(len, cases.values()))} measurements the process did not have its "
+            "cores for itself: of these the ratios say more than the seconds."
+        )
+    heavier = [key for key, name in best.items() if cases[key][OURS]["peak_mb"] > cases[key][name]["peak_mb"]]
+    if heavier:
+        most = max(cases[key][OURS]["peak_mb"] / cases[key][best[key]]["peak_mb"] for key in heavier)
+        paragraphs.append(
+            f"Its peak memory is above that of the fastest other engine in {len(heavier)} of {len(best)} "
+            f"comparisons, at most {most:.1f} times as high."
+        )
+    return paragraphs
+
+
+def _disturbed(record: Record) -> bool:
+    """Whether a process of one thread had its core for less than nine tenths of the time."""
+    shares = [a / b for a, b in zip(record["processor_seconds"], record["seconds"], strict=True)]
+    return record["cores"] == 1 and statistics.median(shares) < UNDISTURBED
+
+
+def _ratio(ours: Record, other: Record) -> float:
+    """How many times as fast we are: the median over rounds when both ran in the same ones."""
+    if ours["measured_at"] == other["measured_at"]:
+        pairs = zip(ours["seconds"], other["seconds"], strict=True)
+        return statistics.median(b / a for a, b in pairs)
+    return statistics.median(other["seconds"]) / statistics.median(ours["seconds"])
+
+
+def _best(engines: Mapping[str, Record]) -> str:
+    """The fastest that is not ours."""
+    others = {name: record for name, record in engines.items() if name != OURS}
+    return min(others, key=lambda name: statistics.median(others[name]["seconds"]))
+
+
+def _why(ours: Record, other: Record) -> str:
+    """What the records say about the difference."""
+    missing = statistics.median(ours["seconds"]) - statistics.median(other["seconds"])
+    sentences = []
+    if split := ours.get("split_ms"):
+        outside = sum(split[part] for part in ("schedule", "draw", "rest"))
+        share = outside / (outside + split["run"])
+        sentences.append(
+            f"Of a step of {outside + split['run']:.2f} ms the model takes {_percent(1 - share)}, drawing "
+            f"{split['draw']:.2f} ms, scheduling and the rest {outside - split['draw']:.2f} ms; without what "
+            f"is not the model it would be {_without(ours, other, share)}."
+        )
+    if ours["kv_cache"] != other["kv_cache"]:
+        cache = ours["floor"]["cache"]
+        sentences.append(
+            f"It keeps keys and values in {ours['kv_cache']}, {other['engine']} in {other['kv_cache']}: "
+            f"reading them takes at least {cache:.2g} s here, {_percent(cache / missing)} of what is missing."
+        )
+    first, theirs = ours["first_token_seconds"], other["first_token_seconds"]
+    if ours["workload"] == "single" and None not in (*first, *theirs):
+        later = statistics.median(first) - statistics.median(theirs)
+        sentences.append(f"The prompt accounts for {_percent(later / missing)} of the difference.")
+    least = sum(ours["floor"].values())
+    shares = [_percent(least / statistics.median(one["seconds"])) for one in (ours, other)]
+    return " ".join([*sentences, f"Of the floor it reaches {shares[0]}, {other['engine']} {shares[1]}."])
+
+
+def _without(ours: Record, other: Record, share: float) -> str:
+    return f"{_ratio(ours, other) / (1 - share):.2f} times {other['engine']}"
+
+
+def _name(key: tuple[Any, ...]) -> str:
+    workload, cores, model, weights = key
+    return f"{model} {workload}, {weights}, {'one core' if cores == 1 else f'{cores} cores'}"
+
+
+def _span(values: Any) -> str:
+    low, high = min(values), max(values)
+    return f"{low:.2f}" if low == high else f"{low:.2f} to {high:.2f}"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}"
+
+
+def _versions(records: Sequence[Record]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for record in sorted(records, key=lambda record: record["measured_at"]):
+        if "versions" in record:
+            found[record["engine"]] = ", ".join(
+                f"{name} {number}" for name, number in record["versions"].items()
+            )
+    return found
+
+
+def _measured(records: Sequence[Record]) -> dict[str, Any]:
+    """When, how busy the machine was, and what its cores can do."""
+    times = sorted(record["measured_at"] for record in records)
+    loads = [value for record in records for value in record["load_average"]]
+    found: dict[str, Any] = {"first": times[0], "last": times[-1], "load average": _span(loads)}
+    for cores in sorted({record["cores"] for record in records}):
+        limits = [one["limits"] for one in records if one["cores"] == cores and "limits" in one]
+        if limits:
+            best = {
+                f"{dtype} GFLOP/s": max(one["product"][dtype] for one in limits) / 1e9
+                for dtype in limits[0]["product"]
+            }
+            best["read GB/s"] = max(one["read"] for one in limits) / 1e9
+            text = ", ".join(f"{name} {value:.3g}" for name, value in best.items())
+            found[f"best rates of {cores} core{'s' * (cores > 1)}"] = text
+    return found

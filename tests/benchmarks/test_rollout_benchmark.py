@@ -1,0 +1,195 @@
+"""The rollout benchmark: its work is equal, its floor is right, its file merges, and it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.rollout.floor import Limits, floor  # noqa: E402
+from benchmarks.rollout.outcome import Outcome, agreement, check  # noqa: E402
+from benchmarks.rollout.shapes import SHAPES, WORK, Case, Request  # noqa: E402
+from benchmarks.rollout.store import Store  # noqa: E402
+from benchmarks.rollout.view import view  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `--smoke` writes, of two of its workloads."""
+    folder = tmp_path_factory.mktemp("rollout")
+    command = [sys.executable, "-m", "benchmarks.rollout", "--smoke", "--out", folder / "rollout.json"]
+    environment = {**os.environ, "PERILUNE_BENCHMARKS": str(folder)}
+    ran = subprocess.run(
+        [*command, "--workloads", "ragged", "single"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return dict(json.loads((folder / "rollout.json").read_text()))
+
+
+def test_engines_do_the_same_work(smoke: dict[str, Any]) -> None:
+    records = {(record["workload"], record["engine"]): record for record in smoke["records"]}
+    assert len(records) == 4
+    for workload in ("ragged", "single"):
+        wanted = sum(r.n * r.new_tokens for r in Case("smoke", workload, "float32", 1).requests())
+        for engine in ("perilune", "transformers"):
+            record = records[workload, engine]
+            assert record["tokens"] == wanted and not record["faults"]
+            assert record["greedy"]["tokens"] == 1 and record["greedy"]["logprob_difference"] < 1e-4
+            assert record["seconds"][0] > 0 and record["peak_mb"] > 50
+            assert -6 < record["mean_logprob"] < -4, "at temperature 1 from 128 tokens of random weights"
+        assert records[workload, "perilune"]["split_ms"]["run"] > 0
+    assert records["single", "perilune"]["first_token_seconds"][0] > 0
+
+
+def test_the_page_shows_every_record(smoke: dict[str, Any]) -> None:
+    shown = view(smoke)
+    assert [row["engine"] for row in shown["ragged"]["one core"]] == ["perilune", "transformers"]
+    assert "Against `generate` of transformers our engine is" in shown["about"]
+
+
+def test_the_floor_counts_products_and_reads() -> None:
+    """One prompt of 3 tokens, 2 samples of 3 tokens, by hand, where a FLOP and a byte take a second."""
+    shape, limits = SHAPES["smoke"], Limits({"float32": 1.0, "bfloat16": 1.0}, read=1e-9)
+    least = floor(shape, [Request([1, 2, 3], 2, 3)], "float32", limits)
+    kv = 2 * shape.layers * shape.kv_heads * shape.head_dim * 4
+    assert least.cache == pytest.approx(1e9 * kv * (2 * 4 + 2 * 5))
+    assert least.decode == pytest.approx(1e9 * 2 * 4 * shape.parameters), "weights are read in both steps"
+    fast_memory = Limits(limits.product, read=1e30)
+    least = floor(shape, [Request([1, 2, 3], 2, 3)], "float32", fast_memory)
+    assert least.decode == pytest.approx(2 * shape.parameters * 2 * 2)
+    attention = 4 * shape.layers * shape.heads * shape.head_dim * (1 + 2 + 3)
+    assert least.prefill == pytest.approx(
+        2 * shape.layer_parameters * 3 + 2 * shape.head_parameters + attention
+    )
+
+
+def test_the_shapes_are_those_of_the_names() -> None:
+    assert [round(SHAPES[name].parameters / 1e6, 1) for name in "TSM"] == [4.1, 88.9, 596.0]
+
+
+@pytest.mark.parametrize("workload", ["group", "ragged", "single"])
+def test_work_is_the_same_every_time(workload: str) -> None:
+    case = Case("T", workload, "float32", 1)
+    assert case.requests() == case.requests()
+    lengths = [request.new_tokens for request in case.requests()]
+    assert min(lengths) >= WORK["T"].shortest and max(lengths) <= WORK["T"].longest
+
+
+REQUESTS = [Request([1], 2, 2), Request([2], 1, 1)]
+LOGPROBS = [[-1.0, -2.0], [-3.0, -4.0], [-5.0]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "logprobs", "fault"),
+    [
+        ([[1, 2], [3, 4], [5]], LOGPROBS, None),
+        ([[1, 2], [3], [5]], LOGPROBS, "too short"),
+        ([[1, 2], [3, 4]], LOGPROBS, "2 samples of 3"),
+        ([[1, 2], [1, 2], [5]], LOGPROBS, "the same"),
+        ([[1, 2], [3, 9], [5]], LOGPROBS, "outside"),
+        ([[1, 2], [3, 4], [5]], [[-1.0, -2.0], [-3.0, np.nan], [-5.0]], "log-probs"),
+        ([[1, 2], [3, 4], [5]], [[-1.0, -2.0], [-3.0, 2.0], [-5.0]], "log-probs"),
+        ([[1, 2], [3, 4], [5]], LOGPROBS[:2], "log-probs"),
+    ],
+)
+def test_unequal_work_is_noticed(tokens: Any, logprobs: Any, fault: str | None) -> None:
+    faults, figures = check(REQUESTS, Outcome(tokens, logprobs), vocab=9)
+    if fault is None:
+        assert not faults and figures == {"tokens": 5, "mean_logprob": -3.0}
+    else:
+        assert fault in " ".join(faults)
+
+
+def test_agreement_ends_with_the_first_token_that_differs() -> None:
+    reference = {"tokens": [[1, 2, 3], [4, 5, 6]], "logprobs": [[-1.0] * 3, [-1.0] * 3]}
+    mine = {"tokens": [[1, 2, 3], [4, 9, 6]], "logprobs": [[-1.0, -1.5, -1.0], [-1.25, -8.0, -8.0]]}
+    assert agreement(mine, reference) == {"tokens": 4 / 6, "logprob_difference": 0.5}
+
+
+def record(engine: str, seconds: list[float], **changes: Any) -> dict[str, Any]:
+    """What a run would have written."""
+    return {
+        "model": "T",
+        "workload": "group",
+        "weights": "float32",
+        "cores": 1,
+        "engine": engine,
+        "measured_at": "2026-01-01T00:00:00+00:00",
+        "load_average": [0.0],
+        "kv_cache": "float32",
+        "versions": {engine: "1"},
+        "peak_mb": 100.0,
+        "tokens": 100,
+        "seconds": seconds,
+        "processor_seconds": seconds,
+        "first_token_seconds": [None] * len(seconds),
+        "mean_logprob": -1.0,
+        "faults": [],
+        "greedy": None,
+        "floor": {"prefill": 0.1, "decode": 0.2, "cache": 0.2},
+        "limits": {"product": {"float32": 1e9}, "read": 1e9},
+    } | changes
+
+
+def test_runs_merge(tmp_path: Path) -> None:
+    path = tmp_path / "rollout.json"
+    Store(path, ["--engines", "perilune"]).keep(record("perilune", [2.0]))
+    Store(path, ["--engines", "openvino"]).keep(record("openvino", [1.0]))
+    later = record("perilune", [1.5], measured_at="2026-01-02T00:00:00+00:00")
+    Store(path, []).keep(later)
+    records = json.loads(path.read_text())["records"]
+    assert [(one["engine"], one["seconds"]) for one in records] == [("openvino", [1.0]), ("perilune", [1.5])]
+    assert [one["command"] for one in records] == [
+        "python -m benchmarks.rollout --engines openvino",
+        "python -m benchmarks.rollout",
+    ]
+
+
+def document(*records: dict[str, Any]) -> dict[str, Any]:
+    return {"about": "About.", "models": {"T": "small"}, "records": list(records)}
+
+
+def test_where_we_are_behind_is_told_with_its_reasons() -> None:
+    split = {"steps": 10, "schedule": 1.0, "run": 6.0, "draw": 2.0, "rest": 1.0}
+    ours = record("perilune", [2.0, 3.0, 2.0], split_ms=split)
+    peer = record("openvino", [1.0, 1.0, 1.0], kv_cache="u8", peak_mb=50.0)
+    slow = record("transformers", [8.0, 9.0, 8.0])
+    text = view(document(ours, peer, slow))["about"]
+    assert "4.00 times as fast, and at least 3 times in 1 of 1" in text.replace("\n", " ")
+    assert "T group, float32, one core: 0.50 times openvino" in text
+    assert "the model takes 60%" in text and "it would be 0.83 times openvino" in text
+    assert "in float32, openvino in u8" in text and "20% of what is missing" in text
+    assert "Of the floor it reaches 25%, openvino 50%" in text
+    assert "at most 2.0 times as high" in text
+
+
+def test_a_busy_machine_is_told() -> None:
+    ours = record("perilune", [2.0], processor_seconds=[1.7])
+    text = view(document(ours, record("transformers", [2.0])))["about"]
+    assert "In 1 of 2 measurements the process did not have its cores for itself" in text
+
+
+def test_wrong_and_failed_records_are_shown_and_not_compared() -> None:
+    failed = {**record("llama.cpp", []), "failed": "out of memory"}
+    del failed["faults"]
+    wrong = record("openvino", [0.1], faults=["samples that are the same"])
+    shown = view(document(record("perilune", [1.0]), record("transformers", [2.0]), wrong, failed))
+    rows = {row["engine"]: row for row in shown["group"]["one core"]}
+    assert rows["llama.cpp"]["KV cache"] == "failed: out of memory"
+    assert rows["openvino"]["wrong"] == "samples that are the same"
+    assert "2.00 times" in shown["about"] and "fastest other engine" not in shown["about"]
