@@ -16,8 +16,7 @@ from perilune.learn.algorithms.base import Group, Signal, Signals, StepContext
 from perilune.learn.algorithms.sft import SFT
 from perilune.learn.batch import PackedBatch, pack
 from perilune.learn.critic import Critic
-from perilune.learn.losses import token_logprobs
-from perilune.learn.trainer import predicting_states
+from perilune.learn.trainer import predicting_states, target_logprobs, target_logprobs
 from perilune.models.decoder import Decoder
 
 ROWS = 1024  # distributions of two policies that are held at a time
@@ -71,7 +70,7 @@ def _tokens(
     states = predicting_states(decoder, batch)
     found: dict[Signal, Tensor] = {}
     if "logprobs" in names:
-        found["logprobs"] = token_logprobs(decoder.logits(states), batch.targets, batch.temperature)[0]
+        found["logprobs"] = target_logprobs(decoder, batch, states)[0]
     if critic is not None and "values" in names:
         found["values"] = critic(states)
     if reference is not None and {"deviation", "uncertainty"} & set(names):
