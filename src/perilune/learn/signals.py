@@ -16,7 +16,7 @@ from perilune.learn.algorithms.base import Group, Signal, Signals, StepContext
 from perilune.learn.algorithms.sft import SFT
 from perilune.learn.batch import PackedBatch, pack
 from perilune.learn.critic import Critic
-from perilune.learn.trainer import predicting_states, target_logprobs, target_logprobs
+from perilune.learn.trainer import predicting_states, target_logprobs
 from perilune.models.decoder import Decoder
 
 ROWS = 1024  # distributions of two policies that are held at a time
