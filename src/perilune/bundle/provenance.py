@@ -110,13 +110,17 @@ def _top_level(installed: Distribution) -> set[str]:
     text = installed.read_text("top_level.txt")
     if text:
         return set(text.split())
-    names = {installed.name.replace("-", "_"), installed.name.replace("-", "_").lower()}
-    record = installed.read_text("RECORD") or ""
+    record = installed.read_text("RECORD")
+    if record is None:
+        return {installed.name.replace("-", "_"), installed.name.replace("-", "_").lower()}
+    names = set()
     for line in record.splitlines():
-        first = line.split(",", 1)[0]
-        if first.startswith(("..", "/")):
-            continue
-        names.add(first.split("/", 1)[0].split(".", 1)[0])
+        first = line.split(",", 1)[0].split("/", 1)[0]
+        if first.endswith(".dist-info"):  # which says the name much sooner than its METADATA
+            name = first.split("-", 1)[0]
+            names |= {name, name.lower()}
+        elif first not in {"..", ""}:
+            names.add(first.split(".", 1)[0])
     return names
 
 

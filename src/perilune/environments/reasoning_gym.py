@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from perilune.environments import compact
 from perilune.environments.answer_form import well_formed
+from perilune.environments.plotting import plotting_put_off
 from perilune.environments.protocol import Failure, Outcome, Score, Split, Step, Task, Transcript
 from perilune.environments.registry import did_you_mean
 from perilune.errors import RequestError
@@ -284,8 +285,9 @@ def _digest(text: str) -> str:
 
 
 def _datasets() -> Mapping[str, tuple[type, type]]:
-    import reasoning_gym  # noqa: F401  # importing it fills the registry; 1-2 s, hence here
-    from reasoning_gym.factory import DATASETS
+    with plotting_put_off():
+        import reasoning_gym  # noqa: F401  # importing it fills the registry; about a second, hence here
+        from reasoning_gym.factory import DATASETS
 
     return {name: classes for name, classes in DATASETS.items() if name not in _NO_FAMILIES}
 

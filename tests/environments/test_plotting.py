@@ -1,0 +1,23 @@
+"""reasoning-gym comes without matplotlib, until something draws."""
+
+import subprocess
+import sys
+
+CHECK = """
+import sys
+from perilune.environments import make_environment
+environment = make_environment({"id": "reasoning_gym", "task": "game_of_life"})
+task = next(environment.tasks("train", seed=0))
+assert environment.score(task, environment.gold(task)).reward == 1.0  # what uses cellpylib works
+assert not [name for name in sys.modules if name.startswith(("matplotlib", "mpl_toolkits"))]
+
+import cellpylib
+import matplotlib.pyplot
+assert matplotlib.pyplot.__file__
+assert cellpylib.ca_functions.plt.figure is matplotlib.pyplot.figure
+"""
+
+
+def test_matplotlib_is_imported_by_what_draws_and_not_before() -> None:
+    done = subprocess.run([sys.executable, "-c", CHECK], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
