@@ -35,6 +35,8 @@ from perilune.ui.view import ExperimentView, StageView
 
 T = TypeVar("T")
 
+WRITES_TRACES = ("collect", "rejection_sampling")
+
 
 @dataclass(frozen=True, slots=True)
 class Objective:
@@ -52,6 +54,14 @@ class TimedEvaluation:
 
     stage: str
     totals: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class LengthDynamics:
+    """Why the answers of a stage changed in length: `found` is as `metrics.length_dynamics` gives it."""
+
+    stage: str
+    found: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +87,7 @@ class ReportData:
     climb: Comparison | None
     lengths: Lengths
     rates: Rates
+    length_dynamics: list[LengthDynamics]
     objective: Objective | None
     training: list[Training]
     timed_evaluations: list[TimedEvaluation]
@@ -94,10 +105,13 @@ def collect(view: ExperimentView) -> ReportData:
     evaluations = _present(_evaluation(stage, attempt) for stage, attempt in pairs)
     trainings = _present(_training(stage, attempt) for stage, attempt in pairs)
     labels = {one.stage: one.label for one in evaluations}
-    climb, trained = _climb(view.stages, evaluations, trainings)
+    starts = {stage.name: (attempt.job.get("spec") or {}).get("checkpoint") for stage, attempt in pairs}
+    climb, trained = _climb(starts, evaluations, trainings)
     lengths = lengths_of([(labels[stage.name], attempt) for stage, attempt in pairs if stage.name in labels])
     library = collect_episodes([Source(stage.name, stage.task, attempt) for stage, attempt in pairs])
-    traces = _present(traces_of(stage.name, attempt) for stage, attempt in pairs if stage.task == "collect")
+    traces = _present(
+        traces_of(stage.name, attempt) for stage, attempt in pairs if stage.task in WRITES_TRACES
+    )
     order = [stage.name for stage in view.stages]
     library.stages = sorted([*traces, *library.stages], key=lambda one: order.index(one.stage))
     provenance = provenance_of(view, attempts)
@@ -114,6 +128,11 @@ def collect(view: ExperimentView) -> ReportData:
         climb=climb,
         lengths=lengths,
         rates=rates_of(evaluations),
+        length_dynamics=[
+            LengthDynamics(stage.name, found)
+            for stage, attempt in pairs
+            if isinstance(found := attempt.summary.get("length_dynamics"), Mapping)
+        ],
         objective=_objective(pairs),
         training=trainings,
         timed_evaluations=[
@@ -135,7 +154,7 @@ def _present(found: Iterable[T | None]) -> list[T]:
 
 
 def _training(stage: StageView, attempt: Attempt) -> Training | None:
-    if stage.task in ("collect", "evaluate"):
+    if "steps" not in (attempt.job.get("spec") or {}):  # figures of one moment are no curve
         return None
     return training_of(stage.name, stage.task, _description(stage, attempt), attempt)
 
@@ -159,16 +178,24 @@ def _label(stage: StageView, attempt: Attempt) -> str:
 
 
 def _climb(
-    stages: Sequence[StageView], evaluations: Sequence[Evaluation], trainings: Sequence[Training]
+    starts: Mapping[str, Any], evaluations: Sequence[Evaluation], trainings: Sequence[Training]
 ) -> tuple[Comparison | None, Training | None]:
-    """The evaluations around the training the report is about: the last rl, else the last with both."""
-    order = [stage.name for stage in stages]
+    """The evaluations around the training the report is about: the last rl, else the last with both.
+
+    Evaluations of the checkpoint it started from and of its own come before others that stand around it.
+
+    Args:
+        starts: the checkpoint that each stage takes, stages in order.
+    """
+    order = list(starts)
     for training in sorted(
         trainings, key=lambda one: (one.task == "rl", order.index(one.stage)), reverse=True
     ):
         place = order.index(training.stage)
         before = [one for one in evaluations if order.index(one.stage) < place]
         after = [one for one in evaluations if order.index(one.stage) > place]
+        before = [one for one in before if starts[one.stage] == starts[training.stage]] or before
+        after = [one for one in after if starts[one.stage] == training.stage] or after
         if before and after:
             return compare(before[-1], after[0]), training
     if len(evaluations) > 1:
@@ -183,7 +210,21 @@ def _description(stage: StageView, attempt: Attempt) -> str:
     planned = int(spec.get("steps") or 0)
     done = len(attempt.metrics.get("step", []))
     steps = f"{done} of {planned} steps" if planned > done else f"{done} steps"
-    return f"{steps} of {name}."
+    return f"{steps} of {name}.{_watched(summary)}"
+
+
+def _watched(summary: Mapping[str, Any]) -> str:
+    """What watches of the stage have said, as sentences."""
+    said = ""
+    if (collapse := summary.get("collapse_step")) is not None:
+        said += f" From step {collapse} on, chosen answers themselves had become unlikely."
+    gold = summary.get("gold")
+    if isinstance(gold, Mapping) and (stop := gold.get("recommended_stop")) is not None:
+        said += (
+            f" The watch recommended to stop at step {stop}: gold was {gold['at_recommended_stop']:.3f}"
+            f" there, {gold['best']:.3f} at best (step {gold['best_step']}), {gold['last']:.3f} at the end."
+        )
+    return said
 
 
 def _algorithm(spec: Mapping[str, Any], summary: Mapping[str, Any]) -> str:

@@ -11,7 +11,19 @@ from perilune.ui.comparisons import Comparison, Evaluation
 from perilune.ui.curves import Training
 
 EDGE = 5  # steps that are averaged at either end of a curve
-ALGORITHM_NAMES = {"grpo": "GRPO", "dr_grpo": "Dr. GRPO", "sft": "supervised fine-tuning"}
+ALGORITHM_NAMES = {
+    "grpo": "GRPO",
+    "dr_grpo": "Dr. GRPO",
+    "sft": "supervised fine-tuning",
+    "dpo": "DPO",
+    "dpo_norm": "length-normalised DPO",
+    "ipo": "IPO",
+    "bradley_terry": "Bradley-Terry reward modelling",
+    "reverse_kl": "on-policy distillation (reverse KL)",
+    "reverse_topk": "on-policy distillation (top-k reverse KL)",
+    "forward_topk": "on-policy distillation (top-k forward KL)",
+    "gkd": "generalised knowledge distillation",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,15 +63,101 @@ const Course = ((data) => {
         }),
       );
     };
+    const losses = {
+      sft: "Mean cross-entropy of the trace's tokens, in nats. 0 would be certainty.",
+      preference: "Mean over the step's pairs, and over the pairs held out.",
+      reward_model: "Mean over the step's pairs, in nats. 0.69 is a coin.",
+      distill: "Mean over the tokens the student wrote.",
+    };
     if (training.task !== "rl") {
       add(
         "loss",
         "Loss",
-        "Mean cross-entropy of the trace's tokens, in nats. 0 would be certainty.",
-        [["loss", "loss", 1]],
-        { log: true },
+        losses[training.task] || "As the task defines it.",
+        [
+          ["loss", "loss", 1],
+          ["validation_loss", "held out", 3],
+        ],
+        training.task === "distill" ? {} : { log: true },
       );
     }
+    add(
+      "pairs",
+      "Pairs told apart",
+      "Share of pairs whose better answer is preferred.",
+      [
+        ["accuracy", "accuracy", 1],
+        ["validation_accuracy", "held out", 3],
+      ],
+      unit,
+    );
+    add("margin", "Margin", "How far apart the two answers of a pair are; 0 at the start.", [
+      ["margin", "margin", 1],
+      ["validation_margin", "held out", 3],
+    ]);
+    add(
+      "chosen",
+      "Chosen answers",
+      "Change of the chosen answers' own log-prob, in nats a token. Below −0.05 while margins grow, probability only leaves the rejected answers for neither.",
+      [
+        ["chosen_shift", "change", 1],
+        ["validation_chosen_shift", "held out", 3],
+      ],
+    );
+    add("rewards", "Implicit rewards", "β times the change of log-prob since the start.", [
+      ["reward_chosen", "chosen", 1],
+      ["reward_rejected", "rejected", 2],
+    ]);
+    add(
+      "length_bias",
+      "Length bias",
+      "Correlation of the difference in length with the preference. Near 1, length alone would do.",
+      [["length_correlation", "correlation", 6]],
+    );
+    add(
+      "gold",
+      "Gold score and reward",
+      "The gold score is never trained on. When its slope is no longer surely above zero, the reward is being climbed for its own sake.",
+      [
+        ["gold", "gold", 3],
+        ["reward", "reward", 1],
+      ],
+    );
+    add("gold_slope", "Slope of the gold score", "Change a step over the last 20 steps, with its 95% interval.", [
+      ["gold_slope", "slope", 3],
+      ["gold_slope_low", "low", 7],
+      ["gold_slope_high", "high", 7],
+    ]);
+    add("distance", "Distance from the start", "Square root of the KL divergence from the starting policy, per answer.", [
+      ["distance", "distance", 4],
+      ["gold_peak", "fitted peak of gold", 2],
+    ]);
+    add(
+      "teacher",
+      "Disagreement with the teacher",
+      "Mean of log p − log q over the student's own tokens, and the mean difference of the two entropies, in nats.",
+      [
+        ["reverse_kl", "reverse KL", 1],
+        ["entropy_gap", "entropy gap", 4],
+      ],
+    );
+    add(
+      "overlap",
+      "Overlap with the teacher",
+      "Share of the student's k likeliest tokens that are among the teacher's; and the mass each puts on what they share.",
+      [
+        ["overlap_ratio", "overlap", 1],
+        ["overlap_mass_student", "student's mass", 3],
+        ["overlap_mass_teacher", "teacher's mass", 4],
+      ],
+      unit,
+    );
+    add(
+      "overlap_advantage",
+      "Overlap-token advantage",
+      "−KL of the two distributions on the shared tokens, over how many those are; it rises to 0 as the student follows.",
+      [["overlap_advantage", "advantage", 1]],
+    );
     const isSameCurve =
       training.columns.reward &&
       training.columns.pass_rate &&

@@ -394,7 +394,8 @@ const Outcome = ((data) => {
         ],
       }),
     );
-    if (!nodes.length && !lengths.length) return null;
+    const dynamics = data.length_dynamics.map(lengthDynamics);
+    if (!nodes.length && !lengths.length && !dynamics.length) return null;
     return section(
       "tasks",
       "Tasks and answers",
@@ -409,7 +410,31 @@ const Outcome = ((data) => {
             h("div", { class: "tiles" }, lengths),
           ]
         : null,
+      dynamics,
     );
+  }
+
+  function lengthDynamics({ stage, found }) {
+    const tokens = (value) => `${value < 0 ? "−" : "+"}${Format.number(Math.abs(value), 3)}`;
+    const cell = (name, key, format) => (row) => (row[name] ? format(row[name][key]) : "–");
+    const columns = [
+      { name: "Difficulty", header: true, value: (row) => row.difficulty },
+      { name: "Verdict", text: true, value: (row) => (row.correct ? "right" : "wrong") },
+    ];
+    for (const name of ["before", "after"]) {
+      columns.push(
+        { name: `Answers ${name}`, value: cell(name, "count", Format.integer) },
+        { name: "length", value: cell(name, "length", (value) => Format.number(value, 3)) },
+        { name: "cut off", value: cell(name, "truncated", Format.percent) },
+      );
+    }
+    return [
+      part(
+        `Why lengths changed in ${stage}`,
+        `From the first to the last steps the mean length went from ${Format.number(found.before, 3)} to ${Format.number(found.after, 3)} tokens: ${tokens(found.behaviour)} by writing differently, ${tokens(found.composition)} by being asked tasks of other difficulty.`,
+      ),
+      table(columns, found.table, `Length by difficulty and verdict in ${stage}`),
+    ];
   }
 
   function binLabel(center, width) {

@@ -1,0 +1,69 @@
+"""What the report shows of preference, distillation and reward-model stages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from make_experiment import AFTER_RL, AFTER_SFT, SyntheticExperiment
+
+from perilune.ui.collect import collect
+from perilune.ui.report import render
+
+
+def rewrite(folder: Path, **changes: object) -> None:
+    """Change fields of a stage's summary."""
+    path = folder / "artifacts" / "summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def made_with_rl(tmp_path: Path, **summary: object) -> SyntheticExperiment:
+    made = SyntheticExperiment(tmp_path)
+    made.evaluate("before", "sft", AFTER_SFT, 20)
+    made.rl(steps=4, prompts=2)
+    made.evaluate("after", "rl", AFTER_RL, 20)
+    (stage,) = [one for one in made.view().stages if one.task == "rl"]
+    assert stage.attempt_dir is not None
+    rewrite(stage.attempt_dir, **summary)
+    return made
+
+
+def test_what_the_watches_said_stands_over_the_curves(tmp_path: Path) -> None:
+    gold = {"recommended_stop": 3, "at_recommended_stop": 0.41, "best": 0.5, "best_step": 2, "last": 0.1}
+    data = collect(made_with_rl(tmp_path, gold=gold, collapse_step=2).view())
+    (training,) = [one for one in data.training if one.task == "rl"]
+    assert (
+        "recommended to stop at step 3: gold was 0.410 there, 0.500 at best (step 2)" in training.description
+    )
+    assert "From step 2 on, chosen answers" in training.description
+
+
+def test_length_dynamics_reach_the_page(tmp_path: Path) -> None:
+    row = {
+        "difficulty": "3",
+        "correct": True,
+        "before": {"count": 2, "length": 9.0, "truncated": 0.0},
+        "after": None,
+    }
+    found = {"before": 9.0, "after": 12.0, "behaviour": 2.0, "composition": 1.0, "table": [row], "shape": {}}
+    data = collect(made_with_rl(tmp_path, length_dynamics=found).view())
+    assert [(one.stage, one.found["behaviour"]) for one in data.length_dynamics] == [("rl", 2.0)]
+    assert '"composition":1.0' in render(data).replace(" ", "")
+
+
+def test_an_experiment_without_them_shows_none(tmp_path: Path) -> None:
+    data = collect(made_with_rl(tmp_path).view())
+    assert data.length_dynamics == []
+    assert "recommended" not in data.training[-1].description
+
+
+def test_a_training_is_judged_against_where_it_started(tmp_path: Path) -> None:
+    """Two arms from one start: the second is not compared with the first."""
+    made = SyntheticExperiment(tmp_path)
+    made.evaluate("of_sft", "sft", AFTER_SFT, 20)
+    made.rl(steps=3, prompts=2)
+    made.evaluate("of_other", "other", AFTER_RL, 20)
+    made.evaluate("of_rl", "rl", AFTER_RL, 20)
+    climb = collect(made.view()).climb
+    assert climb is not None
+    assert (climb.before, climb.after) == ("of_sft", "of_rl")
