@@ -85,12 +85,20 @@ def random_groups(seed: int, groups: int = 4, size: int = 3, longest: int = 7) -
 
 def plain_logprobs(decoder: Decoder, one: Episode) -> torch.Tensor:
     """Log-probs [T] of one episode alone, its whole sequence fed: no packing, no shared prompt."""
+    return plain_logprobs_and_values(decoder, one, None)[0]
+
+
+def plain_logprobs_and_values(
+    decoder: Decoder, one: Episode, critic: Critic | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probs [T], and values [T] of the states before each token, of one episode alone."""
     ids = torch.from_numpy(np.concatenate([one.prompt_ids, one.token_ids]).astype(np.int64))
-    attention = PackedAttention(torch.tensor([0, len(ids)]))
-    logits = decoder.logits(decoder(ids, torch.arange(len(ids)), attention))
-    return F.log_softmax(logits, -1)[len(one.prompt_ids) - 1 : -1].gather(
-        1, torch.from_numpy(one.token_ids.astype(np.int64))[:, None]
-    )[:, 0]
+    states = decoder(ids, torch.arange(len(ids)), PackedAttention(torch.tensor([0, len(ids)])))
+    states = states[len(one.prompt_ids) - 1 : -1]
+    logits = decoder.logits(states)
+    logprobs = F.log_softmax(logits, -1).gather(1, torch.from_numpy(one.token_ids.astype(np.int64))[:, None])
+    values = None if critic is None else states.float() @ critic.head.weight[0] + critic.head.bias
+    return logprobs[:, 0], values
 
 
 def signals_for(groups: Sequence[Sequence[Episode]], seed: int = 0) -> dict[str, dict[str, np.ndarray]]:
@@ -135,7 +143,9 @@ def plain_loss(
             for index, (one, weights) in enumerate(zip(group.episodes, component.weights, strict=True)):
                 if not weights.any():
                     continue
-                logprobs = plain_logprobs(decoder, one)
+                logprobs, values = plain_logprobs_and_values(decoder, one, critic)
+                with torch.no_grad():
+                    theirs = None if reference is None else plain_logprobs(reference, one)
                 old = torch.from_numpy(one.logprobs).double()
                 ratios = torch.exp(logprobs - old)
                 if group.surrogate.ratio == "sequence":  # sg[s] * pi / sg[pi], s the geometric mean
@@ -151,10 +161,10 @@ def plain_loss(
                     elif name == "cross_entropy":
                         loss = -lp * weight
                     elif name == "reference_kl":
-                        x = lp - plain_logprobs(reference, one)[t].detach()
+                        x = lp - theirs[t]
                         loss = weight * (torch.exp(-x) - 1 + x)
                     else:
-                        predicted = plain_value(decoder, critic, one)[t]
+                        predicted = values[t]
                         before, target = (
                             float(of[index][t]) for of in (group.value.values, group.value.returns)
                         )
@@ -162,10 +172,3 @@ def plain_loss(
                         loss = weight * 0.5 * torch.max((predicted - target) ** 2, (near - target) ** 2)
                     total = total + loss / denominator
     return total
-
-
-def plain_value(decoder: Decoder, critic: Critic, one: Episode) -> torch.Tensor:
-    """Values [T] of the states before each token of one episode alone."""
-    ids = torch.from_numpy(np.concatenate([one.prompt_ids, one.token_ids]).astype(np.int64))
-    states = decoder(ids, torch.arange(len(ids)), PackedAttention(torch.tensor([0, len(ids)])))
-    return (states.float() @ critic.head.weight[0] + critic.head.bias)[len(one.prompt_ids) - 1 : -1].double()

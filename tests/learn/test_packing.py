@@ -18,8 +18,9 @@ from learning_cases import (
 )
 
 from perilune.errors import RequestError, WorkFailedError
+from perilune.learn import batch, trainer
 from perilune.learn.algorithms import ALGORITHMS, algorithm
-from perilune.learn.batch import pack
+from perilune.learn.batch import pack, round_up
 from perilune.learn.trainer import Learner, token_logprobs, with_reference
 from perilune.learn.weights import GroupWeights
 
@@ -38,10 +39,13 @@ def gradient_of(groups: list[GroupWeights], budget: int, dtype=torch.float64, re
     return figures, {n: p.grad for n, p in learner.optimizer.parameters.items()}
 
 
-@pytest.mark.parametrize("name", list(ALGORITHMS))
-@pytest.mark.parametrize("kl", [0.0, 0.05])
+@pytest.mark.parametrize(
+    ("name", "kl"),  # one of each kind of token loss, aggregation and token weight
+    [("grpo", 0), ("grpo", 0.05), ("dr_grpo", 0.05), ("gspo", 0.05), ("cispo", 0), ("ppo", 0), ("dgpo", 0),
+     ("sft", 0.05)],
+)  # fmt: skip
 def test_loss_and_gradient_equal_the_definition(name: str, kl: float) -> None:
-    groups = weighted(name, seed=3, kl=kl, size=5)
+    groups = weighted(name, seed=3, kl=kl, groups=3, size=5, longest=5)
     reference = small_decoder(seed=9, dtype=torch.float64)
     figures, gradients = gradient_of(groups, 16, reference=reference)
     decoder = small_decoder(dtype=torch.float64)
@@ -200,3 +204,35 @@ def test_figures_say_how_far_the_sampler_was() -> None:
     later = learner.forward_backward(batches)
     assert later["staleness"] == 1
     assert "logprob_gap_max" not in later
+
+
+def test_numbers_of_rows_repeat() -> None:
+    assert [round_up(n) for n in (1, 2, 3, 17, 255, 256, 257, 512, 4081)] == [
+        1, 2, 4, 32, 256, 256, 512, 512, 4096,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("budget", [15, 40, 10_000])
+def test_padding_belongs_to_nobody(budget: int) -> None:
+    for one in pack(weighted("grpo", seed=8, groups=6), budget):
+        padded = one.padded()
+        real = len(one.token_ids)
+        assert len(padded.token_ids) == len(padded.positions) == padded.cu_seqlens[-1] == round_up(real)
+        assert len(padded.cu_seqlens) == len(padded.prefix_of) + 1
+        assert padded.cu_seqlens.diff().min() >= 0
+        assert padded.token_ids[:real].tolist() == one.token_ids.tolist()
+        assert padded.rows.max() < real
+        assert padded.targets.tolist() == one.targets.tolist()
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "ppo"])
+def test_padding_changes_no_figure(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = weighted(name, seed=8, groups=6)
+    figures, gradients = gradient_of(groups, 50)
+    monkeypatch.setattr(batch, "round_up", lambda rows: rows)
+    monkeypatch.setattr(trainer, "round_up", lambda rows: rows)
+    plain, expected = gradient_of(groups, 50)
+    assert figures == pytest.approx(plain, rel=1e-6)
+    for parameter, gradient in expected.items():
+        if gradient is not None:
+            torch.testing.assert_close(gradients[parameter], gradient, rtol=1e-6, atol=1e-8)

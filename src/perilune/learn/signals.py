@@ -9,12 +9,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from perilune.errors import RequestError
 from perilune.learn.algorithms.base import Group, Signal, Signals, StepContext
 from perilune.learn.algorithms.sft import SFT
-from perilune.learn.batch import PackedBatch, pack
+from perilune.learn.batch import PackedBatch, pack, round_up
 from perilune.learn.critic import Critic
 from perilune.learn.trainer import predicting_states, target_logprobs
 from perilune.models.decoder import Decoder
@@ -75,15 +76,22 @@ def _tokens(
         found["values"] = critic(states)
     if reference is not None and {"deviation", "uncertainty"} & set(names):
         theirs = predicting_states(reference, batch)
+        learned = len(states)
         parts = list(_compare(decoder, states, reference, theirs, batch.temperature))
-        found["deviation"], found["uncertainty"] = (torch.cat(part) for part in zip(*parts, strict=True))
+        whole = (torch.cat(part)[:learned] for part in zip(*parts, strict=True))
+        found["deviation"], found["uncertainty"] = whole
     return {name: found[name] for name in names}
 
 
 def _compare(
     decoder: Decoder, states: Tensor, reference: Decoder, theirs: Tensor, temperature: float
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Deviation and uncertainty of some rows at a time: two distributions over the vocabulary are large."""
+    """Deviation and uncertainty of some rows at a time, for two distributions over the vocabulary are large.
+
+    There are as many rows as `round_up` says.
+    """
+    missing = round_up(len(states)) - len(states)
+    states, theirs = (F.pad(one, (0, 0, 0, missing)) for one in (states, theirs))
     for mine, other in zip(torch.split(states, ROWS), torch.split(theirs, ROWS), strict=True):
         yield deviation_and_uncertainty(
             decoder.logits(mine).float() / temperature, reference.logits(other).float() / temperature

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from perilune.errors import RequestError
 from perilune.learn import checkpoints, losses
-from perilune.learn.batch import PackedBatch
+from perilune.learn.batch import PackedBatch, round_up
 from perilune.learn.critic import Critic
 from perilune.learn.optimizer import AdamW
 from perilune.learn.settings import OptimizerSettings
@@ -233,14 +234,18 @@ def target_logprobs(decoder: Decoder, batch: PackedBatch, states: Tensor) -> tup
     def of_rows(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return row_logprobs(decoder.logits(hidden), targets, batch.temperature)
 
-    logprobs, entropy = by_rows(of_rows, states, batch.targets, decoder.config.vocab_size)
-    return logprobs, entropy
+    learned = len(batch.targets)
+    missing = round_up(learned) - learned
+    states, targets = F.pad(states, (0, 0, 0, missing)), F.pad(batch.targets, (0, missing))
+    logprobs, entropy = by_rows(of_rows, states, targets, decoder.config.vocab_size)
+    return logprobs[:learned], entropy[:learned]
 
 
 def predicting_states(decoder: Decoder, batch: PackedBatch) -> Tensor:
     """Last hidden states float[M, d] that predict the learned tokens of a batch on the decoder's device."""
-    attention = PackedAttention(batch.cu_seqlens, batch.prefix_of)
-    return decoder(batch.token_ids, batch.positions, attention).index_select(0, batch.rows)  # type: ignore[no-any-return]
+    fed = batch.padded()
+    attention = PackedAttention(fed.cu_seqlens, fed.prefix_of)
+    return decoder(fed.token_ids, fed.positions, attention).index_select(0, batch.rows)  # type: ignore[no-any-return]
 
 
 class _Figures:
