@@ -1,0 +1,211 @@
+"""The scheduler by itself: random lives of requests, in which no block leaks and nobody is forgotten."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from perilune.engine.blocks import BlockPool, blocks_for
+from perilune.engine.request import Request, SamplingParams
+from perilune.engine.scheduler import Counters, Scheduler, Step
+from perilune.engine.sequences import Entry, Sequences
+
+
+class Life:
+    """A scheduler whose model draws random tokens, and what must be true of it after every step."""
+
+    def __init__(self, rows: int, blocks: int, budget: int, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.sequences = Sequences(rows, 100)
+        self.pool = BlockPool(blocks + 1)
+        self.scheduler = Scheduler(self.sequences, self.pool, budget, Counters())
+        self.entries: dict[int, Entry] = {}
+        self.finished: dict[int, list[int]] = {}
+        self.stored: dict[tuple[int, int], int] = {}  # which token lies at each place of each block
+
+    def add(self, prompt: list[int], n: int, max_tokens: int) -> Entry:
+        entry = Entry(len(self.entries), Request(prompt, SamplingParams(max_tokens), n=n),
+                      np.array(prompt, dtype=np.int32), n)  # fmt: skip
+        self.entries[entry.id] = entry
+        self.finished[entry.id] = []
+        self.scheduler.add(entry)
+        return entry
+
+    def step(self) -> Step | None:
+        step = self.scheduler.schedule()
+        if step is None:
+            return None
+        self.run(step)
+        tokens = np.array([self.rng.randrange(50) for _ in step.rows], dtype=np.int64)
+        copies = self.scheduler.commit(step, tokens, np.zeros(len(tokens), dtype=np.float32), 0)
+        for source, target in zip(*(blocks.tolist() for blocks in copies), strict=True):
+            self.stored |= {(target, at): self.stored.get((source, at), -1) for at in range(16)}
+        sequences = self.sequences
+        for row in step.rows.tolist():
+            entry = sequences.entries[row]
+            assert entry is not None
+            if sequences.length[row] == sequences.limit[row] or self.rng.random() < 0.05:
+                self.finished[entry.id].append(int(sequences.sample[row]))
+                self.scheduler.release(row, record=self.rng.random() < 0.5)
+                entry.unfinished -= 1
+        return step
+
+    def run(self, step: Step) -> None:
+        """Store what is fed; each sequence must then find all of its tokens in its blocks."""
+        batch = step.batch
+        assert len(batch.token_ids) <= self.scheduler.token_budget
+        chunked = [row for row, _ in step.chunks]
+        order = [*(row for row in step.rows.tolist()[: batch.decodes]), *chunked]
+        for index, row in enumerate(order):
+            fed = slice(batch.cu_seqlens[index], batch.cu_seqlens[index + 1])
+            assert fed.stop > fed.start
+            for token, position in zip(batch.token_ids[fed], batch.positions[fed], strict=True):
+                block = int(batch.block_tables[index, position // 16])
+                assert self.pool.references[block] == 1, "written where others read"
+                self.stored[block, int(position) % 16] = int(token)
+            for position in range(int(batch.positions[fed][-1]) + 1):
+                block = int(batch.block_tables[index, position // 16])
+                assert self.stored[block, position % 16] == self.sequences.tokens[row, position]
+
+    def check(self) -> None:
+        """Blocks are held as often as they are counted, and no sample holds more than it needs."""
+        sequences = self.sequences
+        references = np.zeros(self.pool.count, dtype=np.int64)
+        for row, entry in enumerate(sequences.entries):
+            if entry is not None:
+                table = sequences.table(row)
+                references[table] += 1
+                assert len(table) <= blocks_for(int(sequences.length[row]))
+        assert np.array_equal(self.pool.references, references)
+        assert self.pool.used == (references > 0).sum()
+
+
+@pytest.mark.parametrize(("rows", "blocks", "budget"), [(4, 12, 16), (12, 30, 40), (16, 200, 64)])
+def test_random_lives(rows: int, blocks: int, budget: int) -> None:
+    life = Life(rows, blocks, budget, seed=rows)
+    rng = life.rng
+    prefixes = [[rng.randrange(50) for _ in range(40)] for _ in range(3)]
+    for turn in range(1200):
+        kind = rng.random()
+        if kind < 0.25 and len(life.scheduler.waiting) < 5:
+            prompt = rng.choice(prefixes)[: rng.randint(1, 40)] + [
+                rng.randrange(50) for _ in range(rng.randint(0, 9))
+            ]
+            life.add(prompt, rng.randint(1, 6), rng.randint(1, 60))
+        elif kind < 0.28:
+            living = [entry for entry in life.entries.values() if entry.unfinished]
+            if living:
+                entry = rng.choice(living)
+                life.scheduler.remove(entry)
+                entry.unfinished = 0
+        elif kind < 0.29:
+            life.scheduler.new_weights(turn, recompute=rng.random() < 0.5)
+        elif kind < 0.30:
+            life.pool.release(life.scheduler.lend(rng.randint(1, blocks)))
+        else:
+            life.step()
+        life.check()
+    counters = life.scheduler.counters
+    assert counters.cached_tokens > 0
+    assert counters.preemptions > 0
+    while life.step() is not None:
+        life.check()
+    assert not life.scheduler.unfinished
+    assert life.pool.used == 0
+    assert sorted(life.scheduler._free_rows) == list(range(rows))
+    for entry in life.entries.values():
+        assert entry.unfinished == 0
+        samples = life.finished[entry.id]
+        assert len(set(samples)) == len(samples) <= entry.request.n
+
+
+def drain(life: Life) -> list[Step]:
+    steps = []
+    while (step := life.step()) is not None:
+        steps.append(step)
+    return steps
+
+
+def never_ending(life: Life) -> None:
+    life.rng.random = lambda: 1.0  # type: ignore[method-assign]
+
+
+def test_who_came_first_is_first_to_begin_and_last_to_give_way() -> None:
+    life = Life(4, 8, 64, seed=0)
+    never_ending(life)
+    first, second = life.add([1] * 30, 1, 60), life.add([2] * 30, 1, 60)
+    seen: list[int] = []
+    while (step := life.step()) is not None:
+        seen += [int(life.sequences.length[row]) for row in step.rows if life.sequences.entries[row] is first]
+    assert seen == list(range(31, 90))  # never interrupted; the step that ends it is not seen
+    assert life.finished == {first.id: [0], second.id: [0]}
+    assert life.scheduler.counters.preemptions >= 1
+
+
+def test_decoding_goes_on_while_a_long_prompt_is_fed_in_chunks() -> None:
+    life = Life(4, 100, 32, seed=0)
+    never_ending(life)
+    short = life.add([1] * 4, 2, 60)
+    life.step()
+    life.add([3] * 200, 1, 5)
+    for _ in range(6):
+        step = life.step()
+        assert step is not None
+        assert step.batch.decodes == 2
+        assert [count for _, count in step.chunks] == [30]
+    step = life.step()
+    assert step is not None
+    assert [count for _, count in step.chunks] == [20]
+    assert len(step.rows) == 3
+    assert short.unfinished == 2
+
+
+def test_a_groups_prompt_is_fed_once_and_its_full_blocks_are_shared() -> None:
+    life = Life(16, 100, 100, seed=0)
+    never_ending(life)
+    life.add(list(range(37)), 16, 20)
+    step = life.step()
+    assert step is not None
+    assert len(step.batch.token_ids) == 37
+    assert len(step.rows) == 16
+    assert len(step.batch.logit_rows) == 1
+    assert life.pool.used == 2 + 16  # two full blocks shared, and a copy each of the third
+    drain(life)
+    assert life.scheduler.counters.prompt_tokens == 37
+
+
+def test_a_request_with_a_known_beginning_is_fed_the_rest_only() -> None:
+    life = Life(16, 100, 100, seed=0)
+    never_ending(life)
+    life.add([7] * 50, 1, 20)
+    drain(life)
+    life.add([7] * 50 + [8], 1, 2)
+    step = life.step()
+    assert step is not None
+    assert len(step.batch.token_ids) == 51 - 48
+    life.add([7] * 48, 1, 2)  # the last token is fed in any case: its logits are wanted
+    step = life.step()
+    assert step is not None
+    assert step.chunks[0][1] == 16
+    drain(life)
+    life.scheduler.new_weights(1, recompute=True)
+    life.add([7] * 50, 1, 2)
+    step = life.step()
+    assert step is not None
+    assert len(step.batch.token_ids) == 50
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 100])
+def test_less_than_a_block_of_a_sample_is_wasted(length: int) -> None:
+    life = Life(8, 200, 400, seed=0)
+    never_ending(life)
+    for index in range(8):
+        life.add([index] * length, 1, 70)
+    wasted = []
+    for _ in range(60):
+        life.step()
+        held = life.sequences.num_blocks * 16
+        wasted.append((held - life.sequences.computed).max())
+    assert max(wasted) == 15
