@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -17,6 +18,17 @@ import pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 IN_CI = os.environ.get("CI", "").lower() not in {"", "0", "false"}
+
+
+@pytest.fixture(scope="module", params=["native", "torch"])
+def arithmetic(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Both ways to compute on a CPU: the C kernels, and torch alone."""
+    from perilune.models.native import ops
+
+    if request.param == "native" and not ops.available():
+        pytest.skip("needs a C compiler: install gcc or clang")
+    with mock.patch.object(ops, "available", lambda: request.param == "native"):
+        yield request.param
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,8 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from perilune.models import attention, kernels
-from perilune.models.attention import PackedAttention, attend_one, padded
+from perilune.models.attention import PackedAttention, attend, padded
+from perilune.models.native import ops
 
+pytestmark = pytest.mark.usefixtures("arithmetic")
 exact = pytest.mark.skipif(not kernels.is_exact(torch.zeros(1)), reason="needs a torch built with oneDNN")
 
 
@@ -113,7 +117,7 @@ def test_more_terms_than_are_summed_at_once() -> None:
 
 @exact
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("heads", [(3, 1), (3, 3), (8, 2), (4, 4), (16, 2)])
+@pytest.mark.parametrize("heads", [(3, 1), (8, 2), (4, 4)])
 @pytest.mark.parametrize(("size", "window"), [(16, None), (32, None), (64, None), (128, None), (32, 90)])
 def test_a_query_has_the_same_bits_alone_as_in_its_sequence(
     heads: tuple[int, int], size: int, window: int | None, threads: int
@@ -124,7 +128,8 @@ def test_a_query_has_the_same_bits_alone_as_in_its_sequence(
         lengths = [1, 3, 17, 64, 100, 191, 230, 600]
         cu = bounds(lengths)
         q, k, v = random_qkv(int(cu[-1]), *heads, size)
-        packed = PackedAttention(cu)(0, q, k, v, window)
+        with mock.patch.object(ops, "available", lambda: False):  # the kernels' own are in test_native.py
+            packed = PackedAttention(cu)(0, q, k, v, window)
         columns = padded(max(lengths)) + 64
         # As a cache holds them: a key is a column; where masked, leftovers of others.
         keys = torch.randn(len(lengths), heads[1], size, columns)
@@ -139,8 +144,10 @@ def test_a_query_has_the_same_bits_alone_as_in_its_sequence(
             mask = torch.zeros(unseen.shape).masked_fill_(unseen, -torch.inf)
             mask = mask.repeat_interleave(heads[1], dim=0)[:, None]
             of_k, of_v = keys[..., :seen].transpose(-1, -2).flatten(0, 1), values[:, :, :seen].flatten(0, 1)
-            alone = attend_one(q[cu[1:] - 1], of_k, of_v, mask)
-            assert torch.equal(alone, packed[cu[1:] - 1])
+            grouped = q[cu[1:] - 1].reshape(len(of_k), -1, size)
+            assert torch.equal(
+                attend(grouped, of_k, of_v, mask).reshape(-1, heads[0], size), packed[cu[1:] - 1]
+            )
     finally:
         torch.set_num_threads(before)
 

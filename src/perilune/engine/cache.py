@@ -32,6 +32,8 @@ class PagedCache:
     Attributes:
         keys: [layers, blocks, KV, D, 16]; a key is a column, because products read them that way.
         values: [layers, blocks, KV, 16, D].
+        key_scales, value_scales: float32[layers, blocks, KV, 16] in a cache of int8, whose elements are
+            integer * scale of the token and head; otherwise None.
     """
 
     def __init__(
@@ -41,6 +43,9 @@ class PagedCache:
         layout = (config.num_layers, num_blocks, heads)
         self.keys = _zeros((*layout, size, BLOCK), dtype, torch.device(device))
         self.values = _zeros((*layout, BLOCK, size), dtype, torch.device(device))
+        self.key_scales = self.value_scales = None
+        if dtype == torch.int8:
+            self.key_scales, self.value_scales = torch.zeros(2, *layout, BLOCK)
         self._key_rows = self.keys.view(config.num_layers, -1, BLOCK)
         self._value_rows = self.values.view(config.num_layers, -1, size)
         self._value_blocks = self.values.view(config.num_layers, num_blocks * heads, BLOCK * size)
@@ -63,13 +68,17 @@ class PagedCache:
     def copy(self, sources: Blocks, targets: Blocks) -> None:
         """Copy blocks, in all layers, over others."""
         of, to = (torch.from_numpy(x).long().to(self.keys.device) for x in (sources, targets))
-        self.keys[:, to] = self.keys[:, of]
-        self.values[:, to] = self.values[:, of]
+        for part in self._parts():
+            part[:, to] = part[:, of]
 
     def clear(self) -> None:
         """Forget everything; what a failure left may not be finite, and would spoil what is masked."""
-        self.keys.zero_()
-        self.values.zero_()
+        for part in self._parts():
+            part.zero_()
+
+    def _parts(self) -> list[Tensor]:
+        parts = (self.keys, self.values, self.key_scales, self.value_scales)
+        return [part for part in parts if part is not None]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -18,14 +18,15 @@ from perilune.engine.blocks import BLOCK, BlockPool, blocks_for
 from perilune.engine.constraints import ConstraintState
 from perilune.engine.following import Followed, needs_following
 from perilune.engine.request import Completion, Delta, Prompt, Request, SamplingParams
-from perilune.engine.runner import Runner, TorchRunner
+from perilune.engine.runner import Runner
+from perilune.engine.runners import fastest_runner
 from perilune.engine.sampler import Drawn, Sampler
 from perilune.engine.scheduler import Counters, Scheduler, Step, StepBatch
 from perilune.engine.sequences import Entry, Rows, Sequences
 from perilune.errors import RequestError, WorkFailedError
 from perilune.models.config import DecoderConfig
 from perilune.models.decoder import Decoder
-from perilune.models.logprobs import chosen, log_distribution
+from perilune.models.logprobs import token_logprobs
 from perilune.models.tokenizer import Tokenizer
 
 CACHE_BYTES = 4 << 30
@@ -64,7 +65,7 @@ class Engine:
         token_budget: int = 4096,
         score_tokens: int = 16384,
         tokenizer: Tokenizer | None = None,
-        runner: Callable[[Decoder, int], Runner] = TorchRunner,
+        runner: Callable[[Decoder, int], Runner] = fastest_runner,
     ) -> None:
         self._source, self._config = decoder, decoder.config
         self._slots, self._token_budget, self._score_tokens = (
@@ -274,9 +275,9 @@ class Engine:
             logits = self._runner.run(batch)
         finally:
             self._pool.release(blocks)
-        logprobs = log_distribution(logits, temperature)
-        picked = chosen(logprobs, torch.from_numpy(tokens[before + 1]).to(logits.device)).cpu().numpy()
-        return np.split(picked, np.cumsum(answers)[:-1])
+        targets = torch.from_numpy(tokens[before + 1]).to(logits.device)
+        logprobs, _ = token_logprobs(logits, targets, temperature)
+        return np.split(logprobs.cpu().numpy(), np.cumsum(answers)[:-1])
 
     # -- weights -----------------------------------------------------------------------------------------
 
@@ -349,7 +350,7 @@ class Engine:
                     self._follow(row, index, drawn, stopped, ended)
         if ended.any():
             for row, is_stop in zip(rows[ended].tolist(), stopped[ended].tolist(), strict=True):
-                self._finish(row, "stop" if is_stop else "length")
+                self._finish(row, self._reason(row, is_stop))
 
     def _follow(
         self, row: int, index: int, drawn: Drawn, stopped: NDArray[np.bool_], ended: NDArray[np.bool_]
@@ -379,12 +380,19 @@ class Engine:
                 [float(drawn.logprobs[index])],
                 [self.version],
                 "" if its.text is None else its.text.take(last=last),
-                ("stop" if stopped[index] else "length") if last else None,
+                self._reason(row, bool(stopped[index])) if last else None,
                 None if its.raw_logprobs is None else its.raw_logprobs[-1:],
                 None if its.top_logprobs is None else its.top_logprobs[-1:],
                 int(sequences.cached[row]),
             )
         )
+
+    def _reason(self, row: int, is_stop: bool) -> FinishReason:
+        """Why the sample ends: one whose constraint lets nothing follow is given up, and is no answer."""
+        its = self._followed.get(row)
+        if its is not None and its.constraint is not None and its.constraint.failed:
+            return "aborted"
+        return "stop" if is_stop else "length"
 
     def _finish(self, row: int, reason: FinishReason) -> None:
         """Let a sample go that has ended."""

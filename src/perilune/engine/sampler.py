@@ -17,7 +17,9 @@ from torch import Tensor
 from perilune.engine.constraints import ConstraintState, forbid, mask_words
 from perilune.engine.request import SamplingParams
 from perilune.engine.sequences import Rows, Sequences
+from perilune.models.kernels import is_native
 from perilune.models.logprobs import chosen, log_distribution
+from perilune.models.native import ops
 
 _NUCLEUS = 256  # the most likely tokens among which top-p is looked for before all are sorted
 
@@ -92,20 +94,16 @@ class Sampler:
         some = self._penalised(some, its_rows, params, constraints)
         some = _scaled(some, temperature[special])
         some = _truncated(some, sequences, its_rows)
-        logits = _scaled(logits, temperature)
         logits[torch.from_numpy(special).to(logits.device)] = some
 
-        logprobs = log_distribution(logits, 1.0)
-        picked = draw(logprobs, torch.from_numpy(uniforms).to(logits.device))
-        greedy = torch.from_numpy(temperature == 0).to(logits.device)
-        picked = torch.where(greedy, logprobs.argmax(-1), picked)
-        drawn = Drawn(picked.cpu().numpy(), chosen(logprobs, picked).cpu().numpy(), {}, {})
+        tokens, its_logprobs = draw_plain(logits, uniforms, _done(temperature, special))
+        drawn = Drawn(tokens, its_logprobs, {}, {})
         if raw is not None:
-            raw_of_picked = chosen(raw, picked[wanting]).tolist()
+            raw_of_picked = chosen(raw, torch.from_numpy(tokens[wanting]).to(raw.device)).tolist()
             drawn.raw_logprobs = dict(zip(wanting, raw_of_picked, strict=True))
         for index, its in zip(special.tolist(), params, strict=True):
             if its.top_logprobs:
-                best = logprobs[index].topk(min(its.top_logprobs, logprobs.shape[1]))
+                best = log_distribution(logits[index], 1.0).topk(min(its.top_logprobs, logits.shape[1]))
                 drawn.top_logprobs[index] = list(
                     zip(best.indices.tolist(), best.values.tolist(), strict=True)
                 )
@@ -162,6 +160,8 @@ def draw_plain(
     Returns:
         int64[D] tokens, and float32[D] their log-probs.
     """
+    if is_native(logits):
+        return _draw_natively(logits, uniforms, temperature, logits_of)
     if logits_of is not None:
         logits = logits[torch.from_numpy(logits_of).to(logits.device)]
     uniform = torch.from_numpy(uniforms).to(logits.device)
@@ -173,6 +173,30 @@ def draw_plain(
         greedy = torch.from_numpy(temperature == 0).to(logits.device)
         picked = torch.where(greedy, logprobs.argmax(-1), draw(logprobs, uniform))
     return picked.cpu().numpy(), chosen(logprobs, picked).cpu().numpy()
+
+
+def _draw_natively(
+    logits: Tensor,
+    uniforms: NDArray[np.float64],
+    temperature: float | NDArray[np.float32],
+    logits_of: NDArray[np.int64] | None,
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    with np.errstate(divide="ignore"):
+        scales = np.where(np.asarray(temperature) == 0, 0, 1 / np.float64(temperature)).astype(np.float32)
+    tokens, logprobs = ops.draw(
+        logits,
+        torch.from_numpy(np.broadcast_to(scales, len(uniforms)).copy()),
+        torch.from_numpy(uniforms),
+        None if logits_of is None else torch.from_numpy(logits_of),
+    )
+    return tokens.numpy(), logprobs.numpy()
+
+
+def _done(temperature: NDArray[np.float32], special: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Temperatures left to divide by, where logits at `special` were divided already: 1, or 0 (greedy)."""
+    left = temperature.copy()
+    left[special] = np.where(left[special] == 0, 0, 1)
+    return left
 
 
 def draw(logprobs: Tensor, uniform: Tensor) -> Tensor:

@@ -6,53 +6,14 @@ loss is a plain sum over tokens.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from perilune.learn.weights import Surrogate
+from perilune.models.logprobs import token_logprobs  # noqa: F401 - the losses are functions of these
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this before `exp`: beyond it a token says nothing but overflow."""
-
-
-class _TokenLogprobs(torch.autograd.Function):
-    """Log-prob of the target and entropy of the distribution in one pass; backward reuses the softmax."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs = torch.log_softmax(logits, dim=-1)
-        chosen = logprobs.gather(1, targets.unsqueeze(1)).squeeze(1)
-        probabilities = logprobs.exp()
-        entropy = logprobs.mul_(probabilities).sum(1).neg_()
-        ctx.save_for_backward(probabilities, targets)
-        ctx.mark_non_differentiable(entropy)
-        return chosen, entropy
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        probabilities, targets = ctx.saved_tensors
-        gradient = gradients[0].unsqueeze(1)
-        out = probabilities * -gradient
-        out.scatter_add_(1, targets.unsqueeze(1), gradient)
-        return out, None
-
-
-def token_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy (nats) of each distribution.
-
-    Args:
-        logits: float[M, V].
-        targets: int64[M].
-        temperature: divides the logits, as it did when sampling.
-
-    Returns:
-        log-probs [M], differentiable, and entropies [M], which carry no gradient.
-    """
-    logits = logits.float() if temperature == 1 else logits.float() / temperature
-    chosen, entropy = _TokenLogprobs.apply(logits, targets)  # type: ignore[no-untyped-call]
-    return chosen, entropy
 
 
 def policy_gradient(

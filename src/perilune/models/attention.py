@@ -83,21 +83,6 @@ def padded(length: int) -> int:
     return -(-length // _COLUMNS) * _COLUMNS
 
 
-def attend_one(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """Attention of one query a sequence over what the sequence holds so far.
-
-    Args:
-        q: float[B, H, D].
-        keys, values: float[B * KV, T, D], T a multiple of 16; finite also where masked.
-        mask: float[B * KV, 1, T], 0 on the columns a sequence holds and -inf after them.
-
-    Returns:
-        float[B, H, D].
-    """
-    grouped = q.reshape(keys.shape[0], -1, q.shape[-1])
-    return attend(grouped, keys, values, mask).reshape(q.shape)
-
-
 class PackedAttention:
     """Causal attention inside each of several sequences that lie end to end in the flat token axis.
 

@@ -45,14 +45,19 @@ class Native:
 @functools.cache
 def native() -> Native:
     """The kernels, compiled now if they never were; `PERILUNE_NATIVE=0` does without them."""
-    if os.environ.get("PERILUNE_NATIVE", "0") == "0":
+    if os.environ.get("PERILUNE_NATIVE") == "0":
         return Native(None, "switched off by PERILUNE_NATIVE=0")
     compiler = _compiler()
     if compiler is None:
         return Native(None, "no C compiler found (install gcc or clang, or set CC)")
     try:
         path = _cached(compiler)
-        return Native(ctypes.CDLL(str(path)), str(path))
+        try:
+            return Native(ctypes.CDLL(str(path)), str(path))
+        except OSError:  # cut short by a full disk, say
+            path.unlink()
+            path = _cached(compiler)
+            return Native(ctypes.CDLL(str(path)), str(path))
     except (OSError, subprocess.SubprocessError, _CompilerError) as error:
         return Native(None, f"{' '.join(compiler)} could not build them: {error}")
 

@@ -1,0 +1,19 @@
+"""Which runner computes a decoder's steps, when nobody says."""
+
+from __future__ import annotations
+
+import torch
+
+from perilune.engine.native_runner import NativeRunner, weight_kind
+from perilune.engine.runner import Runner, TorchRunner
+from perilune.models.decoder import Decoder
+from perilune.models.native.decoder import supports
+
+
+def fastest_runner(decoder: Decoder, num_blocks: int) -> Runner:
+    """The C kernels where they work: a dense decoder in float32 or bfloat16 on the CPU. Otherwise torch."""
+    weight = decoder.model.embed_tokens.weight
+    on_cpu = weight.device.type == "cpu" and weight.dtype in {torch.float32, torch.bfloat16}
+    if on_cpu and supports(decoder.config, weight_kind(decoder)):
+        return NativeRunner(decoder, num_blocks)
+    return TorchRunner(decoder, num_blocks)

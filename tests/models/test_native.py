@@ -1,0 +1,206 @@
+"""The C kernels: a row's bits are its own, the cache's kinds cost what they should, and building."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from perilune.models.native import build, ops
+
+pytestmark = pytest.mark.skipif(not ops.available(), reason="needs a C compiler: install gcc or clang")
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(("kind", "tolerance"), [("float32", 3e-6), ("bfloat16", 6e-3), ("int8", 1.2e-2)])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 96, 33), (13, 100, 256), (200, 1030, 98)])
+def test_a_product_is_right_and_each_row_its_own(
+    kind: ops.WeightKind, tolerance: float, rows: int, inputs: int, outputs: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, inputs, generator=generator) for n in (rows, outputs))
+    bias = torch.randn(outputs, generator=generator)
+    packed = ops.pack_weight(weight, bias, kind)
+    out = ops.linear(x, packed)
+    exact = x.double() @ weight.double().T + bias
+    assert ((out - exact).abs().max() / exact.abs().max()) < tolerance
+    for some in (slice(0, 1), slice(rows // 2, rows), slice(0, rows - rows // 3)):
+        assert torch.equal(ops.linear(x[some], packed), out[some])
+    strided = torch.randn(rows, inputs + 7)
+    strided[:, :inputs] = x
+    assert torch.equal(ops.linear(strided[:, :inputs], packed), out)
+
+
+@given(st.lists(st.floats(-90, 90, width=32), min_size=1, max_size=40))
+@settings(max_examples=50, deadline=None)
+def test_softmax_pieces_against_float64(values: list[float]) -> None:
+    logits = torch.tensor([values])
+    tokens = torch.tensor([len(values) - 1])
+    logprob, total, entropy = ops.token_logprobs(logits, tokens, 1.0)
+    exact = logits.double().log_softmax(-1)
+    torch.testing.assert_close(logprob.double(), exact[:, -1], rtol=1e-6, atol=2e-5)
+    torch.testing.assert_close(total.double(), logits.double().logsumexp(-1), rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), -(exact * exact.exp()).sum(-1), rtol=1e-5, atol=2e-5)
+
+
+def test_what_is_not_a_number_comes_out_as_that() -> None:
+    logits = torch.zeros(3, 20)
+    logits[0, 3], logits[1, 19] = torch.nan, torch.inf
+    logprobs, _ = ops.draw(logits, torch.ones(3), torch.full((3,), 0.5, dtype=torch.float64))[1], None
+    assert not logprobs[0].isfinite()
+    assert not logprobs[1].isfinite()
+    assert logprobs[2].isfinite()
+
+
+def test_draws_follow_the_distribution_and_never_the_impossible() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(1, 700, generator=generator) * 2
+    logits[0, ::7] = -torch.inf
+    count = 100_000
+    uniform = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    tokens, logprobs = ops.draw(
+        logits, torch.full((count,), 1 / 0.7), uniform, torch.zeros(count, dtype=torch.int64)
+    )
+    exact = (logits[0].double() / 0.7).log_softmax(-1)
+    share = torch.bincount(tokens, minlength=700) / count
+    # Evenly spread uniform numbers give every token its share to within one draw at each end.
+    assert (share - exact.exp()).abs().max() <= 2.1 / count
+    assert not (tokens % 7 == 0).any()
+    torch.testing.assert_close(logprobs.double(), exact[tokens], rtol=1e-5, atol=1e-5)
+    greedy, its = ops.draw(logits, torch.zeros(1), torch.zeros(1, dtype=torch.float64))
+    assert greedy.item() == logits.argmax()
+    torch.testing.assert_close(its, logits.log_softmax(-1)[0, greedy])
+
+
+def paged(k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[ops.Cache, list[Tensor]]:
+    """An empty cache of enough blocks."""
+    blocks, heads, size = len(k) // 16 + 3, k.shape[1], k.shape[2]
+    held = [torch.zeros(1, blocks, heads, *shape, dtype=dtype) for shape in ((size, 16), (16, size))]
+    scales = [torch.zeros(1, blocks, heads, 16) for _ in range(2)]
+    pointers = [x.data_ptr() for x in (*held, *scales)]
+    return ops.Cache(*pointers, blocks, ops.KINDS[dtype]), [*held, *scales]
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize(("heads", "size"), [((4, 1), 32), ((6, 2), 64), ((5, 5), 128), ((12, 2), 48)])
+def test_attention_over_the_cache_is_attention_in_the_sequence(
+    heads: tuple[int, int], size: int, window: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    length = 75
+    q, k, v = (torch.randn(length, n, size, generator=generator) for n in (heads[0], heads[1], heads[1]))
+    spans = ops.Spans(torch.tensor([0]), torch.tensor([length]), torch.tensor([-1]))
+    whole, _ = ops.attend_packed(q, k, v, spans, scale=size**-0.5, window=window)
+    for dtype, tolerance in ((torch.float32, 0.0), (torch.bfloat16, 2e-2), (torch.int8, 4e-2)):
+        cache, held = paged(k, v, dtype)
+        table = np.array([[3, 1, 5, 2, 4]], dtype=np.int32)
+        parts = []
+        for start, stop in ((0, 30), (30, 31), (31, 74), (74, 75)):  # in chunks, as prompts are fed
+            positions = np.arange(start, stop)
+            sequence = np.zeros(stop - start, dtype=np.int64)
+            step = ops.Step(
+                rows=stop - start,
+                tables_stride=5,
+                positions=positions.ctypes.data,
+                sequence=sequence.ctypes.data,
+                tables=table.ctypes.data,
+            )
+            some = slice(start, stop)
+            parts.append(
+                ops.attend_paged(
+                    q[some], k[some], v[some], cache, step, layer=0, scale=size**-0.5, window=window
+                )
+            )
+        assert (torch.cat(parts) - whole).abs().max() <= tolerance
+        del held
+
+
+def test_an_int8_cache_is_off_by_half_a_step_of_its_scale() -> None:
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(16, 2, 32, generator=generator) * 3 for _ in range(2))
+    cache, (keys, values, key_scales, value_scales) = paged(k, v, torch.int8)
+    positions, sequence = np.arange(16), np.zeros(16, dtype=np.int64)
+    table = np.array([[1]], dtype=np.int32)
+    step = ops.Step(
+        16, 1, 0, None, positions.ctypes.data, None, sequence.ctypes.data, table.ctypes.data, None
+    )
+    ops.attend_paged(torch.randn(16, 2, 32), k, v, cache, step, layer=0, scale=1.0, window=0)
+    assert torch.allclose(key_scales[0, 1].T, k.abs().amax(-1) / 127)
+    read_k = (keys[0, 1] * key_scales[0, 1][:, None]).permute(2, 0, 1)
+    read_v = (values[0, 1] * value_scales[0, 1][..., None]).transpose(0, 1)
+    assert ((read_k - k).abs() <= k.abs().amax(-1, keepdim=True) / 127 * 0.501).all()
+    assert ((read_v - v).abs() <= v.abs().amax(-1, keepdim=True) / 127 * 0.501).all()
+
+
+def _product_in_child(queue: multiprocessing.Queue[float]) -> None:
+    torch.set_num_threads(2)
+    x = torch.ones(256, 64)
+    queue.put(float(ops.linear(x, ops.pack_weight(torch.ones(64, 64))).sum()))
+
+
+def test_threads_work_again_after_a_fork() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        ops.linear(torch.ones(256, 64), ops.pack_weight(torch.ones(64, 64)))
+        context = multiprocessing.get_context("fork")
+        queue: multiprocessing.Queue[float] = context.Queue()
+        child = context.Process(target=_product_in_child, args=(queue,))
+        child.start()
+        assert queue.get(timeout=60) == 256 * 64 * 64
+        child.join(timeout=60)
+        assert child.exitcode == 0
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for environment, reason in (
+        ({"PERILUNE_NATIVE": "0"}, "switched off"),
+        ({"CC": "/nowhere/cc"}, "could not build"),
+        ({"CC": "false"}, "could not build"),
+        ({"PATH": str(tmp_path)}, "no C compiler"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.delenv("CC", raising=False)
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            found = build.native.__wrapped__()
+            assert found.library is None
+            assert reason in found.reason
+
+
+def test_the_library_is_built_once_and_again_when_it_is_broken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiler = build._compiler()
+    assert compiler is not None
+    folder = tmp_path / "perilune" / "kernels"
+    broken = folder / f"{build._digest(compiler)}.so"
+    folder.mkdir(parents=True, mode=0o700)
+    broken.write_bytes(b"not a library")
+    first = build.native.__wrapped__()
+    assert isinstance(first.library, ctypes.CDLL)
+    (made,) = folder.iterdir()
+    changed = made.stat().st_mtime_ns
+    assert build.native.__wrapped__().reason == str(made)
+    assert made.stat().st_mtime_ns == changed
