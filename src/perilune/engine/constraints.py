@@ -33,17 +33,18 @@ class ConstraintState(Protocol):
 
     Attributes:
         complete: nothing but a stop token may follow.
+        failed: why no token may follow, or "": the vocabulary cannot express what must come next, or the
+            grammar took too much to read. The sample is to be aborted; masks then allow a stop token.
     """
 
     @property
     def complete(self) -> bool: ...
 
-    def fill_mask(self, mask: NDArray[np.int32]) -> None:
-        """Write the bits of the tokens that may follow into int32[W]; a stop token among them may.
+    @property
+    def failed(self) -> str: ...
 
-        Raises:
-            WorkFailedError: when no token may: the vocabulary cannot express what the constraint asks for.
-        """
+    def fill_mask(self, mask: NDArray[np.int32]) -> None:
+        """Write the bits of the tokens that may follow, stop tokens included, into int32[W]."""
 
     def advance(self, token_id: int) -> None:
         """Take the token that was sampled.
@@ -143,10 +144,10 @@ class Constraints:
         if matcher.is_error():
             raise RequestError(_reason(matcher), where=where)
         constraint = _Grammar(matcher, self._stop)
-        try:
-            constraint.start().fill_mask(np.zeros(mask_words(self._tokens.vocab_size), dtype=np.int32))
-        except WorkFailedError as error:
-            raise RequestError(error.what, where=where) from None
+        beginning = constraint.start()
+        beginning.fill_mask(np.zeros(mask_words(self._tokens.vocab_size), dtype=np.int32))
+        if beginning.failed:
+            raise RequestError(beginning.failed, where=where)
         return constraint
 
 
@@ -158,35 +159,48 @@ class _Grammar:
         self.stop_token_ids = stop_token_ids
 
     def start(self, token_ids: Sequence[int] = ()) -> ConstraintState:
-        state = _MatcherState(self._matcher.deep_copy())
+        state = _MatcherState(self._matcher.deep_copy(), self.stop_token_ids)
         for token in token_ids:
             state.advance(token)
         return state
 
 
 class _MatcherState:
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: Any, stop_token_ids: tuple[int, ...]) -> None:
+        self._matcher, self._stop = matcher, stop_token_ids
+        self._ended = False  # by a stop token, of which the matcher need not know
 
     @property
     def complete(self) -> bool:
-        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
+        return self._ended or (bool(self._matcher.is_stopped()) and not self.failed)
+
+    @property
+    def failed(self) -> str:
+        return _reason(self._matcher) if self._matcher.is_error() else ""
 
     def fill_mask(self, mask: NDArray[np.int32]) -> None:
-        words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
-        if self._matcher.is_error():
-            raise WorkFailedError(_reason(self._matcher), where="constrained output")
-        mask[:] = words[: len(mask)]
+        allowed = self._matcher.compute_bitmask()
+        if self._ended or self._matcher.is_error():
+            mask[:] = 0
+            for token in self._stop:
+                mask.view(np.uint8)[token // 8] |= 1 << token % 8
+        else:
+            mask[:] = np.frombuffer(allowed, dtype=np.int32)[: len(mask)]
 
     def advance(self, token_id: int) -> None:
-        if not self._matcher.consume_token(int(token_id)):
+        if token_id in self._stop and (self._matcher.is_accepting() or self._matcher.is_error()):
+            self._ended = True
+        elif self._ended or not self._matcher.consume_token(int(token_id)):
             raise WorkFailedError(
-                f"token {token_id} may not follow: {_reason(self._matcher)}", where="constrained output"
+                f"token {token_id} may not follow: {self.failed or 'the end was reached'}",
+                where="constrained output",
             )
 
     def rollback(self, tokens: int) -> None:
-        if not self._matcher.rollback(tokens):
-            raise WorkFailedError(_reason(self._matcher), where="constrained output")
+        taken = tokens - self._ended
+        self._ended = False
+        if not self._matcher.rollback(taken):
+            raise WorkFailedError(self.failed, where="constrained output")
 
 
 class _TokenTable:

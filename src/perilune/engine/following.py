@@ -27,11 +27,12 @@ class Followed:
 
     @classmethod
     def begin(cls, request: Request, tokenizer: Tokenizer | None) -> Followed:
-        """Before the first token."""
+        """Before the first token that is to be sampled."""
         params = request.params
+        own = request.token_ids[len(request.token_ids) - request.position :]
         return cls(
             text=None if tokenizer is None else TextStream(tokenizer, params.stop),
-            constraint=None if request.constraint is None else request.constraint.start(),
+            constraint=None if request.constraint is None else request.constraint.start(own),
             raw_logprobs=[] if params.raw_logprobs else None,
             top_logprobs=[] if params.top_logprobs else None,
         )

@@ -1,0 +1,233 @@
+"""Constrained output: what comes out fits, and its log-probs are those of the distribution that was left."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("llguidance")
+
+import jsonschema
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perilune.engine.constraints import Constraint, Constraints, forbid, mask_words
+from perilune.engine.engine import Engine
+from perilune.engine.request import Delta, Request, SamplingParams
+from perilune.errors import RequestError, WorkFailedError
+from perilune.models.attention import PackedAttention
+from perilune.models.config import PRESETS
+from perilune.models.decoder import Decoder
+from perilune.models.logprobs import log_distribution
+from perilune.models.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer.characters()
+VOCABULARY = 110  # more rows than the tokenizer has tokens, as published models do
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["x", "y"]}, "maxItems": 3},
+        "more": {"anyOf": [{"type": "null"}, {"type": "object", "additionalProperties": False}]},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@cache
+def constraints() -> Constraints:
+    return Constraints(TOKENIZER, VOCABULARY)
+
+
+@cache
+def decoder() -> Decoder:
+    made = Decoder(PRESETS["tiny"].replace(vocab_size=VOCABULARY, initializer_range=0.15))
+    made.initialize(0)
+    return made
+
+
+def request(constraint: Constraint | None, *, seed: int = 0, n: int = 1, **params: Any) -> Request:
+    chosen = SamplingParams(**{"max_tokens": 150, "stop_token_ids": (1,), **params})
+    return Request(TOKENIZER.encode("say it: "), chosen, key=(seed, 0, 0), n=n, constraint=constraint)
+
+
+def whole(engine: Engine, requests: Sequence[Request]) -> dict[tuple[int, int], Delta]:
+    """Every sample of every request, by the request's place and the sample's index."""
+    places = {engine.add(one, stream=False): place for place, one in enumerate(requests)}
+    found = {}
+    while engine.unfinished:
+        found.update({(places[delta.request_id], delta.sample): delta for delta in engine.step()})
+    return found
+
+
+def test_a_random_model_always_says_what_fits_the_schema() -> None:
+    constraint = constraints().json_schema(PERSON)
+    samples = whole(
+        Engine(decoder()), [request(constraint, n=48), request(constraint, n=16, temperature=2.0)]
+    )
+    assert len(samples) == 64
+    texts = set()
+    for delta in samples.values():
+        assert delta.finish_reason == "stop"
+        assert delta.token_ids[-1] == TOKENIZER.eos_token_id
+        text = TOKENIZER.decode(delta.token_ids)
+        jsonschema.validate(json.loads(text), PERSON)
+        texts.add(text)
+    assert len(texts) > 60
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_are_of_the_distribution_that_is_left(temperature: float) -> None:
+    constraint = constraints().regex(r"[a-f]{2,9}(-\d)?")
+    samples = whole(Engine(decoder()), [request(constraint, n=8, temperature=temperature)])
+    prompt = TOKENIZER.encode("say it: ")
+    for delta in samples.values():
+        ids = torch.tensor(prompt + delta.token_ids)
+        with torch.inference_mode():
+            hidden = decoder()(ids, torch.arange(len(ids)), PackedAttention(torch.tensor([0, len(ids)])))
+            logits = decoder().logits(hidden[len(prompt) - 1 : -1])
+        for position, token in enumerate(delta.token_ids):
+            state = constraint.start(delta.token_ids[:position])
+            mask = np.zeros((1, mask_words(VOCABULARY)), dtype=np.int32)
+            state.fill_mask(mask[0])
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            left = log_distribution(logits[position, allowed][None], temperature)[0]
+            assert delta.logprobs[position] == pytest.approx(
+                float(left[list(allowed).index(token)]), abs=1e-5
+            )
+
+
+def test_what_is_complete_ends_with_certainty() -> None:
+    constraint = constraints().choice(["yes", "no", "don't know"])
+    samples = whole(Engine(decoder()), [request(constraint, n=32, temperature=1.5)])
+    said = {TOKENIZER.decode(delta.token_ids) for delta in samples.values()}
+    assert said == {"yes", "no", "don't know"}
+    assert all(delta.token_ids[-1] == 1 and delta.logprobs[-1] == 0 for delta in samples.values())
+
+
+def test_the_likeliest_answer_that_fits() -> None:
+    constraint = constraints().regex("[01]{12}")
+    samples = whole(Engine(decoder()), [request(constraint, seed=seed, temperature=0) for seed in (1, 2)])
+    first, second = (samples[place, 0].token_ids for place in (0, 1))
+    assert first == second
+    assert re.fullmatch("[01]{12}", TOKENIZER.decode(first))
+
+
+def test_neighbours_and_preemption_change_nothing() -> None:
+    """Alone, in a mixed batch, and where the cache is too small for all, a request gives the same samples."""
+    made = [constraints().json_schema(PERSON), constraints().regex("[a-z]{40,60}"), None]
+    requests = [request(one, seed=seed, max_tokens=70) for seed in range(4) for one in made]
+    together = whole(Engine(decoder()), requests)
+    crowded = Engine(decoder(), cache_tokens=256)
+    preempted = whole(crowded, requests)
+    assert crowded.counters.preemptions > 0
+    for place, one in enumerate(requests):
+        alone = whole(Engine(decoder()), [one])[0, 0]
+        for other in (together[place, 0], preempted[place, 0]):
+            assert other.token_ids == alone.token_ids
+            assert other.finish_reason == alone.finish_reason
+            np.testing.assert_allclose(other.logprobs, alone.logprobs, atol=1e-5)
+    assert all(re.fullmatch("[a-z]{40,60}", TOKENIZER.decode(preempted[i, 0].token_ids)) for i in (1, 4, 7))
+
+
+def test_a_sample_goes_on_where_it_left_off() -> None:
+    constraint = constraints().json_schema(PERSON)
+    full = request(constraint, seed=5)
+    first = whole(Engine(decoder()), [full])[0, 0].token_ids
+    rest = Request(full.token_ids + first[:9], full.params, key=full.key, position=9, constraint=constraint)
+    assert whole(Engine(decoder()), [rest])[0, 0].token_ids == first[9:]
+
+
+def test_a_dead_end_gives_up_one_sample_and_no_other() -> None:
+    """Characters after "a" are not in the vocabulary, which shows when it has been said."""
+    dead_end, fine = constraints().regex("aé|aö"), constraints().regex("ab")
+    samples = whole(Engine(decoder()), [request(dead_end, n=2), request(fine, n=2)])
+    assert [samples[0, i].finish_reason for i in (0, 1)] == ["aborted"] * 2
+    assert [TOKENIZER.decode(samples[1, i].token_ids) for i in (0, 1)] == ["ab"] * 2
+    assert [samples[1, i].finish_reason for i in (0, 1)] == ["stop"] * 2
+    engine = Engine(decoder())
+    assert [delta.finish_reason for delta in engine.stream(request(dead_end))][-1] == "aborted"
+
+
+WORDS = st.lists(st.text('ab"\\ \n{}', min_size=1, max_size=6), min_size=1, max_size=5, unique=True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(options=WORDS, choice=st.integers(0, 4))
+def test_a_state_allows_exactly_what_can_go_on(options: list[str], choice: int) -> None:
+    """Along one of the options, the mask is the set of next characters, and the end where one ends."""
+    option = options[choice % len(options)]
+    state = constraints().choice(options).start()
+    for place in range(len(option) + 1):
+        mask = np.zeros((1, mask_words(VOCABULARY)), dtype=np.int32)
+        state.fill_mask(mask[0])
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+        going_on = [other for other in options if other.startswith(option[:place])]
+        ends = [1] if option[:place] in options else []
+        letters = {TOKENIZER.encode(other[place])[0] for other in going_on if len(other) > place}
+        assert allowed == sorted(ends) + sorted(letters)
+        assert state.complete == (not letters)
+        if place < len(option):
+            state.advance(TOKENIZER.encode(option[place])[0])
+    state.advance(1)
+    state.rollback(1 + len(option))
+    for token in TOKENIZER.encode(option):
+        state.advance(token)
+
+
+def test_states_are_independent_and_can_be_made_anew() -> None:
+    constraint = constraints().regex("ab|ac")
+    a, b = TOKENIZER.encode("ab")
+    first, second = constraint.start(), constraint.start([a])
+    first.advance(a)
+    first.advance(b)
+    assert first.complete
+    assert not second.complete
+    with pytest.raises(WorkFailedError, match="may not follow"):
+        second.advance(a)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: constraints().json_schema({"type": "strin"}), "json_schema: Invalid type: strin"),
+        (lambda: constraints().json_schema({"not": {}}), 'Unimplemented keys: ["not"]'),
+        (lambda: constraints().json_schema('{"type": '), "json_schema: not JSON"),
+        (lambda: constraints().json_schema("[1]"), "a schema is an object, not [1]"),
+        (lambda: constraints().json_schema({"enum": []}), "Unsatisfiable schema"),
+        (lambda: constraints().json_schema({"const": object()}), "json_schema: not JSON"),
+        (lambda: constraints().json_schema({"$ref": "https://example.com/x"}), "json_schema"),
+        (lambda: constraints().json_schema("[" * 100_000), "json_schema: not JSON"),
+        (lambda: constraints().regex("a("), "unclosed group"),
+        (lambda: constraints().regex("(?=a)b"), "look-around"),
+        (lambda: constraints().regex("é"), "the vocabulary cannot express"),
+        (lambda: constraints().regex("a\ud800"), "half of a surrogate pair"),
+        (lambda: constraints().regex(""), "'' is no text"),
+        (lambda: constraints().choice([]), "[] is no list of texts"),
+        (lambda: constraints().choice("yes"), "'yes' is no list of texts"),
+        (lambda: constraints().choice(["a", 3]), "choice 1: 3 is no text"),
+        (lambda: constraints().choice(["é"]), "choice: the vocabulary cannot express"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        make()
+    assert message in str(refused.value)
+    assert len(str(refused.value)) < 400
+
+
+def test_forbidden_logits_are_gone() -> None:
+    logits = torch.zeros(2, 70)
+    masks = np.zeros((2, mask_words(70)), dtype=np.int32)
+    masks[0, 0], masks[1, 2] = -(2**31) + 1, 0b100000  # bits 0 and 31; bit 69
+    forbid(logits, masks)
+    assert [row.isfinite().nonzero().ravel().tolist() for row in logits] == [[0, 31], [69]]
