@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,19 @@ from typing import Any
 import httpx
 import numpy as np
 import openai
+import pandas as pd
 import psutil
 import pytest
-from served import CONTEXT, TEMPLATE, Direct, Served, make_checkpoint, served
+from served import CONTEXT, Direct, Served, make_checkpoint, served
 
+from perilune.bundle.freeze import job_document
+from perilune.bundle.job import InputReference, Job, Resources
+from perilune.bundle.plugin import load_plugin
+from perilune.bundle.workspace import Workspace
 from perilune.engine.engine import Engine
 from perilune.engine.remote import RemoteEngine
 from perilune.engine.request import Prompt, SamplingParams
+from perilune.errors import RequestError
 
 SLOTS = 32
 
@@ -388,6 +393,60 @@ def test_our_remote_engine_gives_the_same_samples(server: Served, direct: Direct
             assert other.text == direct.tokenizer.decode(one.token_ids[:-1] if ended else one.token_ids)
 
 
-def test_the_template_of_these_tests_is_the_checkpoints(direct: Direct) -> None:
-    assert direct.tokenizer.chat_template is not None
-    assert direct.tokenizer.chat_template.source == TEMPLATE
+SUMS = {
+    "id": "reasoning_gym",
+    "task": "basic_arithmetic",
+    "config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "operators": ["+"]},
+}
+
+
+def evaluate(root: Path, checkpoint: Path, **options: Any) -> tuple[dict[str, Any], pd.DataFrame]:
+    """Run an evaluate stage in a bundle at `root`; its summary and its episodes."""
+    plugin = load_plugin("evaluate")
+    spec = {"checkpoint": "sft", "tasks": 4, "samples": 3, "max_tokens": 8, "temperature": 0.9} | options
+    job = Job(
+        task="evaluate",
+        stage="judge",
+        spec=plugin.spec.model_validate(spec).model_dump(mode="json"),
+        model={"preset": "tiny"},
+        environment=SUMS,
+        seed=1,
+        resources=Resources(device="cpu", threads=1),
+        inputs=(InputReference(name="checkpoint", path="inputs/checkpoint", digest="", kind="checkpoint"),),
+        secrets=("SERVER_TOKEN",),
+    )
+    root.mkdir()
+    (root / "job.json").write_bytes(job_document(job))
+    (root / "inputs").mkdir()
+    (root / "inputs" / "checkpoint").symlink_to(checkpoint)
+    assert plugin.plan(job)
+    summary = dict(plugin.run(Workspace(root)))
+    files = sorted((root / "artifacts" / "episodes").glob("*.parquet"))
+    return summary, pd.concat([pd.read_parquet(file) for file in files], ignore_index=True)
+
+
+def test_an_evaluation_by_a_server_makes_the_same_episodes(
+    server: Served, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVER_TOKEN", "not-asked-for-here")
+    there = {"url": server.url, "model": "tiny", "token": "SERVER_TOKEN"}
+    local, mine = evaluate(tmp_path / "local", checkpoint)
+    remote, theirs = evaluate(tmp_path / "remote", checkpoint, engine=there)
+    assert remote["server"] == {"url": server.root, "model": "tiny", "kind": "perilune"}
+    assert len(mine) == 4 * 4
+    pd.testing.assert_frame_equal(mine, theirs)
+    timed = {"seconds", "tokens_per_second", "memory", "server"}
+    assert {k: v for k, v in local.items() if k not in timed} == {
+        k: v for k, v in remote.items() if k not in timed
+    }
+
+
+def test_an_evaluation_by_a_server_is_refused_early(checkpoint: Path, tmp_path: Path) -> None:
+    for place, (engine, told) in enumerate(
+        [
+            ({"url": "nowhere"}, "not the URL"),
+            ({"url": "http://a/v1", "token": "OTHER"}, "secrets: \\[OTHER\\]"),
+        ]
+    ):
+        with pytest.raises(RequestError, match=told):
+            evaluate(tmp_path / str(place), checkpoint, engine=engine)
