@@ -94,6 +94,7 @@ ENVIRONMENTS = MappingProxyType(
 ENGINES = MappingProxyType(
     {
         "perilune": Engine("ours"),
+        "perilune-int8": Engine("ours", options={"cache": "int8"}),
         "transformers": Engine("generate", "transformers", {"cache": None}),
         "transformers-static": Engine("generate", "transformers", {"cache": "static"}),
         "openvino": Engine("openvino", "openvino", {"kv_cache": "u8"}, prepares=True),

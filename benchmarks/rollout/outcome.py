@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .shapes import Request
+
+MOST_DEVIATIONS = 6  # of the mean log-prob, between two engines
+LEAST_DIFFERENCE = 0.02  # in nats a token, what rounding may do
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +41,27 @@ def check(requests: Sequence[Request], outcome: Outcome, vocab: int) -> tuple[li
         faults.append("tokens outside the vocabulary")
     if len({tuple(map(int, sample)) for sample in outcome.tokens}) < len(outcome.tokens):
         faults.append("samples that are the same")
-    figures: dict[str, Any] = {"tokens": sum(got), "mean_logprob": None}
+    figures: dict[str, Any] = {"tokens": sum(got), "mean_logprob": None, "logprob_deviation": None}
     if outcome.logprobs is not None:
         values = [float(value) for sample in outcome.logprobs for value in sample]
         if len(values) != sum(got) or not all(math.isfinite(value) and value <= 1e-4 for value in values):
             faults.append("log-probs that are missing or are none")
         else:
-            figures["mean_logprob"] = sum(values) / len(values)
+            figures["mean_logprob"] = statistics.fmean(values)
+            figures["logprob_deviation"] = statistics.pstdev(values)
     return faults, figures
+
+
+def drawn_alike(mine: dict[str, Any], reference: dict[str, Any]) -> bool:
+    """Whether mean log-probs of two engines' samples differ by no more than chance explains.
+
+    They would if one left out unlikely tokens, or divided by another temperature.
+    """
+    means = [one["mean_logprob"] for one in (mine, reference)]
+    if None in means:
+        return True
+    variance = sum(one["logprob_deviation"] ** 2 / one["tokens"] for one in (mine, reference))
+    return abs(means[0] - means[1]) <= MOST_DEVIATIONS * math.sqrt(variance) + LEAST_DIFFERENCE
 
 
 def agreement(mine: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:

@@ -21,11 +21,14 @@ from typing import Any
 from .checkpoints import checkpoint
 from .environments import CACHE, ENGINES, LIMITS, Engine
 from .floor import Limits, floor
-from .outcome import agreement
+from .outcome import agreement, drawn_alike
 from .shapes import SHAPES, Case
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = "transformers"
+HELD = 2.0  # what an engine holds at most, in times the weights, and besides:
+PROCESS_BYTES = 500 << 20
+SHARE = 0.8  # of the memory that is free may be used
 
 
 class EngineError(Exception):
@@ -159,52 +162,63 @@ class Contestant:
             "seconds": [one["seconds"] for one in rounds],
             "processor_seconds": [one["processor_seconds"] for one in rounds],
             "first_token_seconds": [one["first_token_seconds"] for one in rounds],
-            "mean_logprob": None,
             "faults": sorted({fault for one in rounds for fault in one["faults"]}),
         }
-        if all(one["mean_logprob"] is not None for one in rounds):
-            figures["mean_logprob"] = statistics.fmean(one["mean_logprob"] for one in rounds)
+        for name in ("mean_logprob", "logprob_deviation"):
+            values = [one[name] for one in rounds if one[name] is not None]
+            figures[name] = statistics.fmean(values) if values else None
         return figures
 
 
 def run(case: Case, engines: Sequence[str], repeats: int, *, here: bool = False) -> Iterator[dict[str, Any]]:
     """One record an engine, for each of some names in `ENGINES`.
 
+    When all of them together would not fit into memory, one follows the other instead of taking turns.
+
     Args:
         repeats: rounds that count, after one that warms up.
         here: use the running interpreter for every engine.
     """
     begun = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    path = checkpoint(CACHE / "checkpoints", case.model, case.dtype)
     setup = {
-        "checkpoint": str(checkpoint(CACHE / "checkpoints", case.model, case.dtype)),
+        "checkpoint": str(path),
         "model": case.model,
         "dtype": case.dtype,
         "threads": case.cores,
         "requests": [request.as_json() for request in case.requests()],
     }
     contestants = [Contestant(name, setup, here=here) for name in engines]
-    measured, load = [], []
-    with ExitStack() as stack:
-        machine = Worker("limits", LIMITS, setup, here=here)
-        stack.callback(machine.close)
-        machine.ready()
-        for one in contestants:
-            stack.callback(one.close)
-            one.enter()
-        for number in range(repeats):
-            load.append(round(os.getloadavg()[0], 2))
-            measured.append(machine.ask("measure"))
-            first = number % len(contestants)
-            for one in contestants[first:] + contestants[:first]:
-                one.play(number + 1)
-        for one in contestants:
-            one.finish()
+    measured: list[dict[str, Any]] = []
+    load: list[float] = []
+    together = (
+        len(engines) * (HELD * (path / "model.safetensors").stat().st_size + PROCESS_BYTES)
+        < SHARE * _available_bytes()
+    )
+    for group in [contestants] if together else [[one] for one in contestants]:
+        with ExitStack() as stack:
+            machine = Worker("limits", LIMITS, setup, here=here)
+            stack.callback(machine.close)
+            machine.ready()
+            for one in group:
+                stack.callback(one.close)
+                one.enter()
+            for number in range(repeats):
+                load.append(round(os.getloadavg()[0], 2))
+                measured.append(machine.ask("measure"))
+                first = number % len(group)
+                for one in group[first:] + group[:first]:
+                    one.play(number + 1)
+            for one in group:
+                one.finish()
     limits = Limits(
         {dtype: max(each["product"][dtype] for each in measured) for dtype in measured[0]["product"]},
         max(each["read"] for each in measured),
     )
     least = floor(SHAPES[case.model], case.requests(), case.dtype, limits)
-    reference = _reference(case, next((one.greedy for one in contestants if one.name == REFERENCE), None))
+    well = {one.name: one for one in contestants if one.failed is None}
+    reference = _reference(case, well[REFERENCE].greedy if REFERENCE in well else None)
+    base = well[REFERENCE].figures() if REFERENCE in well else None
     for one in contestants:
         record = {
             "model": case.model,
@@ -214,18 +228,30 @@ def run(case: Case, engines: Sequence[str], repeats: int, *, here: bool = False)
             "engine": one.name,
             "measured_at": begun,
             "load_average": load,
+            "took_turns": together,
         }
         if one.failed is not None:
             yield {**record, "failed": one.failed}
             continue
+        figures = one.figures()
+        if base and not drawn_alike(figures, base):
+            figures["faults"].append(f"samples that are not distributed as those of {REFERENCE}")
         yield {
             **record,
             **one.about,
-            **one.figures(),
+            **figures,
             "greedy": agreement(one.greedy, reference) if reference else None,
             "floor": dataclasses.asdict(least),
             "limits": dataclasses.asdict(limits),
         }
+
+
+def _available_bytes() -> float:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return float("inf")
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 
 
 def _reference(case: Case, fresh: dict[str, Any] | None) -> dict[str, Any] | None:

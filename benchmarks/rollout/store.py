@@ -60,6 +60,9 @@ def line(record: Mapping[str, Any]) -> str:
         f"{record['engine']:20} {record['tokens'] / seconds:9,.0f} tokens/s, {least / seconds:4.0%} of floor"
     )
     text += f", peak {record['peak_mb']:,.0f} MB"
+    if split := record["split_ms"]:
+        parts = ", ".join(f"{part} {ms:.2f}" for part, ms in split.items() if part != "steps")
+        text += f"; ms a step: {parts}"
     return text + (f"; WRONG: {', '.join(record['faults'])}" if record["faults"] else "")
 
 

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-OURS, BASE = "perilune", "transformers"
+OURS, SMALLER, BASE = "perilune", "perilune-int8", "transformers"
 GOAL = 3.0  # times as fast as `generate`
 LEVEL = 0.95  # a ratio from which on two engines count as level: runs differ by this much
 UNDISTURBED = 0.9  # share of the seconds that a process of one thread should get
@@ -72,7 +72,7 @@ def standing(records: Sequence[Record]) -> list[str]:
             f"at least {GOAL:g} times in {goal} of {len(against)} comparisons."
         )
     best = {key: _best(engines) for key, engines in cases.items()}
-    best = {key: name for key, name in best.items() if name not in (BASE, "transformers-static")}
+    best = {key: name for key, name in best.items() if name and not name.startswith(BASE)}
     ratios = {key: _ratio(cases[key][OURS], cases[key][name]) for key, name in best.items()}
     behind = {key: ratio for key, ratio in ratios.items() if ratio < LEVEL}
     if ratios:
@@ -81,7 +81,7 @@ def standing(records: Sequence[Record]) -> list[str]:
             f"fast, and level ({LEVEL:g} or more) or ahead in {len(ratios) - len(behind)} of {len(ratios)}."
         )
     reasons = [
-        f"* {_name(key)}: {ratio:.2f} times {best[key]}. {_why(cases[key][OURS], cases[key][best[key]])}"
+        f"* {_name(key)}: {ratio:.2f} times {best[key]}. {_why(cases[key], best[key])}"
         for key, ratio in sorted(behind.items(), key=lambda item: item[1])
     ]
     if reasons:
@@ -118,14 +118,15 @@ def _ratio(ours: Record, other: Record) -> float:
     return statistics.median(other["seconds"]) / statistics.median(ours["seconds"])
 
 
-def _best(engines: Mapping[str, Record]) -> str:
+def _best(engines: Mapping[str, Record]) -> str | None:
     """The fastest that is not ours."""
-    others = {name: record for name, record in engines.items() if name != OURS}
-    return min(others, key=lambda name: statistics.median(others[name]["seconds"]))
+    others = [name for name in engines if not name.startswith(OURS)]
+    return min(others, key=lambda name: statistics.median(engines[name]["seconds"]), default=None)
 
 
-def _why(ours: Record, other: Record) -> str:
+def _why(engines: Mapping[str, Record], name: str) -> str:
     """What the records say about the difference."""
+    ours, other = engines[OURS], engines[name]
     missing = statistics.median(ours["seconds"]) - statistics.median(other["seconds"])
     sentences = []
     if split := ours.get("split_ms"):
@@ -141,6 +142,11 @@ def _why(ours: Record, other: Record) -> str:
         sentences.append(
             f"It keeps keys and values in {ours['kv_cache']}, {other['engine']} in {other['kv_cache']}: "
             f"reading them takes at least {cache:.2g} s here, {_percent(cache / missing)} of what is missing."
+        )
+    if SMALLER in engines:
+        small = engines[SMALLER]
+        sentences.append(
+            f"With a cache in {small['kv_cache']} it is {_ratio(small, other):.2f} times {name}."
         )
     first, theirs = ours["first_token_seconds"], other["first_token_seconds"]
     if ours["workload"] == "single" and None not in (*first, *theirs):

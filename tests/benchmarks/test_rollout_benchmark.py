@@ -15,8 +15,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.rollout import run as running  # noqa: E402
+from benchmarks.rollout.environments import Engine  # noqa: E402
 from benchmarks.rollout.floor import Limits, floor  # noqa: E402
-from benchmarks.rollout.outcome import Outcome, agreement, check  # noqa: E402
+from benchmarks.rollout.outcome import Outcome, agreement, check, drawn_alike  # noqa: E402
 from benchmarks.rollout.shapes import SHAPES, WORK, Case, Request  # noqa: E402
 from benchmarks.rollout.store import Store  # noqa: E402
 from benchmarks.rollout.view import view  # noqa: E402
@@ -110,9 +112,33 @@ LOGPROBS = [[-1.0, -2.0], [-3.0, -4.0], [-5.0]]
 def test_unequal_work_is_noticed(tokens: Any, logprobs: Any, fault: str | None) -> None:
     faults, figures = check(REQUESTS, Outcome(tokens, logprobs), vocab=9)
     if fault is None:
-        assert not faults and figures == {"tokens": 5, "mean_logprob": -3.0}
+        deviation = pytest.approx(2**0.5)
+        assert not faults
+        assert figures == {"tokens": 5, "mean_logprob": -3.0, "logprob_deviation": deviation}
     else:
         assert fault in " ".join(faults)
+
+
+def test_another_distribution_is_noticed() -> None:
+    """Of 8 equally likely tokens, or only of the 4 that come first."""
+    whole = {"tokens": 1000, "mean_logprob": -np.log(8) + 0.01, "logprob_deviation": 0.2}
+    half = {"tokens": 1000, "mean_logprob": -np.log(4), "logprob_deviation": 0.2}
+    assert drawn_alike(whole, {**whole, "mean_logprob": -np.log(8)})
+    assert not drawn_alike(half, whole)
+    assert drawn_alike({**whole, "mean_logprob": None}, half), "nothing to compare"
+
+
+def test_an_engine_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "CACHE", tmp_path)
+    monkeypatch.setattr(running, "ENGINES", {"broken": Engine("not_there", prepares=True)})
+    setup = {"checkpoint": str(tmp_path), "model": "smoke", "dtype": "float32", "threads": 1, "requests": []}
+    broken = running.Contestant("broken", setup, here=True)
+    broken.enter()
+    broken.play(1)
+    broken.finish()
+    broken.close()
+    assert broken.failed is not None and "not_there" in broken.failed
+    assert not broken.rounds
 
 
 def test_agreement_ends_with_the_first_token_that_differs() -> None:
@@ -167,12 +193,14 @@ def document(*records: dict[str, Any]) -> dict[str, Any]:
 def test_where_we_are_behind_is_told_with_its_reasons() -> None:
     split = {"steps": 10, "schedule": 1.0, "run": 6.0, "draw": 2.0, "rest": 1.0}
     ours = record("perilune", [2.0, 3.0, 2.0], split_ms=split)
+    small = record("perilune-int8", [1.0, 1.0, 2.0], kv_cache="int8")
     peer = record("openvino", [1.0, 1.0, 1.0], kv_cache="u8", peak_mb=50.0)
     slow = record("transformers", [8.0, 9.0, 8.0])
-    text = view(document(ours, peer, slow))["about"]
+    text = view(document(ours, small, peer, slow))["about"]
     assert "4.00 times as fast, and at least 3 times in 1 of 1" in text.replace("\n", " ")
     assert "T group, float32, one core: 0.50 times openvino" in text
     assert "the model takes 60%" in text and "it would be 0.83 times openvino" in text
+    assert "With a cache in int8 it is 1.00 times openvino" in text
     assert "in float32, openvino in u8" in text and "20% of what is missing" in text
     assert "Of the floor it reaches 25%, openvino 50%" in text
     assert "at most 2.0 times as high" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import time
 from collections import defaultdict
@@ -13,8 +14,10 @@ import torch
 
 import perilune
 from perilune.engine.engine import Engine
+from perilune.engine.native_runner import NativeRunner
 from perilune.engine.request import Request as EngineRequest
 from perilune.engine.request import SamplingParams
+from perilune.engine.runners import fastest_runner
 from perilune.models.loading import load_decoder
 
 from ..outcome import Outcome
@@ -26,11 +29,19 @@ class Adapter:
 
     log_probs = "every token"
 
-    def __init__(self, checkpoint: Path, dtype: str, threads: int, requests: Sequence[Request]) -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        dtype: str,
+        threads: int,
+        requests: Sequence[Request],
+        cache: str | None = None,
+    ) -> None:
         torch.set_num_threads(threads)
         decoder = load_decoder(checkpoint, dtype=getattr(torch, dtype))
-        self.kv_cache = dtype
-        self._engine = Engine(decoder, slots=sum(request.n for request in requests))
+        runner = functools.partial(NativeRunner, cache=cache) if cache else fastest_runner
+        self.kv_cache = cache or dtype
+        self._engine = Engine(decoder, slots=sum(request.n for request in requests), runner=runner)
 
     def versions(self) -> dict[str, str]:
         """Of what takes part."""
