@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from perilune.engine.runner import TorchRunner
+from perilune.engine.runners import fastest_runner
 from perilune.engine.scheduler import StepBatch
 from perilune.models.attention import PackedAttention
 from perilune.models.config import PRESETS
@@ -19,6 +19,7 @@ from perilune.models.decoder import Decoder
 from perilune.models.kernels import is_exact
 from perilune.models.loading import load_decoder, save_checkpoint
 from perilune.models.memory import parameter_count
+from perilune.models.native.decoder import supports
 from perilune.models.tokenizer import Tokenizer
 
 SHAPE: dict[str, Any] = {
@@ -135,10 +136,11 @@ def test_logits_of_packed_prompts(pair: tuple[Any, Decoder]) -> None:
     torch.testing.assert_close(ours.logits(hidden), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("arithmetic")
 @torch.no_grad()
 def test_logits_token_by_token(pair: tuple[Any, Decoder]) -> None:
     theirs, ours = pair
-    runner = TorchRunner(ours, num_blocks=1 + 3 * 3)
+    runner = fastest_runner(ours, num_blocks=1 + 3 * 3)
     bounds = [0, 3, 4, 5, 17, 30, 31, 32, 33]
     logits = [runner.run(chunk(start, stop)) for start, stop in pairwise(bounds)]
     longest = [s[None, :33] for s in SEQUENCES[1:]]
@@ -160,12 +162,16 @@ def chunk(start: int, stop: int) -> StepBatch:
 
 @pytest.mark.skipif(not is_exact(torch.zeros(1)), reason="needs a torch built with oneDNN")
 @torch.no_grad()
-def test_a_token_has_the_same_bits_alone_as_in_its_sequence(pair: tuple[Any, Decoder]) -> None:
+def test_a_token_has_the_same_bits_alone_as_in_its_sequence(
+    pair: tuple[Any, Decoder], arithmetic: str
+) -> None:
     _, ours = pair
+    if arithmetic == "native" and (not supports(ours.config) or ours.config.logit_softcap):
+        pytest.xfail("the kernels compute one side, torch a part of the other: equal to rounding")
     tokens = torch.cat([s[:33] for s in SEQUENCES[1:]])
     attention = PackedAttention(torch.tensor([0, 33, 66]))
     whole = ours.logits(ours(tokens, torch.arange(33).repeat(2), attention)).view(2, 33, -1)
-    runner = TorchRunner(ours, num_blocks=1 + 3 * 3)
+    runner = fastest_runner(ours, num_blocks=1 + 3 * 3)
     for start, stop in pairwise([0, 3, 4, 5, 17, 30, 31, 32, 33]):
         assert torch.equal(runner.run(chunk(start, stop)), whole[:, stop - 1])
 

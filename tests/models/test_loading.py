@@ -188,6 +188,20 @@ def test_a_config_that_asks_for_the_impossible_takes_no_memory(folder: Path, key
         load_decoder(folder)
 
 
+def test_experts_that_are_not_there_take_no_memory(folder: Path) -> None:
+    edit_json(folder / "config.json", model_type="qwen3_moe", num_experts=10**9)
+    with pytest.raises(RequestError, match=r"tensor model\.layers\.0\.mlp\.experts\.999999999\.up_proj"):
+        load_decoder(folder)
+
+
+def test_an_architecture_of_others_is_named_and_what_is_possible_said(folder: Path) -> None:
+    edit_json(folder / "config.json", model_type="gpt_neox")
+    with pytest.raises(RequestError, match="'gpt_neox', which Perilune's decoder does not compute") as caught:
+        load_decoder(folder)
+    assert "qwen3" in caught.value.remedy
+    assert "others only sample" in caught.value.remedy
+
+
 def test_a_missing_folder_or_file(folder: Path) -> None:
     with pytest.raises(RequestError, match="no such checkpoint folder"):
         load_decoder(folder / "nowhere")

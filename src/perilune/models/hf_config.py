@@ -9,6 +9,10 @@ from perilune.errors import RequestError
 from perilune.models.families import FAMILIES, Architecture
 
 
+class UnsupportedModelError(RequestError):
+    """A model that the decoder does not compute, as far as one can see well-formed. Transformers may."""
+
+
 class Reader:
     """One JSON object.
 
@@ -25,18 +29,26 @@ class Reader:
         """The error that says the value of `key`."""
         return RequestError(f"{key} is {self.raw.get(key)!r}", where=f"{self.where}:{key}", remedy=remedy)
 
+    def unsupported(self, key: str, remedy: str) -> UnsupportedModelError:
+        """The error that says that the value of `key` is beyond the decoder."""
+        message = f"{key} is {self.raw.get(key)!r}, which Perilune's decoder does not compute"
+        return UnsupportedModelError(message, where=f"{self.where}:{key}", remedy=remedy)
+
     def architecture(self) -> Architecture:
         """The family that `model_type` names."""
         kind = self.raw.get("model_type")
         for architecture in FAMILIES:
             if kind == architecture:
                 return architecture
-        raise self.wrong("model_type", f"use a checkpoint of one of: {', '.join(FAMILIES)}")
+        if not isinstance(kind, str):
+            raise self.wrong("model_type", "give the name of an architecture")
+        known = ", ".join(FAMILIES)
+        raise self.unsupported("model_type", f"train a checkpoint of one of: {known}; others only sample")
 
     def reject(self, key: str, allowed: Any, remedy: str) -> None:
         """Refuse a value that would change what is computed, and is not implemented."""
         if self.raw.get(key) not in (None, allowed):
-            raise self.wrong(key, remedy)
+            raise self.unsupported(key, remedy)
 
     def integer(self, key: str, default: int | None = None) -> int:
         """An integer, or the default where the key is missing or null."""

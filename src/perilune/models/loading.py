@@ -7,6 +7,7 @@ the folder is opened.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -116,23 +117,19 @@ def load_as(kind: type[DecoderT], path: Path, device: str | torch.device, dtype:
     Raises:
         RequestError: as `load_checkpoint`.
     """
-    folder = _Folder(Path(path))
+    folder = CheckpointFolder(Path(path))
     config = _config(folder)
-    stored: dict[str, _Stored] = {}
-    for tensor in (tensor for file in folder.weight_files() for tensor in _headers(file)):
-        if tensor.name in stored:
-            raise RequestError(
-                f"tensor {tensor.name} is also in {stored[tensor.name].file.name}", where=str(tensor.file)
-            )
-        stored[tensor.name] = tensor
-    if config.num_layers > len(stored):  # before a billion layers are made to be compared
-        raise _missing(f"model.layers.{config.num_layers - 1}.input_layernorm.weight", path)
+    stored = stored_tensors(folder)
+    _check_counts(config, len(stored), path)
     with torch.device("meta"):
         shapes = {name: tuple(t.shape) for name, t in kind(config).state_dict().items()}
     _compare(stored, shapes, path)
     decoder = _empty(kind, config, torch.device(device), dtype)
-    for name, parameter in decoder.state_dict().items():
-        parameter.copy_(_read(stored[name]))
+    parameters = decoder.state_dict()
+    for file in sorted({stored[name].file for name in parameters}):
+        with safe_open(file, framework="pt") as tensors:
+            for name in [name for name in parameters if stored[name].file == file]:
+                parameters[name].copy_(tensors.get_tensor(name))
     if config.tie_word_embeddings and "lm_head.weight" in stored:
         _check_tied(stored["lm_head.weight"], decoder.model.embed_tokens.weight)
     return decoder
@@ -152,7 +149,7 @@ def _empty(kind: type[DecoderT], config: DecoderConfig, device: torch.device, dt
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class Stored:
     """A tensor as its file's header tells it."""
 
     name: str
@@ -160,8 +157,13 @@ class _Stored:
     shape: tuple[int, ...]
     file: Path
 
+    @property
+    def numel(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.shape)
 
-class _Folder:
+
+class CheckpointFolder:
     """Files of a checkpoint, none of them outside it."""
 
     def __init__(self, path: Path) -> None:
@@ -208,7 +210,7 @@ class _Folder:
         return _pickle(pickles[0]) if pickles else RequestError(f"no file {name}", where=str(self.path))
 
 
-def _config(folder: _Folder) -> DecoderConfig:
+def _config(folder: CheckpointFolder) -> DecoderConfig:
     file = folder.file("config.json")
     config = DecoderConfig.from_hf(read_json(file), where=str(file))
     generation = folder.file("generation_config.json")
@@ -218,12 +220,28 @@ def _config(folder: _Folder) -> DecoderConfig:
     return config
 
 
-def _headers(file: Path) -> Iterator[_Stored]:
+def stored_tensors(folder: CheckpointFolder) -> dict[str, Stored]:
+    """What the weight files hold, by name; only their headers are read.
+
+    Raises:
+        RequestError: when a file is missing, malformed or a pickle, or a tensor is in two files.
+    """
+    stored: dict[str, Stored] = {}
+    for tensor in (tensor for file in folder.weight_files() for tensor in _headers(file)):
+        if tensor.name in stored:
+            raise RequestError(
+                f"tensor {tensor.name} is also in {stored[tensor.name].file.name}", where=str(tensor.file)
+            )
+        stored[tensor.name] = tensor
+    return stored
+
+
+def _headers(file: Path) -> Iterator[Stored]:
     try:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a mapping
                 view = tensors.get_slice(name)
-                yield _Stored(name, view.get_dtype(), tuple(view.get_shape()), file)
+                yield Stored(name, view.get_dtype(), tuple(view.get_shape()), file)
     except SafetensorError as error:
         with file.open("rb") as opened:
             start = opened.read(2)
@@ -242,7 +260,19 @@ def _pickle(file: Path) -> RequestError:
     )
 
 
-def _compare(stored: Mapping[str, _Stored], shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
+def _check_counts(config: DecoderConfig, stored: int, path: Path) -> None:
+    """Refuse what cannot be there, before a billion layers or experts are made to be compared."""
+    if config.num_layers > stored:
+        raise _missing(f"model.layers.{config.num_layers - 1}.self_attn.o_proj.weight", path)
+    if config.experts is not None and config.experts.count > stored:
+        layer = next((layer for layer in range(config.num_layers) if config.is_sparse(layer)), None)
+        if layer is not None:
+            raise _missing(
+                f"model.layers.{layer}.mlp.experts.{config.experts.count - 1}.up_proj.weight", path
+            )
+
+
+def _compare(stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
     for name, shape in shapes.items():
         if name not in stored:
             raise _missing(name, path)
@@ -272,12 +302,12 @@ def _is_redundant(name: str) -> bool:
     return name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq")
 
 
-def _read(stored: _Stored) -> Tensor:
+def _read(stored: Stored) -> Tensor:
     with safe_open(stored.file, framework="pt") as tensors:
         return tensors.get_tensor(stored.name)  # type: ignore[no-any-return]
 
 
-def _check_tied(head: _Stored, embedding: Tensor) -> None:
+def _check_tied(head: Stored, embedding: Tensor) -> None:
     if not torch.equal(_read(head).to(embedding), embedding):
         raise RequestError(
             f"tensor {head.name} differs from the embeddings that config.json says it shares",

@@ -90,7 +90,9 @@ def _rope(read: Reader, key: str, theta: float) -> Rope:
     if kind == "linear":
         return Rope(theta, LinearScaling(inner.number("factor", 0.0)))
     if kind != "llama3":
-        raise inner.wrong("rope_type", "rotary scaling of kind default, linear or llama3 is implemented")
+        raise inner.unsupported(
+            "rope_type", "rotary scaling of kind default, linear or llama3 is implemented"
+        )
     scaling = Llama3Scaling(
         factor=inner.number("factor", 0.0),
         low_freq_factor=inner.number("low_freq_factor", 0.0),

@@ -1,0 +1,159 @@
+"""A runner for models that the decoder does not compute: transformers, with our blocks behind its cache.
+
+Correct before fast: at every step the keys and values of a sequence are copied out of their blocks into a
+cache of transformers' own, and what is new comes back. Sequences of the same length, with as many new tokens,
+are computed together; the others one after the other.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from perilune.engine.blocks import BLOCK, Blocks
+from perilune.engine.scheduler import StepBatch
+from perilune.errors import RequestError
+from perilune.models.transformers_model import TransformersModel
+
+_PROBE = 5  # tokens
+_TOLERANCE = 1e-2  # of the largest logit: what rounding in bfloat16 makes, and a lost state does not
+
+
+class TransformersRunner:
+    """Steps of a `TransformersModel`.
+
+    Log-probs of a token are the same in every batch to rounding only.
+
+    Args:
+        model: whose weights it computes with; they are not copied.
+        num_blocks: of the cache, the null block included.
+
+    Raises:
+        RequestError: when what the model remembers of a text is not keys and values alone (a state-space
+            model, for instance), so that blocks cannot hold it.
+    """
+
+    def __init__(self, model: TransformersModel, num_blocks: int) -> None:
+        self._model = model
+        # Keys and values [blocks * 16, KV, D] of each layer; none where a layer uses those of another.
+        self._layers = [
+            [part.new_zeros(num_blocks * BLOCK, part.shape[1], part.shape[3]) for part in layer]
+            for layer in _probe(model)
+        ]
+
+    @torch.inference_mode()
+    def run(self, batch: StepBatch) -> Tensor:
+        if batch.adapters is not None and (batch.adapters >= 0).any():
+            raise RequestError("adapters need Perilune's own decoder, and transformers computes this model")
+        sequence_of = np.searchsorted(batch.cu_seqlens, batch.logit_rows, side="right") - 1
+        rows_in = batch.logit_rows - batch.cu_seqlens[sequence_of]
+        logits = None
+        for sequences in _alike(batch):
+            wanted = np.flatnonzero(np.isin(sequence_of, sequences))
+            rows = np.unique(rows_in[wanted])
+            out = self._run_together(batch, sequences, rows)
+            if logits is None:
+                logits = out.new_empty(len(sequence_of), out.shape[-1], dtype=torch.float32)
+            at = np.searchsorted(sequences, sequence_of[wanted]), np.searchsorted(rows, rows_in[wanted])
+            logits[self._tensor(wanted)] = out[self._tensor(at[0]), self._tensor(at[1])].float()
+        assert logits is not None, "a batch without sequences"
+        return logits
+
+    def _run_together(
+        self, batch: StepBatch, sequences: NDArray[np.int64], rows: NDArray[np.int64]
+    ) -> Tensor:
+        """Logits [S, R, V] of R rows of sequences with as many tokens each, before and in this step."""
+        starts = batch.cu_seqlens[sequences]
+        count = int(batch.cu_seqlens[sequences[0] + 1] - starts[0])
+        past = int(batch.positions[starts[0]])
+        block, inside = np.divmod(np.arange(past + count), BLOCK)
+        places = self._tensor(batch.block_tables[sequences][:, block] * np.int64(BLOCK) + inside)
+        tokens = self._tensor(batch.token_ids[starts[:, None] + np.arange(count)])
+        cache = self._cache(places[:, :past])
+        # Some models take an empty selection for all.
+        logits = self._model.logits(tokens, cache, self._tensor(rows if len(rows) else np.array([0])))
+        for layer, its in zip(self._layers, cache.layers, strict=False):
+            for part, grown in zip(layer, (its.keys, its.values), strict=False):
+                part[places[:, past:]] = grown[:, :, past:].transpose(1, 2)
+        return logits
+
+    def _cache(self, places: Tensor) -> Any:
+        """A cache of transformers' own with what is at int64[S, T] places."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        for index, layer in enumerate(self._layers):
+            if layer and places.shape[1]:
+                keys, values = (part[places].transpose(1, 2) for part in layer)
+                cache.update(keys, values, index)
+        return cache
+
+    @torch.inference_mode()
+    def copy_blocks(self, sources: Blocks, targets: Blocks) -> None:
+        inside = np.arange(BLOCK)
+        of, to = (
+            self._tensor((blocks.astype(np.int64)[:, None] * BLOCK + inside).ravel())
+            for blocks in (sources, targets)
+        )
+        for part in chain.from_iterable(self._layers):
+            part[to] = part[of]
+
+    def take_weights(self, model: Any) -> None:
+        self._model = model
+
+    def clear(self) -> None:
+        for part in chain.from_iterable(self._layers):
+            part.zero_()
+
+    def _tensor(self, array: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._model.device)
+
+
+def _alike(batch: StepBatch) -> Iterator[NDArray[np.int64]]:
+    """Groups of sequences, ascending, with as many tokens before this step and in it."""
+    groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+    before, counts = batch.positions[batch.cu_seqlens[:-1]], np.diff(batch.cu_seqlens)
+    for sequence, shape in enumerate(zip(before.tolist(), counts.tolist(), strict=True)):
+        groups[shape].append(sequence)
+    yield from (np.array(sequences) for sequences in groups.values())
+
+
+def _probe(model: TransformersModel) -> list[list[Tensor]]:
+    """Keys and values [1, KV, T, D] of each layer, of a text computed in two pieces as in one.
+
+    Raises:
+        RequestError: when it is not the same text then, or something else is kept.
+    """
+    from transformers import DynamicCache
+
+    tokens = torch.arange(_PROBE, device=model.device)[None] % model.config.vocab_size
+    last = torch.zeros(1, dtype=torch.int64, device=model.device)
+    try:
+        whole = model.logits(tokens, DynamicCache(), last + _PROBE - 1)
+        cache: Any = DynamicCache()
+        model.logits(tokens[:, :3], cache, last)
+        resumed = model.logits(tokens[:, 3:], cache, last + _PROBE - 4)
+    except (ValueError, TypeError, AttributeError, RuntimeError, IndexError) as error:
+        raise _without_cache(model, str(error).partition("\n")[0]) from None
+    layers = [[layer.keys, layer.values] if layer.is_initialized else [] for layer in cache.layers]
+    if not any(layers) or any(
+        part.dim() != 4 or part.shape[2] != _PROBE for layer in layers for part in layer
+    ):
+        raise _without_cache(model, "keys and values do not grow with the text")
+    if not (whole - resumed).abs().max() <= _TOLERANCE * whole.abs().max():
+        raise _without_cache(model, "a text continued is not the text")
+    return layers
+
+
+def _without_cache(model: TransformersModel, why: str) -> RequestError:
+    return RequestError(
+        f"{type(model.module).__name__} cannot continue a text from keys and values alone: {why}",
+        remedy="use a model with attention in every layer",
+    )

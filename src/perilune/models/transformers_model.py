@@ -1,0 +1,210 @@
+"""Models of other architectures than the decoder's, computed by transformers: slower, and not trained.
+
+Nothing in the folder is executed: no code that comes with a checkpoint, no pickle, nothing from the network.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from perilune.errors import RequestError
+from perilune.files import read_json
+from perilune.models.config import DecoderConfig
+from perilune.models.decoder import Decoder
+from perilune.models.hf_config import UnsupportedModelError
+from perilune.models.loading import CheckpointFolder, Stored, load_checkpoint, stored_tensors
+
+if TYPE_CHECKING:
+    from perilune.models.tokenizer import Tokenizer
+
+_DEFAULT_POSITIONS = 2048  # of a model that does not say how long its texts may be
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What an engine asks of a model's configuration; a `DecoderConfig` has these too."""
+
+    vocab_size: int
+    max_position_embeddings: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+
+class TransformersModel:
+    """A causal language model as transformers loads it, for inference.
+
+    Attributes:
+        module: the `PreTrainedModel`.
+        config: its figures.
+        notice: what to tell a user who expected the decoder; set where one had reason to.
+    """
+
+    def __init__(self, module: Any, config: ModelShape, notice: str = "") -> None:
+        self.module, self.config, self.notice = module, config, notice
+        self._selects = "logits_to_keep" in inspect.signature(module.forward).parameters
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.module.device  # type: ignore[no-any-return]
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take other weights, by transformers' names."""
+        self.module.load_state_dict(state)
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Tensor, past: Any, rows: Tensor) -> Tensor:
+        """Scores [S, R, V] of the next token, from int64[S, M] tokens after what `past` holds.
+
+        Args:
+            past: a `DynamicCache` of S sequences of one length, which grows by M.
+            rows: int64[R], which of the M tokens are asked about, ascending.
+        """
+        chosen = {"logits_to_keep": rows} if self._selects else {}
+        logits: Tensor = self.module(
+            input_ids=token_ids, past_key_values=past, use_cache=True, **chosen
+        ).logits
+        return logits if self._selects else logits[:, rows]
+
+
+def load_for_inference(
+    path: Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> tuple[Decoder | TransformersModel, Tokenizer]:
+    """Read a model to sample from or to score with: the decoder where it computes it, else transformers.
+
+    A `TransformersModel` says in its `notice` why it is one.
+
+    Raises:
+        RequestError: as `load_checkpoint` and `load_transformers_model`.
+    """
+    from perilune.models.tokenizer import Tokenizer
+
+    try:
+        return load_checkpoint(path, device, dtype)
+    except UnsupportedModelError as error:
+        model = load_transformers_model(path, device, dtype)
+        model.notice = (
+            f"{error.what}: transformers computes it instead, several times slower;"
+            " it can be sampled from and scored with, not trained"
+        )
+    return model, Tokenizer.load(path)
+
+
+def load_transformers_model(
+    path: Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> TransformersModel:
+    """Read the model of a Hugging Face folder with transformers.
+
+    Raises:
+        RequestError: when transformers does not know the architecture, or weights are missing, pickled or of
+            another shape than config.json says.
+    """
+    folder = CheckpointFolder(path)
+    raw = read_json(folder.file("config.json"))
+    stored = stored_tensors(folder)
+    _reject(raw, folder)
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        config = AutoConfig.from_pretrained(str(path), **options)
+        _check_size(config, stored, path)
+        bars = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                str(path),
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
+            )
+        finally:
+            if bars:
+                logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    except (ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise RequestError(
+            f"transformers cannot load it: {first}",
+            where=str(path),
+            remedy="use a checkpoint whose architecture transformers has without code of its own",
+        ) from None
+    module, report = loaded
+    for kind in ("missing_keys", "mismatched_keys"):
+        if report.get(kind):
+            raise RequestError(f"tensor {sorted(report[kind])[0]} is {kind[:-5]}", where=str(path))
+    module.eval().requires_grad_(False).to(device)
+    return TransformersModel(module, _shape(config, raw, folder))
+
+
+def _reject(raw: Any, folder: CheckpointFolder) -> None:
+    where = str(folder.path / "config.json")
+    if not isinstance(raw, Mapping) or not isinstance(raw.get("model_type"), str):
+        raise RequestError("has no model_type", where=where)
+    if raw.get("quantization_config") is not None:
+        raise RequestError(
+            "quantization_config is set",
+            where=f"{where}:quantization_config",
+            remedy="use the unquantised checkpoint",
+        )
+    if (folder.path / "adapter_config.json").exists():
+        raise RequestError(
+            "is an adapter, not a model", where=str(folder.path), remedy="merge it into its base model first"
+        )
+
+
+def _check_size(config: Any, stored: Mapping[str, Stored], path: Path) -> None:
+    """Refuse a configuration that asks for more numbers than the files hold, before they are made."""
+    from transformers import AutoModelForCausalLM
+
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
+    if not isinstance(layers, int) or layers > len(stored):
+        raise RequestError(
+            f"num_hidden_layers is {layers!r}, and the files hold {len(stored)} tensors", where=str(path)
+        )
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+    asked, held = (
+        sum(t.numel() for t in empty.parameters()),
+        sum(tensor.numel for tensor in stored.values()),
+    )
+    if asked > held:
+        raise RequestError(
+            f"config.json asks for {asked} numbers, and the files hold {held}", where=str(path)
+        )
+
+
+def _shape(config: Any, raw: Mapping[str, Any], folder: CheckpointFolder) -> ModelShape:
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if not heads:
+        raise RequestError(
+            f"a {raw['model_type']} model has no attention heads, whose keys and values an engine could keep",
+            where=str(folder.path),
+            remedy="use a model with attention in every layer",
+        )
+    ends = DecoderConfig.end_tokens(raw, where=str(folder.path / "config.json"))
+    generation = folder.file("generation_config.json")
+    if generation.is_file():
+        ends += DecoderConfig.end_tokens(read_json(generation), where=str(generation))
+    return ModelShape(
+        vocab_size=text.vocab_size,
+        max_position_embeddings=getattr(text, "max_position_embeddings", None) or _DEFAULT_POSITIONS,
+        num_layers=text.num_hidden_layers,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        bos_token_id=getattr(text, "bos_token_id", None),
+        eos_token_ids=tuple(dict.fromkeys(ends)),
+    )

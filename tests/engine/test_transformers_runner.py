@@ -1,0 +1,200 @@
+"""Architectures that the decoder does not compute: sampled and scored as transformers itself would."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from perilune.engine.engine import Engine
+from perilune.engine.request import Prompt, SamplingParams
+from perilune.engine.runner import TorchRunner
+from perilune.engine.transformers_runner import TransformersRunner
+from perilune.errors import RequestError
+from perilune.models.config import PRESETS
+from perilune.models.decoder import Decoder
+from perilune.models.loading import save_checkpoint
+from perilune.models.tokenizer import Tokenizer
+from perilune.models.transformers_model import (
+    TransformersModel,
+    load_for_inference,
+    load_transformers_model,
+)
+
+SIZES = {"vocab_size": 98, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_neox": ("GPTNeoX", {**SIZES, "intermediate_size": 64}),
+    "phi": ("Phi", {**SIZES, "intermediate_size": 64, "num_key_value_heads": 2}),
+    "gpt2": ("GPT2", {"vocab_size": 98, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 200}),
+    "gemma2": (
+        "Gemma2",
+        {**SIZES, "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8},
+    ),
+    "opt": ("OPT", {**SIZES, "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 200}),
+}
+ENDS = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
+
+
+def save(path: Path, kind: str, changes: dict[str, Any]) -> Path:
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**{**ENDS, "initializer_range": 0.3, **changes})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    Tokenizer.characters().save(path)
+    return path
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TransformersModel:
+    path = save(tmp_path_factory.mktemp(request.param), *MODELS[request.param])
+    loaded, tokenizer = load_for_inference(path)
+    assert isinstance(loaded, TransformersModel)
+    assert tokenizer.vocab_size == 98
+    assert f"model_type is '{request.param}', which Perilune's decoder does not compute" in loaded.notice
+    assert "several times slower" in loaded.notice
+    return loaded
+
+
+PROMPTS = [Prompt(torch.arange(5, 5 + length).tolist(), (0, 0, length)) for length in (3, 20, 37)]
+
+
+def logprobs(model: TransformersModel, prompt: list[int], answer: Any) -> np.ndarray:
+    tokens = torch.tensor([[*prompt, *answer]])
+    logits = model.module(tokens, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    return logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None].long())[:, 0].detach().numpy()
+
+
+@torch.no_grad()
+def test_samples_and_scores_are_the_models(model: TransformersModel) -> None:
+    engine = Engine(model, slots=5, cache_tokens=400, token_budget=24, runner=TransformersRunner)
+    groups = engine.sample(PROMPTS, 3, SamplingParams(max_tokens=14))
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        scores = engine.score([prompt.token_ids] * 3, [sample.token_ids.tolist() for sample in group])
+        for sample, score in zip(group, scores, strict=True):
+            expected = logprobs(model, list(prompt.token_ids), sample.token_ids.tolist())
+            np.testing.assert_allclose(sample.logprobs, expected, atol=2e-5)
+            np.testing.assert_allclose(score, expected, atol=2e-5)
+
+
+@torch.no_grad()
+def test_greedy_is_what_generate_gives(model: TransformersModel) -> None:
+    engine = Engine(model, slots=4, cache_tokens=400, runner=TransformersRunner)
+    prompt = PROMPTS[1].token_ids
+    [[sample]] = engine.sample(PROMPTS[1:2], 1, SamplingParams(max_tokens=8, temperature=0))
+    expected = model.module.generate(
+        torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None
+    )
+    assert sample.token_ids.tolist() == expected[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def test_a_small_cache_changes_nothing(tmp_path: Path) -> None:
+    """Samples are thrown out of the cache, and their blocks used by others."""
+    model = load_transformers_model(save(tmp_path, *MODELS["gpt_neox"]))
+    params = SamplingParams(max_tokens=24)
+    engines = [
+        Engine(model, slots=6, cache_tokens=tokens, runner=TransformersRunner) for tokens in (160, 4000)
+    ]
+    small, large = (chain.from_iterable(engine.sample(PROMPTS, 2, params)) for engine in engines)
+    for a, b in zip(small, large, strict=True):
+        assert a.token_ids.tolist() == b.token_ids.tolist()
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-5)
+    assert engines[0].counters.preemptions > 0
+
+
+@torch.no_grad()
+def test_it_agrees_with_the_decoder(tmp_path: Path) -> None:
+    decoder = Decoder(PRESETS["tiny"])
+    decoder.initialize(0)
+    save_checkpoint(tmp_path, decoder, Tokenizer.characters())
+    params = SamplingParams(max_tokens=8)
+    theirs, ours = (
+        Engine(model, slots=8, runner=runner).sample(PROMPTS, 2, params)
+        for model, runner in (
+            (load_transformers_model(tmp_path), TransformersRunner),
+            (decoder, TorchRunner),
+        )
+    )
+    for a, b in zip(chain.from_iterable(theirs), chain.from_iterable(ours), strict=True):
+        assert a.token_ids.tolist() == b.token_ids.tolist()
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+
+
+def test_a_model_the_decoder_computes_is_given_to_it(tmp_path: Path) -> None:
+    decoder = Decoder(PRESETS["tiny"])
+    decoder.initialize(0)
+    save_checkpoint(tmp_path, decoder, Tokenizer.characters())
+    assert isinstance(load_for_inference(tmp_path)[0], Decoder)
+
+
+def test_an_option_the_decoder_has_not(tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    sizes = {**SIZES, "intermediate_size": 64, "head_dim": 8, "num_key_value_heads": 2}
+    path = save(tmp_path, "Qwen3", {**sizes, "rope_parameters": rope})
+    model, _ = load_for_inference(path)
+    assert isinstance(model, TransformersModel)
+    assert "rope_type is 'yarn'" in model.notice
+    Engine(model, slots=2, runner=TransformersRunner).sample(PROMPTS, 1, SamplingParams(max_tokens=2))
+
+
+def test_a_model_without_attention(tmp_path: Path) -> None:
+    path = save(tmp_path, "Mamba", {"vocab_size": 98, "hidden_size": 32, "num_hidden_layers": 2})
+    with pytest.raises(RequestError, match="a mamba model has no attention heads"):
+        load_transformers_model(path)
+
+
+def test_a_state_that_blocks_cannot_hold(tmp_path: Path) -> None:
+    sizes = {**SIZES, "intermediate_size": 64, "num_key_value_heads": 2, "attn_layer_indices": [1]}
+    path = save(tmp_path, "Bamba", {**sizes, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1})
+    with pytest.raises(RequestError, match="BambaForCausalLM cannot continue a text"):
+        TransformersRunner(load_transformers_model(path), 10)
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    raw = json.loads((path / "config.json").read_text())
+    change(raw)
+    (path / "config.json").write_text(json.dumps(raw))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda raw: raw.update(model_type="nobody_knows"), "transformers cannot load it"),
+        (lambda raw: raw.update(num_hidden_layers=10**6), "num_hidden_layers is 1000000"),
+        (lambda raw: raw.update(hidden_size=10**5), "the files hold"),
+        (lambda raw: raw.update(num_hidden_layers=1, vocab_size=50), "mismatched"),
+        (lambda raw: raw.update(quantization_config={"bits": 4}), "quantization_config"),
+        (lambda raw: raw.pop("model_type"), "model_type"),
+    ],
+)
+def test_a_config_that_is_not_the_models(
+    tmp_path: Path, change: Callable[[dict[str, Any]], Any], message: str
+) -> None:
+    path = save(tmp_path, *MODELS["gpt_neox"])
+    edit(path, change)
+    with pytest.raises(RequestError, match=message):
+        load_for_inference(path)
+
+
+def test_code_that_comes_with_a_checkpoint_is_not_run(tmp_path: Path) -> None:
+    path = save(tmp_path, *MODELS["gpt_neox"])
+    (path / "trap.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')\nclass Trap: pass\n")
+    entries = {"AutoConfig": "trap.Trap", "AutoModelForCausalLM": "trap.Trap"}
+    edit(path, lambda raw: raw.update(model_type="trap", auto_map=entries))
+    with pytest.raises(RequestError, match="transformers cannot load it"):
+        load_for_inference(path)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_a_pickle_is_not_opened(tmp_path: Path) -> None:
+    path = save(tmp_path, *MODELS["gpt_neox"])
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    with pytest.raises(RequestError, match="is a pickle"):
+        load_for_inference(path)
