@@ -39,6 +39,7 @@ from perilune.control.progress import (
 from perilune.control.requests import cancel, retry
 from perilune.control.store import Attempt, Event, Run
 from perilune.errors import RequestError, WorkFailedError
+from perilune.execution.placements import local
 from perilune.execution.verdict import read_verdict
 from perilune.files import read_json, read_json_lines, write_json
 
@@ -183,6 +184,17 @@ def test_cancel_between_start_and_claim_leaves_no_worker(control: Control) -> No
     attempt = control.directory(run)
     wait_for(lambda: not control.reconciler.placement.starting(attempt, 1), "the worker's end")
     assert not family(attempt) and not (attempt / "runtime" / "runtime.log").exists()
+
+
+def test_a_worker_that_has_begun_has_all_the_time_it_takes(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, attempt = hanging(control)
+    monkeypatch.setattr(local, "START_TIMEOUT", 0.0)
+    assert control.reconciler.placement.starting(attempt, 1)
+    control.reconciler.all()
+    assert family(attempt), "a worker was ended that had claimed its attempt"
+    cancel(control, only_run(control).id)
 
 
 def test_a_wish_to_cancel_survives_the_command_that_had_it(control: Control) -> None:

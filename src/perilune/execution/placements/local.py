@@ -78,7 +78,8 @@ class LocalPlacement:
         child = self._started.get((attempt, epoch))
         if child is None or child.poll() is not None:
             return False
-        if time.monotonic() - self._since[attempt, epoch] > START_TIMEOUT:
+        is_late = time.monotonic() - self._since[attempt, epoch] > START_TIMEOUT
+        if is_late and observe_files(attempt, epoch).claim is None:
             child.kill()
         return True
 
