@@ -21,13 +21,14 @@ from perilune.errors import RequestError
 Law = Literal["best_of_n", "rl"]
 
 FIT_FROM = 8  # points before a law is fitted
-WINDOW = 20  # points over which the slope is taken
+WINDOW = 20  # points over which the slope is taken, once there are as many
+SLOPE_FROM = 8  # points before a slope is taken
 SAFETY = 0.8  # of the fitted peak: the gold score is flat there, and the fit uncertain
 Z = 1.959964  # 95% of a normal distribution
 
 
 class Slope(NamedTuple):
-    """Slope of a line through points, with its 95% interval (normal errors of equal size)."""
+    """Slope of a line through points, with its 95% interval (independent normal errors of equal size)."""
 
     value: float
     low: float
@@ -103,6 +104,14 @@ def fit_gold(distances: Sequence[float], gains: Sequence[float], law: Law = "rl"
     return GoldFit(law, alpha, beta, beta_low, len(kept))
 
 
+def student_t(freedom: int) -> float:
+    """Its 97.5% quantile, by three terms of the expansion in 1 / freedom: within 2% from 3 degrees on."""
+    first = (Z**3 + Z) / 4
+    second = (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96
+    third = (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384
+    return Z + first / freedom + second / freedom**2 + third / freedom**3
+
+
 def slope(values: Sequence[float]) -> Slope:
     """Slope per step of evenly spaced values.
 
@@ -116,7 +125,7 @@ def slope(values: Sequence[float]) -> Slope:
     spread = math.fsum((i - middle) ** 2 for i in range(n))
     value = math.fsum((i - middle) * y for i, y in enumerate(values)) / spread
     left = math.fsum((y - mean - value * (i - middle)) ** 2 for i, y in enumerate(values))
-    error = Z * math.sqrt(left / (n - 2) / spread)
+    error = student_t(n - 2) * math.sqrt(left / (n - 2) / spread)
     return Slope(value, value - error, value + error)
 
 
@@ -124,9 +133,9 @@ class OveroptimisationWatch:
     """Follows gold and proxy step by step, and says when to stop.
 
     It recommends to stop at the first step at which the fitted law has a peak (beta's interval above zero)
-    and d has come to 0.8 of it, or the interval of the gold slope over the last `window` steps crosses zero
-    after it once lay above. That crossing is also the alarm: the proxy may climb, the gold score surely does
-    no more.
+    and d has come to 0.8 of it, or the interval of the gold slope crosses zero after it once lay above. That
+    crossing is also the alarm: the proxy may climb, the gold score surely does no more. The slope is over the
+    last `window` steps, fewer in the beginning; a fall that takes much less than a window is seen late.
     """
 
     def __init__(self, law: Law = "rl", window: int = WINDOW) -> None:
@@ -151,7 +160,7 @@ class OveroptimisationWatch:
         self._gold.append(gold)
         figures = {"distance": self._distances[-1]}
         crossed = False
-        if len(self._gold) >= self._window:
+        if len(self._gold) >= min(SLOPE_FROM, self._window):
             recent = slope(self._gold[-self._window :])
             figures |= {
                 "gold_slope": recent.value,

@@ -23,7 +23,7 @@ from perilune.tasks.hints import hinted_messages
 from perilune.tasks.playing import open_player, outcome_figures
 from perilune.tasks.rollouts import Stopwatch
 from perilune.tasks.session import Policy, start_model
-from perilune.tasks.training import finish, first_and_last, resume, save
+from perilune.tasks.training import carry_optimizer, finish, first_and_last, resume, save
 
 if TYPE_CHECKING:
     from perilune.tasks.distill import DistillSpec
@@ -52,6 +52,7 @@ def run(
             longest = student.decoder.config.max_position_embeddings
             data = Demonstrations.load(workspace.input("data"), student.tokenizer, seed, longest)
         learner = Learner(student.decoder, spec)
+        carried = carry_optimizer(workspace, learner)
 
         first = resume(workspace, learner)
         workspace.episodes.mkdir(exist_ok=True)
@@ -93,6 +94,7 @@ def run(
     return finish(workspace, student, learner, spec.steps) | {
         "algorithm": spec.loss,
         "overlap_k": lines[-1]["overlap_k"],
+        "carried_second_moments": carried,
         **first_and_last(lines, everywhere),
         "seconds": total_watch.elapsed,
         "memory": memory_figures(memory, device),

@@ -11,6 +11,7 @@ from perilune.errors import WorkFailedError
 from perilune.metrics.bootstrap import bootstrap_problems
 from perilune.metrics.pass_at_k import pass_at_k
 
+GOLD = "gold"  # the metric that decides what is right where the reward is only a proxy
 CORRECT = 1.0  # a reward of at least this counts as a pass
 MOST = 0.9  # of the tasks must have k verdicts for pass@k to be given; the rest is left out of it
 STRATEGY = "strategy/"
@@ -43,7 +44,7 @@ def evaluation_summary(
         if k <= most
     }
     samples = [one for group in groups for one in group]
-    scored_greedy = [float(_passed(one)) for one in greedy if not one.failure]
+    scored_greedy = [float(passed(one)) for one in greedy if not one.failure]
     return {
         "kind": "evaluation",
         "environment": environment,
@@ -63,25 +64,26 @@ def evaluation_summary(
 
 def strategies(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]:
     """Share of each strategy that the environment recognised, and how often it was right."""
-    passed: dict[str, list[bool]] = defaultdict(list)
+    results_of: dict[str, list[bool]] = defaultdict(list)
     judged = [one for one in episodes if not one.failure]
     for one in judged:
         for name, value in one.metrics.items():
             if name.startswith(STRATEGY) and value > 0:
-                passed[name.removeprefix(STRATEGY)].append(_passed(one))
+                results_of[name.removeprefix(STRATEGY)].append(passed(one))
     return {
         name: {"share": len(results) / len(judged), "accuracy": sum(results) / len(results)}
-        for name, results in sorted(passed.items())
+        for name, results in sorted(results_of.items())
     }
 
 
 def _count(group: Sequence[Episode]) -> tuple[int, int]:
     judged = [one for one in group if not one.failure]
-    return len(judged), sum(_passed(one) for one in judged)
+    return len(judged), sum(passed(one) for one in judged)
 
 
-def _passed(episode: Episode) -> bool:
-    return episode.reward is not None and episode.reward >= CORRECT
+def passed(episode: Episode) -> bool:
+    """Whether an episode counts as right: by its gold figure where it has one, else by its reward."""
+    return episode.reward is not None and episode.metrics.get(GOLD, episode.reward) >= CORRECT
 
 
 def _by_difficulty(groups: Sequence[Sequence[Episode]]) -> list[dict[str, float]]:

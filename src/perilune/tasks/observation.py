@@ -9,12 +9,14 @@ from typing import Any
 
 from perilune.bundle.workspace import Workspace
 from perilune.data.episode import Episode
-from perilune.data.episodes_file import write_episodes
+from perilune.data.episodes_file import read_episodes, write_episodes
 from perilune.errors import WorkFailedError
 from perilune.learn.algorithms import Algorithm
 from perilune.learn.weights import GroupWeights, step_figures
+from perilune.metrics.length_dynamics import length_dynamics
 from perilune.metrics.objective import objective_curve
-from perilune.tasks.evaluation import CORRECT, strategies
+from perilune.tasks.evaluation import passed, strategies
+from perilune.tasks.gold_watch import GoldWatch
 from perilune.tasks.rollouts import Stopwatch
 from perilune.tasks.training import first_and_last
 
@@ -31,10 +33,11 @@ class Observer:
     Pass rates and rewards are of all episodes the verifier judged, before dead groups are left out.
     """
 
-    def __init__(self, workspace: Workspace, steps: int, device: str) -> None:
+    def __init__(self, workspace: Workspace, steps: int, device: str, gold: GoldWatch) -> None:
         self._workspace = workspace
         self._gap_limit = GAP_LIMIT.get(device, max(GAP_LIMIT.values()))
         self._steps = steps
+        self._gold = gold
         self._dead_in_a_row = 0
         self._total = Stopwatch()
         workspace.episodes.mkdir(exist_ok=True)
@@ -59,7 +62,7 @@ class Observer:
         dead = sum(group.dead for group in groups) / len(groups)
         line: dict[str, Any] = {
             "reward": mean,
-            "pass_rate": sum(reward >= CORRECT for reward in rewards) / len(rewards),
+            "pass_rate": sum(map(passed, episodes)) / len(rewards),
             "reward_std": math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards)),
             "groups": len(groups),
             "dead_groups": dead,
@@ -68,6 +71,7 @@ class Observer:
             "truncated": sum(one.truncated for one in episodes) / len(episodes),
             **step_figures(groups),
             **figures,
+            **self._gold.look(step, episodes),
         }
         for name, found in strategies(episodes).items():
             line[f"strategy/{name}"] = found["share"]
@@ -113,9 +117,20 @@ class Observer:
             **first_and_last(lines, ("reward", "pass_rate", "length")),
             "logprob_gap_max": max(gaps, default=0.0),
             "failures": sum(line["failures"] for line in lines),
+            "length_dynamics": self._length_dynamics(),
             "implicit_objective": [list(point) for point in curve],
             "seconds": self._total.elapsed,
+            **self._gold.summary(),
         }
+
+    def _length_dynamics(self) -> dict[str, Any]:
+        """Lengths over the first and the last few steps."""
+        files = sorted(self._workspace.episodes.glob("step-*.parquet"))
+        edge = max(1, min(5, len(files) // 2))
+        before, after = (
+            [one for path in part for one in read_episodes(path)] for part in (files[:edge], files[-edge:])
+        )
+        return length_dynamics(before, after)
 
 
 def with_advantages(groups: Sequence[GroupWeights]) -> list[Episode]:

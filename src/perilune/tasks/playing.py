@@ -16,7 +16,7 @@ from perilune.engine.sampling import SamplingParams
 from perilune.environments.protocol import Environment, Task
 from perilune.environments.registry import make_environment
 from perilune.errors import WorkFailedError
-from perilune.tasks.evaluation import CORRECT, strategies
+from perilune.tasks.evaluation import passed, strategies
 from perilune.tasks.footprint import require_room, slots_for
 from perilune.tasks.rollouts import Groups, Rollouts, Stopwatch
 from perilune.tasks.session import Policy, load_policy, prepare_device
@@ -91,7 +91,7 @@ def outcome_figures(episodes: Sequence[Episode], where: str) -> dict[str, Any]:
         raise WorkFailedError(f"the verifier judged no episode: {episodes[0].failure}", where=where)
     figures: dict[str, Any] = {
         "reward": sum(rewards) / len(rewards),
-        "pass_rate": sum(reward >= CORRECT for reward in rewards) / len(rewards),
+        "pass_rate": sum(map(passed, episodes)) / len(rewards),
         "failures": sum(bool(one.failure) for one in episodes),
         "length": sum(len(one.token_ids) for one in episodes) / len(episodes),
         "truncated": sum(one.truncated for one in episodes) / len(episodes),

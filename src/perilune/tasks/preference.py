@@ -76,7 +76,7 @@ class Preference:
         from perilune.tasks.preference_data import PreferenceData
         from perilune.tasks.rollouts import Stopwatch
         from perilune.tasks.session import load_policy, prepare_device
-        from perilune.tasks.training import finish, first_and_last, resume, save
+        from perilune.tasks.training import carry_optimizer, finish, first_and_last, resume, save
 
         spec = PreferenceSpec.model_validate(workspace.job.spec)
         device = prepare_device(workspace)
@@ -92,6 +92,7 @@ class Preference:
             data.seed,
         )
         learner = Learner(policy.decoder, spec)
+        carried = carry_optimizer(workspace, learner)
 
         def objective(pairs: list[Pair] | None = None) -> PreferenceObjective:
             count = len(data.validation if pairs is None else pairs)
@@ -135,6 +136,7 @@ class Preference:
                 name: value for name, value in lines[-1].items() if name.startswith("validation_")
             },
             "collapse_step": alarm.step,
+            "carried_second_moments": carried,
             "seconds": total_watch.elapsed,
             "memory": memory_figures(memory, device),
         }

@@ -27,6 +27,12 @@ class RLSpec(AlgorithmSettings, OptimizerSettings, SamplingSpec):
     steps: int = Field(100, ge=1, description="batches of episodes, sampled and learned from")
     prompts: int = Field(32, ge=1, description="tasks a step")
     samples: int = Field(8, ge=1, description="episodes a task: the size of a group")
+    reward_model: Annotated[str | None, Consumes("reward_model")] = Field(
+        None, description="stage whose reward model is climbed; the verifier's verdict is then only watched"
+    )
+    verifier_weight: float = Field(
+        0.0, ge=0, description="of the verdict beside a reward model; above 0 it is trained on too"
+    )
     save_every: int = Field(20, ge=1, description="steps between two checkpoints to resume from")
 
     @model_validator(mode="after")
@@ -70,6 +76,8 @@ class RL:
         from perilune.learn.trainer import Learner
         from perilune.tasks.dynamic_sampling import play_until_live
         from perilune.tasks.footprint import memory_figures, slots_for
+        from perilune.tasks.gold_watch import GoldWatch
+        from perilune.tasks.learned_reward import LearnedReward
         from perilune.tasks.observation import Observer
         from perilune.tasks.policy_update import update_policy
         from perilune.tasks.rollouts import Rollouts, Stopwatch
@@ -91,11 +99,15 @@ class RL:
             critic = Critic(hidden_size).to(device) if "values" in spec.algorithm.needs else None
             learner = Learner(policy.decoder, spec, critic=critic)
             carried = carry_optimizer(workspace, learner)
-            rollouts = Rollouts(engine, policy.tokenizer, scorer, environment.id, workspace.job.seed)
+            learned = LearnedReward.of(
+                workspace, device, policy.tokenizer, spec.verifier_weight, spec.token_budget
+            )
+            rollouts = Rollouts(engine, policy.tokenizer, scorer, environment.id, workspace.job.seed, learned)
             params = spec.params(policy.stop_token_ids)
 
             first = resume(workspace, learner)
-            observer = Observer(workspace, spec.steps, device.type)
+            gold = GoldWatch(workspace, lambda: load_policy(workspace, device).decoder, spec.temperature)
+            observer = Observer(workspace, spec.steps, device.type, gold)
             tasks = TrainingTasks(environment, workspace, skip=learner.memory.get("tasks", 0))
             for step in range(first, spec.steps):
                 watch = Stopwatch()

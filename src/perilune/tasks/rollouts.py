@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from perilune.engine.sampling import Completion, Prompt, SamplingParams
 from perilune.environments.protocol import Failure, Outcome, Task, Transcript
 from perilune.models.tokenizer import Tokenizer
 from perilune.verifiers import Scorer
+
+if TYPE_CHECKING:
+    from perilune.tasks.learned_reward import LearnedReward
 
 Groups = list[tuple[Episode, ...]]
 
@@ -68,6 +71,7 @@ class Rollouts:
     scorer: Scorer
     environment: str
     seed: int
+    learned: LearnedReward | None = None
 
     def play(
         self,
@@ -107,6 +111,8 @@ class Rollouts:
                 zip(tasks, prompts, completions, texts, strict=True), first
             )
         ]
+        if self.learned is not None:
+            groups = self.learned.rescore(groups)
         watch.scoring += time.perf_counter() - begun
         return groups
 

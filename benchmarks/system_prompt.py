@@ -1,0 +1,108 @@
+"""Distilling a system prompt into the weights: on-policy against off-policy with rejection.
+
+    python benchmarks/system_prompt.py --seeds 0 1 2
+
+Each seed runs the bundled recipe system_prompt: a model that works sums out when told to and otherwise
+answers at once. Writes results/system_prompt.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from perilune.recipe.load import bundled_recipe
+from recipe_runs import HERE, at_steps, difference, document, run_recipe, verdict, write
+
+STAGES = {
+    "told, before": "told",
+    "untold, before": "untold",
+    "untold, on-policy": "after_on_policy",
+    "untold, off-policy": "after_off_policy",
+}
+COMPARED = (
+    ("untold, on-policy", "untold, before"),
+    ("untold, off-policy", "untold, before"),
+    ("untold, on-policy", "told, before"),
+    ("untold, off-policy", "told, before"),
+    ("untold, off-policy", "untold, on-policy"),
+)
+ABOUT = (
+    "Three-digit sums on the tiny model. Told `Work it out: ` it writes the working; untold it mostly "
+    "answers at once. On-policy: its answers without the message are judged by its own frozen self with "
+    "the message, 60 steps of 128 answers. Off-policy: 8,192 answers with the message, the right ones "
+    "that neither quote it nor speak of it imitated without it, 120 steps of 64. The off-policy way "
+    "looks at the verifier, the on-policy way does not."
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "system_prompt.json")
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    runs = []
+    for seed in arguments.seeds:
+        runs.append(run_recipe(bundled_recipe("system_prompt"), seed))
+        rates = {
+            name: round(runs[-1][stage]["summary"]["pass@1"]["mean"], 3) for name, stage in STAGES.items()
+        }
+        print(f"seed {seed}: {rates}", flush=True)
+    differences = [
+        (
+            name,
+            other,
+            [
+                difference(run[STAGES[other]], run[STAGES[name]], seed)
+                for seed, run in zip(arguments.seeds, runs, strict=True)
+            ],
+        )
+        for name, other in COMPARED
+    ]
+    result = {
+        "title": "A system prompt, distilled",
+        "about": ABOUT,
+        "findings": [verdict(*one) for one in differences],
+        "accuracy": {
+            name: {
+                key: [run[stage]["summary"][key]["mean"] for run in runs]
+                for key in ("pass@1", "pass@8", "greedy", "length")
+            }
+            for name, stage in STAGES.items()
+        },
+        "rejection": [
+            {"seed": seed}
+            | {
+                key: run["told_traces"]["summary"][key]
+                for key in ("rows", "accept_rate", "leak_rate", "pass_rate", "unhinted_pass_rate")
+            }
+            for seed, run in zip(arguments.seeds, runs, strict=True)
+        ],
+        "differences_of_pass@1": [
+            {
+                "compared": f"{name} - {other}",
+                **{f"seed {seed}": one for seed, one in zip(arguments.seeds, found, strict=True)},
+            }
+            for name, other, found in differences
+        ],
+        "seconds": {
+            stage: [run[stage]["summary"]["seconds"] for run in runs]
+            for stage in ("on_policy", "told_traces", "off_policy")
+        },
+        "on_policy_by_step": at_steps(
+            [run["on_policy"]["metrics"] for run in runs],
+            ("pass_rate", "reverse_kl", "overlap_ratio", "overlap_mass_student", "entropy_gap"),
+            10,
+        ),
+        **document("system_prompt.py", sys.argv[1:], began),
+    }
+    write(arguments.out, result)
+
+
+if __name__ == "__main__":
+    main()
