@@ -21,7 +21,22 @@ stages:
   - {name: base, task: evaluate, checkpoint: model, tasks: 3, samples: 2, max_tokens: 8}
 """
 
+# The same on an environment that is there in a moment, for tests that start many processes.
+LIGHT = """\
+name: small
+model: {preset: tiny}
+environment: {id: factory, factory: "task_environments:Digits"}
+resources: {device: cpu, threads: 1}
+stages:
+  - {name: traces, task: collect, teacher: gold, traces: 40}
+  - {name: base, task: evaluate, checkpoint: model, tasks: 3, samples: 2, max_tokens: 8}
+"""
+ENVIRONMENTS = Path(__file__).parents[1] / "tasks"
+
 
 def environment(home: Path) -> dict[str, str]:
     """The environment of a command whose state lies in `home`."""
-    return os.environ | {"PERILUNE_HOME": str(home), "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
+    found = os.pathsep.join([str(ENVIRONMENTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return os.environ | {
+        "PERILUNE_HOME": str(home), "OMP_NUM_THREADS": "1", "COLUMNS": "80", "PYTHONPATH": found,
+    }  # fmt: skip

@@ -1,11 +1,13 @@
-"""The console script as users start it, in a home and a folder of its own."""
+"""The command line in a home and a folder of its own: as users start it, and within this process."""
 
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli_cases import RECIPE, SCRIPT, environment
+from cli_cases import LIGHT, RECIPE, SCRIPT, environment
+
+from perilune.cli.main import main
 
 Perilune = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -26,6 +28,30 @@ def perilune(tmp_path: Path) -> Perilune:
         )
 
     return run
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Perilune:
+    """As `perilune`, in this process, where the libraries are loaded: for what ends before any work."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "home"))
+        monkeypatch.setenv("COLUMNS", "80")
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as left:
+            main(arguments)
+        return subprocess.CompletedProcess(arguments, int(left.value.code or 0), *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def light_recipe(tmp_path: Path) -> Path:
+    """The same, on an environment that is there in a moment."""
+    path = tmp_path / "small.yaml"
+    path.write_text(LIGHT)
+    return path
 
 
 @pytest.fixture

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cli_cases import RECIPE, SCRIPT, environment
+from cli_cases import LIGHT, SCRIPT, environment
 
-LONG = RECIPE + "  - {name: long, task: sft, data: traces, steps: 100000, batch_size: 8, save_every: 5}\n"
+LONG = LIGHT + "  - {name: long, task: sft, data: traces, steps: 100000, batch_size: 8, save_every: 5}\n"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder whose home all tests of this module share, so that its stages are run once."""
     folder = tmp_path_factory.mktemp("run")
-    (folder / "small.yaml").write_text(RECIPE)
+    (folder / "small.yaml").write_text(LIGHT)
     (folder / "long.yaml").write_text(LONG)
     yield folder
     for process in workers(folder):

@@ -34,9 +34,8 @@ def outcome(folder: Path, text: str, ci: str) -> tuple[int, str]:
     (folder / "test_some.py").write_text(text)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_some.py"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "COV_"))}
-    ran = subprocess.run(
-        command, cwd=folder, env=environment | {"CI": ci}, capture_output=True, text=True, check=False
-    )
+    environment |= {"CI": ci, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     return ran.returncode, ran.stdout
 
 
