@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perilune.models.card import Attention, LatentAttention, mean_context
+from perilune.models.card import mean_context
 from perilune.models.card_config import model_card
+from perilune.models.card_layers import Attention, LatentAttention
 
 GPT2_XL = {
     "model_type": "gpt2",

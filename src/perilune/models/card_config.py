@@ -11,16 +11,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from perilune.errors import RequestError
-from perilune.models.card import (
+from perilune.models.card import ModelCard
+from perilune.models.card_families import CARD_FAMILIES, CardFamily
+from perilune.models.card_layers import (
     Attention,
     FeedForward,
     LatentAttention,
     Layer,
     LinearAttention,
     Mixer,
-    ModelCard,
 )
-from perilune.models.card_families import CARD_FAMILIES, CardFamily
 from perilune.models.hf_config import Reader
 
 _LARGEST = 2**31
