@@ -62,6 +62,8 @@ class Sampler:
             logits_of: int64[D], which logits each draws from; None when the i-th from the i-th.
             constraints: by row, of those that have one.
         """
+        if not len(rows):  # all that was fed were beginnings of prompts
+            return Drawn(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32), {}, {})
         sequences = self._sequences
         uniforms = sequences.uniforms(rows)
         temperature = sequences.temperature[rows]

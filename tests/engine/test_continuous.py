@@ -1,0 +1,319 @@
+"""Requests that come and go: nothing that happens to one changes what another gets, or what it gets."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perilune.engine.engine import Engine
+from perilune.engine.request import Completion, Delta, Request, SamplingParams
+from perilune.errors import RequestError, WorkFailedError
+from perilune.models import kernels
+from perilune.models.config import PRESETS
+from perilune.models.decoder import Decoder
+from perilune.models.tokenizer import Tokenizer
+
+exact = pytest.mark.skipif(not kernels.is_exact(torch.zeros(1)), reason="needs a torch built with oneDNN")
+CONFIG = PRESETS["tiny"].replace(initializer_range=0.15, num_layers=2, max_position_embeddings=512)
+TOKENIZER = Tokenizer.characters()
+
+
+def make(seed: int = 0) -> Decoder:
+    decoder = Decoder(CONFIG)
+    decoder.initialize(seed)
+    return decoder
+
+
+DECODER = make()
+Samples = dict[int, tuple[list[int], list[float]]]
+
+
+def engine(**options: Any) -> Engine:
+    return Engine(DECODER, **{"slots": 16, "cache_tokens": 4096, "tokenizer": TOKENIZER, **options})
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(98, size=length).tolist()  # type: ignore[no-any-return]
+
+
+def finish(engine: Engine, *ids: int) -> list[Samples]:
+    """Tokens and log-probs of every sample of the requests, by index."""
+    pieces: dict[int, Samples] = {request_id: defaultdict(lambda: ([], [])) for request_id in ids}
+    while engine.unfinished:
+        for delta in engine.step():
+            if delta.request_id in pieces:
+                tokens, logprobs = pieces[delta.request_id][delta.sample]
+                tokens += delta.token_ids
+                logprobs += delta.logprobs
+    return list(pieces.values())
+
+
+def alone(request: Request) -> Samples:
+    one = engine()
+    return finish(one, one.add(request))[0]
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.7},
+    {"temperature": 0.0},
+    {"top_k": 5},
+    {"top_p": 0.8, "temperature": 1.2},
+    {"min_p": 0.1, "stop_token_ids": (4, 5), "min_tokens": 6},
+    {"repetition_penalty": 1.3, "logit_bias": {7: 3.0}},
+    {"stop": ("a",), "raw_logprobs": True, "top_logprobs": 3},
+]
+requests = st.builds(
+    lambda shared, own, tokens, n, option, key: Request(
+        prompt(shared) + prompt(own, seed=1 + own), SamplingParams(tokens, **OPTIONS[option]), (key, 0, 0), n
+    ),
+    st.integers(1, 40),
+    st.integers(0, 20),
+    st.integers(6, 24),
+    st.integers(1, 4),
+    st.integers(0, len(OPTIONS) - 1),
+    st.integers(0, 3),
+)
+
+
+@exact
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(requests, min_size=2, max_size=6),
+    st.sampled_from([{}, {"cache_tokens": 160}, {"slots": 3}, {"slots": 2, "token_budget": 5}]),
+    st.integers(0, 2),
+)
+def test_a_sample_is_the_same_alone_and_among_others(
+    asked: list[Request], room: dict[str, int], between: int
+) -> None:
+    crowded = engine(**room)
+    ids = []
+    undelivered: dict[int, Samples] = defaultdict(lambda: defaultdict(lambda: ([], [])))
+    for request in asked:
+        ids.append(crowded.add(request))
+        for _ in range(between):
+            for delta in crowded.step():
+                tokens, logprobs = undelivered[delta.request_id][delta.sample]
+                tokens += delta.token_ids
+                logprobs += delta.logprobs
+    rest = finish(crowded, *ids)
+    for request, request_id, later in zip(asked, ids, rest, strict=True):
+        first = undelivered[request_id]
+        whole = {
+            sample: (
+                first[sample][0] + later.get(sample, ([], []))[0],
+                first[sample][1] + later.get(sample, ([], []))[1],
+            )
+            for sample in {*first, *later}
+        }
+        assert whole == alone(request)
+    assert crowded.cache_use == 0
+
+
+@exact
+def test_preemption_changes_nothing() -> None:
+    asked = [Request(prompt(20, seed), SamplingParams(50), (seed, 0, 0), 2) for seed in range(4)]
+    crowded = engine(cache_tokens=256)
+    found = finish(crowded, *(crowded.add(request) for request in asked))
+    assert crowded.counters.preemptions > 0
+    assert found == [alone(request) for request in asked]
+
+
+@exact
+def test_a_prefix_that_is_found_changes_nothing() -> None:
+    request = Request(prompt(70), SamplingParams(20), (3, 0, 0), 3)
+    one = engine()
+    first, *_ = finish(one, one.add(request))
+    assert one.counters.cached_tokens == 0
+    again, *_ = finish(one, one.add(request))
+    assert one.counters.cached_tokens == 64
+    assert again == first == alone(request)
+
+
+@exact
+def test_an_answer_is_found_when_it_becomes_part_of_the_next_prompt() -> None:
+    one = engine()
+    (answer, _) = finish(one, one.add(Request(prompt(20), SamplingParams(30))))[0][0]
+    longer = Request(prompt(20) + answer + [5], SamplingParams(20), (1, 0, 0))
+    deltas = list(one.stream(longer))
+    assert deltas[0].cached_tokens == 48
+    assert [token for delta in deltas for token in delta.token_ids] == alone(longer)[0][0]
+
+
+@exact
+def test_a_long_prompt_is_fed_in_chunks_and_nothing_changes() -> None:
+    request = Request(prompt(400), SamplingParams(8), n=2)
+    whole, pieces = engine(slots=2), engine(slots=2, token_budget=7)
+    expected, found = (finish(one, one.add(request))[0] for one in (whole, pieces))
+    assert pieces.counters.steps > 50 > whole.counters.steps
+    assert found == expected
+    scored = pieces.score([request.token_ids] * 2, [tokens for tokens, _ in found.values()])
+    assert [again.tolist() for again in scored] == [logprobs for _, logprobs in found.values()]
+
+
+@exact
+@pytest.mark.parametrize("swapped_at", [1, 7, 19])
+def test_new_weights_at_a_token_equal_beginning_anew_with_what_was_said(swapped_at: int) -> None:
+    decoder = make(1)
+    one = Engine(decoder, slots=4, cache_tokens=1024)
+    request = Request(prompt(21), SamplingParams(20), (5, 6, 7), 2)
+    request_id = one.add(request)
+    before: Samples = defaultdict(lambda: ([], []))
+    for _ in range(swapped_at):
+        for delta in one.step():
+            before[delta.sample][0].extend(delta.token_ids)
+    one.update_weights(DECODER.state_dict(), 1)
+    after = finish(one, request_id)[0]
+    for sample in range(2):
+        said = before[sample][0]
+        anew = Request(
+            request.token_ids + said,
+            SamplingParams(20 - swapped_at),
+            request.key,
+            position=swapped_at,
+            first_sample=sample,
+        )
+        assert after[sample] == alone(anew)[0]
+
+
+def test_without_computing_again_it_goes_on_at_once() -> None:
+    decoder = make(1)
+    one = Engine(decoder, slots=4, cache_tokens=1024)
+    one.add(Request(prompt(40), SamplingParams(8), n=2))
+    for _ in range(3):
+        one.step()
+    fed = one.counters.prompt_tokens
+    one.update_weights(DECODER.state_dict(), 4, recompute=False)
+    versions = [version for delta in one.step() for version in delta.policy_version]
+    assert versions == [4, 4]
+    assert one.counters.prompt_tokens == fed
+    while one.unfinished:
+        one.step()
+    one.add(Request(prompt(40), SamplingParams(2)))
+    one.step()
+    assert one.counters.cached_tokens == 0  # what old weights computed is not found
+
+
+def test_aborting_frees_everything_at_once() -> None:
+    one = engine(slots=4)
+    ids = [one.add(Request(prompt(30, seed), SamplingParams(40), n=3)) for seed in range(3)]
+    for _ in range(5):
+        one.step()
+    partial = one.abort(ids[0])
+    assert [len(sample.token_ids) for sample in partial] == [5, 5, 5]
+    assert {sample.finish_reason for sample in partial} == {"aborted"}
+    assert one.abort(ids[0]) == one.abort(99) == []
+    for request_id in ids[1:]:
+        one.abort(request_id)
+    assert (one.running, one.waiting, one.cache_use, one.unfinished) == (0, 0, 0, False)
+    assert one.step() == []
+
+
+def test_a_stream_that_is_left_is_aborted_and_others_lose_nothing() -> None:
+    one = engine()
+    other = one.add(Request(prompt(10), SamplingParams(6), (1, 0, 0)))
+    for delta in one.stream(Request(prompt(8), SamplingParams(30))):
+        assert delta.request_id != other
+        break
+    assert one.running == 1
+    assert finish(one, other) == [alone(Request(prompt(10), SamplingParams(6), (1, 0, 0)))]
+
+
+def test_whole_samples_instead_of_pieces() -> None:
+    request = Request(prompt(10), SamplingParams(12, stop_token_ids=tuple(range(30))), n=4)
+    one = engine()
+    one.add(request, stream=False)
+    deltas: list[Delta] = []
+    while one.unfinished:
+        deltas += one.step()
+    assert len(deltas) == 4
+    assert {delta.sample: (delta.token_ids, delta.logprobs) for delta in deltas} == alone(request)
+    for delta in deltas:
+        assert delta.finish_reason in {"stop", "length"}
+        shown = delta.token_ids[: len(delta.token_ids) - (delta.finish_reason == "stop")]
+        assert delta.text == TOKENIZER.decode(shown)
+
+
+def test_sampling_while_requests_are_in_flight() -> None:
+    from perilune.engine.request import Prompt
+
+    one = engine()
+    request = Request(prompt(10), SamplingParams(20), (1, 0, 0))
+    request_id = one.add(request)
+    groups = one.sample([Prompt(prompt(5), (0, 0, 0))], 2, SamplingParams(5))
+    assert [len(sample.token_ids) for sample in groups[0]] == [5, 5]
+    assert finish(one, request_id) == [alone(request)]
+
+
+def test_options_show_in_what_comes_out() -> None:
+    params = SamplingParams(10, temperature=0.5, top_k=4, raw_logprobs=True, top_logprobs=2)
+    one = engine()
+    request = Request(prompt(10), params)
+    tokens, logprobs, raw = [], [], []
+    for delta in one.stream(request):
+        tokens += delta.token_ids
+        logprobs += delta.logprobs
+        assert delta.raw_logprobs is not None
+        assert delta.top_logprobs is not None
+        raw += delta.raw_logprobs
+        for best, token, logprob in zip(delta.top_logprobs, delta.token_ids, delta.logprobs, strict=True):
+            assert len(best) == 2
+            assert best[0][1] >= best[1][1]
+            assert best[0][1] >= logprob - 1e-5
+            assert dict(best).get(token, logprob) == pytest.approx(logprob)
+    (scored,) = one.score([request.token_ids], [tokens])
+    np.testing.assert_allclose(raw, scored, atol=1e-6)
+    assert all(a > b for a, b in zip(logprobs, raw, strict=True))  # four tokens share all that there is
+
+
+def test_a_failure_leaves_an_engine_that_works() -> None:
+    decoder = make()
+    one = Engine(decoder, slots=4, cache_tokens=1024)
+    state = {name: tensor.clone() for name, tensor in decoder.state_dict().items()}
+    one.add(Request(prompt(40), SamplingParams(8), n=3))
+    one.step()
+    with torch.no_grad():
+        decoder.model.layers[0].self_attn.v_proj.weight.fill_(torch.nan)
+    one.update_weights(None, 1)
+    with pytest.raises(WorkFailedError, match="not finite"):
+        one.step()
+    assert (one.running, one.cache_use, one.unfinished) == (0, 0, False)
+    one.update_weights(state, 2)
+    request = Request(prompt(30), SamplingParams(8))
+    assert finish(one, one.add(request)) == [alone(request)]
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request([1], SamplingParams(3, stop=("x",))), "stop texts need a tokenizer"),
+        (Request([1] * 60, SamplingParams(9)), "passes the cache's 64"),
+        (Request([1], SamplingParams(3), adapter="poet"), "no adapter 'poet'"),
+        (Request([1], SamplingParams(3, logit_bias={98: 1.0})), "logit_bias names token 98"),
+        (Request([1], SamplingParams(3), first_sample=2**32), "key"),
+    ],
+)
+def test_requests_that_cannot_be_met_are_refused(request_: Request, message: str) -> None:
+    one = Engine(DECODER, slots=2, cache_tokens=64)
+    with pytest.raises(RequestError, match=message):
+        one.add(request_)
+    assert not one.unfinished
+
+
+def test_a_completion_has_what_was_asked_for() -> None:
+    from perilune.engine.request import Prompt
+
+    params = SamplingParams(6, raw_logprobs=True, top_logprobs=1)
+    (group,) = engine().sample([Prompt(prompt(5), (0, 0, 0))], 2, params)
+    for one in group:
+        assert isinstance(one, Completion)
+        assert one.raw_logprobs is not None
+        np.testing.assert_allclose(one.raw_logprobs, one.logprobs, atol=1e-6)
+        assert one.top_logprobs is not None
+        assert len(one.top_logprobs) == 6
