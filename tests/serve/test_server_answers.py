@@ -357,7 +357,7 @@ def test_under_load_nothing_leaks_and_nothing_is_wrong(server: Served, direct: D
 
 
 def test_who_reads_nothing_is_given_up(server: Served) -> None:
-    much = {"model": "tiny", "prompt": "1", "n": 8, "logprobs": 20, "max_tokens": 200, "ignore_eos": True}
+    much = {"model": "tiny", "prompt": "1", "n": 16, "logprobs": 20, "max_tokens": 200, "ignore_eos": True}
     content = json.dumps(much | {"stream": True}).encode()
     before = server.at_rest()["disconnects_total"]
     with socket.socket() as reader:

@@ -15,6 +15,8 @@ from perilune.engine.request import Delta
 
 DONE = b"data: [DONE]\n\n"
 
+_encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode  # made once: it is half the cost
+
 
 @dataclass(slots=True)
 class Usage:
@@ -69,7 +71,9 @@ class Answer:
         self._spelling, self._chat = spelling, chat
         self._logprobs, self._with_ids = logprobs, with_ids
         self._offsets: dict[int, int] = {}  # characters that a choice's tokens have said so far
-        self._kind = "chat.completion" if chat else "text_completion"
+        self._kind, self._piece_kind = (
+            ("chat.completion", "chat.completion.chunk") if chat else ("text_completion",) * 2
+        )
         self._head = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -114,8 +118,7 @@ class Answer:
         return self._event([], usage=usage.document())
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        kind = "chat.completion.chunk" if self._chat else self._kind
-        return event({"object": kind, **self._head, "choices": choices, **more})
+        return event({"object": self._piece_kind, **self._head, "choices": choices, **more})
 
     def _choice(self, index: int, gained: Delta) -> dict[str, Any]:
         choice: dict[str, Any] = {
@@ -167,4 +170,4 @@ class Answer:
 
 def event(document: dict[str, Any]) -> bytes:
     """One server-sent event."""
-    return b"data: " + json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
+    return b"data: " + _encode(document).encode() + b"\n\n"

@@ -12,6 +12,8 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from time import perf_counter
 from typing import Protocol
 
 from perilune.engine.request import Delta, Request
@@ -37,15 +39,23 @@ class Stream:
     """What the samples of some requests gain, read in pieces; belongs to the event loop.
 
     The samples of all requests are numbered through; such a number is called a choice.
+
+    Args:
+        whole: give everything at the end, so that the reader need not be woken at every token.
+
+    Attributes:
+        first: when the first token came, on the performance counter; None before.
     """
 
-    def __init__(self, requests: Sequence[Request], thread: EngineThread) -> None:
+    def __init__(self, requests: Sequence[Request], thread: EngineThread, *, whole: bool) -> None:
         self.requests = requests
+        self.first: float | None = None
+        self._whole = whole
         self.remaining = sum(request.n for request in requests)  # choices that have not finished
         self._thread = thread
         self.ids: tuple[int, ...] = ()
         self._accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._news = asyncio.Event()
+        self._news, self._over = asyncio.Event(), asyncio.Event()
         self._pending: dict[int, Delta] = {}
         self._failure: BaseException | None = None
 
@@ -63,7 +73,7 @@ class Stream:
         Raises:
             WorkFailedError: when the engine failed, or somebody else aborted the requests.
         """
-        while not self._pending:
+        while not self._pending or (self._whole and self.remaining):
             if self._failure is not None:
                 raise self._failure
             if not self.remaining:
@@ -72,6 +82,12 @@ class Stream:
             await self._news.wait()
         news, self._pending = list(self._pending.items()), {}
         return news
+
+    async def linger(self, seconds: float) -> None:
+        """Let more come before the next piece is taken; returns at once when there will be no more."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._over.wait()
 
     def abort(self, reason: str = "aborted") -> None:
         """Let go of what is not finished, and of its blocks."""
@@ -95,6 +111,7 @@ class Stream:
             self._accepted.set_exception(error)
             self._accepted.exception()  # whoever waited may have gone
         self._news.set()
+        self._over.set()
 
     def push(self, choice: int, delta: Delta) -> None:
         """Take a delta, into the one that waits if there is one."""
@@ -105,7 +122,12 @@ class Stream:
             self._pending[choice] = delta
         else:
             merge(waiting, delta)
-        self._news.set()
+        if self.first is None:
+            self.first = perf_counter()
+        if not self.remaining:
+            self._over.set()
+        if not self._whole or not self.remaining:
+            self._news.set()
 
 
 class EngineThread:
@@ -147,8 +169,8 @@ class EngineThread:
         """Samples that were submitted and are not finished."""
         return sum(stream.remaining for stream in self._unfinished)
 
-    async def submit(self, requests: Sequence[Request]) -> Stream:
-        """Give requests to the engine: all of them, or none.
+    async def submit(self, requests: Sequence[Request], *, whole: bool = False) -> Stream:
+        """Give requests to the engine: all of them, or none; `whole` as in `Stream`.
 
         Raises:
             RequestError: when the engine does not take one.
@@ -156,7 +178,7 @@ class EngineThread:
         """
         if self.failure is not None:
             raise WorkFailedError("the engine has failed")
-        stream = Stream(requests, self)
+        stream = Stream(requests, self, whole=whole)
         self._unfinished.add(stream)
         self._orders.put(lambda: self._add(stream))
         try:

@@ -11,11 +11,12 @@ from starlette.responses import Response
 from perilune.engine.request import Delta
 from perilune.errors import WorkFailedError
 from perilune.serve.answers import DONE, Answer, Usage, event
-from perilune.serve.engine_thread import Stream, merge
+from perilune.serve.engine_thread import Stream
 from perilune.serve.errors import error_document
 from perilune.serve.metrics import Metrics
 from perilune.serve.responses import Disconnected, while_connected
 
+_PACE = 0.01  # seconds between two events of a stream: what a small model says meanwhile comes together
 _CLIENT_LEFT = 499  # as nginx calls it; nobody is there to see it
 
 
@@ -39,7 +40,7 @@ class Exchange:
             WorkFailedError: when the engine failed.
         """
         try:
-            choices = await while_connected(self._collected(), request.receive)
+            choices = dict(await while_connected(self._next(), request.receive))
         except Disconnected:
             self._metrics.disconnected()
             return Response(status_code=_CLIENT_LEFT)
@@ -47,16 +48,6 @@ class Exchange:
             self.close()
         ordered = [choices[choice] for choice in sorted(choices)]
         return JSONResponse(self._answer.whole(ordered, self._prompts, self._usage))
-
-    async def _collected(self) -> dict[int, Delta]:
-        choices: dict[int, Delta] = {}
-        while news := await self._next():
-            for choice, delta in news:
-                if choice in choices:
-                    merge(choices[choice], delta)
-                else:
-                    choices[choice] = delta
-        return choices
 
     async def events(self, wants_usage: bool) -> AsyncIterator[bytes]:
         """The answer in server-sent events; what several choices gained at once is one piece of bytes."""
@@ -70,6 +61,7 @@ class Exchange:
                     sent += self._answer.piece(choice, delta)
                 if sent:
                     yield sent
+                    await self._stream.linger(_PACE)
         except WorkFailedError as error:  # the status is sent already
             yield event(error_document(500, error.what))
             return
@@ -77,8 +69,6 @@ class Exchange:
 
     async def _next(self) -> list[tuple[int, Delta]]:
         news = await self._stream.next()
-        if news and not self._usage.completion:
-            self._metrics.first_token(self._began)
         for _, delta in news:
             self._usage.completion += len(delta.token_ids)
             self._usage.cached = max(self._usage.cached, delta.cached_tokens)
@@ -87,6 +77,8 @@ class Exchange:
     def close(self) -> None:
         """The answer was sent; or its reader has left, and the engine is told to stop."""
         self._stream.abort()
+        if self._stream.first is not None:
+            self._metrics.first_token(self._stream.first - self._began)
         usage = self._usage
         self._metrics.finished(
             self._began, prompt=usage.prompt, completion=usage.completion, cached=usage.cached

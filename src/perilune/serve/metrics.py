@@ -44,9 +44,9 @@ class Metrics:
         """A reader left."""
         self._disconnects.inc()
 
-    def first_token(self, since: float) -> None:
-        """The first token of a request that came at `since` on the performance counter."""
-        self._first.observe(time.perf_counter() - since)
+    def first_token(self, seconds: float) -> None:
+        """The first token of a request came after so long."""
+        self._first.observe(seconds)
 
     def finished(self, since: float, *, prompt: int, completion: int, cached: int) -> None:
         """A request is done, having taken that many tokens."""
