@@ -16,67 +16,12 @@ from torch import Tensor, nn
 
 from perilune.models.attention import Attention
 from perilune.models.config import DecoderConfig
-from perilune.models.kernels import both_halves, geglu, linear, pack_weight, rms_norm, rotate, swiglu
-from perilune.models.layer_kinds import Experts
-from perilune.models.native.ops import PackedWeight
+from perilune.models.feed_forward import MLP, MixtureOfExperts
+from perilune.models.kernels import both_halves, rms_norm, rotate
+from perilune.models.layers import Projection, RMSNorm
+from perilune.models.narrow import NarrowKind
 from perilune.models.rope import Rope
 from perilune.models.rotary import inverse_frequencies
-
-
-class RMSNorm(nn.Module):
-    """Scale to unit root mean square, then by a learned weight (Zhang & Sennrich 2019).
-
-    Args:
-        offset: whether the factor is 1 + weight.
-    """
-
-    def __init__(self, size: int, eps: float, offset: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(size) if offset else torch.ones(size))
-        self.eps, self.offset = eps, offset
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.factor(), self.eps)
-
-    def factor(self) -> Tensor:
-        """float[size] that the normalised input is multiplied by."""
-        return 1 + self.weight if self.offset else self.weight
-
-    def freeze(self, source: RMSNorm) -> None:
-        """Take the present factor of `source`; no gradient reaches it."""
-        self.weight = nn.Parameter(source.factor().detach().clone(), requires_grad=False)
-        self.offset = False
-
-
-class Projection:
-    """Linear maps of the same input, computed as one product.
-
-    The parameters stay with their modules, under their Hugging Face names, and are joined on every call;
-    a frozen projection was joined once, in the order that is fastest to read.
-    """
-
-    def __init__(self, *parts: nn.Linear | nn.Embedding) -> None:
-        self.parts = parts
-        self.frozen: tuple[Tensor | PackedWeight, Tensor | None] | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        weight, bias = self.joined() if self.frozen is None else self.frozen
-        return linear(x, weight, bias)
-
-    def joined(self) -> tuple[Tensor, Tensor | None]:
-        """float[O, I] weight and float[O] bias of all parts, one below the other."""
-        weights: list[Tensor] = [part.weight for part in self.parts]
-        biases: list[Tensor] = [
-            part.bias for part in self.parts if isinstance(part, nn.Linear) and part.bias is not None
-        ]
-        if len(weights) == 1:
-            return weights[0], biases[0] if biases else None
-        return torch.cat(weights), torch.cat(biases) if biases else None
-
-    def freeze(self, source: Projection) -> None:
-        """Take the present weights of `source`; no gradient reaches them."""
-        weight, bias = source.joined()
-        self.frozen = pack_weight(weight.detach(), bias)
 
 
 class SelfAttention(nn.Module):
@@ -125,57 +70,6 @@ class SelfAttention(nn.Module):
         keys = self.kv_heads * self.size
         q, k, v = torch.split_with_sizes(qkv, [qkv.shape[1] - 2 * keys, keys, keys], 1)
         return torch.cat([self.q_norm(q), self.k_norm(k), v], dim=1)
-
-
-class MLP(nn.Module):
-    """Gated feed-forward: down(f(gate(x)) * up(x)) with f SiLU or GELU (Shazeer 2020)."""
-
-    def __init__(self, config: DecoderConfig, inner: int) -> None:
-        super().__init__()
-        hidden = config.hidden_size
-        self.gate_proj = nn.Linear(hidden, inner, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(hidden, inner, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(inner, hidden, bias=config.mlp_bias)
-        self.gate, self.up, self.down = (
-            Projection(part) for part in (self.gate_proj, self.up_proj, self.down_proj)
-        )
-        self.gated = swiglu if config.family.activation == "silu" else geglu
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.gated(self.gate(x), self.up(x)))
-
-
-class MixtureOfExperts(nn.Module):
-    """Each token goes through the experts its router finds most probable, K of E, weighted by that.
-
-    Top-k routing without a limit on an expert's tokens (Shazeer et al. 2017; Qwen3, 2025).
-    """
-
-    def __init__(self, config: DecoderConfig, experts: Experts) -> None:
-        super().__init__()
-        self.per_token, self.normalised = experts.per_token, experts.normalised
-        self.gate = nn.Linear(config.hidden_size, experts.count, bias=False)
-        self.experts = nn.ModuleList(MLP(config, experts.intermediate_size) for _ in range(experts.count))
-        self.router = Projection(self.gate)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, chosen = self.route(x)
-        # The pairs of token and expert, expert by expert; then back, so that a token's sum has one order.
-        order = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
-        parts = torch.split_with_sizes(x[order // self.per_token], counts)
-        outs = [expert(part) for expert, part in zip(self.experts, parts, strict=True) if len(part)]
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        out = torch.cat(outs)[back].view(*chosen.shape, -1)
-        return (out * weights[..., None]).sum(1)
-
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Of float[N, d], the weights float[N, K] and indices int64[N, K] of each token's experts."""
-        probabilities = self.router(x).softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
-        weights, chosen = probabilities.topk(self.per_token, dim=-1)
-        if self.normalised:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return weights.to(x.dtype), chosen
 
 
 class Block(nn.Module):
@@ -258,11 +152,17 @@ class Decoder(nn.Module):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """float[N, d] that the first layer sees of int64[N] tokens."""
-        x = self.model.embed_tokens(token_ids)
+        x = self.model.embed_tokens(token_ids).to(self.dtype)
         if not self.config.family.scaled_embeddings:
             return x  # type: ignore[no-any-return]
         # The factor is rounded to the dtype, as it was when the model was trained.
         return x * x.new_tensor(self.config.hidden_size**0.5)  # type: ignore[no-any-return]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations, and of norms; a frozen copy may keep its matrices in another."""
+        weight: Tensor = self.model.norm.weight
+        return weight.dtype
 
     def to_hf(self) -> dict[str, Any]:
         """The content of its config.json."""
@@ -270,8 +170,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float[N, V] scores of the next token, from float[N, d]."""
-        logits, bound = self.head(hidden), self.config.logit_softcap
-        return logits if bound is None else (logits / bound).tanh() * bound
+        return capped(self.head(hidden), self.config.logit_softcap)
 
     def rotary(self, positions: Tensor, rope: Rope | None = None) -> tuple[Tensor, Tensor]:
         """Cosines and sines, float[N, 1, D / 2] each, of every pair's angle; float32 inside.
@@ -281,18 +180,23 @@ class Decoder(nn.Module):
         rope = rope or self.config.rope
         frequencies = self.inverse_frequencies[rope] = self.inverse_frequencies[rope].to(positions.device)
         angles = (positions[:, None].float() * frequencies)[:, None]
-        dtype = self.model.embed_tokens.weight.dtype
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
 
     @torch.no_grad()
-    def frozen(self) -> Decoder:
-        """A copy of the present weights for inference, faster than the original and untouched by training."""
+    def frozen(self, kind: NarrowKind | None = None) -> Decoder:
+        """A copy of the present weights for inference, faster than the original and untouched by training.
+
+        Args:
+            kind: how matrices are kept: "bfloat16", "int8" (embeddings in bfloat16 then), or as they are.
+                Norms, biases, routers and what passes between layers stay as they are.
+        """
         with torch.device("meta"):
             copy = Decoder(self.config)
         for projection, its_projection in zip(self._projections(), copy._projections(), strict=True):
-            its_projection.freeze(projection)
-        embedding = nn.Parameter(self.model.embed_tokens.weight.detach().clone(), requires_grad=False)
-        copy.model.embed_tokens.weight = embedding
+            its_projection.freeze(projection, kind)
+        table = self.model.embed_tokens.weight.detach()
+        table = table.clone() if kind is None else table.to(torch.bfloat16, copy=True)
+        copy.model.embed_tokens.weight = nn.Parameter(table, requires_grad=False)
         for mine, its in zip(self.modules(), copy.modules(), strict=True):
             if isinstance(mine, RMSNorm) and isinstance(its, RMSNorm):
                 its.freeze(mine)
@@ -316,3 +220,8 @@ class Decoder(nn.Module):
                 else:
                     deviation = self.config.initializer_range
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation)
+
+
+def capped(logits: Tensor, bound: float | None) -> Tensor:
+    """Logits kept within the bound, softly; without a bound, themselves."""
+    return logits if bound is None else (logits / bound).tanh() * bound

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from perilune.models.narrow import NarrowKind, NarrowWeight, narrowed
 from perilune.models.native import ops
 from perilune.models.native.ops import LANES, PackedWeight
 
@@ -38,10 +39,12 @@ def is_exact(x: Tensor) -> bool:
     return x.dtype == torch.float32 and x.device.type == "cpu" and (_HAS_ONEDNN or ops.available())
 
 
-def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | PackedWeight | NarrowWeight, bias: Tensor | None = None) -> Tensor:
     """float[N, O] = float[N, I] @ float[O, I].T + float[O]; the weight may be one that `pack_weight` made."""
     if isinstance(weight, PackedWeight):
         return ops.linear(x, weight)
+    if isinstance(weight, NarrowWeight):
+        return weight.times(x) if bias is None else weight.times(x) + bias
     if not is_exact(x):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
@@ -50,11 +53,19 @@ def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None)
     return _forward(x, weight) if bias is None else _forward(x, weight).add_(bias)
 
 
-def pack_weight(weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor | PackedWeight, Tensor | None]:
-    """Both in the order the processor reads them, for many calls of `linear` without gradients."""
-    if is_native(weight):
-        return ops.pack_weight(weight, bias), None
+def pack_weight(
+    weight: Tensor, bias: Tensor | None = None, kind: NarrowKind | None = None
+) -> tuple[Tensor | PackedWeight | NarrowWeight, Tensor | None]:
+    """Both in the order the processor reads them, for many calls of `linear` without gradients.
+
+    Args:
+        kind: how the weight is kept; by default as it is.
+    """
+    if is_native(weight) and (kind != "bfloat16" or weight.shape[1] % 2 == 0):
+        return ops.pack_weight(weight, bias, kind or "float32"), None
     bias = None if bias is None else bias.detach().clone()
+    if kind is not None:
+        return narrowed(weight, kind), bias
     if not is_exact(weight):
         return weight.detach().clone(), bias
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _TYPICAL_ROWS), bias

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from perilune.models.config import DecoderConfig
-from perilune.models.decoder import MLP, NORM_NAMES, Block, Decoder, RMSNorm
+from perilune.models.decoder import NORM_NAMES, Block, Decoder
+from perilune.models.feed_forward import MLP
+from perilune.models.layers import RMSNorm
 from perilune.models.native import ops
 from perilune.models.native.ops import (
     LANES,
@@ -45,7 +47,7 @@ class _Model(Structure):
         *((name, c_int64) for name in ("qk_norm_whole", "activation", "embedding_kind")),
         *((name, c_void_p) for name in ("layer", "embedding", "final_norm")),
         ("head", Weight),
-        *((name, c_float) for name in ("eps", "attention_scale", "embedding_scale", "logit_cap")),
+        *((name, c_float) for name in ("eps", "attention_scale", "embedding_scale")),
     )
 
 
@@ -108,7 +110,6 @@ class NativeDecoder:
             eps=config.rms_norm_eps,
             attention_scale=config.head_dim**-0.5,
             embedding_scale=config.hidden_size**0.5 if family.scaled_embeddings else 1.0,
-            logit_cap=config.logit_softcap or 0.0,
         )
 
     def _layer(self, block: Block, kind: WeightKind) -> _Layer:

@@ -1,0 +1,52 @@
+"""Weights kept in fewer bits than they are computed with, for inference.
+
+* bfloat16: rounded to eight significant bits, and so is what they are multiplied with.
+* int8: of each output channel, w is s q with s = max |w| / 127 and q the nearest integer (symmetric, weight
+  only): what they are multiplied with is not rounded.
+
+Sums are in the dtype of the activations. The C kernels keep weights in the same two ways.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NarrowKind = Literal["bfloat16", "int8"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NarrowWeight:
+    """A matrix [O, I].
+
+    Attributes:
+        values: bfloat16 or int8 [O, I].
+        scales: float32[O], of int8.
+    """
+
+    values: Tensor
+    scales: Tensor | None = None
+
+    def times(self, x: Tensor) -> Tensor:
+        """float[N, O] from float[N, I]."""
+        if self.scales is None:
+            narrow = x.to(self.values.dtype)
+            if x.device.type != "cpu":
+                return F.linear(narrow, self.values).to(x.dtype)
+            return F.linear(narrow.to(x.dtype), self.values.to(x.dtype))
+        return F.linear(x, self.values.to(x.dtype)) * self.scales.to(x.dtype)
+
+
+def narrowed(weight: Tensor, kind: NarrowKind) -> NarrowWeight:
+    """Round float[O, I]."""
+    weight = weight.detach()
+    if kind == "bfloat16":
+        return NarrowWeight(weight.to(torch.bfloat16, copy=True))
+    weight = weight.float()
+    scales = weight.abs().amax(1) / 127
+    steps = weight / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+    return NarrowWeight(steps.round().to(torch.int8), scales)

@@ -1,0 +1,101 @@
+"""Weights in bfloat16 and int8: what rounding may cost, one matrix at a time and a whole model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perilune.models import kernels
+from perilune.models.attention import PackedAttention
+from perilune.models.config import PRESETS, DecoderConfig
+from perilune.models.decoder import Decoder
+from perilune.models.layer_kinds import Experts
+from perilune.models.narrow import NarrowKind, narrowed
+from perilune.models.native import ops
+
+KINDS: list[NarrowKind] = ["bfloat16", "int8"]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    scale=st.sampled_from([1e-30, 1e-3, 1.0, 1e20]),
+    shape=st.tuples(st.integers(1, 9), st.integers(1, 40)),
+)
+def test_int8_is_off_by_half_a_step_at_most(seed: int, scale: float, shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(shape, generator=generator) * scale
+    weight[0] *= 100  # one large channel must not cost the others anything
+    narrow = narrowed(weight, "int8")
+    assert narrow.values.dtype == torch.int8
+    assert narrow.scales is not None
+    error = (narrow.values.double() * narrow.scales[:, None].double() - weight.double()).abs()
+    assert (error <= weight.double().abs().amax(1, keepdim=True) / 254 * (1 + 1e-5)).all()
+
+
+def test_a_channel_of_zeros_stays_one() -> None:
+    narrow = narrowed(torch.zeros(3, 8), "int8")
+    assert torch.equal(narrow.times(torch.randn(2, 8)), torch.zeros(2, 3))
+
+
+@pytest.mark.skipif(not ops.available(), reason="needs a C compiler: install gcc or clang")
+@pytest.mark.parametrize("kind", KINDS)
+def test_torch_and_the_kernels_round_alike(kind: NarrowKind) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(5, 96), torch.randn(40, 96), torch.randn(40)
+    packed = kernels.pack_weight(weight, bias, kind)
+    expected = narrowed(weight, kind).times(x) + bias
+    torch.testing.assert_close(kernels.linear(x, *packed), expected, rtol=1e-5, atol=2e-5)
+    assert (expected - (x @ weight.T + bias)).abs().max() > 1e-4
+
+
+def logits(decoder: Decoder) -> torch.Tensor:
+    tokens = torch.arange(30) * 7 % 98
+    with torch.no_grad():
+        return decoder.logits(decoder(tokens, torch.arange(30), PackedAttention(torch.tensor([0, 30]))))
+
+
+FEW = {"vocab_size": 98, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 4}
+HEADS = {"num_kv_heads": 2, "head_dim": 32, "initializer_range": 0.1}
+MIXTURE = DecoderConfig(architecture="qwen3_moe", **FEW, **HEADS, experts=Experts(4, 2, 48))  # type: ignore[arg-type]
+BIASED = DecoderConfig(architecture="qwen2", **FEW, **HEADS)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("arithmetic")
+@pytest.mark.parametrize(("kind", "bound"), [("bfloat16", 0.02), ("int8", 0.04)])
+@pytest.mark.parametrize("config", [PRESETS["tiny"], BIASED, MIXTURE])
+def test_a_frozen_copy_is_close_and_untouched_by_training(
+    config: DecoderConfig, kind: NarrowKind, bound: float
+) -> None:
+    decoder = Decoder(config)
+    decoder.initialize(0)
+    exact, narrow = logits(decoder), decoder.frozen(kind)
+    close = logits(narrow)
+    assert 0 < (close - exact).norm() / exact.norm() < bound
+    assert close.dtype == torch.float32
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.mul_(1.5)
+    assert torch.equal(logits(narrow), close)
+
+
+def test_a_router_is_not_rounded() -> None:
+    decoder = Decoder(MIXTURE)
+    decoder.initialize(0)
+    x, mlp = torch.randn(9, 64), decoder.frozen("int8").model.layers[0].mlp
+    for ours, theirs in zip(mlp.route(x), decoder.model.layers[0].mlp.route(x), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.usefixtures("arithmetic")
+@pytest.mark.parametrize(("kind", "share"), [("bfloat16", 0.51), ("int8", 0.28)])
+def test_matrices_take_less_memory(kind: NarrowKind, share: float, arithmetic: Any) -> None:
+    weight = torch.randn(96, 128)
+    packed, _ = kernels.pack_weight(weight, None, kind)
+    tensors = packed.tensors if arithmetic == "native" else (packed.values, packed.scales)  # type: ignore[union-attr]
+    held = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+    assert held <= share * weight.numel() * 4
