@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from perilune.engine.blocks import Blocks
 from perilune.engine.cache import PagedCache
+from perilune.engine.native_attention import DescribedStep, describe_cache
 from perilune.engine.scheduler import StepBatch
-from perilune.models.decoder import Decoder
+from perilune.models.decoder import Decoder, capped
 from perilune.models.native import decoder as native
-from perilune.models.native import ops
 from perilune.models.native.ops import WeightKind
 
 CacheKind = Literal["float32", "bfloat16", "int8"]
@@ -43,22 +41,14 @@ class NativeRunner:
         self._kind = weights or weight_kind(decoder)
         kind = cache or ("bfloat16" if self._kind == "bfloat16" else "float32")
         self.cache = PagedCache(decoder.config, num_blocks, getattr(torch, kind))
-        self._vocab_size = decoder.config.vocab_size
-        self._cache = ops.Cache(
-            keys=self.cache.keys.data_ptr(),
-            values=self.cache.values.data_ptr(),
-            key_scales=_pointer(self.cache.key_scales),
-            value_scales=_pointer(self.cache.value_scales),
-            blocks=num_blocks,
-            kind=ops.KINDS[self.cache.keys.dtype],
-        )
+        self._config = decoder.config
+        self._cache = describe_cache(self.cache)
         self.take_weights(decoder)
 
     def run(self, batch: StepBatch) -> Tensor:
-        step, held, logits = describe_step(batch, self._vocab_size)
-        self._decoder.step(self._cache, step, int(batch.positions.max()))
-        del held
-        return logits
+        described = DescribedStep(batch, self._config.vocab_size)
+        self._decoder.step(self._cache, described.step, int(batch.positions.max()))
+        return capped(described.logits, self._config.logit_softcap)
 
     def copy_blocks(self, sources: Blocks, targets: Blocks) -> None:
         self.cache.copy(sources, targets)
@@ -73,32 +63,3 @@ class NativeRunner:
 def weight_kind(decoder: Decoder) -> WeightKind:
     """As the decoder's own dtype says."""
     return "bfloat16" if decoder.model.embed_tokens.weight.dtype == torch.bfloat16 else "float32"
-
-
-def describe_step(
-    batch: StepBatch, vocab_size: int
-) -> tuple[ops.Step, list[NDArray[np.int64] | NDArray[np.int32]], Tensor]:
-    """What the kernels are told of a batch, the memory it lies in, and float32[R, V] for the logits."""
-    rows = len(batch.token_ids)
-    counts = np.diff(batch.cu_seqlens)
-    sequence = np.arange(rows) if batch.decodes == rows else np.repeat(np.arange(len(counts)), counts)
-    held = [
-        np.ascontiguousarray(array, dtype=np.int64)
-        for array in (batch.token_ids, batch.positions, batch.logit_rows, sequence)
-    ]
-    tables = np.ascontiguousarray(batch.block_tables, dtype=np.int32)
-    logits = torch.empty(len(batch.logit_rows), vocab_size)
-    names = ("tokens", "positions", "logit_rows", "sequence")
-    step = ops.Step(
-        rows=rows,
-        tables_stride=tables.shape[1],
-        logit_count=len(batch.logit_rows),
-        **{name: array.ctypes.data for name, array in zip(names, held, strict=True)},
-        tables=tables.ctypes.data,
-        logits=logits.data_ptr(),
-    )
-    return step, [*held, tables], logits
-
-
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

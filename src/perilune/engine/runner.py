@@ -15,8 +15,11 @@ from torch import Tensor
 
 from perilune.engine.blocks import Blocks
 from perilune.engine.cache import PagedAttention, PagedCache
+from perilune.engine.native_attention import NativePagedAttention
 from perilune.engine.scheduler import StepBatch
+from perilune.models.attention import Attention
 from perilune.models.decoder import Decoder
+from perilune.models.kernels import is_native
 
 _ROWS = 16  # a new number of rows costs oneDNN a new kernel: there are multiples of this, and few large ones
 
@@ -65,7 +68,7 @@ class TorchRunner:
         rows = _padded_rows(count)
         tokens, positions = np.zeros((2, rows), dtype=np.int64)
         tokens[:count], positions[:count] = batch.token_ids, batch.positions
-        attention = PagedAttention(self.cache, batch, rows)
+        attention = self._attention(batch, rows)
         hidden = self.decoder(self._tensor(tokens), self._tensor(positions), attention)
         wanted = len(batch.logit_rows)
         if wanted == count == batch.decodes:
@@ -73,6 +76,12 @@ class TorchRunner:
         at = np.zeros(_padded_rows(wanted), dtype=np.int64)
         at[:wanted] = batch.logit_rows
         return self.decoder.logits(hidden[self._tensor(at)])[:wanted].float()
+
+    def _attention(self, batch: StepBatch, rows: int) -> Attention:
+        """Of the same arithmetic as the learner's."""
+        if is_native(self.decoder.model.embed_tokens.weight, self.cache.values.shape[-1]):
+            return NativePagedAttention(self.cache, batch)
+        return PagedAttention(self.cache, batch, rows)
 
     @torch.inference_mode()
     def copy_blocks(self, sources: Blocks, targets: Blocks) -> None:

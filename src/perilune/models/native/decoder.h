@@ -28,7 +28,7 @@ struct model {
     const void *embedding; /* [V][hidden] */
     const float *final_norm;
     struct weight head;
-    float eps, attention_scale, embedding_scale, logit_cap;
+    float eps, attention_scale, embedding_scale;
 };
 
 /* What the threads of a step share. Rows of every buffer are `stride` floats apart. */
@@ -166,13 +166,6 @@ static void logits_of_rows(struct part *part)
     meet(part->team);
     share(panel_count(&m->head), 1, part->rank, part->team->size, &first, &last);
     product(job->h, job->stride, &m->head, first, last, job->step->logits, m->vocabulary, count, part->rounded);
-    if (m->logit_cap <= 0.0f) return;
-    int64_t columns = last * PANEL < m->vocabulary ? last * PANEL : m->vocabulary;
-    for (int64_t i = 0; i < count; i++)
-        for (int64_t v = first * PANEL; v < columns; v++) {
-            float *logit = job->step->logits + i * m->vocabulary + v;
-            *logit = m->logit_cap * tanhf(*logit / m->logit_cap);
-        }
 }
 
 static void step_part(void *argument, int64_t rank, struct team *team)

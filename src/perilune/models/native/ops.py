@@ -341,12 +341,14 @@ def attend_paged(
 ) -> Tensor:
     """Keep float32[N, KV, D] keys and values, then attend from float32[N, H, D]; returns float32[N, H, D].
 
+    What lies after the rows of the step is passed over, and zero in the result.
+
     Args:
         scale: of the scores.
         window: tokens a query sees, itself among them; 0 means all.
     """
     q, k, v = (_rows(x) for x in (q, k, v))
-    out = torch.empty(q.shape)
+    out = torch.zeros(q.shape)
     call = _Paged(
         cache=ctypes.pointer(cache),
         step=ctypes.pointer(step),
