@@ -29,9 +29,8 @@ def requirements_lock(task: str) -> str:
         if (_normal(name), extras) in seen:
             continue
         seen.add((_normal(name), extras))
-        installed = _find(name)
-        versions[_normal(name)] = installed.version
-        waiting += _needs(installed, extras)
+        versions[_normal(name)] = _find(name).version
+        waiting += _needs(name, extras)
     del versions[_normal(NAME)]
     return "".join(f"{name}=={version}\n" for name, version in sorted(versions.items()))
 
@@ -42,6 +41,7 @@ def _owners(task: str) -> list[str]:
     return [point.dist.name for point in points if point.dist is not None]
 
 
+@cache
 def _find(name: str) -> Distribution:
     try:
         return distribution(name)
@@ -51,12 +51,13 @@ def _find(name: str) -> Distribution:
         ) from None
 
 
-def _needs(installed: Distribution, extras: frozenset[str]) -> list[tuple[str, frozenset[str]]]:
+@cache
+def _needs(name: str, extras: frozenset[str]) -> list[tuple[str, frozenset[str]]]:
     """What a distribution requires here, given the extras asked of it."""
     from packaging.requirements import Requirement
 
     needs = []
-    for text in installed.requires or []:
+    for text in _find(name).requires or []:
         need = Requirement(text)
         holds = need.marker is None or any(
             need.marker.evaluate({"extra": extra}) for extra in (extras or {""})
