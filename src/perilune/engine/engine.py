@@ -27,6 +27,7 @@ from perilune.errors import RequestError, WorkFailedError
 from perilune.models.config import DecoderConfig
 from perilune.models.decoder import Decoder
 from perilune.models.logprobs import token_logprobs
+from perilune.models.memory import card_of
 from perilune.models.tokenizer import Tokenizer
 
 CACHE_BYTES = 4 << 30
@@ -525,5 +526,5 @@ class _Collection:
 
 def default_cache_tokens(config: DecoderConfig, slots: int) -> int:
     """Tokens for `slots` of the longest samples, or as many as have room in `CACHE_BYTES`."""
-    token_bytes = 2 * 4 * config.num_layers * config.num_kv_heads * config.head_dim
+    token_bytes = card_of(config).cache_bytes(1, torch.float32.itemsize, windows=False)
     return max(BLOCK, min(slots * config.max_position_embeddings, CACHE_BYTES // token_bytes))
