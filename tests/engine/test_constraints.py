@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from perilune.engine.constraints import Constraint, Constraints, forbid, mask_words
 from perilune.engine.engine import Engine
-from perilune.engine.request import Delta, Request, SamplingParams
+from perilune.engine.request import Delta, Prompt, Request, SamplingParams
 from perilune.errors import RequestError, WorkFailedError
 from perilune.models.attention import PackedAttention
 from perilune.models.config import PRESETS
@@ -137,6 +137,16 @@ def test_neighbours_and_preemption_change_nothing() -> None:
             assert other.finish_reason == alone.finish_reason
             np.testing.assert_allclose(other.logprobs, alone.logprobs, atol=1e-5)
     assert all(re.fullmatch("[a-z]{40,60}", TOKENIZER.decode(preempted[i, 0].token_ids)) for i in (1, 4, 7))
+
+
+def test_groups_are_sampled_under_one_constraint() -> None:
+    prompts = [Prompt(TOKENIZER.encode(text), (0, 0, place)) for place, text in enumerate(("a: ", "b: "))]
+    constraint = constraints().regex("[0-9]{3}")
+    groups = Engine(decoder()).sample(prompts, 8, SamplingParams(max_tokens=9), constraint=constraint)
+    assert [len(group) for group in groups] == [8, 8]
+    for one in (one for group in groups for one in group):
+        assert one.finish_reason == "stop"
+        assert re.fullmatch("[0-9]{3}", TOKENIZER.decode(one.token_ids))
 
 
 def test_a_sample_goes_on_where_it_left_off() -> None:

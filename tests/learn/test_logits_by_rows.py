@@ -21,6 +21,7 @@ from perilune.learn.weights import GroupWeights, aggregate
 from perilune.models import logprobs
 from perilune.models.config import DecoderConfig
 from perilune.models.decoder import Decoder
+from perilune.models.memory import LOGITS_AT_ONCE, plan_memory
 from perilune.tasks.footprint import peak_resident
 
 
@@ -75,9 +76,12 @@ def test_any_function_of_rows_is_cut_anywhere(count: int, rows: int, learning: b
         assert torch.equal(hidden.grad, torch.full_like(hidden, 2.0))
 
 
+LARGE_VOCABULARY = DecoderConfig("llama", 40_000, 8, 8, 1, 1, 1, 8)
+
+
 def print_peaks(steps: Sequence[tuple[int, int]]) -> None:
     """The peak of this process in MiB after each step: (tokens learned from, logits at a time)."""
-    learner = Learner(Decoder(DecoderConfig("llama", 40_000, 8, 8, 1, 1, 1, 8)))
+    learner = Learner(Decoder(LARGE_VOCABULARY))
     learner.decoder.initialize(0)
     for rows, logprobs.LOGITS_AT_ONCE in steps:
         answers = [episode(tokens=[7] * 64, name=f"0/{i}/0") for i in range(rows // 64)]
@@ -88,11 +92,13 @@ def print_peaks(steps: Sequence[tuple[int, int]]) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are reliable on Linux")
 def test_memory_does_not_grow_with_rows_times_vocabulary() -> None:
     # 64 MiB of logits at a time: smaller blocks would come from the heap, which keeps what is freed.
-    steps = [(512, 1 << 24), (1536, 1 << 24), (1536, 1 << 30)]
+    steps = [(512, 1 << 24), (1536, 1 << 24), (1536, LOGITS_AT_ONCE), (1536, 1 << 30)]
     code = f"import test_logits_by_rows as here; here.print_peaks({steps})"
     told = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=Path(__file__).parent
     )
-    few, many, at_once = map(int, told.stdout.split())
+    few, many, planned, at_once = map(int, told.stdout.split())
     assert many < few + 50  # MiB; the logits of the further rows would take 156, and as much several times
     assert at_once > many + 200
+    plan = plan_memory(LARGE_VOCABULARY, learning=(1536, 67)).total >> 20
+    assert 0.5 * plan < planned < plan

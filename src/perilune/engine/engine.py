@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perilune.data.episode import FinishReason
+from perilune.engine.adapters import Adapter
 from perilune.engine.blocks import BLOCK, BlockPool, blocks_for
-from perilune.engine.constraints import ConstraintState
+from perilune.engine.constraints import Constraint, ConstraintState
 from perilune.engine.following import Followed, needs_following
 from perilune.engine.request import Completion, Delta, Prompt, Request, SamplingParams
-from perilune.engine.runner import Runner
+from perilune.engine.runner import AdaptingRunner, Runner
 from perilune.engine.runners import fastest_runner
 from perilune.engine.sampler import Drawn, Sampler
 from perilune.engine.scheduler import Counters, Scheduler, Step, StepBatch
@@ -79,6 +80,8 @@ class Engine:
         self._runner = runner(decoder, self._num_blocks)
         self.version = 0
         self.counters = Counters()
+        self._adapters: list[Adapter] = []
+        self._adapter_numbers: dict[str, int] = {}
         self._next_id = 0
         self._open()
 
@@ -182,17 +185,22 @@ class Engine:
         n: int,
         params: SamplingParams,
         on_progress: Callable[[int, int], None] | None = None,
+        *,
+        constraint: Constraint | None = None,
     ) -> list[list[Completion]]:
         """Continue every prompt `n` times; `result[i][j]` is sample j of prompt i.
 
-        `on_progress(finished, total)` is called after every step, with counts of samples.
+        `on_progress(finished, total)` is called after every step, with counts of samples. All samples fit
+        the `constraint`, unless they are cut off or given up ("length", "aborted").
 
         Raises:
             RequestError: on an empty prompt, a token outside the vocabulary, or more tokens than the
                 model has positions for or the cache has room for.
             WorkFailedError: when the model gives no finite probabilities.
         """
-        requests = [Request(prompt.token_ids, params, prompt.key, n) for prompt in prompts]
+        requests = [
+            Request(prompt.token_ids, params, prompt.key, n, constraint=constraint) for prompt in prompts
+        ]
         for index, request in enumerate(requests):
             self._check(request, f"prompt {index}")
         collection = _Collection(len(requests) * n)
@@ -218,8 +226,9 @@ class Engine:
         prompt_ids: Sequence[Sequence[int]],
         token_ids: Sequence[Sequence[int]],
         temperature: float = 1.0,
+        adapter: str | None = None,
     ) -> list[NDArray[np.float32]]:
-        """Log-probs float32[T] of each `token_ids[i]` after `prompt_ids[i]`.
+        """Log-probs float32[T] of each `token_ids[i]` after `prompt_ids[i]`, with the adapter of that name.
 
         Computed as `sample` would, in whatever blocks are free: samples in flight are not disturbed, but may
         have to be computed again.
@@ -234,6 +243,7 @@ class Engine:
         ]
         for index, (prompt, answer) in enumerate(pairs):
             self._check_tokens(prompt, len(answer), f"prompt {index}")
+        number = self._adapter_number(adapter, "score")
         scores: list[NDArray[np.float32]] = []
         most_logits = max(1, _SCORED_LOGITS // self._config.vocab_size)
         while len(scores) < len(pairs):
@@ -247,11 +257,11 @@ class Engine:
                 if batch and over:
                     break
                 batch.append((prompt, answer))
-            scores += self._score_packed(batch, temperature)
+            scores += self._score_packed(batch, temperature, number)
         return scores
 
     def _score_packed(
-        self, pairs: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]], temperature: float
+        self, pairs: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]], temperature: float, adapter: int
     ) -> list[NDArray[np.float32]]:
         tokens = np.concatenate([part for pair in pairs for part in pair])
         answers = np.array([len(answer) for _, answer in pairs])
@@ -271,6 +281,7 @@ class Engine:
             decodes=0,
             block_tables=tables,
             logit_rows=before,
+            adapters=None if adapter < 0 else np.full(len(pairs), adapter, dtype=np.int32),
         )
         try:
             logits = self._runner.run(batch)
@@ -287,19 +298,44 @@ class Engine:
     ) -> None:
         """Take `state`, or when None what the decoder given at first now holds, as policy `version`.
 
-        `state` has the decoder's own names and is loaded into it. May be called between two steps (also from
-        `on_progress`): every token says which version sampled it.
+        `state` has the decoder's own names and is loaded into it; from another process it comes by
+        `SharedWeights.read`. May be called between two steps (also from `on_progress`): every token says
+        which version sampled it.
 
         Args:
             recompute: compute again what samples in flight have so far, so that they go on exactly as if they
                 began anew with the new weights and these tokens. Otherwise they go on at once, on keys and
                 values that the old weights left; log-probs are then of that mixture.
+
+        Raises:
+            RequestError: when names or shapes are not the decoder's; nothing has changed then.
         """
         if state is not None:
+            _check_state(state, self._source)
             self._source.load_state_dict(state)
         self._runner.take_weights(self._source)
         self.version = version
         self._scheduler.new_weights(version, recompute=recompute)
+
+    def add_adapter(self, name: str, adapter: Adapter) -> None:
+        """Let requests name a LoRA adapter; one that had the name before goes on for those that have begun.
+
+        Raises:
+            RequestError: when it does not fit the decoder, or the runner cannot apply adapters.
+        """
+        adapter.check(self._source)
+        if not isinstance(self._runner, AdaptingRunner):
+            raise RequestError(f"{type(self._runner).__name__} cannot apply adapters", where=name)
+        self._runner.take_adapters([*self._adapters, adapter], self._source)
+        self._adapters.append(adapter)
+        self._adapter_numbers[name] = len(self._adapters) - 1
+
+    def _adapter_number(self, name: str | None, where: str) -> int:
+        if name is None:
+            return -1
+        if name not in self._adapter_numbers:
+            raise RequestError(f"no adapter {name!r}", where=where, remedy="add it first")
+        return self._adapter_numbers[name]
 
     # -- a step ------------------------------------------------------------------------------------------
 
@@ -458,7 +494,8 @@ class Engine:
     def _enter(
         self, request: Request, collection: _Collection | None = None, *, stream: bool = False
     ) -> Entry:
-        entry = Entry(self._next_id, request, np.array(request.token_ids, dtype=np.int32), request.n)
+        adapter = self._adapter_number(request.adapter, "request")
+        entry = Entry(self._next_id, request, np.array(request.token_ids, dtype=np.int32), request.n, adapter)
         self._next_id += 1
         self._entries[entry.id] = entry
         if collection is not None:
@@ -477,8 +514,7 @@ class Engine:
             raise RequestError(f"key {key} does not fit 64, 32 and 32 bits", where=where)
         if params.stop and self._tokenizer is None:
             raise RequestError("stop texts need a tokenizer", where=where, remedy="give Engine a tokenizer")
-        if request.adapter is not None:
-            raise RequestError(f"no adapter {request.adapter!r}", where=where, remedy="add it first")
+        self._adapter_number(request.adapter, where)
         if params.min_tokens and request.constraint is not None:
             raise RequestError(
                 "min_tokens and a constraint may ask for opposites", where=where, remedy="use one"
@@ -522,6 +558,16 @@ class _Collection:
     def __init__(self, total: int) -> None:
         self.unfinished = total
         self.samples: dict[int, dict[int, Completion]] = {}
+
+
+def _check_state(state: Mapping[str, Tensor], decoder: Decoder) -> None:
+    own = decoder.state_dict()
+    if missing := sorted(own.keys() ^ state.keys()):
+        raise RequestError(f"{missing[0]} is on one side only", where="new weights")
+    for name, tensor in own.items():
+        if state[name].shape != tensor.shape:
+            shapes = f"{list(state[name].shape)}, not {list(tensor.shape)}"
+            raise RequestError(f"{name} is {shapes}", where="new weights")
 
 
 def default_cache_tokens(config: DecoderConfig, slots: int) -> int:
