@@ -116,7 +116,7 @@ def test_a_digest_covers_all_before_it_and_the_weights() -> None:
     assert len(chain) == 2
     assert digests(tokens[:16]) == chain[:1]
     assert digests([99, *tokens[1:]])[1] != chain[1]
-    roots = {root_digest(0, None), root_digest(1, None), root_digest(0, "a"), root_digest(0, "b")}
+    roots = {root_digest(0, -1), root_digest(1, -1), root_digest(0, 0), root_digest(0, 1)}
     assert len(roots) == len({digests(tokens, root)[0] for root in roots}) == 4
     longer = chain.copy()
     extend_digests(longer, b"root", np.arange(64, dtype=np.int32))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,9 +120,10 @@ class BlockPool:
         del self._block_of[self._digest_of.pop(block)]
 
 
-def root_digest(version: int, adapter: str | None) -> bytes:
+@lru_cache(maxsize=64)
+def root_digest(version: int, adapter: int) -> bytes:
     """Where the chains of one policy version begin: other weights make other keys and values."""
-    return hashlib.blake2b(f"{version}/{adapter or ''}".encode(), digest_size=16).digest()
+    return hashlib.blake2b(f"{version}/{adapter}".encode(), digest_size=16).digest()
 
 
 def extend_digests(digests: list[bytes], root: bytes, tokens: Sequence[int] | NDArray[np.int32]) -> None:

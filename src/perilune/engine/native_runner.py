@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from perilune.engine.adapters import Adapter
 from perilune.engine.blocks import Blocks
 from perilune.engine.cache import PagedCache
 from perilune.engine.native_attention import DescribedStep, describe_cache
+from perilune.engine.runner import TorchRunner
 from perilune.engine.scheduler import StepBatch
 from perilune.models.decoder import Decoder, capped
 from perilune.models.native import decoder as native
@@ -43,9 +46,12 @@ class NativeRunner:
         self.cache = PagedCache(decoder.config, num_blocks, getattr(torch, kind))
         self._config = decoder.config
         self._cache = describe_cache(self.cache)
+        self._adapting: TorchRunner | None = None
         self.take_weights(decoder)
 
     def run(self, batch: StepBatch) -> Tensor:
+        if batch.adapters is not None and self._adapting is not None:
+            return self._adapting.run(batch)
         described = DescribedStep(batch, self._config.vocab_size)
         self._decoder.step(self._cache, described.step, int(batch.positions.max()))
         return capped(described.logits, self._config.logit_softcap)
@@ -55,6 +61,13 @@ class NativeRunner:
 
     def take_weights(self, decoder: Decoder) -> None:
         self._decoder = native.NativeDecoder(decoder, self._kind)
+        if self._adapting is not None:
+            self._adapting.take_weights(decoder)
+
+    def take_adapters(self, adapters: Sequence[Adapter], decoder: Decoder) -> None:
+        if self._adapting is None:
+            self._adapting = TorchRunner(decoder, self.cache.keys.shape[1], cache=self.cache)
+        self._adapting.take_adapters(adapters, decoder)
 
     def clear(self) -> None:
         self.cache.clear()

@@ -6,13 +6,15 @@ decoder that learns, so that its numbers are the learner's.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from perilune.engine.adapters import AdaptedProjections, Adapter
 from perilune.engine.blocks import Blocks
 from perilune.engine.cache import PagedAttention, PagedCache
 from perilune.engine.native_attention import NativePagedAttention
@@ -44,6 +46,14 @@ class Runner(Protocol):
         """Forget the content of the cache, so that all of it is finite again."""
 
 
+@runtime_checkable
+class AdaptingRunner(Runner, Protocol):
+    """One that can apply LoRA adapters."""
+
+    def take_adapters(self, adapters: Sequence[Adapter], decoder: Decoder) -> None:
+        """Let `StepBatch.adapters` be indices of `adapters` from now on; `decoder` has the base's weights."""
+
+
 class TorchRunner:
     """The decoder in torch, with paged attention by gathering.
 
@@ -54,13 +64,23 @@ class TorchRunner:
         decoder: whose weights are copied.
         num_blocks: of the cache, the null block included.
         cache_dtype: of keys and values; by default the decoder's.
+        cache: one to share with another runner, instead of one of its own.
     """
 
-    def __init__(self, decoder: Decoder, num_blocks: int, cache_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        num_blocks: int,
+        cache_dtype: torch.dtype | None = None,
+        cache: PagedCache | None = None,
+    ) -> None:
+        self._adapters: list[Adapter] = []
         self.take_weights(decoder)
         weight = decoder.model.embed_tokens.weight
         self._device = weight.device
-        self.cache = PagedCache(decoder.config, num_blocks, cache_dtype or weight.dtype, weight.device)
+        self.cache = cache or PagedCache(
+            decoder.config, num_blocks, cache_dtype or weight.dtype, weight.device
+        )
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> Tensor:
@@ -69,6 +89,8 @@ class TorchRunner:
         tokens, positions = np.zeros((2, rows), dtype=np.int64)
         tokens[:count], positions[:count] = batch.token_ids, batch.positions
         attention = self._attention(batch, rows)
+        if self._adapted is not None:
+            self._adapted.select(batch)
         hidden = self.decoder(self._tensor(tokens), self._tensor(positions), attention)
         wanted = len(batch.logit_rows)
         if wanted == count == batch.decodes:
@@ -89,6 +111,11 @@ class TorchRunner:
 
     def take_weights(self, decoder: Decoder) -> None:
         self.decoder = decoder.frozen()
+        self._adapted = AdaptedProjections(self.decoder, self._adapters) if self._adapters else None
+
+    def take_adapters(self, adapters: Sequence[Adapter], decoder: Decoder) -> None:
+        self._adapters = list(adapters)
+        self.take_weights(decoder)
 
     @torch.inference_mode()
     def clear(self) -> None:

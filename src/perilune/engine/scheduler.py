@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perilune.engine.blocks import BLOCK, BlockPool, Blocks, blocks_for, extend_digests, root_digest
-from perilune.engine.request import Request
 from perilune.engine.sequences import Entry, Rows, Sequences
 
 _REFILL_SHARE = 8  # free rows are refilled once they are 1/8 of all, so that prompts are computed in batches,
@@ -107,7 +106,6 @@ class Scheduler:
         self.waiting: deque[Entry] = deque()
         self.counters = counters
         self.version = 0
-        self._adapters: list[str] = []
         self._followers: dict[int, list[int]] = {}  # samples that wait for another's prompt
         self._free_rows = list(range(len(sequences.entries) - 1, -1, -1))
         self._steps_since_refill = 0
@@ -249,7 +247,6 @@ class Scheduler:
         entry.admitted += count
         if entry.admitted == entry.request.n:
             self.waiting.popleft()
-        self.sequences.adapter[[row, *followers]] = self.adapter_number(entry.request)
         if followers:
             self._followers[row] = followers
         self._begin(row)
@@ -285,7 +282,7 @@ class Scheduler:
         """Digests of the full blocks of the first `length` tokens; those of the prompt are made once."""
         entry = self.sequences.entries[row]
         assert entry is not None
-        root = root_digest(self.version, entry.request.adapter)
+        root = root_digest(self.version, entry.adapter)
         if entry.root != root:
             entry.root, entry.digests = root, []
             extend_digests(entry.digests, root, entry.prompt)
@@ -293,14 +290,6 @@ class Scheduler:
         if length // BLOCK > len(digests):
             extend_digests(digests, root, self.sequences.tokens[row, :length])
         return digests
-
-    def adapter_number(self, request: Request) -> int:
-        """What `StepBatch.adapters` calls the adapter of a request."""
-        if request.adapter is None:
-            return -1
-        if request.adapter not in self._adapters:
-            self._adapters.append(request.adapter)
-        return self._adapters.index(request.adapter)
 
     def _step(self, chunks: list[tuple[int, int]]) -> Step:
         """Lay out the tokens: one of each decoding sample, then the chunks."""
@@ -342,10 +331,8 @@ class Scheduler:
         return Step(batch, np.array(drawing, dtype=np.int64), shared, chunks)
 
     def _adapters_of(self, rows: Rows) -> NDArray[np.int32] | None:
-        if not self._adapters:
-            return None
         numbers: NDArray[np.int32] = self.sequences.adapter[rows]
-        return numbers if (numbers >= 0).any() else None
+        return numbers if numbers.max(initial=-1) >= 0 else None
 
     # -- afterwards --------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ class Entry:
         prompt: int32[P].
         admitted: samples that were given a row so far.
         unfinished: samples that have not ended.
+        adapter: number of its adapter, -1 without.
         root, digests: of the prompt's full blocks, under the weights that `root` names.
     """
 
@@ -35,6 +36,7 @@ class Entry:
     request: Request
     prompt: NDArray[np.int32]
     unfinished: int
+    adapter: int = -1
     admitted: int = 0
     root: bytes = b""
     digests: list[bytes] = field(default_factory=list)
@@ -99,6 +101,7 @@ class Sequences:
         self.tokens[row, :length] = prompt
         self.computed[row] = self.num_blocks[row] = self.cached[row] = 0
         self.stale[row] = False
+        self.adapter[row] = entry.adapter
         self.temperature[row] = params.temperature
         self.top_k[row], self.top_p[row], self.min_p[row] = params.top_k, params.top_p, params.min_p
         self.repetition_penalty[row] = params.repetition_penalty
