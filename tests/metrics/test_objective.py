@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from perilune.errors import RequestError
+from perilune.learn.algorithms import RL_ALGORITHMS, algorithm
 from perilune.metrics.objective import live_group_probability, objective_curve
 
 
@@ -31,9 +32,31 @@ def test_small_groups_agree_with_a_simulated_policy_gradient() -> None:
     assert curve[0.25] == pytest.approx(gradient, rel=0.01)
 
 
+@pytest.mark.parametrize("k", [1, 3])
+def test_pkpo_climbs_pass_at_k(k: int) -> None:
+    for p, w in objective_curve(algorithm("pkpo", k=k), 6, points=9):
+        assert w == pytest.approx(k * (1 - p) ** (k - 1))
+
+
+def test_maxrl_in_large_groups_climbs_the_logarithm() -> None:
+    for p, w in objective_curve("maxrl", 250, points=9):
+        assert w == pytest.approx(1 / p, rel=0.05)
+
+
+def test_rloo_is_unbiased_for_the_pass_rate() -> None:
+    for _, w in objective_curve("rloo", 4, points=9):
+        assert w == pytest.approx(1)
+
+
+@pytest.mark.parametrize("name", [name for name, kind in RL_ALGORITHMS.items() if kind.compares == "group"])
+def test_every_algorithm_that_compares_within_groups_has_an_objective(name: str) -> None:
+    assert all(w >= 0 for _, w in objective_curve(name, 6, points=9))
+
+
 def test_what_compares_no_rewards_has_no_objective() -> None:
-    with pytest.raises(RequestError, match="no implicit objective"):
-        objective_curve("sft", 8)
+    for name in ("sft", "ppo", "reinforce_pp"):
+        with pytest.raises(RequestError, match="no implicit objective"):
+            objective_curve(name, 8)
     with pytest.raises(RequestError, match="group of 1"):
         objective_curve("grpo", 1)
 
