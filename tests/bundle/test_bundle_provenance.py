@@ -98,7 +98,7 @@ def test_the_environment_is_told_by_name_only(bundle: Path, monkeypatch: pytest.
 
 def test_the_facts_are_json_with_the_parts_that_readers_use() -> None:
     facts = precheck()
-    assert facts.keys() == {"python", "packages", "torch", "machine", "git", "environment"}
+    assert facts.keys() == {"python", "packages", "torch", "kernels", "machine", "git", "environment"}
     assert json.loads(json.dumps(facts)) == facts
 
 

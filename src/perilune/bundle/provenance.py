@@ -45,11 +45,12 @@ def record_precheck(workspace: Workspace) -> dict[str, Any]:
 
 
 def precheck() -> dict[str, Any]:
-    """Observe this process: {python, packages, torch, machine, git, environment}.
+    """Observe this process: {python, packages, torch, kernels, machine, git, environment}.
 
     packages: for each loaded top-level module outside the standard library, its file, and the version and
     name of the distribution it came from (None where no distribution claims that file).
     torch: None unless it is loaded; it is never imported from here.
+    kernels: where the C kernels lie, or why there are none; None unless something that uses them is loaded.
     git: None unless the package's files are tracked by a checkout.
     environment: names of variables, never values.
     """
@@ -66,6 +67,7 @@ def precheck() -> dict[str, Any]:
         },
         "packages": loaded_packages(),
         "torch": _torch(sys.modules.get("torch")),
+        "kernels": _kernels(sys.modules.get("perilune.models.native.build")),
         "machine": describe_machine(),
         "git": _git(Path(perilune.__path__[0]).resolve()),
         "environment": sorted(os.environ),
@@ -167,6 +169,13 @@ def _torch(torch: Any) -> dict[str, Any] | None:
         "mkldnn": torch.backends.mkldnn.is_available(),
         "config": torch.__config__.show(),
     }
+
+
+def _kernels(build: Any) -> dict[str, Any] | None:
+    if build is None:
+        return None
+    kernels = build.native()
+    return {"loaded": kernels.library is not None, "reason": kernels.reason}
 
 
 def _git(package: Path) -> dict[str, Any] | None:

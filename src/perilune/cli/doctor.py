@@ -82,7 +82,7 @@ def diagnose(seconds: float, say: Callable[[str], None] = lambda text: None) -> 
         from perilune.execution.readiness import examine, package_versions
 
         machine = observe_machine()
-        findings = [*examine(machine), *_home(), _confinement()]
+        findings = [*examine(machine), *_home(), _confinement(), _kernels()]
     except ModuleNotFoundError as error:
         raise WorkFailedError(
             f"the package {error.name} is not installed", remedy="pip install --force-reinstall perilune"
@@ -119,6 +119,17 @@ def _confinement() -> Finding:
         return Finding("scorer sandbox", "ok", f"Landlock version {version}, resource limits, audit hook")
     found = "resource limits and audit hook; this kernel has no Landlock to keep scorers from files"
     return Finding("scorer sandbox", "advice", found, "boot Linux 5.13 or later with lsm=landlock")
+
+
+def _kernels() -> Finding:
+    from perilune.execution.readiness import Finding
+    from perilune.models.native.build import native
+
+    kernels = native()
+    if kernels.library is not None:
+        return Finding("kernels", "ok", f"compiled for this processor: {kernels.reason}")
+    found = f"torch computes everything, more slowly: {kernels.reason}"
+    return Finding("kernels", "advice", found, "apt-get install gcc  (or another C compiler)")
 
 
 def _measure(seconds: float, say: Callable[[str], None]) -> tuple[list[Rollouts], list[Finding]]:
