@@ -1,0 +1,128 @@
+"""What options do to a distribution, each held to its definition by a slower way of writing it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perilune.engine.request import Request, SamplingParams
+from perilune.engine.sampler import Drawn, Sampler
+from perilune.engine.sequences import Entry, Sequences
+
+V = 40
+PROMPT = [3, 5, 3]
+
+
+def drawn(logits: np.ndarray, params: list[SamplingParams], tokens: tuple[int, ...] = ()) -> Drawn:  # type: ignore[type-arg]
+    """One token of a sample each, all of which have said `tokens` so far."""
+    sequences = Sequences(len(params), V)
+    rows = np.arange(len(params))
+    for row, its in enumerate(params):
+        sequences.place(row, Entry(row, Request(PROMPT, its, (row, 0, 0)), np.array(PROMPT, np.int32), 1), 0)
+    for token in tokens:
+        column = np.full(len(params), token)
+        sequences.append(rows, column, np.zeros(len(params), dtype=np.float32), 0)
+    return Sampler(sequences).draw(torch.from_numpy(logits.astype(np.float32)), rows, None, {})
+
+
+def distribution(logits: np.ndarray, params: SamplingParams, tokens: tuple[int, ...] = ()) -> np.ndarray:  # type: ignore[type-arg]
+    """Log-probs in float64, by the definitions."""
+    x = logits.astype(np.float64).copy()
+    for token in {*PROMPT, *tokens}:
+        x[token] = (
+            x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
+        )
+    for token, bias in params.logit_bias.items():
+        x[token] += bias
+    if len(tokens) < params.min_tokens:
+        x[list(params.stop_token_ids)] = -np.inf
+    x /= params.temperature or 1
+    if params.top_k:
+        x[x < np.sort(x)[-min(params.top_k, V)]] = -np.inf
+    p = np.exp(x - np.logaddexp.reduce(x))
+    if params.top_p < 1:
+        order = np.argsort(-p, kind="stable")
+        kept = order[: 1 + int((np.cumsum(p[order]) < params.top_p).sum())]
+        x[np.setdiff1d(np.arange(V), kept)] = -np.inf
+        p = np.exp(x - np.logaddexp.reduce(x))
+    x[p < params.min_p * p.max()] = -np.inf
+    return x - np.logaddexp.reduce(x)  # type: ignore[no-any-return]
+
+
+options = st.fixed_dictionaries(
+    {},
+    optional={
+        "temperature": st.sampled_from([0.0, 0.5, 1.0, 1.7]),
+        "top_k": st.sampled_from([1, 3, V, V + 5]),
+        "top_p": st.sampled_from([0.1, 0.6, 0.95]),
+        "min_p": st.sampled_from([0.05, 0.5, 1.0]),
+        "repetition_penalty": st.sampled_from([0.7, 1.5]),
+        "logit_bias": st.just({4: 5.0, 7: -100.0}),
+        "min_tokens": st.just(2),
+    },
+)
+
+
+@settings(deadline=None)
+@given(st.lists(options, min_size=1, max_size=4), st.integers(0, 2**31), st.sampled_from([(), (9,), (9, 3)]))
+def test_tokens_come_from_the_distribution_that_the_options_leave(
+    chosen: list[dict[str, Any]], seed: int, tokens: tuple[int, ...]
+) -> None:
+    logits = np.random.default_rng(seed).normal(size=(len(chosen), V)).astype(np.float32) * 2
+    params = [SamplingParams(9, stop_token_ids=(0, 1), raw_logprobs=True, **its) for its in chosen]
+    found = drawn(logits.copy(), params, tokens)
+    for index, its in enumerate(params):
+        expected = distribution(logits[index], its, tokens)
+        token = found.token_ids[index]
+        assert found.logprobs[index] == pytest.approx(expected[token], abs=1e-4)
+        if its.temperature == 0:
+            assert expected[token] == expected.max()
+        raw = distribution(logits[index], SamplingParams(1))
+        assert found.raw_logprobs[index] == pytest.approx(raw[token], abs=1e-4)
+
+
+def test_what_others_ask_for_changes_nothing() -> None:
+    logits = np.random.default_rng(0).normal(size=(4, V))
+    params = [
+        SamplingParams(9),
+        SamplingParams(9, temperature=0.6),
+        SamplingParams(9, top_k=2),
+        SamplingParams(9),
+    ]
+    mixed = drawn(logits.copy(), params)
+    plain = drawn(logits.copy(), [params[0], params[1], params[0], params[3]])
+    for index in (0, 1, 3):
+        assert mixed.token_ids[index] == plain.token_ids[index]
+        assert mixed.logprobs[index] == plain.logprobs[index]
+
+
+def test_a_nucleus_larger_than_the_first_look_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from perilune.engine import sampler
+
+    monkeypatch.setattr(sampler, "_NUCLEUS", 4)
+    logits = np.random.default_rng(1).normal(size=(3, V)) * 0.1
+    params = [SamplingParams(9, top_p=p) for p in (0.05, 0.5, 0.9)]
+    found = drawn(logits.copy(), params)
+    for index, its in enumerate(params):
+        expected = distribution(logits[index], its)
+        assert found.logprobs[index] == pytest.approx(expected[found.token_ids[index]], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": -0.1}, {"min_p": 1.1}, {"min_tokens": 5},
+        {"repetition_penalty": 0.0}, {"repetition_penalty": float("nan")}, {"logit_bias": {1: float("nan")}},
+        {"stop": ("",)}, {"top_logprobs": -1}, {"top_p": float("nan")},
+    ],
+)  # fmt: skip
+def test_impossible_options(wrong: dict[str, Any]) -> None:
+    from perilune.errors import RequestError
+
+    with pytest.raises(RequestError):
+        SamplingParams(max_tokens=4, **wrong)

@@ -1,0 +1,96 @@
+"""Text that comes token by token: whole characters, and nothing of a stop text, wherever tokens are cut."""
+
+from __future__ import annotations
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from perilune.engine.text import TextStream
+from perilune.models.tokenizer import Tokenizer
+
+
+def bytes_tokenizer() -> Tokenizer:
+    """A token a byte, and one for each of a few common pairs of letters."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pairs = ["ab", "ba", "aa", "bb"]
+    vocabulary = {token: index for index, token in enumerate([*alphabet, *pairs, "<eos>"])}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, [(pair[0], pair[1]) for pair in pairs]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<eos>", special=True)])
+    return Tokenizer(backend, {"eos_token": "<eos>", "clean_up_tokenization_spaces": False})
+
+
+TOKENIZER = bytes_tokenizer()
+texts = st.text(alphabet="ab é漢🙂", max_size=24)
+
+
+def stream(tokens: list[int], stops: list[str]) -> tuple[TextStream, list[str]]:
+    one = TextStream(TOKENIZER, stops)
+    pieces = []
+    for token in tokens:
+        one.push(token)
+        if one.stopped:
+            break
+        pieces.append(one.take(last=False))
+    one.finish()
+    return one, [*pieces, one.take(last=True)]
+
+
+@settings(deadline=None)
+@given(texts, st.lists(st.text(alphabet="ab é漢", min_size=1, max_size=4), max_size=3))
+def test_pieces_are_the_text_up_to_the_first_stop_text(text: str, stops: list[str]) -> None:
+    one, pieces = stream(TOKENIZER.encode(text), stops)
+    ends = [end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
+    if ends:
+        # Tokens may hold several characters, so that what comes with one is searched as a whole.
+        assert one.stopped
+        assert any(text.startswith("".join(pieces) + stop) for stop in stops)
+        assert not any(stop in "".join(pieces) for stop in stops)
+    else:
+        assert not one.stopped
+        assert "".join(pieces) == text
+    assert "".join(pieces) == one.text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_what_may_become_a_stop_text_is_held_back_until_it_cannot() -> None:
+    one = TextStream(TOKENIZER, ["abb b"])
+    shown = []
+    for token in TOKENIZER.encode("b abb abb b a"):
+        one.push(token)
+        shown.append(one.take(last=False))
+        if one.stopped:
+            break
+    assert one.stopped
+    assert "".join(shown) == one.text == "b abb "
+    assert not "".join(shown[:4]).endswith("ab")
+
+
+def test_bytes_that_never_become_a_character_are_shown_in_the_end() -> None:
+    tokens = TOKENIZER.encode("a🙂")[:3]
+    one, pieces = stream(tokens, [])
+    assert "".join(pieces) == one.text == "a\ufffd"
+    assert stream(TOKENIZER.encode("🙂")[:1] * 9, [])[0].text.count("\ufffd") == 9
+
+
+def test_stop_texts_do_not_count_before_they_may() -> None:
+    one = TextStream(TOKENIZER, ["b"])
+    for token in TOKENIZER.encode("a b"):
+        one.push(token, may_stop=False)
+    assert not one.stopped
+    one.push(TOKENIZER.encode(" ")[0])
+    assert not one.stopped
+    one.push(TOKENIZER.encode("b")[0])
+    assert (one.stopped, one.text) == (True, "a b ")
+
+
+@pytest.mark.parametrize("stops", [[], ["zzz"]])
+def test_without_a_chance_of_a_stop_text_nothing_is_held_back(stops: list[str]) -> None:
+    one = TextStream(TOKENIZER, stops)
+    for token in TOKENIZER.encode("a b"):
+        one.push(token)
+        assert one.take(last=False)
