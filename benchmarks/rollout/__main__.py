@@ -56,7 +56,7 @@ def main() -> int:
     if chosen.list:
         print("\n".join(f"{case}: {', '.join(chosen.engines)}" for case in cases))
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without ending the engines' processes
+    signal.signal(signal.SIGTERM, _leave)
     store = Store(chosen.out, command=sys.argv[1:])
     wrong = 0
     for case in cases:
@@ -66,6 +66,12 @@ def main() -> int:
             wrong += "failed" in record or bool(record["faults"])
             print(f"  {line(record)}", flush=True)
     return 1 if wrong else 0
+
+
+def _leave(number: int, _: object) -> None:
+    """End the engines' processes before this one, even when told twice."""
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":
