@@ -1,0 +1,72 @@
+"""Which answers make a pair, and pairs on disk."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from perilune.data.episode import Episode
+from perilune.data.preferences import choose_pairs, make_pair, read_preferences, write_preferences
+from perilune.errors import RequestError
+
+
+def answer(text: str, reward: float | None, *, length: int = 3, truncated: bool = False) -> Episode:
+    return Episode(
+        episode_id=text, group_id="g", task_id="t", environment="e", seed=0,
+        messages=({"role": "user", "content": "ask"}, {"role": "assistant", "content": text}),
+        prompt_ids=np.zeros(1, np.int32), token_ids=np.zeros(length, np.int32),
+        loss_mask=np.ones(length, np.bool_), logprobs=np.zeros(length, np.float32),
+        policy_version=np.zeros(length, np.int32), finish_reason="length" if truncated else "stop",
+        reward=reward, failure="" if reward is not None else "verifier: no idea",
+    )  # fmt: skip
+
+
+def texts(pairs: list[tuple[Episode, Episode]]) -> list[tuple[str, str]]:
+    return [(better.text, worse.text) for better, worse in pairs]
+
+
+def test_the_best_goes_with_the_worst_and_each_answer_is_used_once() -> None:
+    group = [answer("a", 0.2), answer("b", 0.9), answer("c", 0.5), answer("d", 0.0)]
+    assert texts(choose_pairs(group, most=5, gap=0.1)) == [("b", "d"), ("c", "a")]
+    assert texts(choose_pairs(group, most=1, gap=0.1)) == [("b", "d")]
+    assert texts(choose_pairs(group, most=5, gap=0.5)) == [("b", "d")]
+    assert choose_pairs(group, most=5, gap=1.0) == []
+
+
+def test_equal_rewards_make_no_pair() -> None:
+    assert choose_pairs([answer("a", 1.0), answer("b", 1.0)], most=2, gap=0.01) == []
+
+
+def test_answers_that_were_cut_off_or_not_judged_are_in_no_pair() -> None:
+    group = [answer("a", 1.0), answer("b", 0.0, truncated=True), answer("c", None)]
+    assert choose_pairs(group, most=2, gap=0.5) == []
+    assert choose_pairs([answer("a", 1.0, truncated=True), answer("b", 0.0)], most=2, gap=0.5) == []
+
+
+def test_the_same_text_counts_once() -> None:
+    group = [answer("a", 1.0), answer("b", 0.0), answer("a", 1.0), answer("b", 0.0)]
+    assert len(choose_pairs(group, most=4, gap=0.5)) == 1
+
+
+def test_near_duplicates_and_far_lengths_are_passed_over() -> None:
+    group = [answer("aaaaaaaa", 1.0, length=9), answer("aaaaaaab", 0.0, length=9), answer("xy", 0.0)]
+    assert texts(choose_pairs(group, most=1, gap=0.5, most_alike=0.8)) == [("aaaaaaaa", "xy")]
+    assert texts(choose_pairs(group, most=1, gap=0.5, length_gap=2)) == [("aaaaaaaa", "aaaaaaab")]
+    assert choose_pairs(group, most=1, gap=0.5, most_alike=0.8, length_gap=2) == []
+
+
+def test_pairs_survive_the_disk(tmp_path: Path) -> None:
+    record = make_pair(answer("good\n", 1.0), answer("bad", 0.25), source="sampled/sft")
+    assert write_preferences(tmp_path / "preferences.jsonl", [record]) == 1
+    assert read_preferences(tmp_path) == [record]
+    assert record.prompt == ({"role": "user", "content": "ask"},)
+    assert dataclasses.asdict(record)["rejected"] == ({"role": "assistant", "content": "bad"},)
+
+
+def test_no_pairs_are_said_to_be_none(tmp_path: Path) -> None:
+    (tmp_path / "preferences.jsonl").write_text("\n")
+    with pytest.raises(RequestError, match="no pairs"):
+        read_preferences(tmp_path)
+    with pytest.raises(RequestError, match="cannot read"):
+        read_preferences(tmp_path / "absent.jsonl")
