@@ -65,6 +65,64 @@ def test_k3_worked_example() -> None:
     assert (losses.k3(torch.linspace(-3, 3, 41)) >= 0).all()
 
 
+def test_k2_worked_example() -> None:
+    p = torch.tensor([0.6, 0.4], dtype=torch.float64)
+    assert (p * losses.k2((p / 0.5).log())).sum().item() == pytest.approx(0.019931, abs=5e-7)
+
+
+def test_gradient_of_k2_is_that_of_the_reverse_kl() -> None:
+    logits = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    logp = logits.log_softmax(0)
+    sampled = losses.reference_kl(logp, reference.log(), logp.detach().exp(), "k2")
+    (gradient,) = torch.autograd.grad(sampled, logits, retain_graph=True)
+    reverse_kl = (logp.exp() * (logp - reference.log())).sum()
+    torch.testing.assert_close(gradient, torch.autograd.grad(reverse_kl, logits)[0])
+
+
+def test_a_sequence_has_the_geometric_mean_of_its_ratios() -> None:
+    logprobs = torch.tensor([0.2, -0.1, 0.05, 0.7], dtype=torch.float64, requires_grad=True)
+    surrogate = Surrogate(ratio="sequence", low=0.5, high=1.5)
+    weights, episode_of = torch.tensor([1.0, 2.0, 3.0, 1.0]).double(), torch.tensor([0, 0, 0, 1])
+    old = torch.zeros(4, dtype=torch.float64)
+    loss, clipped = losses.policy_gradient(logprobs, old, weights, surrogate, episode_of)
+    loss.backward()
+    assert loss.item() == pytest.approx(-(6 * 1.0513 + 1.5), abs=4e-4)
+    assert clipped.tolist() == [False, False, False, True]
+    assert logprobs.grad.tolist() == pytest.approx([-1.05127, -2 * 1.05127, -3 * 1.05127, 0], abs=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "weight", "gradient", "bounded"),
+    [(1.5, 1, -1.28, True), (1.5, -1, 1.28, True), (0.5, 1, -0.8, True), (1.1, -2, 2.2, False)],
+)
+def test_a_clipped_weight_keeps_the_gradient(
+    ratio: float, weight: float, gradient: float, bounded: bool
+) -> None:
+    logprob = torch.tensor([math.log(ratio)], requires_grad=True)
+    loss, was = losses.policy_gradient(
+        logprob, torch.zeros(1), torch.tensor([float(weight)]), Surrogate(clip="weight")
+    )
+    loss.backward()
+    assert logprob.grad.item() == pytest.approx(gradient)
+    assert loss.item() == pytest.approx(gradient * math.log(ratio))
+    assert bool(was) == bounded
+
+
+@pytest.mark.parametrize(
+    ("value", "loss", "gradient"),
+    [(0.1, 0.405, -0.9), (0.5, 0.32, 0.0), (-0.4, 0.98, -1.4), (2.0, 0.5, 1.0)],
+)
+def test_a_value_gains_nothing_beyond_its_clip(value: float, loss: float, gradient: float) -> None:
+    """Return 1, predicted 0 before, clip 0.2."""
+    predicted = torch.tensor([value], dtype=torch.float64, requires_grad=True)
+    none, one = torch.zeros(1).double(), torch.ones(1).double()
+    found = losses.value(predicted, none, one, one, clip=0.2)
+    found.backward()
+    assert found.item() == pytest.approx(loss)
+    assert predicted.grad.item() == pytest.approx(gradient)
+
+
 def test_gradient_of_k3_is_that_of_the_forward_kl() -> None:
     logits = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)

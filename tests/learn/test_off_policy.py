@@ -10,6 +10,7 @@ from learning_cases import episode, plain_logprobs, random_groups, small_critic,
 from pydantic import ValidationError
 
 from perilune.errors import RequestError
+from perilune.learn import signals
 from perilune.learn.algorithms import StepContext, algorithm
 from perilune.learn.batch import pack
 from perilune.learn.off_policy import (
@@ -228,6 +229,22 @@ def _distributions(decoder, one, temperature: float, critic):
     states = decoder(ids, torch.arange(len(ids)), PackedAttention(torch.tensor([0, len(ids)])))
     states = states[len(one.prompt_ids) - 1 : -1]
     return (decoder.logits(states) / temperature).log_softmax(-1), critic(states)
+
+
+def test_distributions_are_compared_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = random_groups(1)
+    policies = {"decoder": small_decoder(), "reference": small_decoder(seed=7)}
+    whole = observe({"deviation", "uncertainty"}, groups, token_budget=1000, **policies)
+    monkeypatch.setattr(signals, "ROWS", 7)
+    parts = observe({"deviation", "uncertainty"}, groups, token_budget=1000, **policies)
+    for name, of_episodes in whole.items():
+        for key, values in of_episodes.items():
+            np.testing.assert_allclose(parts[name][key], values, atol=1e-6)
+
+
+def test_two_episodes_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="same id"):
+        observe({"logprobs"}, [[episode(), episode()]], small_decoder(), token_budget=10)
 
 
 def test_signals_say_what_they_need() -> None:

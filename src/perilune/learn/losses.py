@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from perilune.learn.weights import Surrogate
+from perilune.learn.weights import KLEstimator, Surrogate
 from perilune.models.logprobs import token_logprobs  # noqa: F401 - the losses are functions of these
 
 MAX_LOG_RATIO = 20.0
@@ -77,9 +77,20 @@ def cross_entropy(logprobs: Tensor, weights: Tensor) -> Tensor:
     return -(weights * logprobs).sum()
 
 
-def reference_kl(logprobs: Tensor, reference_logprobs: Tensor, weights: Tensor) -> Tensor:
-    """Sum of w * k3(log-prob - reference log-prob)."""
-    return (weights * k3(logprobs - reference_logprobs)).sum()
+def reference_kl(
+    logprobs: Tensor, reference_logprobs: Tensor, weights: Tensor, estimator: KLEstimator = "k3"
+) -> Tensor:
+    """Sum of w * estimate of (log-prob - reference log-prob)."""
+    x = logprobs - reference_logprobs
+    return (weights * (k3(x) if estimator == "k3" else k2(x))).sum()
+
+
+def k2(x: Tensor) -> Tensor:
+    """x^2 / 2: biased for KL(p || q) given x = log p - log q on samples of p, but of little variance.
+
+    As a loss its gradient is that of KL(p || q) (Schulman, "Approximating KL divergence").
+    """
+    return x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).square() / 2
 
 
 def k3(x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from perilune.learn.algorithms import RLAlgorithm
 from perilune.learn.algorithms.grpo import GRPO
 from perilune.learn.off_policy import OffPolicySettings
+from perilune.learn.weights import KLEstimator
 
 
 class AlgorithmSettings(BaseModel):
@@ -16,6 +17,9 @@ class AlgorithmSettings(BaseModel):
 
     algorithm: RLAlgorithm = Field(GRPO(), description="a name, or a section of a name and its options")
     kl: float = Field(0.0, ge=0, description="coefficient of the KL to the starting policy; 0 is off")
+    kl_estimator: KLEstimator = Field(
+        "k3", description="how: k3 has the gradient of KL(start || policy), k2 that of KL(policy || start)"
+    )
     updates_per_batch: int = Field(1, ge=1, description="optimizer steps made of one batch of episodes")
     off_policy: OffPolicySettings = Field(
         OffPolicySettings(), description="what is done about samples of another policy"

@@ -38,6 +38,7 @@ def observe(
 
     Raises:
         RequestError: when a signal needs a reference or a critic and there is none.
+        ValueError: when two episodes have the same id.
     """
     if not names:
         return {}
@@ -47,6 +48,8 @@ def observe(
         raise RequestError("values without a critic")
     found: dict[Signal, dict[str, np.ndarray]] = {name: {} for name in names}
     by_id = {episode.episode_id: episode for group in groups for episode in group}
+    if len(by_id) < sum(map(len, groups)):
+        raise ValueError("two episodes of a step have the same id")
     everything = SFT().weigh(groups, StepContext(max_tokens=0))
     device = next(decoder.parameters()).device
     for batch in pack(everything, token_budget, temperature=temperature):

@@ -130,7 +130,9 @@ class Learner:
         if batch.cross_entropy is not None:
             total = total + losses.cross_entropy(logprobs, batch.cross_entropy)
         if batch.reference_kl is not None and batch.reference_logprobs is not None:
-            total = total + losses.reference_kl(logprobs, batch.reference_logprobs, batch.reference_kl)
+            total = total + losses.reference_kl(
+                logprobs, batch.reference_logprobs, batch.reference_kl, batch.surrogate.kl
+            )
             figures.add_mean("kl_reference", losses.k3(logprobs.detach() - batch.reference_logprobs))
         return total
 

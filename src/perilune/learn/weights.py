@@ -38,9 +38,12 @@ class Component:
         return math.fsum(self.counts)
 
 
+KLEstimator = Literal["k2", "k3"]
+
+
 @dataclass(frozen=True, slots=True)
 class Surrogate:
-    """How the policy-gradient component makes a token's loss of its weight w and its ratio; one a step.
+    """How components make a token's loss of its weight w; the same for all groups of an optimizer step.
 
     Attributes:
         ratio: "token": pi(token) / pi_old(token); "sequence": the geometric mean of an episode's token
@@ -49,6 +52,8 @@ class Surrogate:
             "weight": -w sg(clipped ratio) log pi, CISPO; every token keeps a bounded gradient.
         low, high: bounds of the ratio itself, not of its distance from 1.
         dual: with "gain", the loss of a token with w < 0 is at most -dual * w (arXiv 1912.09729, eq. 5).
+        kl: estimate of the KL to the reference, x = log pi - log pi_ref. "k3": exp(-x) - 1 + x, with the
+            gradient of KL(ref || pi); "k2": x^2 / 2, with the gradient of KL(pi || ref).
     """
 
     ratio: Literal["token", "sequence"] = "token"
@@ -56,6 +61,7 @@ class Surrogate:
     low: float = 0.8
     high: float = 1.28
     dual: float | None = None
+    kl: KLEstimator = "k3"
 
 
 PPO = Surrogate()
@@ -85,7 +91,7 @@ class GroupWeights:
         episodes: the group, failures included (their weights are zero).
         policy_gradient: signed, advantage included; `surrogate` says what its token loss is.
         cross_entropy: token loss is -w * log-prob.
-        reference_kl: coefficient included: token loss is w * k3(policy, reference).
+        reference_kl: coefficient included: token loss is w times the surrogate's estimate of the KL.
         surrogate: the same for all groups of an optimizer step.
         value: targets of a critic, where the algorithm has one.
         proximal: one float32[T] an episode: log-probs of pi_old where that is not the sampling policy.

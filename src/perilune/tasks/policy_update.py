@@ -42,7 +42,8 @@ def update_policy(
         reference=reference, critic=learner.critic,
     )  # fmt: skip
     memory = learner.memory.setdefault("algorithm", {})
-    weighed = algorithm.weigh(groups, StepContext(spec.max_tokens, spec.kl, step, signals, memory))
+    context = StepContext(spec.max_tokens, spec.kl, spec.kl_estimator, step, signals, memory)
+    weighed = algorithm.weigh(groups, context)
     learned = kept(weighed, spec.prompts, algorithm.refills)
     corrected, measured = correct(learned, signals.get("logprobs", {}), off_policy, learner.version)
     lr = learning_rate(spec, step, spec.steps) * learning_rate_scale(measured, off_policy)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -12,7 +12,15 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from perilune.data.episode import Episode
 from perilune.learn.advantages import Rewards, is_dead
-from perilune.learn.weights import Aggregation, Component, GroupWeights, Scale, Surrogate, aggregate
+from perilune.learn.weights import (
+    Aggregation,
+    Component,
+    GroupWeights,
+    KLEstimator,
+    Scale,
+    Surrogate,
+    aggregate,
+)
 
 Group = Sequence[Episode]
 
@@ -32,6 +40,7 @@ class StepContext:
     Attributes:
         max_tokens: the longest completion the run allows, a constant of the run.
         kl: coefficient of the KL to the reference policy; 0 leaves the component out.
+        kl_estimator: how it is estimated.
         step: steps done before this one.
         signals: what the algorithm's `needs` asked for.
         memory: what it wants to know again at the next step and after a resume: JSON values only.
@@ -39,6 +48,7 @@ class StepContext:
 
     max_tokens: int
     kl: float = 0.0
+    kl_estimator: KLEstimator = "k3"
     step: int = 0
     signals: Signals = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
@@ -136,7 +146,7 @@ class PolicyGradient(Algorithm):
             episodes=tuple(group),
             policy_gradient=self.component(group, learned, context),
             reference_kl=self.component(group, coefficient, context) if context.kl > 0 else None,
-            surrogate=self.surrogate,
+            surrogate=replace(self.surrogate, kl=context.kl_estimator),
             advantages=np.array([np.mean(a) if np.size(a) else 0.0 for a in scale], np.float32),
             dead=is_dead(scores) if dead is None else dead,
             figures=figures or {},

@@ -1,0 +1,70 @@
+"""New tasks in place of dead groups: how many, in which order, and when it makes do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from perilune.data.episode import Episode
+from perilune.learn.weights import GroupWeights
+from perilune.tasks.dynamic_sampling import kept, play_until_live
+
+
+def group(name: int, rewards: Sequence[float]) -> tuple[Episode, ...]:
+    one = np.zeros(1, np.int32)
+    return tuple(
+        Episode(
+            f"{name}/{i}", str(name), str(name), "test", 0, (), one, one, np.ones(1, np.bool_),
+            np.zeros(1, np.float32), one, "stop", reward=reward,
+        )
+        for i, reward in enumerate(rewards)
+    )  # fmt: skip
+
+
+class Playing:
+    """Groups by their place: live where `live` says so."""
+
+    def __init__(self, live: str) -> None:
+        self.live = live
+        self.asked: list[tuple[int, int]] = []
+
+    def __call__(self, count: int, before: int) -> Any:
+        self.asked.append((count, before))
+        alive = [self.live[place % len(self.live)] == "+" for place in range(before, before + count)]
+        return [group(before + i, [1, 0] if one else [1, 1]) for i, one in enumerate(alive)]
+
+
+def test_live_groups_need_no_refill() -> None:
+    play = Playing("+")
+    assert len(play_until_live(play, 4, refills=10)) == 4
+    assert play.asked == [(4, 0)]
+
+
+def test_without_refills_dead_groups_stay() -> None:
+    play = Playing("-")
+    assert len(play_until_live(play, 4, refills=0)) == 4
+
+
+def test_what_is_missing_is_drawn_at_the_rate_at_which_groups_live() -> None:
+    play = Playing("+---")
+    groups = play_until_live(play, 8, refills=10)
+    assert play.asked == [(8, 0), (8, 8), (8, 16), (8, 24)]  # 6 missing at 1 in 4, but never more than 8
+    assert [one[0].group_id for one in groups] == [str(i) for i in range(32)]
+    few = Playing("+++-")
+    play_until_live(few, 8, refills=10)
+    assert few.asked == [(8, 0), (3, 8)]  # 2 missing at 3 in 4
+
+
+def test_a_task_that_nobody_solves_ends_at_the_cap() -> None:
+    play = Playing("-")
+    assert len(play_until_live(play, 4, refills=3)) == 16
+    assert len(play.asked) == 4
+
+
+def test_the_first_live_groups_are_kept_in_order() -> None:
+    weighed = [GroupWeights((), dead=dead) for dead in (True, False, False, True, False)]
+    assert kept(weighed, 2, refills=1) == [weighed[1], weighed[2]]
+    assert kept(weighed, 2, refills=0) == weighed
+    assert kept(weighed[:1], 2, refills=1) == []
