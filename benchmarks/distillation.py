@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipe_runs import HERE, at_steps, difference, document, run_recipe, verdict, write
+from recipe_runs import HERE, at_steps, difference, document, for_seeds, run_recipe, verdict, write
 
 ARMS = ("reverse_kl", "forward_topk", "gkd")
 OTHERS = ("teacher", "start", "imitation")
@@ -41,16 +41,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=1, help="seeds at a time")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "distillation.json")
     arguments = parser.parse_args()
     began = time.monotonic()
-    runs = []
-    for seed in arguments.seeds:
-        runs.append(run_recipe(HERE / "distillation_arms.yaml", seed))
+
+    def run(seed: int) -> dict[str, Any]:
+        found = run_recipe(HERE / "distillation_arms.yaml", seed)
         rates = {
-            arm: round(runs[-1][f"after_{arm}"]["summary"]["pass@1"]["mean"], 3) for arm in (*OTHERS, *ARMS)
+            arm: round(found[f"after_{arm}"]["summary"]["pass@1"]["mean"], 3) for arm in (*OTHERS, *ARMS)
         }
         print(f"seed {seed}: {rates}", flush=True)
+        return found
+
+    runs = for_seeds(run, arguments.seeds, arguments.jobs)
     differences = {
         f"{arm} - {other}": [
             difference(run[f"after_{other}"], run[f"after_{arm}"], seed)

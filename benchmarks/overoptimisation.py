@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from perilune.recipe.load import bundled_recipe
-from recipe_runs import HERE, at_steps, document, run_recipe, write
+from recipe_runs import HERE, at_steps, document, for_seeds, run_recipe, write
 
 FIGURES = ("reward", "gold", "kl_start", "gold_slope", "gold_slope_low")
 
@@ -29,27 +29,37 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--learned", type=int, nargs="+", default=[0, 1, 2], help="seeds of the reward model")
+    parser.add_argument("--jobs", type=int, default=1, help="seeds at a time")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "overoptimisation.json")
     arguments = parser.parse_args()
     began = time.monotonic()
-    hacked, learned, judges = [], [], []
-    for seed in arguments.seeds:
+
+    def hack(seed: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="perilune-benchmark-") as home:
             start = run_recipe(HERE / "cold_start.yaml", seed, home=Path(home))
             checkpoint = start["sft"]["folder"] / "artifacts" / "checkpoints" / "final"
-            hacked.append(
-                run_recipe(HERE / "thorough.yaml", seed, [f"model.path={checkpoint}"], Path(home))["climb"]
-            )
+            stages = run_recipe(HERE / "thorough.yaml", seed, [f"model.path={checkpoint}"], Path(home))
+        print(f"hacked reward, seed {seed}: {told(stages['climb'])}", flush=True)
+        return stages["climb"]
+
+    def learn(seed: int) -> dict[str, dict[str, Any]]:
         stages = run_recipe(bundled_recipe("reward_model"), seed)
-        learned.append(stages["climb"])
-        judges.append({"seed": seed, **of_judges(stages)})
-        print(f"seed {seed}: hacked {told(hacked[-1])}; learned {told(learned[-1])}", flush=True)
+        print(f"reward model, seed {seed}: {told(stages['climb'])}", flush=True)
+        return stages
+
+    hacked = for_seeds(hack, arguments.seeds, arguments.jobs)
+    staged = for_seeds(learn, arguments.learned, arguments.jobs)
+    learned = [stages["climb"] for stages in staged]
+    judges = [
+        {"seed": seed, **of_judges(stages)} for seed, stages in zip(arguments.learned, staged, strict=True)
+    ]
     result = {
         "title": "Over-optimisation, and when to stop",
         "about": ABOUT,
         "findings": findings("hacked reward", hacked) + findings("reward model", learned),
         "hacked_reward": [{"seed": s, **told(one)} for s, one in zip(arguments.seeds, hacked, strict=True)],
-        "reward_model": [{"seed": s, **told(one)} for s, one in zip(arguments.seeds, learned, strict=True)],
+        "reward_model": [{"seed": s, **told(one)} for s, one in zip(arguments.learned, learned, strict=True)],
         "judges": judges,
         "hacked_reward_by_step": at_steps([one["metrics"] for one in hacked], FIGURES, 10),
         "reward_model_by_step": at_steps([one["metrics"] for one in learned], FIGURES, 10),

@@ -9,15 +9,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from perilune.bundle.machine import describe_machine
 from perilune.metrics.bootstrap import paired_difference
 
 HERE = Path(__file__).resolve().parent
+
+Found = TypeVar("Found")
 
 
 def run_recipe(
@@ -38,6 +41,12 @@ def run_recipe(
     environment = {**os.environ, "PERILUNE_HOME": str(home), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
     return {stage: _evidence(Path(bundle)) for stage, bundle in json.loads(done.stdout)["bundles"].items()}
+
+
+def for_seeds(run: Callable[[int], Found], seeds: Sequence[int], jobs: int) -> list[Found]:
+    """What `run` gives for each seed, in order; `jobs` of them at a time."""
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(run, seeds))
 
 
 def _evidence(bundle: Path) -> dict[str, Any]:

@@ -12,9 +12,10 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from perilune.recipe.load import bundled_recipe
-from recipe_runs import HERE, at_steps, difference, document, run_recipe, verdict, write
+from recipe_runs import HERE, at_steps, difference, document, for_seeds, run_recipe, verdict, write
 
 STAGES = {
     "told, before": "told",
@@ -43,16 +44,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=1, help="seeds at a time")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "system_prompt.json")
     arguments = parser.parse_args()
     began = time.monotonic()
-    runs = []
-    for seed in arguments.seeds:
-        runs.append(run_recipe(bundled_recipe("system_prompt"), seed))
-        rates = {
-            name: round(runs[-1][stage]["summary"]["pass@1"]["mean"], 3) for name, stage in STAGES.items()
-        }
+
+    def run(seed: int) -> dict[str, Any]:
+        found = run_recipe(bundled_recipe("system_prompt"), seed)
+        rates = {name: round(found[stage]["summary"]["pass@1"]["mean"], 3) for name, stage in STAGES.items()}
         print(f"seed {seed}: {rates}", flush=True)
+        return found
+
+    runs = for_seeds(run, arguments.seeds, arguments.jobs)
     differences = [
         (
             name,
