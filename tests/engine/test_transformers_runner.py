@@ -73,7 +73,7 @@ def logprobs(model: TransformersModel, prompt: list[int], answer: Any) -> np.nda
 
 @torch.no_grad()
 def test_samples_and_scores_are_the_models(model: TransformersModel) -> None:
-    engine = Engine(model, slots=5, cache_tokens=400, token_budget=24, runner=TransformersRunner)
+    engine = Engine(model, slots=5, cache_tokens=400, token_budget=24)
     groups = engine.sample(PROMPTS, 3, SamplingParams(max_tokens=14))
     for prompt, group in zip(PROMPTS, groups, strict=True):
         scores = engine.score([prompt.token_ids] * 3, [sample.token_ids.tolist() for sample in group])
@@ -141,7 +141,7 @@ def test_an_option_the_decoder_has_not(tmp_path: Path) -> None:
     model, _ = load_for_inference(path)
     assert isinstance(model, TransformersModel)
     assert "rope_type is 'yarn'" in model.notice
-    Engine(model, slots=2, runner=TransformersRunner).sample(PROMPTS, 1, SamplingParams(max_tokens=2))
+    Engine(model, slots=2).sample(PROMPTS, 1, SamplingParams(max_tokens=2))
 
 
 def test_a_model_without_attention(tmp_path: Path) -> None:

@@ -126,10 +126,12 @@ def served(checkpoint: Path, *options: str, token: str = "", **environment: str)
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=variables) as process:
         assert process.stderr is not None
         try:
-            line = process.stderr.readline()
-            found = re.search(r"(\S+) answers at (http://\S+)", line)
-            assert found, line + process.stderr.read()
-            yield Served(process, found[2], found[1], token)
+            said, found = [], None
+            while found is None:
+                said.append(process.stderr.readline())
+                assert said[-1], "".join(said)
+                found = re.search(r"(\S+) answers at (http://\S+)", said[-1])
+            yield Served(process, found[2], found[1], token, said)
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)

@@ -78,7 +78,11 @@ def serve(
         drain=drain,
         stalled=stall,
     )
-    run_server(settings, lambda url: echo(f"{settings.name} answers at {url}", err=True))
+    run_server(
+        settings,
+        lambda url: echo(f"{settings.name} answers at {url}", err=True),
+        lambda notice: echo(notice, err=True),
+    )
 
 
 def _folder(checkpoint: str) -> Path:

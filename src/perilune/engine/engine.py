@@ -7,6 +7,7 @@ scheduler takes note. Everything else here is coming and going.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from perilune.models.decoder import Decoder
 from perilune.models.logprobs import token_logprobs
 from perilune.models.memory import card_of
 from perilune.models.tokenizer import Tokenizer
+from perilune.models.transformers_model import ModelShape, TransformersModel
 
 CACHE_BYTES = 4 << 30
 """Room for keys and values when nothing else is said; on a CPU only what is used is taken."""
@@ -45,6 +47,7 @@ class Engine:
     Args:
         decoder: what to sample with, on its device and in its dtype. The engine works on a copy of its
             weights, taken now and at every `update_weights`, so that training it does not change a version.
+            A `TransformersModel`, which is not trained, is used as it is.
         slots: most samples in flight at once.
         cache_tokens: room for keys and values, in tokens of all samples together, rounded up to blocks of 16.
             By default for `slots` samples of the longest kind, at most 4 GiB.
@@ -60,16 +63,17 @@ class Engine:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Decoder | TransformersModel,
         *,
         slots: int = 256,
         cache_tokens: int | None = None,
         token_budget: int = 4096,
         score_tokens: int = 16384,
         tokenizer: Tokenizer | None = None,
-        runner: Callable[[Decoder, int], Runner] = fastest_runner,
+        runner: Callable[[Any, int], Runner] = fastest_runner,
     ) -> None:
-        self._source, self._config = decoder, decoder.config
+        self._source: Any = decoder
+        self._config = decoder.config
         self._slots, self._token_budget, self._score_tokens = (
             slots,
             max(token_budget, 2 * slots),
@@ -570,7 +574,10 @@ def _check_state(state: Mapping[str, Tensor], decoder: Decoder) -> None:
             raise RequestError(f"{name} is {shapes}", where="new weights")
 
 
-def default_cache_tokens(config: DecoderConfig, slots: int) -> int:
+def default_cache_tokens(config: DecoderConfig | ModelShape, slots: int) -> int:
     """Tokens for `slots` of the longest samples, or as many as have room in `CACHE_BYTES`."""
-    token_bytes = card_of(config).cache_bytes(1, torch.float32.itemsize, windows=False)
+    if isinstance(config, ModelShape):
+        token_bytes = config.cache_bytes(1, torch.float32.itemsize)
+    else:
+        token_bytes = card_of(config).cache_bytes(1, torch.float32.itemsize, windows=False)
     return max(BLOCK, min(slots * config.max_position_embeddings, CACHE_BYTES // token_bytes))

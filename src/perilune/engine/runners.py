@@ -6,12 +6,19 @@ import torch
 
 from perilune.engine.native_runner import NativeRunner, weight_kind
 from perilune.engine.runner import Runner, TorchRunner
+from perilune.engine.transformers_runner import TransformersRunner
 from perilune.models.decoder import Decoder
 from perilune.models.native.decoder import supports
+from perilune.models.transformers_model import TransformersModel
 
 
-def fastest_runner(decoder: Decoder, num_blocks: int) -> Runner:
-    """The C kernels where they work: a dense decoder in float32 or bfloat16 on the CPU. Otherwise torch."""
+def fastest_runner(decoder: Decoder | TransformersModel, num_blocks: int) -> Runner:
+    """The C kernels where they work: a dense decoder in float32 or bfloat16 on the CPU. Otherwise torch.
+
+    What is no decoder of ours is computed by transformers.
+    """
+    if isinstance(decoder, TransformersModel):
+        return TransformersRunner(decoder, num_blocks)
     weight = decoder.model.embed_tokens.weight
     on_cpu = weight.device.type == "cpu" and weight.dtype in {torch.float32, torch.bfloat16}
     if on_cpu and supports(decoder.config, weight_kind(decoder)):

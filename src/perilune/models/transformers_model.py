@@ -39,6 +39,10 @@ class ModelShape:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
 
+    def cache_bytes(self, tokens: int, size: int) -> int:
+        """Keys and values of that many tokens, in numbers of `size` bytes; an estimate where layers differ."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * tokens * size
+
 
 class TransformersModel:
     """A causal language model as transformers loads it, for inference.
@@ -57,6 +61,11 @@ class TransformersModel:
     def device(self) -> torch.device:
         """Where it computes."""
         return self.module.device  # type: ignore[no-any-return]
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """Weights, by transformers' names."""
+        state: Mapping[str, Tensor] = self.module.state_dict()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take other weights, by transformers' names."""

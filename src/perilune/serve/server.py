@@ -16,7 +16,7 @@ import uvicorn
 
 from perilune.engine.engine import Engine
 from perilune.errors import RequestError, WorkFailedError
-from perilune.models.loading import load_checkpoint
+from perilune.models.transformers_model import TransformersModel, load_for_inference
 from perilune.serve.app import make_app
 from perilune.serve.connection import patient_for
 from perilune.serve.engine_thread import EngineThread
@@ -56,10 +56,12 @@ class Settings:
     stalled: float = 60.0
 
 
-def serve(settings: Settings, announce: Callable[[str], None]) -> None:
+def serve(
+    settings: Settings, announce: Callable[[str], None], notify: Callable[[str], None] = lambda notice: None
+) -> None:
     """Serve until the process is told to end; then finish what is being answered.
 
-    `announce` is called with the server's URL once it answers.
+    `announce` is called with the server's URL once it answers, `notify` with what is worth knowing before.
 
     Raises:
         RequestError: when the checkpoint cannot be used, the address is not free, or others than this machine
@@ -68,19 +70,21 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
     """
     token = _token(settings)
     with _listening(settings.host, settings.port) as listener:
-        service = _service(settings)
+        service = _service(settings, notify)
         server = _Server(service, settings, token, lambda: announce(_url(listener)))
         server.run(sockets=[listener])
     if service.thread.failure is not None:
         raise WorkFailedError(f"the engine failed: {service.thread.failure}", where=str(settings.checkpoint))
 
 
-def _service(settings: Settings) -> Service:
+def _service(settings: Settings, notify: Callable[[str], None]) -> Service:
     """Read the checkpoint and make everything that answers with it."""
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.dtype]
-    decoder, tokenizer = load_checkpoint(settings.checkpoint, _device(settings.device), dtype)
-    config = decoder.config
-    engine = Engine(decoder, slots=settings.slots, tokenizer=tokenizer)
+    loaded, tokenizer = load_for_inference(settings.checkpoint, _device(settings.device), dtype)
+    if isinstance(loaded, TransformersModel):
+        notify(loaded.notice)
+    config = loaded.config
+    engine = Engine(loaded, slots=settings.slots, tokenizer=tokenizer)
     model = ServedModel(
         name=settings.name,
         tokenizer=tokenizer,

@@ -1,0 +1,34 @@
+"""A model that the decoder does not compute is served too, and the server says that it is slower."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from served import served
+
+from perilune.models.tokenizer import Tokenizer
+from perilune.models.transformers_model import load_transformers_model
+
+
+def test_a_foreign_model_is_served(tmp_path: Path) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.GPTNeoXConfig(
+        vocab_size=98, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        initializer_range=0.3, bos_token_id=1, eos_token_id=1,
+    )  # fmt: skip
+    transformers.GPTNeoXForCausalLM(config).save_pretrained(tmp_path / "neox")
+    tokenizer = Tokenizer.characters()
+    tokenizer.save(tmp_path / "neox")
+    module = load_transformers_model(tmp_path / "neox").module
+    prompt = torch.tensor([tokenizer.encode("12+34=")])
+    expected = module.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)[
+        0, prompt.shape[1] :
+    ]
+    with served(tmp_path / "neox", "--slots", "4") as server:
+        assert any("gpt_neox" in line and "several times slower" in line for line in server.said)
+        with server.client() as client:
+            answer = client.completions.create(model="neox", prompt="12+34=", max_tokens=8, temperature=0)
+    assert answer.choices[0].text == tokenizer.decode(expected.tolist())
