@@ -15,7 +15,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-BLOCK = 16
+from perilune.models import memory
+
+BLOCK = memory.BLOCK
 """Tokens a block."""
 
 NULL_BLOCK = 0

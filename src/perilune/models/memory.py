@@ -42,7 +42,8 @@ the same size then leave holes that the next one does not fit in, and memory gro
 """
 
 _FLOAT = 4
-_BLOCK = 16  # tokens of a block of the cache
+BLOCK = 16
+"""Tokens of a block of the engine's cache."""
 
 Model = DecoderConfig | ModelCard
 """A model's card, or the configuration it follows from."""
@@ -125,8 +126,8 @@ def cache_bytes(model: Model, samples: int, length: int, item_bytes: int = _FLOA
 
     The engine keeps what lies behind a window too.
     """
-    card, tokens = card_of(model), -(-length // _BLOCK) * _BLOCK
-    of_one, of_a_block = (card.cache_bytes(count, item_bytes, windows=False) for count in (tokens, _BLOCK))
+    card, tokens = card_of(model), -(-length // BLOCK) * BLOCK
+    of_one, of_a_block = (card.cache_bytes(count, item_bytes, windows=False) for count in (tokens, BLOCK))
     return samples * of_one + of_a_block
 
 

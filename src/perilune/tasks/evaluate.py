@@ -130,13 +130,13 @@ def _sampler(
         return
 
     from perilune.engine.engine import Engine
-    from perilune.tasks.footprint import memory_figures, slots_for
+    from perilune.tasks.footprint import engine_room, memory_figures
     from perilune.tasks.session import load_policy, prepare_device
 
     device = prepare_device(workspace)
     policy = load_policy(workspace, device)
     memory = _memory(spec, policy.decoder.config, device.type)
-    engine = Engine(policy.decoder, slots=slots_for(policy.decoder.config, spec.max_tokens, device.type))
+    engine = Engine(policy.decoder, **engine_room(policy.decoder.config, spec.max_tokens, device.type))
     sampler = Sampler(engine, policy.tokenizer, policy.stop_token_ids)
     yield sampler, lambda: {"memory": memory_figures(memory, device)}
 

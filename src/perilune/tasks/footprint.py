@@ -5,13 +5,13 @@ from __future__ import annotations
 import resource
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from perilune.bundle.job import Job
 from perilune.errors import RequestError
 from perilune.files import read_json
 from perilune.models.config import PRESETS, DecoderConfig
-from perilune.models.memory import MemoryPlan, cache_bytes, plan_memory
+from perilune.models.memory import BLOCK, MemoryPlan, cache_bytes, plan_memory
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +42,28 @@ def slots_for(config: DecoderConfig, max_tokens: int, device: str) -> int:
     length = _length(config, max_tokens)
     alone = cache_bytes(config, 0, length)
     return max(1, min(SLOTS, (room - alone) // (cache_bytes(config, 1, length) - alone)))
+
+
+class EngineRoom(TypedDict):
+    """What the engine is given: most samples in flight, and tokens of all of them together in its cache."""
+
+    slots: int
+    cache_tokens: int
+
+
+def engine_room(config: DecoderConfig, max_tokens: int, device: str) -> EngineRoom:
+    """Room for `slots_for` samples of the length that is planned, and for one of the longest in any case.
+
+    A prompt that is longer than planned leaves less for others.
+    """
+    slots = slots_for(config, max_tokens, device)
+    planned = slots * -(-_length(config, max_tokens) // BLOCK) * BLOCK
+    room = CACHE_BYTES["cuda" if device == "cuda" else "cpu"] - cache_bytes(config, 0, 0)
+    one = min(
+        config.max_position_embeddings,
+        room // (cache_bytes(config, 1, 1) - cache_bytes(config, 0, 1)) * BLOCK,
+    )
+    return EngineRoom(slots=slots, cache_tokens=max(planned, one))
 
 
 def stage_memory(

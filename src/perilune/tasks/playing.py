@@ -17,7 +17,7 @@ from perilune.environments.protocol import Environment, Task
 from perilune.environments.registry import make_environment
 from perilune.errors import WorkFailedError
 from perilune.tasks.evaluation import passed, strategies
-from perilune.tasks.footprint import require_room, slots_for
+from perilune.tasks.footprint import engine_room, require_room
 from perilune.tasks.rollouts import Groups, Rollouts, Stopwatch
 from perilune.tasks.session import Policy, load_policy, prepare_device
 from perilune.tasks.training_tasks import TrainingTasks
@@ -75,7 +75,7 @@ def open_player(workspace: Workspace, max_tokens: int) -> Iterator[Player]:
         policy = load_policy(workspace, device)
         require_room(policy.decoder.config, max_tokens)
         environment = make_environment(workspace.job.environment)
-        engine = Engine(policy.decoder, slots=slots_for(policy.decoder.config, max_tokens, device.type))
+        engine = Engine(policy.decoder, **engine_room(policy.decoder.config, max_tokens, device.type))
         rollouts = Rollouts(engine, policy.tokenizer, scorer, environment.id, workspace.job.seed)
         yield Player(workspace, device, policy, environment, engine, rollouts, max_tokens)
 

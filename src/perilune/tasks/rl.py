@@ -63,7 +63,7 @@ class RL:
         return {
             "episodes": f"{spec.steps} steps x {spec.prompts} tasks x {spec.samples} = {episodes:,}",
             "tokens at most": f"{episodes * spec.max_tokens:,}",
-            "algorithm": f"{_told(spec.algorithm)}, {spec.updates_per_batch} updates a step, KL {spec.kl:g}",
+            "algorithm": f"{_told(spec.algorithm)}, updates a step {spec.updates_per_batch}, KL {spec.kl:g}",
             "learning rate": f"{spec.lr:g} after {spec.warmup} steps, cosine to {spec.lr * spec.final_lr:g}",
             "memory": str(memory),
         }
@@ -75,7 +75,7 @@ class RL:
         from perilune.learn.critic import Critic
         from perilune.learn.trainer import Learner
         from perilune.tasks.dynamic_sampling import play_until_live
-        from perilune.tasks.footprint import memory_figures, slots_for
+        from perilune.tasks.footprint import engine_room, memory_figures
         from perilune.tasks.gold_watch import GoldWatch
         from perilune.tasks.learned_reward import LearnedReward
         from perilune.tasks.observation import Observer
@@ -93,8 +93,8 @@ class RL:
             reference = load_policy(workspace, device).decoder if _has_reference(spec) else None
             memory = _memory(spec, policy.decoder.config, device.type)
             environment = make_environment(workspace.job.environment)
-            slots = slots_for(policy.decoder.config, spec.max_tokens, device.type)
-            engine = Engine(policy.decoder, slots=slots)
+            room = engine_room(policy.decoder.config, spec.max_tokens, device.type)
+            engine = Engine(policy.decoder, **room)
             hidden_size = policy.decoder.config.hidden_size
             critic = Critic(hidden_size).to(device) if "values" in spec.algorithm.needs else None
             learner = Learner(policy.decoder, spec, critic=critic)
