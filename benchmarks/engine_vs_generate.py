@@ -29,7 +29,7 @@ import transformers
 
 import perilune
 from perilune.engine.engine import Engine
-from perilune.engine.sampling import Prompt, SamplingParams
+from perilune.engine.request import Prompt, SamplingParams
 from perilune.models.loading import load_decoder, new_model, save_checkpoint
 from perilune.models.tokenizer import Tokenizer
 

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perilune.engine.sampling import SamplingParams, draw
+from perilune.engine.request import SamplingParams
+from perilune.engine.sampler import draw
 from perilune.errors import RequestError
 
 ONE_BELOW_ONE = 1 - 2.0**-53

@@ -5,7 +5,7 @@ import pytest
 
 from perilune.data.episode import Episode
 from perilune.engine.engine import Engine
-from perilune.engine.sampling import Prompt, SamplingParams
+from perilune.engine.request import Prompt, SamplingParams
 from perilune.learn.algorithms import algorithm
 from perilune.learn.batch import pack
 from perilune.learn.trainer import Learner

@@ -16,7 +16,7 @@ from task_cases import SUMS, episodes, metrics, run_task, summary
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from perilune.engine.engine import Engine
-from perilune.engine.sampling import Prompt, SamplingParams
+from perilune.engine.request import Prompt, SamplingParams
 from perilune.environments.registry import make_environment
 from perilune.files import read_json_lines
 from perilune.models.loading import load_checkpoint

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from perilune.engine.engine import Engine
-from perilune.engine.sampling import Prompt, SamplingParams
+from perilune.engine.request import Prompt, SamplingParams
 from perilune.models.decoder import Decoder
 
 

@@ -12,7 +12,7 @@ import torch
 from perilune.bundle.workspace import Workspace
 from perilune.data.episode import Episode
 from perilune.engine.engine import Engine
-from perilune.engine.sampling import SamplingParams
+from perilune.engine.request import SamplingParams
 from perilune.environments.protocol import Environment, Task
 from perilune.environments.registry import make_environment
 from perilune.errors import WorkFailedError

@@ -11,7 +11,7 @@ import numpy as np
 
 from perilune.data.episode import Episode
 from perilune.engine.backend import SamplingBackend
-from perilune.engine.sampling import Completion, Prompt, SamplingParams
+from perilune.engine.request import Completion, Prompt, SamplingParams
 from perilune.environments.protocol import Failure, Outcome, Task, Transcript
 from perilune.models.tokenizer import Tokenizer
 from perilune.verifiers import Scorer

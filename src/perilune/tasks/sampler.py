@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace
     from perilune.engine.backend import SamplingBackend
     from perilune.engine.remote import RemoteEngine
-    from perilune.engine.sampling import SamplingParams
+    from perilune.engine.request import SamplingParams
     from perilune.models.tokenizer import Tokenizer
 
 
@@ -27,7 +27,7 @@ class SamplingSpec(Frozen):
 
     def params(self, stop_token_ids: tuple[int, ...], *, greedy: bool = False) -> SamplingParams:
         """As the engine wants them."""
-        from perilune.engine.sampling import SamplingParams
+        from perilune.engine.request import SamplingParams
 
         return SamplingParams(self.max_tokens, 0.0 if greedy else self.temperature, stop_token_ids)
 
