@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from learning_cases import episode, random_groups
+from learning_cases import episode, weighed
 
 from perilune.errors import RequestError, WorkFailedError
 from perilune.learn.advantages import DEAD_STD, centred, is_dead, standardised
@@ -130,34 +130,20 @@ def test_dr_grpo_divides_by_the_fixed_constant_whatever_the_batch() -> None:
     assert second.tolist() == pytest.approx([-0.5 / 40] * 5)
 
 
-@given(st.integers(0, 10_000), st.randoms(use_true_random=False))
-def test_order_within_a_group_does_not_matter(seed: int, shuffler) -> None:
-    (group,) = random_groups(seed, groups=1, size=5)
-    order = list(range(5))
-    shuffler.shuffle(order)
-    for name in ALGORITHMS:
-        plain = algorithm(name)(group, max_tokens=8, kl=0.1)
-        mixed = algorithm(name)([group[i] for i in order], max_tokens=8, kl=0.1)
-        for component in ("policy_gradient", "cross_entropy", "reference_kl"):
-            left, right = getattr(plain, component), getattr(mixed, component)
-            assert (left is None) == (right is None)
-            if left is not None:
-                assert left.denominator == right.denominator
-                for position, index in enumerate(order):
-                    np.testing.assert_allclose(
-                        right.weights[position], left.weights[index], rtol=1e-6, atol=1e-12
-                    )
-
-
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 def test_the_reference_kl_weighs_every_scored_token_alike(name: str) -> None:
     failed = episode(None, failure="verifier: timed out", name="0/0/1")
     group = [episode(1.0, tokens=[1, 2, 3]), failed, episode(0.0, tokens=[4], name="0/0/2")]
-    assert algorithm(name)(group, max_tokens=4, kl=0.0).reference_kl is None
-    kl = algorithm(name)(group, max_tokens=4, kl=0.1).reference_kl
-    each = 0.1 / 4 if name == "dr_grpo" else 0.1
-    assert [w.tolist() for w in kl.weights] == [pytest.approx([each] * 3), [0.0, 0.0], pytest.approx([each])]
-    assert kl.denominator == (2 if name == "dr_grpo" else 4)
+    assert weighed(name, [group])[0].reference_kl is None
+    kl = weighed(name, [group], kl=0.1)[0].reference_kl
+    long, short, denominator = {
+        "token-mean": (0.1, 0.1, 4),
+        "seq-mean-token-mean": (0.1 / 3, 0.1, 2),
+        "seq-mean-token-sum-norm": (0.1 / 8, 0.1 / 8, 2),
+    }[getattr(algorithm(name), "aggregation", "token-mean")]
+    found = [w.tolist() for w in kl.weights]
+    assert found == [pytest.approx([long] * 3), [0.0, 0.0], pytest.approx([short])]
+    assert kl.denominator == denominator
 
 
 def test_names() -> None:

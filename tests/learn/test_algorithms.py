@@ -134,6 +134,8 @@ def test_clip_ranges_are_those_of_the_papers() -> None:
     assert algorithm("dapo").surrogate == Surrogate(low=0.8, high=1.28)
     assert algorithm("gspo").surrogate == Surrogate(ratio="sequence", low=1 - 3e-4, high=1 + 4e-4)
     assert algorithm("gspo").aggregation == "seq-mean-token-mean"
+    (mean,) = weigh("gspo", [group_of([1, 0], [2, 8])], aggregation="token-mean")
+    assert mean.policy_gradient.denominator == 10  # what is asked for is done
     assert algorithm("cispo").surrogate == Surrogate(clip="weight", low=0.0, high=5.0)
 
 

@@ -221,6 +221,9 @@ def test_padding_belongs_to_nobody(budget: int) -> None:
         assert len(padded.cu_seqlens) == len(padded.prefix_of) + 1
         assert padded.cu_seqlens.diff().min() >= 0
         assert padded.token_ids[:real].tolist() == one.token_ids.tolist()
+        own = padded.prefix_of[len(one.prefix_of) :]
+        assert (own == -1).all()
+        assert (padded.cu_seqlens.diff()[len(one.prefix_of) :] <= 16).all()  # no block of attention widens
         assert padded.rows.max() < real
         assert padded.targets.tolist() == one.targets.tolist()
 
