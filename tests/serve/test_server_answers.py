@@ -80,7 +80,7 @@ def test_a_completion_is_what_the_engine_samples(client: openai.OpenAI, direct: 
             choice.logprobs.top_logprobs or [], one.top_logprobs or [], one.token_ids, strict=True
         ):
             wanted = {direct.tokenizer.spell(id): logprob for id, logprob in likely}
-            assert row.items() >= wanted.items()
+            assert {text: row[text] for text in wanted} == pytest.approx(wanted, abs=1e-6)
             assert direct.tokenizer.spell(int(token)) in row
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == 6
@@ -359,7 +359,7 @@ def test_under_load_nothing_leaks_and_nothing_is_wrong(server: Served, direct: D
 def test_who_reads_nothing_is_given_up(server: Served) -> None:
     much = {"model": "tiny", "prompt": "1", "n": 16, "logprobs": 20, "max_tokens": 200, "ignore_eos": True}
     content = json.dumps(much | {"stream": True}).encode()
-    before = server.at_rest()["disconnects_total"]
+    before = server.at_rest()["stalls_total"]
     with socket.socket() as reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, port = server.root.removeprefix("http://").split(":")
@@ -368,7 +368,7 @@ def test_who_reads_nothing_is_given_up(server: Served) -> None:
         reader.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
         reader.settimeout(30)
         assert reader.recv(12) == b"HTTP/1.1 200"
-        assert server.at_rest()["disconnects_total"] == before + 1
+        assert server.at_rest()["stalls_total"] == before + 1
         mine = reader.getsockname()
         connections = psutil.Process(server.process.pid).net_connections()
         assert not [one for one in connections if one.raddr and tuple(one.raddr) == mine]

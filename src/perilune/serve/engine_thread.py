@@ -13,7 +13,6 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from time import perf_counter
 from typing import Protocol
 
 from perilune.engine.request import Delta, Request
@@ -28,7 +27,7 @@ class SteppingEngine(Protocol):
         """Whether any sample is not finished."""
         ...
 
-    def add(self, request: Request) -> int: ...
+    def add(self, request: Request, *, stream: bool) -> int: ...
 
     def step(self) -> list[Delta]: ...
 
@@ -41,16 +40,11 @@ class Stream:
     The samples of all requests are numbered through; such a number is called a choice.
 
     Args:
-        whole: give everything at the end, so that the reader need not be woken at every token.
-
-    Attributes:
-        first: when the first token came, on the performance counter; None before.
+        in_pieces: a delta a token; otherwise each choice comes in one when it has ended.
     """
 
-    def __init__(self, requests: Sequence[Request], thread: EngineThread, *, whole: bool) -> None:
-        self.requests = requests
-        self.first: float | None = None
-        self._whole = whole
+    def __init__(self, requests: Sequence[Request], thread: EngineThread, *, in_pieces: bool) -> None:
+        self.requests, self.in_pieces = requests, in_pieces
         self.remaining = sum(request.n for request in requests)  # choices that have not finished
         self._thread = thread
         self.ids: tuple[int, ...] = ()
@@ -73,7 +67,7 @@ class Stream:
         Raises:
             WorkFailedError: when the engine failed, or somebody else aborted the requests.
         """
-        while not self._pending or (self._whole and self.remaining):
+        while not self._pending:
             if self._failure is not None:
                 raise self._failure
             if not self.remaining:
@@ -122,12 +116,9 @@ class Stream:
             self._pending[choice] = delta
         else:
             merge(waiting, delta)
-        if self.first is None:
-            self.first = perf_counter()
         if not self.remaining:
             self._over.set()
-        if not self._whole or not self.remaining:
-            self._news.set()
+        self._news.set()
 
 
 class EngineThread:
@@ -169,8 +160,8 @@ class EngineThread:
         """Samples that were submitted and are not finished."""
         return sum(stream.remaining for stream in self._unfinished)
 
-    async def submit(self, requests: Sequence[Request], *, whole: bool = False) -> Stream:
-        """Give requests to the engine: all of them, or none; `whole` as in `Stream`.
+    async def submit(self, requests: Sequence[Request], *, in_pieces: bool) -> Stream:
+        """Give requests to the engine: all of them, or none; `in_pieces` as in `Stream`.
 
         Raises:
             RequestError: when the engine does not take one.
@@ -178,7 +169,7 @@ class EngineThread:
         """
         if self.failure is not None:
             raise WorkFailedError("the engine has failed")
-        stream = Stream(requests, self, whole=whole)
+        stream = Stream(requests, self, in_pieces=in_pieces)
         self._unfinished.add(stream)
         self._orders.put(lambda: self._add(stream))
         try:
@@ -228,7 +219,7 @@ class EngineThread:
         ids: list[int] = []
         try:
             for request in stream.requests:
-                ids.append(self._engine.add(request))
+                ids.append(self._engine.add(request, stream=stream.in_pieces))
         except RequestError as error:
             refusal = error
             self._abort(ids)

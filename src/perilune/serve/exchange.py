@@ -40,7 +40,7 @@ class Exchange:
             WorkFailedError: when the engine failed.
         """
         try:
-            choices = dict(await while_connected(self._next(), request.receive))
+            choices = await while_connected(self._collected(), request.receive)
         except Disconnected:
             self._metrics.disconnected()
             return Response(status_code=_CLIENT_LEFT)
@@ -48,6 +48,12 @@ class Exchange:
             self.close()
         ordered = [choices[choice] for choice in sorted(choices)]
         return JSONResponse(self._answer.whole(ordered, self._prompts, self._usage))
+
+    async def _collected(self) -> dict[int, Delta]:
+        choices: dict[int, Delta] = {}
+        while news := await self._next():
+            choices.update(news)
+        return choices
 
     async def events(self, wants_usage: bool) -> AsyncIterator[bytes]:
         """The answer in server-sent events; what several choices gained at once is one piece of bytes."""
@@ -69,6 +75,8 @@ class Exchange:
 
     async def _next(self) -> list[tuple[int, Delta]]:
         news = await self._stream.next()
+        if news and self._stream.in_pieces and not self._usage.completion:
+            self._metrics.first_token(self._began)
         for _, delta in news:
             self._usage.completion += len(delta.token_ids)
             self._usage.cached = max(self._usage.cached, delta.cached_tokens)
@@ -77,8 +85,6 @@ class Exchange:
     def close(self) -> None:
         """The answer was sent; or its reader has left, and the engine is told to stop."""
         self._stream.abort()
-        if self._stream.first is not None:
-            self._metrics.first_token(self._stream.first - self._began)
         usage = self._usage
         self._metrics.finished(
             self._began, prompt=usage.prompt, completion=usage.completion, cached=usage.cached

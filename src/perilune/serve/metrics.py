@@ -22,11 +22,14 @@ class Metrics:
             "perilune_requests", "Requests answered", ["path", "status"], registry=self._registry
         )
         self._disconnects = Counter(
-            "perilune_disconnects", "Answers whose reader left or stopped reading", registry=self._registry
+            "perilune_disconnects", "Answers whose reader left", registry=self._registry
+        )
+        self._stalls = Counter(
+            "perilune_stalls", "Connections closed because nothing was read", registry=self._registry
         )
         self._tokens = Counter("perilune_tokens", "Tokens", ["kind"], registry=self._registry)
         self._first = Histogram(
-            "perilune_first_token_seconds", "From request to first token", buckets=_SECONDS,
+            "perilune_first_token_seconds", "From request to first token, of streams", buckets=_SECONDS,
             registry=self._registry,
         )  # fmt: skip
         self._whole = Histogram(
@@ -44,9 +47,13 @@ class Metrics:
         """A reader left."""
         self._disconnects.inc()
 
-    def first_token(self, seconds: float) -> None:
-        """The first token of a request came after so long."""
-        self._first.observe(seconds)
+    def stalled(self) -> None:
+        """A reader took nothing for too long."""
+        self._stalls.inc()
+
+    def first_token(self, since: float) -> None:
+        """The first token of a stream, asked for at `since` on the performance counter."""
+        self._first.observe(time.perf_counter() - since)
 
     def finished(self, since: float, *, prompt: int, completion: int, cached: int) -> None:
         """A request is done, having taken that many tokens."""

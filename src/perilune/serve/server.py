@@ -122,7 +122,8 @@ class _Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app, log_level="warning", access_log=False, server_header=False, backlog=_BACKLOG,
-                timeout_graceful_shutdown=_LAST_WORDS, http=patient_for(settings.stalled),
+                timeout_graceful_shutdown=_LAST_WORDS,
+                http=patient_for(settings.stalled, service.metrics.stalled),
             )
         )  # fmt: skip
         self._service, self._drain, self._announce = service, settings.drain, announce

@@ -152,7 +152,7 @@ class Service:
             prompts = await loop.run_in_executor(self._encoder, encode)
             constraint = await loop.run_in_executor(self._encoder, self._constrained, body)
             requests = self._requests(body, prompts, max_tokens, top_logprobs, constraint)
-            return await self.thread.submit(requests, whole=not body.stream)
+            return await self.thread.submit(requests, in_pieces=body.stream)
         finally:
             self._entering -= body.n
 
