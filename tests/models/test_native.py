@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from perilune.models.native import build, ops
+from perilune.models.native import attention, build, ops
 
 pytestmark = pytest.mark.skipif(not ops.available(), reason="needs a C compiler: install gcc or clang")
 
@@ -88,13 +88,13 @@ def test_draws_follow_the_distribution_and_never_the_impossible() -> None:
     torch.testing.assert_close(its, logits.log_softmax(-1)[0, greedy])
 
 
-def paged(k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[ops.Cache, list[Tensor]]:
+def paged(k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[attention.Cache, list[Tensor]]:
     """An empty cache of enough blocks."""
     blocks, heads, size = len(k) // 16 + 3, k.shape[1], k.shape[2]
     held = [torch.zeros(1, blocks, heads, *shape, dtype=dtype) for shape in ((size, 16), (16, size))]
     scales = [torch.zeros(1, blocks, heads, 16) for _ in range(2)]
     pointers = [x.data_ptr() for x in (*held, *scales)]
-    return ops.Cache(*pointers, blocks, ops.KINDS[dtype]), [*held, *scales]
+    return attention.Cache(*pointers, blocks, ops.KINDS[dtype]), [*held, *scales]
 
 
 @pytest.mark.usefixtures("threads")
@@ -106,8 +106,8 @@ def test_attention_over_the_cache_is_attention_in_the_sequence(
     generator = torch.Generator().manual_seed(0)
     length = 75
     q, k, v = (torch.randn(length, n, size, generator=generator) for n in (heads[0], heads[1], heads[1]))
-    spans = ops.Spans(torch.tensor([0]), torch.tensor([length]), torch.tensor([-1]))
-    whole, _ = ops.attend_packed(q, k, v, spans, scale=size**-0.5, window=window)
+    spans = attention.Spans(torch.tensor([0]), torch.tensor([length]), torch.tensor([-1]))
+    whole, _ = attention.attend_packed(q, k, v, spans, scale=size**-0.5, window=window)
     for dtype, tolerance in ((torch.float32, 0.0), (torch.bfloat16, 2e-2), (torch.int8, 4e-2)):
         cache, held = paged(k, v, dtype)
         table = np.array([[3, 1, 5, 2, 4]], dtype=np.int32)
@@ -115,7 +115,7 @@ def test_attention_over_the_cache_is_attention_in_the_sequence(
         for start, stop in ((0, 30), (30, 31), (31, 74), (74, 75)):  # in chunks, as prompts are fed
             positions = np.arange(start, stop)
             sequence = np.zeros(stop - start, dtype=np.int64)
-            step = ops.Step(
+            step = attention.Step(
                 rows=stop - start,
                 tables_stride=5,
                 positions=positions.ctypes.data,
@@ -124,7 +124,7 @@ def test_attention_over_the_cache_is_attention_in_the_sequence(
             )
             some = slice(start, stop)
             parts.append(
-                ops.attend_paged(
+                attention.attend_paged(
                     q[some], k[some], v[some], cache, step, layer=0, scale=size**-0.5, window=window
                 )
             )
@@ -138,10 +138,10 @@ def test_an_int8_cache_is_off_by_half_a_step_of_its_scale() -> None:
     cache, (keys, values, key_scales, value_scales) = paged(k, v, torch.int8)
     positions, sequence = np.arange(16), np.zeros(16, dtype=np.int64)
     table = np.array([[1]], dtype=np.int32)
-    step = ops.Step(
+    step = attention.Step(
         16, 1, 0, None, positions.ctypes.data, None, sequence.ctypes.data, table.ctypes.data, None
     )
-    ops.attend_paged(torch.randn(16, 2, 32), k, v, cache, step, layer=0, scale=1.0, window=0)
+    attention.attend_paged(torch.randn(16, 2, 32), k, v, cache, step, layer=0, scale=1.0, window=0)
     assert torch.allclose(key_scales[0, 1].T, k.abs().amax(-1) / 127)
     read_k = (keys[0, 1] * key_scales[0, 1][:, None]).permute(2, 0, 1)
     read_v = (values[0, 1] * value_scales[0, 1][..., None]).transpose(0, 1)

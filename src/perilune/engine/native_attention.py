@@ -9,12 +9,13 @@ from torch import Tensor
 from perilune.engine.cache import PagedCache
 from perilune.engine.scheduler import StepBatch
 from perilune.models.native import ops
+from perilune.models.native.attention import Cache, Step, attend_paged
 
 
-def describe_cache(cache: PagedCache) -> ops.Cache:
+def describe_cache(cache: PagedCache) -> Cache:
     """Where the cache lies; it must outlive what is returned."""
     scales = (cache.key_scales, cache.value_scales)
-    return ops.Cache(
+    return Cache(
         cache.keys.data_ptr(),
         cache.values.data_ptr(),
         *(None if scale is None else scale.data_ptr() for scale in scales),
@@ -40,7 +41,7 @@ class DescribedStep:
         ]
         self._tables = np.ascontiguousarray(batch.block_tables, dtype=np.int32)
         self.logits = torch.empty(len(batch.logit_rows), vocab_size)
-        self.step = ops.Step(
+        self.step = Step(
             rows,
             self._tables.shape[1],
             len(batch.logit_rows),
@@ -57,7 +58,7 @@ class NativePagedAttention:
         self._cache, self._described = describe_cache(cache), DescribedStep(batch)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-        return ops.attend_paged(
+        return attend_paged(
             q, k, v, self._cache, self._described.step,
             layer=layer, scale=q.shape[-1] ** -0.5, window=window or 0,
         )  # fmt: skip

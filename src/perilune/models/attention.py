@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from perilune.models.kernels import is_native
-from perilune.models.native.ops import Spans, attend_packed, attend_packed_backward
+from perilune.models.native.attention import Spans, attend_packed, attend_packed_backward
 
 _COLUMNS = 16
 _LEAST_ROWS = 4

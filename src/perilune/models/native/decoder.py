@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import Array, Structure, addressof, byref, c_float, c_int64, c_void_p
+from ctypes import POINTER, Array, Structure, addressof, byref, c_float, c_int64, c_void_p
 
 import torch
 from torch import Tensor
@@ -12,12 +12,11 @@ from perilune.models.decoder import NORM_NAMES, Block, Decoder
 from perilune.models.feed_forward import MLP
 from perilune.models.layers import RMSNorm
 from perilune.models.native import ops
+from perilune.models.native.attention import Cache, Step
 from perilune.models.native.ops import (
     LANES,
     PANEL,
-    Cache,
     PackedWeight,
-    Step,
     Weight,
     WeightKind,
     pack_weight,
@@ -82,7 +81,12 @@ class NativeDecoder:
     def step(self, cache: Cache, step: Step, last: int) -> None:
         """Compute `step`, whose largest position is `last`; its logits and the cache are written."""
         self._reserve(last + 1)
-        ops.check(ops.kernel("step")(byref(self._model), cache, step, ops.threads()), "a decoding step")
+        ops.check(
+            ops.kernel("step", POINTER(_Model), POINTER(Cache), POINTER(Step), c_int64)(
+                byref(self._model), cache, step, ops.threads()
+            ),
+            "a decoding step",
+        )
 
     def _describe(self, decoder: Decoder, kind: WeightKind) -> _Model:
         config, family = self.config, self.config.family

@@ -1,4 +1,4 @@
-"""The C kernels over torch tensors: float32, on the CPU, forward only.
+"""The C kernels over torch tensors: products, and what is done to each row; float32, on the CPU.
 
 Every function needs `available()`; shapes are as the decoder's. Arguments that the caller vouches for (kinds,
 shapes that belong together) are not checked again here.
@@ -6,7 +6,6 @@ shapes that belong together) are not checked again here.
 
 from __future__ import annotations
 
-import ctypes
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -45,46 +44,6 @@ class Weight(Structure):
     )
 
 
-class Cache(Structure):
-    """struct cache: see `PagedCache`."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
-        ("blocks", c_int64),
-        ("kind", c_int64),
-    )
-
-
-class Step(Structure):
-    """struct step: the tokens of one step."""
-
-    _fields_ = (
-        *((name, c_int64) for name in ("rows", "tables_stride", "logit_count")),
-        *((name, c_void_p) for name in ("tokens", "positions", "logit_rows", "sequence", "tables", "logits")),
-    )
-
-
-class _Paged(Structure):
-    """struct attention_call."""
-
-    _fields_ = (
-        ("cache", POINTER(Cache)),
-        ("step", POINTER(Step)),
-        ("q", c_void_p),
-        ("out", c_void_p),
-        *(
-            (name, c_int64)
-            for name in ("layer", "heads", "kv_heads", "size", "window", "q_stride", "out_stride")
-        ),
-        ("scale", c_float),
-        ("k", c_void_p),
-        ("v", c_void_p),
-        ("k_stride", c_int64),
-        ("v_stride", c_int64),
-        ("failed", c_int),
-    )
-
-
 class _Draws(Structure):
     """struct draws."""
 
@@ -95,25 +54,6 @@ class _Draws(Structure):
         ("tokens", c_void_p),
         ("logprobs", c_void_p),
         ("failed", c_int),
-    )
-
-
-class _Packed(Structure):
-    """struct packed."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("q", "k", "v")),
-        *((name, c_int64) for name in ("q_stride", "k_stride", "v_stride")),
-        *((name, c_int64) for name in ("heads", "kv_heads", "size", "window", "sequences")),
-        *((name, c_void_p) for name in ("starts", "lengths", "prefix_starts", "prefixes")),
-        ("scale", c_float),
-        ("out", c_void_p),
-        ("log_total", c_void_p),
-        *((name, c_void_p) for name in ("grad_out", "grad_q", "grad_k", "grad_v", "family")),
-        ("families", c_int64),
-        ("longest", c_int64),
-        ("failed", c_int),
-        ("next", ctypes.c_long),
     )
 
 
@@ -134,20 +74,16 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "token_logprobs": (_P, _I, _I, _P, _F, _P, _P, _P, _I),
     "token_logprobs_backward": (_P, _I, _I, _P, _F, _P, _P, _P, _I),
     "draw": (POINTER(_Draws), _I),
-    "attend_paged": (POINTER(_Paged), _I),
-    "step": (_P, POINTER(Cache), POINTER(Step), _I),
-    "attend_packed": (POINTER(_Packed), _I),
-    "attend_packed_backward": (POINTER(_Packed), _I),
 }
 
 
 @cache
-def kernel(name: str) -> Any:
-    """The function `perilune_<name>` of the library, knowing the types of its arguments."""
+def kernel(name: str, *types: Any) -> Any:
+    """The function `perilune_<name>`; `types` are those of its arguments, where they are not known here."""
     library = native().library
     assert library is not None
     function = getattr(library, f"perilune_{name}")
-    function.argtypes = _ARGUMENTS[name]
+    function.argtypes = types or _ARGUMENTS[name]
     return function
 
 
@@ -336,136 +272,9 @@ def draw(
     return tokens, logprobs
 
 
-def attend_paged(
-    q: Tensor, k: Tensor, v: Tensor, cache: Cache, step: Step, *, layer: int, scale: float, window: int
-) -> Tensor:
-    """Keep float32[N, KV, D] keys and values, then attend from float32[N, H, D]; returns float32[N, H, D].
-
-    What lies after the rows of the step is passed over, and zero in the result.
-
-    Args:
-        scale: of the scores.
-        window: tokens a query sees, itself among them; 0 means all.
-    """
-    q, k, v = (_rows(x) for x in (q, k, v))
-    out = torch.zeros(q.shape)
-    call = _Paged(
-        cache=ctypes.pointer(cache),
-        step=ctypes.pointer(step),
-        q=q.data_ptr(),
-        out=out.data_ptr(),
-        layer=layer,
-        heads=q.shape[1],
-        kv_heads=k.shape[1],
-        size=q.shape[2],
-        window=window,
-        q_stride=q.stride(0),
-        out_stride=out.stride(0),
-        scale=scale,
-        k=k.data_ptr(),
-        v=v.data_ptr(),
-        k_stride=k.stride(0),
-        v_stride=v.stride(0),
-    )
-    check(kernel("attend_paged")(byref(call), threads()), "attention")
-    return out
-
-
-class Spans:
-    """Where packed sequences lie in the flat tokens.
-
-    Args:
-        starts, lengths: int64[S], of each sequence.
-        prefix_of: int64[S], the sequence whose tokens come before this one's, or -1.
-
-    Sequences that share a prefix are kept together, for one thread to sum up their gradients in one order.
-    """
-
-    def __init__(self, starts: Tensor, lengths: Tensor, prefix_of: Tensor) -> None:
-        of = torch.where(prefix_of < 0, torch.arange(len(starts)), prefix_of)
-        order = torch.argsort(of, stable=True)
-        _, counts = torch.unique_consecutive(of[order], return_counts=True)
-        self.family = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
-        self.starts, self.lengths = starts[order], lengths[order]
-        has = prefix_of[order] >= 0
-        self.prefix_starts = torch.where(has, starts[of[order]], 0)
-        self.prefixes = torch.where(has, lengths[of[order]], 0)
-
-    def fields(self) -> dict[str, int]:
-        """What struct packed is told of them."""
-        names = ("starts", "lengths", "prefix_starts", "prefixes", "family")
-        pointers = {name: getattr(self, name).data_ptr() for name in names}
-        return {**pointers, "sequences": len(self.starts), "families": len(self.family) - 1}
-
-
-def attend_packed(
-    q: Tensor, k: Tensor, v: Tensor, spans: Spans, *, scale: float, window: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Causal attention of packed sequences: float32[N, H, D], and float32[N, H] logs of the denominators.
-
-    Args:
-        q: float32[N, H, D].
-        k, v: float32[N, KV, D].
-        scale: of the scores.
-        window: tokens a query sees, itself among them; 0 means all.
-    """
-    q, k, v = (_rows(x) for x in (q, k, v))
-    out, total = torch.zeros(q.shape), torch.zeros(q.shape[:2])
-    packed = _packed((q, k, v, out, total), spans, scale, window)
-    check(kernel("attend_packed")(byref(packed), threads()), "attention")
-    return out, total
-
-
-def attend_packed_backward(
-    grad: Tensor,
-    forward: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    spans: Spans,
-    *,
-    scale: float,
-    window: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from that of the output; `forward` is q, k, v and both results."""
-    q, k, v = (_rows(x) for x in forward[:3])
-    grad = grad.contiguous()
-    grad_q, grad_k, grad_v = (torch.zeros(x.shape) for x in (q, k, v))
-    packed = _packed((q, k, v, *forward[3:]), spans, scale, window)
-    packed.grad_out = grad.data_ptr()
-    packed.grad_q, packed.grad_k, packed.grad_v = (x.data_ptr() for x in (grad_q, grad_k, grad_v))
-    failed = kernel("attend_packed_backward")(byref(packed), threads())
-    check(failed, "the gradient of attention")
-    return grad_q, grad_k, grad_v
-
-
-def _packed(
-    forward: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], spans: Spans, scale: float, window: int
-) -> _Packed:
-    q, k, v, out, total = forward
-    return _Packed(
-        q=q.data_ptr(),
-        k=k.data_ptr(),
-        v=v.data_ptr(),
-        q_stride=q.stride(0),
-        k_stride=k.stride(0),
-        v_stride=v.stride(0),
-        heads=q.shape[1],
-        kv_heads=k.shape[1],
-        size=q.shape[2],
-        window=window,
-        scale=scale,
-        out=out.data_ptr(),
-        log_total=total.data_ptr(),
-        **spans.fields(),
-    )
-
-
 def threads() -> int:
     """How many threads kernels use: as many as torch."""
     return torch.get_num_threads()
-
-
-def _rows(x: Tensor) -> Tensor:
-    """`x` with the heads of a row side by side."""
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
 def check(failed: int, where: str) -> None:
