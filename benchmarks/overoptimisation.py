@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,10 @@ def main() -> None:
         print(f"reward model, seed {seed}: {told(stages['climb'])}", flush=True)
         return stages
 
-    hacked = for_seeds(hack, arguments.seeds, arguments.jobs)
-    staged = for_seeds(learn, arguments.learned, arguments.jobs)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(for_seeds, hack, arguments.seeds, arguments.jobs)
+        staged = for_seeds(learn, arguments.learned, arguments.jobs)
+        hacked = waiting.result()
     learned = [stages["climb"] for stages in staged]
     judges = [
         {"seed": seed, **of_judges(stages)} for seed, stages in zip(arguments.learned, staged, strict=True)
@@ -63,6 +66,16 @@ def main() -> None:
         "judges": judges,
         "hacked_reward_by_step": at_steps([one["metrics"] for one in hacked], FIGURES, 10),
         "reward_model_by_step": at_steps([one["metrics"] for one in learned], FIGURES, 10),
+        "curves": {
+            name: [
+                {
+                    figure: [line.get(figure) for line in one["metrics"]]
+                    for figure in ("reward", "gold", "kl_start")
+                }
+                for one in climbs
+            ]
+            for name, climbs in (("hacked reward", hacked), ("reward model", learned))
+        },
         **document("overoptimisation.py", sys.argv[1:], began),
     }
     write(arguments.out, result)

@@ -118,10 +118,12 @@ const Course = ((data) => {
       "gold",
       "Gold score and reward",
       "The gold score is never trained on. When its slope is no longer surely above zero, the reward is being climbed for its own sake.",
-      [
-        ["gold", "gold", 3],
-        ["reward", "reward", 1],
-      ],
+      training.columns.gold
+        ? [
+            ["gold", "gold", 3],
+            ["reward", "reward", 1],
+          ]
+        : [],
     );
     add("gold_slope", "Slope of the gold score", "Change a step over the last 20 steps, with its 95% interval.", [
       ["gold_slope", "slope", 3],
