@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import perilune
+from perilune.engine.blocks import BLOCK, blocks_for
 from perilune.engine.engine import Engine
 from perilune.engine.native_runner import NativeRunner
 from perilune.engine.request import Request as EngineRequest
@@ -41,7 +42,12 @@ class Adapter:
         decoder = load_decoder(checkpoint, dtype=getattr(torch, dtype))
         runner = functools.partial(NativeRunner, cache=cache) if cache else fastest_runner
         self.kv_cache = cache or dtype
-        self._engine = Engine(decoder, slots=sum(request.n for request in requests), runner=runner)
+        self._engine = Engine(
+            decoder,
+            slots=sum(request.n for request in requests),
+            cache_tokens=sum(r.n * _whole_blocks(len(r.prompt) + r.new_tokens) for r in requests),
+            runner=runner,
+        )
 
     def versions(self) -> dict[str, str]:
         """Of what takes part."""
@@ -89,6 +95,11 @@ class Adapter:
                 delattr(owner, name)  # the method of the class is seen again
         spent["rest"] = seconds - sum(spent.values())
         return {"steps": steps, **{part: 1e3 * value / steps for part, value in spent.items()}}
+
+
+def _whole_blocks(tokens: int) -> int:
+    """Tokens of as many blocks as a sample of so many takes, and of one more."""
+    return (blocks_for(tokens) + 1) * BLOCK
 
 
 def _timed(call: Callable[..., Any], part: str, spent: dict[str, float]) -> Callable[..., Any]:
