@@ -52,3 +52,35 @@ def test_what_is_wrong_is_said_with_its_line(said: str, what: str, remedy: str, 
     assert what in raised.value.what
     assert raised.value.where.endswith(":8")
     assert raised.value.remedy.startswith(remedy)
+
+
+@pytest.mark.parametrize(
+    ("said", "what", "remedy"),
+    [
+        ("{levle: token}", "stages.rl.off_policy.levle is not a known key", "'level'"),
+        ("{weight: truncate}", "weight corrects twice while the ratio is to the sampler", ""),
+        ("{bounds: [2, 1]}", "bounds must be 0 <= lowest < highest", ""),
+        ("{proximal: sampelr}", "stages.rl.off_policy.proximal is", ""),
+    ],
+)
+def test_a_correction_that_makes_no_sense_is_refused(
+    said: str, what: str, remedy: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RequestError) as raised:
+        load(tmp_path / "r.yaml", f"off_policy: {said}")
+    assert what in raised.value.what
+    assert raised.value.where.endswith(":8")
+    assert raised.value.remedy.startswith(remedy)
+
+
+def test_a_group_that_is_too_small_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"stages.rl samples is 8, and pkpo compares at least 10"):
+        load(tmp_path / "r.yaml", "algorithm: {name: pkpo, k: 9}")
+
+
+def test_corrections_are_read(tmp_path: Path) -> None:
+    said = "off_policy: {proximal: learner, weight: mask, bounds: [0.5, 5], level: sequence-geometric}"
+    path = tmp_path / "r.yaml"
+    path.write_text(RECIPE.replace("ALGORITHM", said))
+    found = load_recipe(path).stage("rl").spec["off_policy"]
+    assert (found["weight"], found["bounds"], found["level"]) == ("mask", [0.5, 5.0], "sequence-geometric")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
@@ -66,7 +67,7 @@ class StepContext:
 
 
 class Algorithm(BaseModel):
-    """Base of all algorithms. A subclass overrides `weigh_group`, or `weigh` when groups meet each other.
+    """Base of all algorithms. A subclass overrides `weigh_group`, or `weigh` where groups meet each other.
 
     Attributes:
         needs: signals it reads.
@@ -100,11 +101,12 @@ class Algorithm(BaseModel):
 
     def weigh_group(self, group: Group, context: StepContext) -> GroupWeights:
         """Weights of a group that is compared with no other."""
-        raise NotImplementedError
+        (found,) = self.weigh([group], context)
+        return found
 
     def __call__(self, group: Group, *, max_tokens: int, kl: float = 0.0) -> GroupWeights:
         """Weigh a group that is all there is."""
-        return self.weigh([group], StepContext(max_tokens, kl))[0]
+        return self.weigh_group(group, StepContext(max_tokens, kl))
 
 
 class PolicyGradient(Algorithm):
@@ -116,9 +118,9 @@ class PolicyGradient(Algorithm):
     )
 
     @property
+    @abstractmethod
     def surrogate(self) -> Surrogate:
         """The token loss that the options name."""
-        raise NotImplementedError
 
     def compared(
         self,
