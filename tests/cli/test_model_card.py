@@ -52,8 +52,8 @@ def test_the_card_in_words(perilune, config) -> None:
         "memory for 4 x 1,024 tokens",
         "  sampling  3.4 GiB: process 430.0 MiB, weights 1.1 GiB, engine 1.4 GiB, cache 449.8 MiB; "
         "then sampling 13.9 MiB",
-        "  training  14.5 GiB: process 430.0 MiB, weights 1.1 GiB, moments 4.4 GiB; "
-        "then learning 8.6 GiB or update 1.7 GiB",
+        "  training  15.0 GiB: process 430.0 MiB, weights 1.1 GiB, moments 4.4 GiB; "
+        "then learning 9.1 GiB or update 1.7 GiB",
     ]
 
 
