@@ -63,7 +63,7 @@ def test_fifty_thousand_random_operations(count: int) -> None:
             fresh = [block for block in blocks.tolist() if block not in content]
             for block in fresh:
                 content[block] = rng.choice(names)
-            pool.record(fresh, [content[block] for block in fresh])
+            pool.record({block: content[block] for block in fresh})
         elif kind < 0.7:
             wanted = rng.sample(names, 3)
             known, unused = pool.known(wanted)
@@ -91,8 +91,7 @@ def test_the_longest_unused_goes_first_and_the_end_of_a_sequence_before_its_begi
     pool = BlockPool(7)
     first, second = pool.take(3), pool.take(3)
     names = digests(list(range(6 * BLOCK)))
-    pool.record(first.tolist(), names[:3])
-    pool.record(second.tolist(), names[3:])
+    pool.record(dict(zip([*first.tolist(), *second.tolist()], names, strict=True)))
     pool.release(second)
     pool.release(first)
     assert set(pool.take(4).tolist()) == {*second.tolist(), int(first[-1])}
@@ -103,7 +102,7 @@ def test_a_block_that_was_found_again_is_not_given_away() -> None:
     pool = BlockPool(3)
     blocks = pool.take(2)
     names = digests(list(range(2 * BLOCK)))
-    pool.record(blocks.tolist(), names)
+    pool.record(dict(zip(blocks.tolist(), names, strict=True)))
     pool.release(blocks)
     assert pool.find(names[:1]).tolist() == [blocks[0]]
     assert pool.take(1).tolist() == [blocks[1]]

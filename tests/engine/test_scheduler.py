@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from perilune.engine.blocks import BlockPool, blocks_for
+from perilune.engine.blocks import NULL_BLOCK, BlockPool, blocks_for
 from perilune.engine.request import Request, SamplingParams
 from perilune.engine.scheduler import Counters, Scheduler, Step
 from perilune.engine.sequences import Entry, Sequences
@@ -16,11 +16,12 @@ from perilune.engine.sequences import Entry, Sequences
 class Life:
     """A scheduler whose model draws random tokens, and what must be true of it after every step."""
 
-    def __init__(self, rows: int, blocks: int, budget: int, seed: int) -> None:
+    def __init__(self, rows: int, blocks: int, budget: int, seed: int, window: int | None = None) -> None:
         self.rng = random.Random(seed)
         self.sequences = Sequences(rows, 100)
         self.pool = BlockPool(blocks + 1)
-        self.scheduler = Scheduler(self.sequences, self.pool, budget, Counters())
+        self.scheduler = Scheduler(self.sequences, self.pool, budget, Counters(), window)
+        self.window = window or 10**6
         self.entries: dict[int, Entry] = {}
         self.finished: dict[int, list[int]] = {}
         self.stored: dict[tuple[int, int], int] = {}  # which token lies at each place of each block
@@ -65,7 +66,8 @@ class Life:
                 block = int(batch.block_tables[index, position // 16])
                 assert self.pool.references[block] == 1, "written where others read"
                 self.stored[block, int(position) % 16] = int(token)
-            for position in range(int(batch.positions[fed][-1]) + 1):
+            first, last = int(batch.positions[fed][0]), int(batch.positions[fed][-1])
+            for position in range(max(0, first - self.window + 1), last + 1):
                 block = int(batch.block_tables[index, position // 16])
                 assert self.stored[block, position % 16] == self.sequences.tokens[row, position]
 
@@ -76,15 +78,16 @@ class Life:
         for row, entry in enumerate(sequences.entries):
             if entry is not None:
                 table = sequences.table(row)
-                references[table] += 1
+                references[table[table != NULL_BLOCK]] += 1
                 assert len(table) <= blocks_for(int(sequences.length[row]))
         assert np.array_equal(self.pool.references, references)
         assert self.pool.used == (references > 0).sum()
 
 
+@pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize(("rows", "blocks", "budget"), [(4, 12, 16), (12, 30, 40), (16, 200, 64)])
-def test_random_lives(rows: int, blocks: int, budget: int) -> None:
-    life = Life(rows, blocks, budget, seed=rows)
+def test_random_lives(rows: int, blocks: int, budget: int, window: int | None) -> None:
+    life = Life(rows, blocks, budget, seed=rows, window=window)
     rng = life.rng
     prefixes = [[rng.randrange(50) for _ in range(40)] for _ in range(3)]
     for turn in range(1200):
@@ -209,3 +212,16 @@ def test_less_than_a_block_of_a_sample_is_wasted(length: int) -> None:
         held = life.sequences.num_blocks * 16
         wasted.append((held - life.sequences.computed).max())
     assert max(wasted) == 15
+
+
+def test_behind_a_window_nothing_is_kept() -> None:
+    life = Life(4, 100, 64, seed=0, window=32)
+    never_ending(life)
+    life.add([1] * 150, 4, 200)
+    held = []
+    while (step := life.step()) is not None:
+        life.check()
+        if not step.chunks:
+            held.append(life.pool.used)
+    # A query sees 32 tokens, which lie in three blocks at most; the one being written is the last of them.
+    assert max(held[:-1]) <= 4 * 3

@@ -9,7 +9,7 @@ keeps its content until room is needed; the one longest unused goes first.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -104,9 +104,9 @@ class BlockPool:
             unused += self.references[block] == 0
         return found, int(unused)
 
-    def record(self, blocks: Iterable[int], digests: Iterable[bytes]) -> None:
+    def record(self, digests: Mapping[int, bytes]) -> None:
         """Make referenced, full blocks findable; a content that is findable already stays where it is."""
-        for block, digest in zip(blocks, digests, strict=True):
+        for block, digest in digests.items():
             if digest not in self._block_of and block not in self._digest_of:
                 self._block_of[digest] = block
                 self._digest_of[block] = digest

@@ -93,7 +93,9 @@ class Engine:
         """Begin with nothing in flight and nothing cached."""
         self._sequences = Sequences(self._slots, self._config.vocab_size)
         self._pool = BlockPool(self._num_blocks)
-        self._scheduler = Scheduler(self._sequences, self._pool, self._token_budget, self.counters)
+        self._scheduler = Scheduler(
+            self._sequences, self._pool, self._token_budget, self.counters, _window_of_all(self._config)
+        )
         self._scheduler.version = self.version
         self._sampler = Sampler(self._sequences)
         self._entries: dict[int, Entry] = {}
@@ -562,6 +564,13 @@ class _Collection:
     def __init__(self, total: int) -> None:
         self.unfinished = total
         self.samples: dict[int, dict[int, Completion]] = {}
+
+
+def _window_of_all(config: DecoderConfig | ModelShape) -> int | None:
+    """How many tokens a query sees, when every layer has a window."""
+    if isinstance(config, ModelShape) or None in config.windows:
+        return None
+    return config.sliding_window
 
 
 def _check_state(state: Mapping[str, Tensor], decoder: Decoder) -> None:

@@ -17,7 +17,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from perilune.engine.blocks import BLOCK, BlockPool, Blocks, blocks_for, extend_digests, root_digest
+from perilune.engine.blocks import (
+    BLOCK,
+    NULL_BLOCK,
+    BlockPool,
+    Blocks,
+    blocks_for,
+    extend_digests,
+    root_digest,
+)
 from perilune.engine.sequences import Entry, Rows, Sequences
 
 _REFILL_SHARE = 8  # free rows are refilled once they are 1/8 of all, so that prompts are computed in batches,
@@ -90,6 +98,8 @@ class Scheduler:
         pool: the blocks.
         token_budget: most tokens of one step; at least one for each row.
         counters: where to count.
+        window: how many tokens a query sees when every layer has a window, None when one sees all. Blocks
+            that lie before it are given back.
 
     Attributes:
         decoding: int64[B], rows that are fed one token a step.
@@ -98,8 +108,16 @@ class Scheduler:
         waiting: requests with samples that have no row yet.
     """
 
-    def __init__(self, sequences: Sequences, pool: BlockPool, token_budget: int, counters: Counters) -> None:
+    def __init__(
+        self,
+        sequences: Sequences,
+        pool: BlockPool,
+        token_budget: int,
+        counters: Counters,
+        window: int | None = None,
+    ) -> None:
         self.sequences, self.pool, self.token_budget = sequences, pool, token_budget
+        self.window = window
         self.decoding: Rows = np.zeros(0, dtype=np.int64)
         self.prefilling: list[int] = []
         self.preempted: list[int] = []
@@ -360,6 +378,8 @@ class Scheduler:
             sequences.computed[unplaced] = 0
             self.decoding = step.rows[~np.isin(step.rows, unplaced)]
             self.preempted = sorted([*self.preempted, *unplaced], key=sequences.arrival.__getitem__)
+        if self.window is not None:
+            self._leave_behind(self.window)
         sources = [np.full(len(targets), source, dtype=np.int32) for source, targets in copies]
         none = np.zeros(0, dtype=np.int32)
         return np.concatenate([none, *sources]), np.concatenate([none, *(targets for _, targets in copies)])
@@ -382,11 +402,12 @@ class Scheduler:
             copies.append((int(table[full]), targets))
         else:
             placed = followers
-        self.pool.share(table[:full], len(placed))
+        self.pool.share(table[:full][table[:full] != NULL_BLOCK], len(placed))
         sequences.blocks[placed, :full] = table[:full]
         sequences.num_blocks[placed] = len(table)
         sequences.computed[placed] = length
         sequences.stale[placed] = sequences.stale[row]
+        sequences.left_behind[placed] = sequences.left_behind[row]
         return followers[len(placed) :]
 
     def _record(self, row: int) -> None:
@@ -394,7 +415,20 @@ class Scheduler:
         if self.sequences.stale[row]:
             return
         digests = self._chain(row, int(self.sequences.computed[row]))
-        self.pool.record(self.sequences.table(row)[: len(digests)].tolist(), digests)
+        held = zip(self.sequences.table(row).tolist(), digests, strict=False)
+        self.pool.record({block: digest for block, digest in held if block != NULL_BLOCK})
+
+    def _leave_behind(self, window: int) -> None:
+        """Give back the blocks that no query to come will see; tables point to the null block there."""
+        sequences = self.sequences
+        rows = np.concatenate([self.decoding, np.array(self.prefilling, dtype=np.int64)])
+        behind = np.maximum(0, sequences.computed[rows] - window + 1) // BLOCK
+        due = np.flatnonzero(behind > sequences.left_behind[rows])
+        for row, end in zip(rows[due].tolist(), behind[due].tolist(), strict=True):
+            start = int(sequences.left_behind[row])
+            self.pool.release(sequences.blocks[row, start:end])
+            sequences.blocks[row, start:end] = NULL_BLOCK
+            sequences.left_behind[row] = end
 
     def lend(self, count: int) -> Blocks:
         """Blocks for something else, which releases them before the next step."""
@@ -426,7 +460,7 @@ class Scheduler:
 
     def _give_up_blocks(self, row: int) -> None:
         self.pool.release(self.sequences.table(row))
-        self.sequences.num_blocks[row] = self.sequences.computed[row] = 0
+        self.sequences.num_blocks[row] = self.sequences.computed[row] = self.sequences.left_behind[row] = 0
 
 
 _ORDER = np.arange(4097)

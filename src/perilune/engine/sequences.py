@@ -54,6 +54,7 @@ class Sequences:
         tokens, logprobs, versions: [rows, width], by place in the sequence; the last two of sampled tokens.
         blocks, num_blocks: int32[rows, columns] block tables, and how many blocks of each are filled.
         cached: int64, tokens of the prompt that were found in the cache.
+        left_behind: int64, blocks at the beginning of the table that were given back, behind a window.
         stale: bool, whether other weights than the present computed a part of what is in the cache.
         adapter: int32, number of the row's adapter, -1 without.
         temperature, top_k, top_p, min_p, repetition_penalty, min_length: options, by row.
@@ -73,6 +74,7 @@ class Sequences:
         self.blocks: Blocks = np.zeros((rows, 0), dtype=np.int32)
         self.num_blocks = np.zeros(rows, dtype=np.int64)
         self.cached = np.zeros(rows, dtype=np.int64)
+        self.left_behind = np.zeros(rows, dtype=np.int64)
         self.stale = np.zeros(rows, dtype=np.bool_)
         self.adapter = np.full(rows, -1, dtype=np.int32)
         self.temperature, self.top_p, self.min_p, self.repetition_penalty = np.ones(
@@ -99,7 +101,7 @@ class Sequences:
         self.limit[row] = length + params.max_tokens
         self._widen(length + params.max_tokens)
         self.tokens[row, :length] = prompt
-        self.computed[row] = self.num_blocks[row] = self.cached[row] = 0
+        self.computed[row] = self.num_blocks[row] = self.cached[row] = self.left_behind[row] = 0
         self.stale[row] = False
         self.adapter[row] = entry.adapter
         self.temperature[row] = params.temperature
