@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipe_runs import HERE, at_steps, difference, document, for_seeds, run_recipe, verdict, write
+from recipe_runs import HERE, at_steps, described, difference, document, for_seeds, run_recipe, verdict, write
 
 ARMS = ("reverse_kl", "forward_topk", "gkd")
 OTHERS = ("teacher", "start", "imitation")
@@ -64,8 +64,9 @@ def main() -> None:
     }
     result = {
         "title": "Distillation from a larger teacher",
-        "about": ABOUT,
-        "findings": [verdict(*name.split(" - "), found) for name, found in differences.items()],
+        "about": described(
+            ABOUT, [verdict(*name.split(" - "), found) for name, found in differences.items()]
+        ),
         "arms": {arm: of_arm(arm, runs) for arm in (*OTHERS, *ARMS)},
         "differences_of_pass@1": [
             {"arms": name, **{f"seed {seed}": one for seed, one in zip(arguments.seeds, found, strict=True)}}

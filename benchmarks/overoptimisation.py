@@ -14,15 +14,18 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from perilune.metrics.overoptimisation import OveroptimisationWatch
 from perilune.recipe.load import bundled_recipe
-from recipe_runs import HERE, at_steps, document, for_seeds, run_recipe, write
+from recipe_runs import HERE, at_steps, described, document, for_seeds, run_recipe, write
 
-FIGURES = ("reward", "gold", "kl_start", "gold_slope", "gold_slope_low")
+FIGURES = ("reward", "gold", "kl_start")
+SMOOTH = 5  # steps whose gold is averaged: one step is 256 answers
 
 
 def main() -> None:
@@ -36,44 +39,37 @@ def main() -> None:
     arguments = parser.parse_args()
     began = time.monotonic()
 
-    def hack(seed: int) -> dict[str, Any]:
+    def hack(seed: int) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory(prefix="perilune-benchmark-") as home:
             start = run_recipe(HERE / "cold_start.yaml", seed, home=Path(home))
             checkpoint = start["sft"]["folder"] / "artifacts" / "checkpoints" / "final"
             stages = run_recipe(HERE / "thorough.yaml", seed, [f"model.path={checkpoint}"], Path(home))
-        print(f"hacked reward, seed {seed}: {told(stages['climb'])}", flush=True)
-        return stages["climb"]
+        print(f"hacked reward, seed {seed}: {told(stages['climb']['metrics'])}", flush=True)
+        return stages["climb"]["metrics"]
 
     def learn(seed: int) -> dict[str, dict[str, Any]]:
         stages = run_recipe(bundled_recipe("reward_model"), seed)
-        print(f"reward model, seed {seed}: {told(stages['climb'])}", flush=True)
+        print(f"reward model, seed {seed}: {told(stages['climb']['metrics'])}", flush=True)
         return stages
 
     with ThreadPoolExecutor(2) as pool:
         waiting = pool.submit(for_seeds, hack, arguments.seeds, arguments.jobs)
         staged = for_seeds(learn, arguments.learned, arguments.jobs)
         hacked = waiting.result()
-    learned = [stages["climb"] for stages in staged]
+    learned = [stages["climb"]["metrics"] for stages in staged]
     judges = [
         {"seed": seed, **of_judges(stages)} for seed, stages in zip(arguments.learned, staged, strict=True)
     ]
     result = {
         "title": "Over-optimisation, and when to stop",
-        "about": ABOUT,
-        "findings": findings("hacked reward", hacked) + findings("reward model", learned),
+        "about": described(ABOUT, findings("hacked reward", hacked) + findings("reward model", learned)),
         "hacked_reward": [{"seed": s, **told(one)} for s, one in zip(arguments.seeds, hacked, strict=True)],
         "reward_model": [{"seed": s, **told(one)} for s, one in zip(arguments.learned, learned, strict=True)],
         "judges": judges,
-        "hacked_reward_by_step": at_steps([one["metrics"] for one in hacked], FIGURES, 10),
-        "reward_model_by_step": at_steps([one["metrics"] for one in learned], FIGURES, 10),
+        "hacked_reward_by_step": at_steps(hacked, FIGURES, 10),
+        "reward_model_by_step": at_steps(learned, FIGURES, 10),
         "curves": {
-            name: [
-                {
-                    figure: [line.get(figure) for line in one["metrics"]]
-                    for figure in ("reward", "gold", "kl_start")
-                }
-                for one in climbs
-            ]
+            name: [{figure: [line[figure] for line in lines] for figure in FIGURES} for lines in climbs]
             for name, climbs in (("hacked reward", hacked), ("reward model", learned))
         },
         **document("overoptimisation.py", sys.argv[1:], began),
@@ -84,25 +80,31 @@ def main() -> None:
 ABOUT = (
     "Two rewards that are only proxies are climbed by GRPO on the tiny model, three-digit sums. The "
     "verifier is not trained on; its verdict is the gold score. `recommended stop` is where the watch "
-    "said so while the run went on, without knowing what comes; `gold best` is the best step, known "
-    "only afterwards."
+    "said so while the run went on, without knowing what comes; `gold best` is known only afterwards. "
+    "Gold is averaged over five steps; one step is 256 answers."
 )
 
 
-def told(climb: Mapping[str, Any]) -> dict[str, Any]:
-    """What the watch said, and what the gold score did."""
-    gold = climb["summary"]["gold"]
+def told(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the watch said of a climb step by step, and what the gold score did."""
+    watch = OveroptimisationWatch()
+    for line in lines:
+        watch.observe(line["step"], line["kl_start"], line["gold"])
+    gold = [line["gold"] for line in lines]
+    smooth = [fmean(gold[max(0, i - SMOOTH + 1) : i + 1]) for i in range(len(gold))]
+    best = max(range(SMOOTH - 1, len(gold)), key=lambda i: smooth[i])
+    stop = watch.recommended_stop
     return {
-        "gold_first": gold["first"],
-        "gold_best": gold["best"],
-        "best_step": gold["best_step"],
-        "recommended_stop": gold["recommended_stop"],
-        "gold_there": gold["at_recommended_stop"],
-        "alarm": gold["alarm"],
-        "gold_last": gold["last"],
-        "reward_first": climb["summary"]["first"]["reward"],
-        "reward_last": climb["summary"]["last"]["reward"],
-        "kl_last": climb["metrics"][-1]["kl_start"],
+        "gold_first": smooth[SMOOTH - 1],
+        "gold_best": smooth[best],
+        "best_step": lines[best]["step"],
+        "recommended_stop": stop,
+        "gold_there": None if stop is None else smooth[stop - 1],
+        "alarm": watch.alarm,
+        "gold_last": smooth[-1],
+        "reward_first": fmean(line["reward"] for line in lines[:SMOOTH]),
+        "reward_last": fmean(line["reward"] for line in lines[-SMOOTH:]),
+        "kl_last": lines[-1]["kl_start"],
     }
 
 
@@ -120,7 +122,7 @@ def of_judges(stages: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def findings(name: str, climbs: list[Mapping[str, Any]]) -> list[str]:
+def findings(name: str, climbs: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
     """Sentences that say what the tables show."""
     said = []
     all_told = [told(one) for one in climbs]

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipe_runs import HERE, at_steps, difference, document, for_seeds, run_recipe, verdict, write
+from recipe_runs import HERE, at_steps, described, difference, document, for_seeds, run_recipe, verdict, write
 
 ARMS = ("dpo", "dpo_nll", "dpo_dpop", "ipo", "ipo_nll")
 FIGURES = ("accuracy", "margin", "chosen_shift", "chosen_nll", "length_correlation")
@@ -61,8 +61,9 @@ def main() -> None:
     }
     result = {
         "title": "DPO and IPO on verifier pairs",
-        "about": ABOUT,
-        "findings": [verdict(*name.split(" - "), found) for name, found in differences.items()],
+        "about": described(
+            ABOUT, [verdict(*name.split(" - "), found) for name, found in differences.items()]
+        ),
         "arms": {arm: of_arm(arm, runs) for arm in ("sft", *ARMS, "imitation")},
         "pairs": [
             {"seed": seed}

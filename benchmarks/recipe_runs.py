@@ -75,6 +75,7 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any], seed: int) -
 
 def verdict(name: str, other: str, differences: Sequence[Mapping[str, float]]) -> str:
     """In words, what the differences of all seeds allow to be said."""
+    name, other = f"`{name}`", f"`{other}`"
     if all(one["low"] > 0 for one in differences):
         return f"{name} above {other} with every seed: not noise."
     if all(one["high"] < 0 for one in differences):
@@ -84,6 +85,11 @@ def verdict(name: str, other: str, differences: Sequence[Mapping[str, float]]) -
         return f"{name} against {other} depends on the seed: clear both ways, so no finding."
     clear = sum(not one["low"] <= 0 <= one["high"] for one in differences)
     return f"{name} against {other} is noise: clear of zero with {clear} of {len(differences)} seeds."
+
+
+def described(about: str, findings: Sequence[str]) -> str:
+    """What a result's page opens with: what was done, and what came of it."""
+    return "\n".join([about, "", *(f"* {one}" for one in findings)])
 
 
 def at_steps(
@@ -100,8 +106,11 @@ def at_steps(
 
 def document(script: str, arguments: Sequence[str], began: float) -> dict[str, Any]:
     """What every result says of how it was made."""
+    words = list(arguments)
+    if "--out" in words:  # where it was put is nobody's concern
+        del words[words.index("--out") : words.index("--out") + 2]
     return {
-        "command": shlex.join(["python", f"benchmarks/{script}", *arguments]),
+        "command": shlex.join(["python", f"benchmarks/{script}", *words]),
         "versions": {name: version(name) for name in ("perilune", "torch", "reasoning-gym")},
         "processor": describe_machine()["processor"]["model"],
         "minutes": round((time.monotonic() - began) / 60, 1),

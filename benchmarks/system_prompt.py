@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from perilune.recipe.load import bundled_recipe
-from recipe_runs import HERE, at_steps, difference, document, for_seeds, run_recipe, verdict, write
+from recipe_runs import HERE, at_steps, described, difference, document, for_seeds, run_recipe, verdict, write
 
 STAGES = {
     "told, before": "told",
@@ -69,8 +69,7 @@ def main() -> None:
     ]
     result = {
         "title": "A system prompt, distilled",
-        "about": ABOUT,
-        "findings": [verdict(*one) for one in differences],
+        "about": described(ABOUT, [verdict(*one) for one in differences]),
         "accuracy": {
             name: {
                 key: [run[stage]["summary"][key]["mean"] for run in runs]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from perilune.errors import RequestError
 from perilune.metrics.overoptimisation import (
+    SLOPE_FROM,
     GoldFit,
     OveroptimisationWatch,
     best_of_n_kl,
@@ -120,6 +121,7 @@ def test_no_alarm_before_there_ever_was_a_rise() -> None:
 
 def test_figures_of_a_step() -> None:
     watch = OveroptimisationWatch(window=3)
+    assert SLOPE_FROM > 3  # so that the window decides
     assert watch.observe(1, 0.04, 0.1) == {
         "distance": pytest.approx(0.2), "overoptimisation_alarm": 0.0, "stop_recommended": 0.0,
     }  # fmt: skip
@@ -127,6 +129,16 @@ def test_figures_of_a_step() -> None:
     figures = watch.observe(3, -1e-9, 0.3)  # an estimate of a KL may be below zero
     assert figures["distance"] == 0.0
     assert figures["gold_slope"] == pytest.approx(0.1)
-    figures = watch.observe(4, 0.1, 0.1)
+    figures = watch.observe(4, 0.1, 0.4)
+    assert (figures["gold_slope_low"], watch.alarm) == (pytest.approx(0.1), None)
+    watch.observe(5, 0.1, 0.5)  # risen for three looks
+    figures = watch.observe(6, 0.1, 0.1)
     assert figures["overoptimisation_alarm"] == figures["stop_recommended"] == 1.0
-    assert (watch.alarm, watch.recommended_stop) == (4, 4)
+    assert (watch.alarm, watch.recommended_stop) == (6, 6)
+
+
+def test_a_rise_by_chance_is_none() -> None:
+    watch = OveroptimisationWatch(window=3)
+    for step, gold in enumerate([0.1, 0.2, 0.3, 0.1, 0.2, 0.3, 0.1], start=1):
+        watch.observe(step, 0.01, gold)
+    assert watch.alarm is None

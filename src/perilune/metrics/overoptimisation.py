@@ -21,8 +21,9 @@ from perilune.errors import RequestError
 Law = Literal["best_of_n", "rl"]
 
 FIT_FROM = 8  # points before a law is fitted
-WINDOW = 20  # points over which the slope is taken, once there are as many
-SLOPE_FROM = 8  # points before a slope is taken
+WINDOW = 16  # points over which the slope is taken, once there are as many
+SLOPE_FROM = 12  # points before a slope is taken
+RISEN_AFTER = 3  # looks in a row at which the gold score must surely rise before a stop of it can be told
 SAFETY = 0.8  # of the fitted peak: the gold score is flat there, and the fit uncertain
 Z = 1.959964  # 95% of a normal distribution
 
@@ -133,9 +134,10 @@ class OveroptimisationWatch:
     """Follows gold and proxy step by step, and says when to stop.
 
     It recommends to stop at the first step at which the fitted law has a peak (beta's interval above zero)
-    and d has come to 0.8 of it, or the interval of the gold slope crosses zero after it once lay above. That
-    crossing is also the alarm: the proxy may climb, the gold score surely does no more. The slope is over the
-    last `window` steps, fewer in the beginning; a fall that takes much less than a window is seen late.
+    and d has come to 0.8 of it, or the interval of the gold slope crosses zero after it lay above for three
+    steps in a row. That crossing is also the alarm: the proxy may climb, the gold score no longer surely
+    does. The slope is over the last `window` steps, fewer in the beginning; a fall that takes much less
+    than a window is seen late, and a rise that drowns in the noise of a window is taken for none.
     """
 
     def __init__(self, law: Law = "rl", window: int = WINDOW) -> None:
@@ -144,6 +146,7 @@ class OveroptimisationWatch:
         self._steps: list[int] = []
         self._distances: list[float] = []
         self._gold: list[float] = []
+        self._rising = 0  # looks in a row
         self._has_risen = False
         self.alarm: int | None = None  # step of the first alarm
         self.recommended_stop: int | None = None
@@ -167,7 +170,8 @@ class OveroptimisationWatch:
                 "gold_slope_low": recent.low,
                 "gold_slope_high": recent.high,
             }
-            self._has_risen = self._has_risen or recent.low > 0
+            self._rising = self._rising + 1 if recent.low > 0 else 0
+            self._has_risen = self._has_risen or self._rising >= RISEN_AFTER
             crossed = self._has_risen and recent.low <= 0
         fit = self.fit()
         near_peak = False

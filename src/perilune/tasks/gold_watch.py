@@ -53,9 +53,9 @@ class GoldWatch:
         was_recommended, was_alarmed = self._watch.recommended_stop, self._watch.alarm
         figures = self._watch.observe(step, kl, gold)
         if self._watch.recommended_stop != was_recommended:
-            self._tell("stop_recommended", step, f"stop here: gold is {gold:.3f} and will rise no more")
+            self._tell("stop_recommended", step, f"stop here: gold is {gold:.3f} and no longer surely rises")
         if self._watch.alarm != was_alarmed:
-            self._tell("overoptimisation", step, "ALARM: gold surely rises no more, whatever the reward does")
+            self._tell("overoptimisation", step, "ALARM: gold no longer surely rises, whatever reward does")
         return {GOLD: gold, "kl_start": kl, **figures}
 
     def _tell(self, kind: str, step: int, message: str) -> None:

@@ -125,7 +125,7 @@ const Course = ((data) => {
           ]
         : [],
     );
-    add("gold_slope", "Slope of the gold score", "Change a step over the last 20 steps, with its 95% interval.", [
+    add("gold_slope", "Slope of the gold score", "Change a step over the last 16 steps, with its 95% interval.", [
       ["gold_slope", "slope", 3],
       ["gold_slope_low", "low", 7],
       ["gold_slope_high", "high", 7],
