@@ -60,9 +60,11 @@ class RL:
         spec = RLSpec.model_validate(job.spec)
         memory = _memory(spec, model_config(job), job.resources.device)
         episodes = spec.steps * spec.prompts * spec.samples
+        most = spec.algorithm.refills
+        refills = f", and dead groups refilled up to {most} times a step" if most else ""
         return {
-            "episodes": f"{spec.steps} steps x {spec.prompts} tasks x {spec.samples} = {episodes:,}",
-            "tokens at most": f"{episodes * spec.max_tokens:,}",
+            "episodes": f"{spec.steps} steps x {spec.prompts} tasks x {spec.samples} = {episodes:,}{refills}",
+            "tokens at most": f"{episodes * (1 + most) * spec.max_tokens:,}",
             "algorithm": f"{_told(spec.algorithm)}, updates a step {spec.updates_per_batch}, KL {spec.kl:g}",
             "learning rate": f"{spec.lr:g} after {spec.warmup} steps, cosine to {spec.lr * spec.final_lr:g}",
             "memory": str(memory),
