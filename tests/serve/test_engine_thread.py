@@ -1,0 +1,165 @@
+"""The engine in a thread of its own: what readers get, whatever they and the engine do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from served import CONTEXT
+
+from perilune.engine.engine import Engine
+from perilune.engine.request import Delta, Prompt, Request, SamplingParams
+from perilune.errors import RequestError, WorkFailedError
+from perilune.models.config import PRESETS
+from perilune.models.decoder import Decoder
+from perilune.serve.engine_thread import EngineThread, Stream, merge
+
+
+def make(**changes: Any) -> Decoder:
+    shape = {"initializer_range": 0.15, "max_position_embeddings": CONTEXT}
+    decoder = Decoder(PRESETS["tiny"].replace(**shape, **changes))
+    decoder.initialize(0)
+    return decoder
+
+
+DECODER = make()
+
+
+def ask(tokens: int, seed: int = 0, n: int = 1, prompt: tuple[int, ...] = (5, 6, 7)) -> Request:
+    return Request(list(prompt), SamplingParams(max_tokens=tokens), (seed, 0, 0), n)
+
+
+async def read(stream: Stream) -> dict[int, Delta]:
+    """All that a stream says, a delta a choice."""
+    whole: dict[int, Delta] = {}
+    while news := await stream.next():
+        for choice, delta in news:
+            if choice in whole:
+                merge(whole[choice], delta)
+            else:
+                whole[choice] = delta
+    return whole
+
+
+def within(engine: Engine, work: Callable[[EngineThread], Awaitable[None]]) -> EngineThread:
+    """Do `work` beside the engine's thread."""
+    thread = EngineThread(engine)
+
+    async def main() -> None:
+        thread.start()
+        try:
+            async with asyncio.timeout(60):
+                await work(thread)
+        finally:
+            thread.stop()
+
+    asyncio.run(main())
+    return thread
+
+
+def expected(request: Request) -> list[tuple[list[int], list[float]]]:
+    group = Engine(DECODER).sample([Prompt(request.token_ids, request.key)], request.n, request.params)[0]
+    return [(one.token_ids.tolist(), one.logprobs.tolist()) for one in group]
+
+
+@pytest.mark.parametrize("in_pieces", [True, False])
+def test_choices_are_numbered_through_the_requests(in_pieces: bool) -> None:
+    requests = [ask(20, seed=1, n=2), ask(9, seed=2, n=3)]
+
+    async def work(thread: EngineThread) -> None:
+        whole = await read(await thread.submit(requests, in_pieces=in_pieces))
+        found = [(whole[choice].token_ids, whole[choice].logprobs) for choice in sorted(whole)]
+        assert found == expected(requests[0]) + expected(requests[1])
+        assert {whole[choice].finish_reason for choice in whole} == {"length"}
+        assert thread.open_samples == 0
+
+    within(Engine(DECODER), work)
+
+
+def test_a_reader_that_sleeps_holds_one_answer_and_nobody_up() -> None:
+    async def work(thread: EngineThread) -> None:
+        asleep = await thread.submit([ask(200, seed=3)], in_pieces=True)
+        for seed in range(5):
+            await read(await thread.submit([ask(30, seed)], in_pieces=True))
+        while asleep.remaining:
+            await asyncio.sleep(0.01)
+        ((choice, delta),) = await asleep.next()  # all of it in one
+        assert (choice, len(delta.token_ids), delta.finish_reason) == (0, 200, "length")
+        assert [(delta.token_ids, delta.logprobs)] == expected(asleep.requests[0])
+        assert await asleep.next() == []
+
+    within(Engine(DECODER), work)
+
+
+def test_what_is_dropped_gives_its_blocks_back() -> None:
+    engine = Engine(DECODER, slots=4)
+
+    async def work(thread: EngineThread) -> None:
+        streams = [await thread.submit([ask(CONTEXT - 3, seed)], in_pieces=True) for seed in range(12)]
+        for stream in streams[:4]:
+            await stream.next()
+        assert thread.open_samples == 12
+        for stream in streams:  # some in flight, some waiting
+            stream.abort()
+        with pytest.raises(WorkFailedError, match="aborted"):
+            while await streams[0].next():
+                pass
+        impatient = asyncio.create_task(thread.submit([ask(CONTEXT - 3)], in_pieces=True))
+        await asyncio.sleep(0)
+        impatient.cancel()  # before the engine has said yes
+        with pytest.raises(asyncio.CancelledError):
+            await impatient
+        assert thread.open_samples == 0
+        assert (await read(await thread.submit([ask(2)], in_pieces=True)))[0].finish_reason == "length"
+        for _ in range(200):
+            if not engine.unfinished:
+                break
+            await asyncio.sleep(0.01)
+
+    within(engine, work)
+    assert not engine.unfinished
+    assert engine.cache_use == 0
+    assert engine.counters.steps < CONTEXT - 3  # nothing was sampled to its end
+
+
+def test_one_wrong_request_takes_the_others_with_it() -> None:
+    engine = Engine(DECODER)
+
+    async def work(thread: EngineThread) -> None:
+        with pytest.raises(RequestError, match="outside"):
+            await thread.submit([ask(50), ask(50, prompt=(98,))], in_pieces=True)
+        assert thread.open_samples == 0
+        assert len((await read(await thread.submit([ask(3)], in_pieces=True)))[0].token_ids) == 3
+
+    within(engine, work)
+    assert not engine.unfinished
+    assert engine.cache_use == 0
+
+
+@pytest.fixture
+def broken() -> Iterator[Engine]:
+    decoder = make()
+    with torch.no_grad():
+        decoder.model.norm.weight.fill_(float("nan"))
+    yield Engine(decoder)
+
+
+def test_everybody_is_told_when_the_engine_fails(broken: Engine) -> None:
+    told: list[BaseException] = []
+
+    async def work(thread: EngineThread) -> None:
+        thread.on_failure = told.append
+        streams = [await thread.submit([ask(5, seed)], in_pieces=True) for seed in range(1)]
+        for stream in streams:
+            with pytest.raises(WorkFailedError, match="the engine failed"):
+                await read(stream)
+        with pytest.raises(WorkFailedError, match="has failed"):
+            await thread.submit([ask(5)], in_pieces=True)
+        assert thread.open_samples == 0
+
+    thread = within(broken, work)
+    assert told == [thread.failure]
+    assert "not finite" in str(thread.failure)
