@@ -341,3 +341,22 @@ def test_with_windows_in_all_layers_blocks_are_given_back_and_nothing_changes(ru
     for seed, samples in enumerate(expected):
         scored = roomy.score([prompt(130, seed)] * 2, [tokens for tokens, _ in samples.values()])
         assert [one.tolist() for one in scored] == [logprobs for _, logprobs in samples.values()]
+
+
+@exact
+def test_a_cache_of_half_the_size_rounds_everybody_alike() -> None:
+    def half(decoder: Decoder, num_blocks: int) -> TorchRunner:
+        return TorchRunner(decoder, num_blocks, torch.bfloat16)
+
+    asked = [Request(prompt(30, seed), SamplingParams(30), (seed, 0, 0), 2) for seed in range(3)]
+    roomy, crowded = engine(runner=half), engine(runner=half, cache_tokens=192, token_budget=40)
+    expected = finish(roomy, *(roomy.add(request) for request in asked))
+    assert finish(crowded, *(crowded.add(request) for request in asked)) == expected
+    assert crowded.counters.preemptions > 0
+    for request, samples in zip(asked, expected, strict=True):
+        tokens = [tokens for tokens, _ in samples.values()]
+        scored = roomy.score([request.token_ids] * 2, tokens)
+        whole = engine().score([request.token_ids] * 2, tokens)
+        for (_, logprobs), rounded, exactly in zip(samples.values(), scored, whole, strict=True):
+            assert rounded.tolist() == logprobs
+            assert 0 < np.abs(rounded - exactly).max() < 0.05
