@@ -5,31 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-from drill_cases import carry_out, drill_bundle, drill_plan, family, hanging, worker_of
+from drill_cases import Command, carry_out, drill_bundle, drill_plan, family, hanging, worker_of
 
-from perilune.cli.main import main
 from perilune.control.experiments import Control
 from perilune.control.progress import StageFinished
-
-Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def perilune(capsys: pytest.CaptureFixture[str], control: Control) -> Command:
-    """Runs a command; gives its exit code, stdout and stderr."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            main(arguments)
-        out, err = capsys.readouterr()
-        return int(left.value.code or 0), out, err
-
-    return run
 
 
 def test_an_empty_home_says_what_to_do(perilune: Command) -> None:

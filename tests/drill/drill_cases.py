@@ -27,6 +27,8 @@ INSTALLED = Path(__file__).parent / "installed"  # a distribution with the task 
 PATIENCE = 60.0  # seconds; generous, because the machine may be busy
 QUICK = RetryPolicy(base=0.01)
 
+Command = Callable[..., tuple[int, str, str]]  # the fixture `perilune`: exit code, stdout and stderr
+
 
 def drill_job(stage: str = "drill", *, secrets: tuple[str, ...] = (), seed: int = 1, **spec: Any) -> Job:
     return Job(

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from drill_cases import INSTALLED, drill_control
+from drill_cases import INSTALLED, Command, drill_control
 
 from perilune.bundle.plugin import load_plugin, plugin_names
+from perilune.cli.main import main
 from perilune.control.experiments import Control
 from perilune.errors import RequestError
 from perilune.execution.claim import read_claim
@@ -40,6 +41,20 @@ def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Control
     opened = drill_control(tmp_path / "home")
     yield opened
     opened.store.close()
+
+
+@pytest.fixture
+def perilune(capsys: pytest.CaptureFixture[str], control: Control) -> Command:
+    """Runs a command; gives its exit code, stdout and stderr."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            main(arguments)
+        out, err = capsys.readouterr()
+        return int(left.value.code or 0), out, err
+
+    return run
 
 
 @pytest.fixture(autouse=True)

@@ -72,6 +72,8 @@ def explain_failure(event: events.StageFailed) -> PeriluneError:
     what, _, own_remedy = (event.message or event.cause).partition(f"\n{REMEDY}")
     tail = f"\n  its log ends:\n{_indented(event.log_tail)}" if event.cause == Cause.CRASHED else ""
     remedy = f"perilune logs {event.run_id}; the same command tries again, from the last checkpoint"
+    if kind is RequestError:
+        remedy = "put that right, and give the same command again"
     return kind(what + tail, where=where, remedy=own_remedy or remedy)
 
 

@@ -1,28 +1,22 @@
-"""Commands about runs: list, show, read, stop, try again, compare, reproduce, hand over."""
+"""Commands about runs: list, show, read, stop, try again, bring up to date."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from perilune.cli.arguments import Json, RunArgument, because, brief, open_control, show_events
 from perilune.cli.output import as_markup, echo, print_json, write
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
     from perilune.control.experiments import Control
     from perilune.control.lookup import StageStatus
-    from perilune.control.progress import StageEvent
-    from perilune.control.store import Run
 
 WATCH_SECONDS = 2.0  # between two looks of `reconcile --watch`
-RUN_HELP = "Id of the run, a unique beginning of it, EXPERIMENT/STAGE, or a stage of the latest experiment."
-
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP)]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 def runs(
@@ -39,7 +33,7 @@ def runs(
     """
     from perilune.control.lookup import find_experiment, stage_statuses
 
-    control = _control()
+    control = open_control()
     chosen = None if experiment is None else find_experiment(control, experiment).id
     statuses = stage_statuses(control, chosen)
     if as_json:
@@ -60,22 +54,21 @@ def show(run: RunArgument, as_json: Json = False) -> None:
     """
     from perilune.control.lookup import find_run, run_document
 
-    control = _control()
+    control = open_control()
     document = run_document(control, find_run(control, run))
     if as_json:
         print_json(document)
         return
     echo(f"run {document['id']}: stage {document['stage']} of {document['experiment']}")
-    echo(f"  state      {document['state']}{_because(document)}")
+    echo(f"  state      {document['state']}{because(document)}")
     for attempt in document["attempts"]:
         where = f"{attempt['placement']}/{attempt['launcher']}"
         doubts = _doubts(attempt["reachability"], attempt["cleanup"])
-        echo(f"  attempt {attempt['number']}  {attempt['state']} on {where}{doubts}{_because(attempt)}")
+        echo(f"  attempt {attempt['number']}  {attempt['state']} on {where}{doubts}{because(attempt)}")
     if document["retry_of"]:
         echo(f"  retry of   {document['retry_of']}")
-    for key, value in document["summary"].items():
-        if isinstance(value, str | int | float):
-            echo(f"  {key:<10} {value}")
+    for name, value in _figures(document["summary"]).items():
+        echo(f"  {name:<22} {value}")
     echo(f"  bundle     {document['bundle_digest']}\n             {document['bundle']}")
     echo(f"  files      {document['directory']}")
 
@@ -96,7 +89,7 @@ def logs(
     from perilune.control.lookup import find_run
     from perilune.control.requests import logs as log_text
 
-    control = _control()
+    control = open_control()
     found = find_run(control, run)
     text = log_text(control, found.id, follow=follow)
     if as_json:
@@ -125,10 +118,10 @@ def cancel(
     from perilune.control.lookup import find_run
     from perilune.control.requests import cancel as cancel_run
 
-    control = _control()
+    control = open_control()
     ended = cancel_run(control, find_run(control, run).id, force=force)
     if as_json:
-        print_json(_brief(ended))
+        print_json(brief(ended))
     elif ended.state == "succeeded":
         echo(f"{ended.stage}: had succeeded before it could be stopped")
     else:
@@ -152,100 +145,19 @@ def retry(
     from perilune.control.lookup import find_run
     from perilune.control.requests import retry as retry_run
 
-    control = _control()
+    control = open_control()
     new = retry_run(control, find_run(control, run).id)
     if detach:
         new = control.reconciler.one(new.id)
     else:
-        _show(watch(control, new.id))
+        show_events(watch(control, new.id))
         new = control.run(new.id)
     if as_json:
-        print_json(_brief(new))
+        print_json(brief(new))
     else:
-        echo(f"{new.stage}: {new.state}{_because(_brief(new))}; run {new.id}")
+        echo(f"{new.stage}: {new.state}{because(brief(new))}; run {new.id}")
     if new.state in {"failed", "cancelled"}:
         raise typer.Exit(1)
-
-
-def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help=RUN_HELP)],
-    b: Annotated[str, typer.Argument(metavar="B", help=RUN_HELP)],
-    as_json: Json = False,
-) -> None:
-    """Say what differs between two runs: recipe, code, packages, machine, inputs, results.
-
-    \b
-    perilune diff quickstart/rl other/rl
-    """
-    from perilune.bundle.compare import compare_runs
-    from perilune.control.lookup import find_run
-
-    control = _control()
-    found = compare_runs(*(control.directory(find_run(control, name)) for name in (a, b)))
-    if as_json:
-        print_json(found.document())
-        return
-    for part, changes in found.parts().items():
-        echo(f"{part}: {'the same' if not changes else ''}")
-        for change in changes:
-            echo(f"  {change}")
-
-
-def reproduce(run: RunArgument, as_json: Json = False) -> None:
-    """Run a frozen bundle again and compare metrics, episodes and final checkpoint byte for byte.
-
-    Leaves with 0 only when they are identical.
-
-    \b
-    perilune reproduce rl
-    """
-    from perilune.control.lookup import find_run
-    from perilune.control.reproduction import Reproduced
-    from perilune.control.reproduction import reproduce as run_again
-
-    control = _control()
-    found = find_run(control, run)
-    last = _show(run_again(control, found.id))
-    assert isinstance(last, Reproduced)
-    identical = not last.differences
-    if as_json:
-        differences = [str(difference) for difference in last.differences]
-        print_json(
-            {"run": found.id, "stage": found.stage, "identical": identical, "differences": differences}
-            | ({"directory": str(last.directory)} if last.directory else {})
-        )
-    elif identical:
-        echo(f"{found.stage}: reproduced; everything it computed is identical")
-    else:
-        echo(f"{found.stage}: not reproduced; the second run is in {last.directory}")
-        for difference in last.differences:
-            echo(f"  {difference}")
-    if not identical:
-        raise typer.Exit(1)
-
-
-def collect(
-    run: RunArgument,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Also copy it to this new folder.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Bring a run's evidence home and check that it is whole.
-
-    \b
-    perilune collect rl --out rl-evidence
-    """
-    from perilune.control.lookup import find_run
-    from perilune.control.requests import collect as collect_run
-
-    control = _control()
-    found = find_run(control, run)
-    files = collect_run(control, found.id, out)
-    place = out or control.directory(found)
-    if as_json:
-        listed = [str(file) for file in files]
-        print_json({"run": found.id, "stage": found.stage, "directory": str(place), "files": listed})
-    else:
-        echo(f"{found.stage}: {len(files)} files, whole, in {place}")
 
 
 def reconcile(
@@ -260,16 +172,16 @@ def reconcile(
     perilune reconcile
     perilune reconcile --watch
     """
-    control = _control(look=False)
+    control = open_control(look=False)
     _check_record(control)
     seen: dict[str, str] = {}
     while True:
         live = control.reconciler.all()
         if as_json:
-            print_json({"runs": [_brief(run) for run in live]})
+            print_json({"runs": [brief(run) for run in live]})
         for run in live:
             if not as_json and seen.get(run.id) != run.state:
-                echo(f"{run.id} {run.stage}: {run.state}{_because(_brief(run))}")
+                echo(f"{run.id} {run.stage}: {run.state}{because(brief(run))}")
             seen[run.id] = run.state
         if not watch:
             break
@@ -277,43 +189,6 @@ def reconcile(
     if not seen and not as_json:
         echo("nothing is under way")
     _tell_unclean(control)
-
-
-def worker(
-    bundle: Annotated[
-        Path, typer.Argument(metavar="BUNDLE", help="Folder of a frozen bundle, or a copy of one.")
-    ],
-    epoch: Annotated[
-        int | None, typer.Option(min=1, help="Number of the attempt (default: one more than was seen).")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Execute a bundle here, in place. This is what a remote machine runs.
-
-    \b
-    perilune worker ./bundle
-    """
-    from perilune.execution.worker import run_bundle
-
-    verdict = run_bundle(bundle, epoch, echo=not as_json)
-    if as_json:
-        print_json(verdict.document())
-    elif verdict.succeeded:
-        echo(f"succeeded in {verdict.seconds:.1f} s; artifacts in {bundle / 'artifacts'}")
-    else:
-        echo(f"{verdict.cause}: {verdict.message}", err=True)
-    if not verdict.succeeded:
-        raise typer.Exit(2 if verdict.cause in {"request_error", "bundle_rejected"} else 1)
-
-
-def _control(*, look: bool = True) -> Control:
-    """The control plane of this home, after a look at what has happened meanwhile."""
-    from perilune.control.experiments import Control
-
-    control = Control()
-    if look:
-        control.reconciler.all(act=False)
-    return control
 
 
 def _check_record(control: Control) -> None:
@@ -329,22 +204,21 @@ def _check_record(control: Control) -> None:
         )
 
 
-def _show(events: Iterable[StageEvent]) -> StageEvent | None:
-    """Show progress on stderr as events come; returns the last one."""
-    from perilune.cli.console import stage_progress
-    from perilune.cli.follow import show as show_event
+def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
+    """The figures of a summary that fit a line: numbers, and measures with their interval."""
+    found = {}
+    for name, value in summary.items():
+        if isinstance(value, float):
+            found[name] = f"{value:,.4g}"
+        elif isinstance(value, int | str):
+            found[name] = f"{value:,}" if type(value) is int else str(value)
+        elif isinstance(value, Mapping) and value.keys() == {"mean", "low", "high"}:
+            found[name] = _interval(value)
+    return found
 
-    last: StageEvent | None = None
-    with stage_progress() as view:
-        for event in events:
-            last = event
-            show_event(event, view)
-    return last
 
-
-def _brief(run: Run) -> dict[str, Any]:
-    names = ("id", "stage", "state", "cause", "message", "retry_of")
-    return {name: getattr(run, name) for name in names} | {"attempts": run.current_epoch}
+def _interval(value: Mapping[str, float]) -> str:
+    return f"{value['mean']:.1%} ({value['low']:.1%} to {value['high']:.1%})"
 
 
 def _tell_unclean(control: Control) -> None:
@@ -360,10 +234,6 @@ def _tell_unclean(control: Control) -> None:
 def _doubts(reachability: str, cleanup: str) -> str:
     unstopped = ", not proven to have stopped" if cleanup == "pending" else ""
     return unstopped or (", unreachable" if reachability == "unreachable" else "")
-
-
-def _because(fields: dict[str, Any]) -> str:
-    return f" ({fields['cause']}: {fields['message']})" if fields["cause"] else ""
 
 
 def _print_table(statuses: Sequence[StageStatus]) -> None:
@@ -390,7 +260,7 @@ def _print_table(statuses: Sequence[StageStatus]) -> None:
 def _result(status: StageStatus) -> str:
     score = status.summary.get("pass@1")
     if score:
-        return f"pass@1 {score['mean']:.1%} ({score['low']:.1%} to {score['high']:.1%})"
+        return f"pass@1 {_interval(score)}"
     for figure in ("rows", "steps"):
         if figure in status.summary:
             return f"{status.summary[figure]} {figure}"

@@ -144,23 +144,38 @@ def _status(
     )
 
 
+def attempts_of(control: Control, run_id: str) -> list[Attempt]:
+    """The attempts of a run, in order."""
+    with control.store.snapshot() as session:
+        query = select(Attempt).where(Attempt.run_id == run_id).order_by(Attempt.number)
+        return list(session.scalars(query))
+
+
+def events_after(control: Control, seq: int = 0, run_id: str | None = None) -> list[Event]:
+    """What was recorded after event `seq`, of everything or of one run, in order."""
+    query = select(Event).where(Event.seq > seq).order_by(Event.seq)
+    if run_id is not None:
+        query = query.where(Event.run_id == run_id)
+    with control.store.snapshot() as session:
+        return list(session.scalars(query))
+
+
 def run_document(control: Control, run: Run) -> dict[str, Any]:
     """Everything recorded of one run: its attempts, its events, its summary, where its files are."""
     with control.store.snapshot() as session:
         experiment = session.get_one(Experiment, run.experiment_id)
-        attempts = session.scalars(select(Attempt).where(Attempt.run_id == run.id).order_by(Attempt.number))
-        events = session.scalars(select(Event).where(Event.run_id == run.id).order_by(Event.seq))
-        return {
-            **_columns(run),
-            "experiment": experiment.name,
-            "bundle": str(control.home.bundle(run.id)),
-            "directory": str(control.directory(run)),
-            "attempts": [_columns(attempt) for attempt in attempts],
-            "events": [
-                {"time": row.time, "epoch": row.epoch, "kind": row.kind, **row.detail} for row in events
-            ],
-            "summary": dict(control.summary(run)),
-        }
+    return {
+        **_columns(run),
+        "experiment": experiment.name,
+        "bundle": str(control.home.bundle(run.id)),
+        "directory": str(control.directory(run)),
+        "attempts": [_columns(attempt) for attempt in attempts_of(control, run.id)],
+        "events": [
+            {"time": row.time, "epoch": row.epoch, "kind": row.kind, **row.detail}
+            for row in events_after(control, run_id=run.id)
+        ],
+        "summary": dict(control.summary(run)),
+    }
 
 
 def _columns(row: Run | Attempt) -> dict[str, Any]:

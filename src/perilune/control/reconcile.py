@@ -87,7 +87,6 @@ class Reconciler:
         with self.store.snapshot() as session:
             run = session.get_one(Run, run_id)
             attempt = session.get(Attempt, (run_id, run.current_epoch))
-            starts = operations(session, run_id, run.current_epoch, "start")
         state = RunState(run.state)
         if state.terminal:
             return False
@@ -97,17 +96,7 @@ class Reconciler:
         directory = self.home.attempt(run_id, attempt.number)
         seen = self.placement.observe(directory, attempt.number)
         self._note_reachability(attempt, seen)
-        step = next_step(
-            AttemptState(attempt.state),
-            seen,
-            cancel=run.desired == RunState.CANCELLED,
-            force=run.forced,
-            starting=self.placement.starting(directory, attempt.number),
-            starts=starts,
-            unseen_seconds=_unseen_seconds(attempt, seen),
-            lost_after=self.policy.lost_after,
-        )
-        match step:
+        match self._next(run, attempt, seen):
             case Step.WAIT | Step.UNREACHABLE:
                 return False
             case Step.STAGE:
@@ -131,6 +120,26 @@ class Reconciler:
                 return self._bury(attempt, directory, seen)
             case Step.LOSE:
                 return self._lose(run, attempt, seen)
+
+    def look(self, run: Run, attempt: Attempt) -> tuple[Observation, Step]:
+        """What is seen of an active run's attempt, and the step that is next. Records and does nothing."""
+        seen = self.placement.observe(self.home.attempt(run.id, attempt.number), attempt.number)
+        return seen, self._next(run, attempt, seen)
+
+    def _next(self, run: Run, attempt: Attempt, seen: Observation) -> Step:
+        with self.store.snapshot() as session:
+            starts = operations(session, run.id, attempt.number, "start")
+        directory = self.home.attempt(run.id, attempt.number)
+        return next_step(
+            AttemptState(attempt.state),
+            seen,
+            cancel=run.desired == RunState.CANCELLED,
+            force=run.forced,
+            starting=self.placement.starting(directory, attempt.number),
+            starts=starts,
+            unseen_seconds=_unseen_seconds(attempt, seen),
+            lost_after=self.policy.lost_after,
+        )
 
     def _admit(self, run: Run, previous: Attempt | None, act: bool) -> bool:
         """QUEUED to ACTIVE with attempt N+1, once nothing of attempt N is left."""

@@ -8,6 +8,7 @@ through a power cut.
 
 from __future__ import annotations
 
+import resource
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -303,6 +304,9 @@ def _explain(error: DatabaseError, home: Home) -> PeriluneError:
     if "full" in text or ("disk I/O" in text and full):  # SQLite cannot always tell why it could not write
         remedy = "free some space, or choose another disk with PERILUNE_HOME"
         return RequestError("the disk is full; nothing was changed", where=where, remedy=remedy)
+    if "disk I/O" in text and resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
+        remedy = "raise `ulimit -f`"
+        return RequestError(f"it may not grow past this process's limit ({text})", where=where, remedy=remedy)
     if "readonly" in text or "unable to open" in text:
         return RequestError(f"cannot write the state database ({text})", where=where)
     if "not a database" in text or "malformed" in text:

@@ -1,0 +1,52 @@
+"""What the commands about runs share: how a run is named, and how its state is opened and told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from perilune.control.experiments import Control
+    from perilune.control.progress import StageEvent
+    from perilune.control.store import Run
+
+RUN_HELP = "Id of the run, a unique beginning of it, EXPERIMENT/STAGE, or a stage of the latest experiment."
+
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP)]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+def open_control(*, look: bool = True) -> Control:
+    """The control plane of this home, after a look at what has happened meanwhile."""
+    from perilune.control.experiments import Control
+
+    control = Control()
+    if look:
+        control.reconciler.all(act=False)
+    return control
+
+
+def show_events(events: Iterable[StageEvent]) -> StageEvent | None:
+    """Show progress on stderr as events come; returns the last one."""
+    from perilune.cli.console import stage_progress
+    from perilune.cli.follow import show as show_event
+
+    last: StageEvent | None = None
+    with stage_progress() as view:
+        for event in events:
+            last = event
+            show_event(event, view)
+    return last
+
+
+def brief(run: Run) -> dict[str, Any]:
+    names = ("id", "stage", "state", "cause", "message", "retry_of")
+    return {name: getattr(run, name) for name in names} | {"attempts": run.current_epoch}
+
+
+def because(fields: dict[str, Any]) -> str:
+    """Why something is in its state, on one line."""
+    said = fields["message"].partition("\n")[0]
+    return f" ({fields['cause']}: {said})" if fields["cause"] else ""

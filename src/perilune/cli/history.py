@@ -1,0 +1,127 @@
+"""Commands about why and when: explain a run, print the record, wait for an end."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from perilune.cli.arguments import RUN_HELP, Json, RunArgument, because, brief, open_control
+from perilune.cli.output import echo, print_json
+
+if TYPE_CHECKING:
+    from perilune.control.store import Event
+
+LOOK_SECONDS = 0.5  # between two looks of `events --follow`
+CANCELLED, TIMED_OUT = 3, 124  # exit codes of `wait`; the latter as of timeout(1)
+
+
+def explain(run: RunArgument, as_json: Json = False) -> None:
+    """Say why a run is in its state, what happens next, and what can be done about it.
+
+    \b
+    perilune explain rl
+    """
+    from perilune.control.explanation import explain as explain_run
+    from perilune.control.lookup import find_run
+
+    control = open_control()
+    found = find_run(control, run)
+    told = explain_run(control, found.id)
+    if as_json:
+        print_json({"run": found.id, "stage": found.stage} | asdict(told))
+        return
+    echo(f"{found.stage} is {told.state}")
+    for fact in told.because:
+        echo(f"  because  {fact}")
+    echo(f"  next     {told.next}")
+    for command in told.commands:
+        echo(f"  try      {command}")
+
+
+def events(
+    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help=RUN_HELP)] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as they come, until Ctrl-C.")] = False,
+    last: Annotated[int | None, typer.Option("--last", "-n", min=1, help="Only the last so many.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Print what was recorded, of one run or of everything: intents, effects, states and why.
+
+    With --json --follow, one JSON document a line.
+
+    \b
+    perilune events rl
+    perilune events -n 20
+    """
+    import json
+
+    from perilune.control.lookup import events_after, find_run
+
+    control = open_control()
+    chosen = None if run is None else find_run(control, run).id
+    rows = events_after(control, run_id=chosen)[-(last or 0) :]
+    if as_json and not follow:
+        print_json({"events": [_document(row) for row in rows]})
+        return
+    seen = 0
+    while True:
+        for row in rows:
+            seen = row.seq
+            echo(json.dumps(_document(row)) if as_json else _line(row))
+        if not follow:
+            return
+        time.sleep(LOOK_SECONDS)
+        control.reconciler.all(act=False)
+        rows = events_after(control, seen, chosen)
+
+
+def wait(
+    run: RunArgument,
+    timeout: Annotated[
+        float | None, typer.Option(min=0, metavar="SECONDS", help="Give up waiting after so long.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Wait for a run to end, going on with it meanwhile. Prints nothing until then.
+
+    Exit codes: 0 it succeeded, 1 it failed, 2 it failed because the request was wrong, 3 it was cancelled,
+    124 it had not ended after --timeout.
+
+    \b
+    perilune wait rl --timeout 3600 && perilune report rl --out rl.html
+    """
+    from perilune.cli.follow import REQUEST_CAUSES
+    from perilune.control.experiments import POLL_SECONDS
+    from perilune.control.lookup import find_run
+    from perilune.control.transitions import RunState
+
+    control = open_control()
+    found = find_run(control, run)
+    until = None if timeout is None else time.monotonic() + timeout
+    while not RunState((found := control.reconciler.one(found.id)).state).terminal:
+        if until is not None and time.monotonic() >= until:
+            break
+        time.sleep(POLL_SECONDS)
+    if as_json:
+        print_json(brief(found))
+    else:
+        echo(f"{found.stage}: {found.state}{because(brief(found))}")
+    failed = 2 if found.cause in REQUEST_CAUSES else 1
+    codes = {RunState.SUCCEEDED: 0, RunState.FAILED: failed, RunState.CANCELLED: CANCELLED}
+    raise typer.Exit(codes.get(RunState(found.state), TIMED_OUT))
+
+
+def _document(row: Event) -> dict[str, Any]:
+    names = ("seq", "time", "run_id", "epoch", "kind", "detail", "hash")
+    return {name: getattr(row, name) for name in names}
+
+
+def _line(row: Event) -> str:
+    when = datetime.fromtimestamp(row.time, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    whose = "" if row.run_id is None else f"  {row.run_id}" + ("" if row.epoch is None else f"/{row.epoch}")
+    said = {name: str(value).partition("\n")[0] for name, value in row.detail.items()}
+    detail = "".join(f"  {name}={value}" for name, value in said.items())
+    return f"{when}{whose}  {row.kind}{detail}"

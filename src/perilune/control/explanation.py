@@ -1,0 +1,140 @@
+"""Why a run is in its state, and what comes next: from the record and one look. Nothing is changed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from perilune.control.experiments import Control, read_progress
+from perilune.control.lookup import attempts_of
+from perilune.control.planner import Step, retry_class
+from perilune.control.store import Attempt, Run
+from perilune.control.transitions import AttemptState, Cleanup, RunState
+from perilune.execution.observation import Observation
+from perilune.execution.processes import Presence
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """An answer in words.
+
+    Attributes:
+        state: of the run.
+        because: what led to it, a sentence a fact, the oldest first.
+        next: what will happen by itself, or that nothing will.
+        commands: what the user can do about it, the likeliest first.
+    """
+
+    state: str
+    because: tuple[str, ...]
+    next: str
+    commands: tuple[str, ...]
+
+
+AHEAD = {
+    Step.STAGE: "its bundle is copied to where it will run",
+    Step.START: "a worker is started",
+    Step.START_FAILED: "the attempt fails: no worker came up",
+    Step.ADOPT: "it is recorded as running",
+    Step.FINALIZE: "its evidence is checked and its result committed",
+    Step.DIED: "the attempt is recorded as failed, and another begins if the budget allows",
+    Step.LOSE: "the attempt is given up",
+    Step.STOP: "it is stopped",
+    Step.UNREACHABLE: "nothing, until it is seen again or has been out of sight for too long",
+    Step.WAIT: "nothing: its worker goes on by itself",
+}
+
+
+def explain(control: Control, run_id: str) -> Explanation:
+    """Explain the run `run_id` as it stands."""
+    run = control.run(run_id)
+    attempts = attempts_of(control, run_id)
+    history = tuple(_ended(attempt) for attempt in attempts if AttemptState(attempt.state).terminal)
+    match RunState(run.state):
+        case RunState.QUEUED:
+            return _queued(control, run, attempts, history)
+        case RunState.ACTIVE:
+            return _active(control, run, attempts[-1], history)
+        case RunState.SUCCEEDED:
+            whole = control.intact(run)
+            evidence = (
+                "its evidence lies where it was committed" if whole else "its evidence is damaged or gone"
+            )
+            ahead = (
+                "nothing; a recipe with the same stage reuses it"
+                if whole
+                else "a recipe runs the stage again"
+            )
+            commands = (f"perilune show {run_id}", f"perilune reproduce {run_id}")
+            return Explanation(run.state, (*history, evidence), ahead, commands)
+        case RunState.FAILED:
+            kind = retry_class(run.cause).value
+            used = sum(retry_class(one.cause).value == kind for one in attempts)
+            budget = getattr(control.reconciler.policy, kind, None)
+            why = (
+                f"{run.cause} counts as {kind}: tried again {budget} times at most, and this was time {used}"
+            )
+            commands = (f"perilune logs {run_id}", f"perilune retry {run_id}")
+            return Explanation(run.state, (*history, why), "nothing, unless it is asked for", commands)
+        case RunState.CANCELLED:
+            asked = "it was to stop, if need be without proof" if run.forced else "it was to stop"
+            ahead = "nothing, unless it is asked for"
+            if attempts and attempts[-1].cleanup == Cleanup.PENDING:
+                ahead = "every command goes on trying to stop what may be left of it"
+            return Explanation(run.state, (*history, asked), ahead, (f"perilune retry {run_id}",))
+
+
+def _queued(control: Control, run: Run, attempts: list[Attempt], history: tuple[str, ...]) -> Explanation:
+    if run.desired == RunState.CANCELLED:
+        return Explanation(run.state, (*history, "it is to stop"), "it is cancelled", ("perilune reconcile",))
+    wait = run.not_before - time.time()
+    number = run.current_epoch + 1
+    if attempts and attempts[-1].cleanup == Cleanup.PENDING and attempts[-1].state != AttemptState.LOST:
+        why = f"attempt {number} waits until nothing of attempt {number - 1} is left"
+    elif wait > 0:
+        why = f"attempt {number} may begin in {wait:.0f} s"
+    else:
+        why = f"attempt {number} may begin, and no command is at it" if attempts else "nobody has begun it"
+    return Explanation(
+        run.state,
+        (*history, why),
+        f"the next command that goes on with runs begins attempt {number}",
+        ("perilune reconcile", "perilune reconcile --watch", f"perilune wait {run.id}"),
+    )
+
+
+def _active(control: Control, run: Run, attempt: Attempt, history: tuple[str, ...]) -> Explanation:
+    seen, step = control.reconciler.look(run, attempt)
+    facts = [*history, f"attempt {attempt.number} is {attempt.state}", _worker(seen)]
+    if run.desired == RunState.CANCELLED:
+        facts.append("it is to stop")
+    progress = read_progress(control.directory(run))
+    if progress is not None:
+        facts.append(f"its task has done {progress['done']:,} of {progress['total']:,} {progress['unit']}")
+    if step is Step.WAIT:
+        commands: tuple[str, ...] = (f"perilune logs {run.id} -f", f"perilune wait {run.id}")
+    elif step is Step.UNREACHABLE:
+        commands = (f"perilune cancel {run.id} --force",)
+    else:
+        commands = ("perilune reconcile",)
+    return Explanation(run.state, tuple(facts), AHEAD[step], commands)
+
+
+def _worker(seen: Observation) -> str:
+    if seen.claim is None:
+        return "no worker has claimed it yet"
+    told = f"worker {seen.claim.pid}, heartbeat {seen.heartbeat}"
+    if seen.verdict is not None:
+        return f"its worker has left a verdict: {seen.verdict.message or 'success'}"
+    return {
+        Presence.PRESENT: f"its worker lives ({told})",
+        Presence.ABSENT: f"its worker is dead and left no verdict ({told})",
+        Presence.UNKNOWN: f"its worker cannot be seen from here ({told}, on {seen.claim.host})",
+    }[seen.worker]
+
+
+def _ended(attempt: Attempt) -> str:
+    said = attempt.message.partition("\n")[0]
+    return f"attempt {attempt.number} {attempt.state}" + (
+        f": {attempt.cause}, {said}" if attempt.cause else ""
+    )

@@ -1,0 +1,93 @@
+"""Why a run is in its state, what was recorded of it, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from drill_cases import Command, carry_out, drill_plan, hanging, only_run, wait_for, worker_of
+
+from perilune.control.experiments import Control
+from perilune.control.explanation import explain
+from perilune.control.requests import request_cancel
+from perilune.files import read_json, write_json
+
+
+def test_a_run_under_way_is_explained_at_every_turn(perilune: Command, control: Control) -> None:
+    _, attempt = hanging(control)
+    run_id = only_run(control).id
+    told = explain(control, run_id)
+    assert told.state == "active" and told.next == "nothing: its worker goes on by itself"
+    assert "attempt 1 is running" in told.because and told.because[-1].endswith("of 4 steps")
+    code, out, _ = perilune("explain", "drill")
+    assert code == 0 and f"its worker lives (worker {worker_of(attempt)}," in out and "try" in out
+
+    path = attempt / "runtime" / "claim.json"
+    claim = read_json(path)
+    write_json(path, claim | {"host": "elsewhere"})
+    told = explain(control, run_id)
+    assert "cannot be seen from here" in told.because[1] and told.next.startswith("nothing, until it is seen")
+    assert told.commands == (f"perilune cancel {run_id} --force",)
+    write_json(path, claim)
+
+    request_cancel(control, run_id)
+    assert explain(control, run_id).next == "it is stopped"
+    os.kill(worker_of(attempt), signal.SIGKILL)
+    wait_for(lambda: "is dead" in " ".join(explain(control, run_id).because), "the death")
+    assert control.run(run_id).state == "active"  # explaining records nothing
+    assert perilune("wait", "drill")[0] == 3
+    told = explain(control, run_id)
+    assert told.state == "cancelled" and told.because[-1] == "it was to stop"
+    assert told.commands == (f"perilune retry {run_id}",)
+
+
+def test_a_dead_attempt_is_followed_by_another_when_somebody_goes_on(
+    perilune: Command, control: Control
+) -> None:
+    _, attempt = hanging(control)
+    os.kill(worker_of(attempt), signal.SIGKILL)
+    wait_for(lambda: "runner_died" in perilune("explain", "drill")[1], "the burial")
+    document = json.loads(perilune("explain", "drill", "--json")[1])
+    assert document["state"] == "queued" and "begins attempt 2" in document["next"]
+    assert document["because"][0].startswith("attempt 1 failed: runner_died")
+    code, out, _ = perilune("wait", "drill", "--json")  # which goes on with it
+    assert code == 0 and json.loads(out)["attempts"] == 2
+
+
+@pytest.mark.parametrize(("how", "code", "kind"), [("work", 1, "user"), ("request", 2, "user"), ("", 0, "")])
+def test_the_end_is_explained_and_is_the_exit_code_of_wait(
+    perilune: Command, control: Control, how: str, code: int, kind: str
+) -> None:
+    carry_out(control, drill_plan(steps=1, fail_at=0 if how else -1, how=how))
+    assert perilune("wait", "drill")[0] == code
+    told = explain(control, only_run(control).id)
+    if kind:
+        assert f"counts as {kind}: tried again 0 times" in told.because[-1]
+        assert told.commands[0].startswith("perilune logs")
+    else:
+        assert told.because == ("attempt 1 succeeded", "its evidence lies where it was committed")
+        (control.directory(only_run(control)) / "artifacts" / "manifest.json").unlink()
+        assert "damaged or gone" in explain(control, only_run(control).id).because[-1]
+
+
+def test_waiting_is_given_up_in_time(perilune: Command, control: Control) -> None:
+    hanging(control)
+    code, out, _ = perilune("wait", "drill", "--timeout", "0.2")
+    assert code == 124 and out == "drill: active\n"
+    assert perilune("wait", "nothing")[0] == 2
+
+
+def test_the_record_is_printed_of_all_and_of_one(perilune: Command, control: Control, tmp_path: Path) -> None:
+    carry_out(control, drill_plan("one", steps=1), drill_plan("two", steps=1, fail_at=0, how="request"))
+    whole = json.loads(perilune("events", "--json")[1])["events"]
+    assert [one["seq"] for one in whole] == list(range(1, len(whole) + 1))
+    assert {"experiment.created", "run.queued", "start.intended", "run.succeeded"} <= {
+        x["kind"] for x in whole
+    }
+    of_one = json.loads(perilune("events", "one", "--json")[1])["events"]
+    assert of_one == [one for one in whole if one["run_id"] == of_one[0]["run_id"]]
+    lines = perilune("events", "two", "-n", "2")[1].splitlines()
+    assert len(lines) == 2 and "run.failed  cause=request_error" in lines[1]
