@@ -1,0 +1,142 @@
+"""What the server adds to a token: 64 answers at once from `perilune serve`, and from the engine directly.
+
+    python benchmarks/serve_overhead.py
+
+A tiny model, so that the engine itself takes as little as it ever does. In turns: the engine in this process,
+steps until all 64 requests are done; the same requests to a server, whole; and streamed. Processor seconds
+are of the process that does the work (not of the client, which only reads); on a busy machine they are what
+means something. Streams send at most a hundred pieces a second each, so that on a busy machine, where tokens
+come slower, more of them come in a piece of their own. Writes results/serve_overhead.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from perilune.bundle.machine import describe_machine
+from perilune.engine.engine import Engine
+from perilune.engine.request import Request, SamplingParams
+from perilune.models.loading import load_checkpoint, new_model, save_checkpoint
+from perilune.models.tokenizer import Tokenizer
+
+STREAMS, TOKENS, PROMPT = 64, 200, "12+34="
+RESULT = Path(__file__).parent / "results" / "serve_overhead.json"
+
+
+def direct(folder: Path) -> Callable[[], None]:
+    """The engine, called as the server calls it."""
+    decoder, tokenizer = load_checkpoint(folder)
+    engine = Engine(decoder, slots=STREAMS, tokenizer=tokenizer)
+    prompt, params = tokenizer.encode(PROMPT), SamplingParams(max_tokens=TOKENS)
+
+    def once() -> None:
+        for seed in range(STREAMS):
+            engine.add(Request(prompt, params, (seed, 0, 0)))
+        while engine.unfinished:
+            engine.step()
+
+    return once
+
+
+async def ask(port: int, seed: int, stream: bool) -> bytes:
+    """One request over a connection of its own; what came back, unread."""
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": TOKENS, "seed": seed, "ignore_eos": True}
+    content = json.dumps(body | {"stream": stream}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"{head}Connection: close\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
+    answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 200"), answer[:500]
+    return answer
+
+
+async def ask_all(port: int, stream: bool) -> list[bytes]:
+    return list(await asyncio.gather(*(ask(port, seed, stream) for seed in range(STREAMS))))
+
+
+def measured(work: Callable[[], Any], process: psutil.Process) -> tuple[float, float, Any]:
+    """Wall and processor microseconds a token of `process`, and what `work` gave."""
+    before, began = sum(process.cpu_times()[:2]), time.perf_counter()
+    result = work()
+    wall, spent = time.perf_counter() - began, sum(process.cpu_times()[:2]) - before
+    return 1e6 * wall / (STREAMS * TOKENS), 1e6 * spent / (STREAMS * TOKENS), result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=9)
+    repeats = parser.parse_args().repeats
+    torch.set_num_threads(1)
+    kinds: dict[str, dict[str, list[float]]] = {
+        kind: {"wall": [], "processor": []} for kind in ("engine alone", "server, whole", "server, streamed")
+    }
+    pieces = []
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "tiny"
+        tokenizer = Tokenizer.characters()
+        save_checkpoint(folder, new_model("tiny", tokenizer, seed=0), tokenizer)
+        command = [sys.executable, "-m", "perilune.cli.main", "serve", str(folder), "--port", "0"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
+            assert server.stderr is not None
+            found = re.search(r":(\d+)/v1", server.stderr.readline())
+            assert found
+            port, there, here = int(found[1]), psutil.Process(server.pid), psutil.Process()
+            alone = direct(folder)
+            for repeat in range(-1, repeats):  # the first is not counted
+                for kind, work, process in (
+                    ("engine alone", alone, here),
+                    ("server, whole", lambda: asyncio.run(ask_all(port, False)), there),
+                    ("server, streamed", lambda: asyncio.run(ask_all(port, True)), there),
+                ):
+                    wall, spent, answers = measured(work, process)
+                    if repeat >= 0:
+                        kinds[kind]["wall"].append(round(wall, 2))
+                        kinds[kind]["processor"].append(round(spent, 2))
+                        if kind == "server, streamed":
+                            pieces.append(sum(one.count(b"data: {") for one in answers) / STREAMS / TOKENS)
+            server.terminate()
+    write(kinds, pieces)
+
+
+def write(kinds: dict[str, dict[str, list[float]]], pieces: list[float]) -> None:
+    middle = {kind: statistics.median(figures["processor"]) for kind, figures in kinds.items()}
+    processor = describe_machine()["processor"]
+    document = {
+        "title": "What the server adds",
+        "about": f"Microseconds a token, {STREAMS} answers of {TOKENS} tokens at once, tiny model: the engine"
+        " called directly, and `perilune serve` asked for whole answers and for streams.",
+        "command": "python benchmarks/serve_overhead.py",
+        "machine": {
+            "processor": processor["model"],
+            "cores": processor["usable_cores"],
+            "load": [round(load, 1) for load in os.getloadavg()],
+        },
+        "microseconds a token": kinds,
+        "added, processor": {
+            kind: round(middle[kind] - middle["engine alone"], 2) for kind in list(kinds)[1:]
+        },
+        "pieces a token": round(statistics.median(pieces), 3),
+    }
+    RESULT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(document, indent=1))
+
+
+if __name__ == "__main__":
+    main()
