@@ -85,7 +85,7 @@ requests = st.builds(
 
 
 @exact
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=7, deadline=None)
 @given(
     st.lists(requests, min_size=2, max_size=6),
     st.sampled_from([{}, {"cache_tokens": 160}, {"slots": 3}, {"slots": 2, "token_budget": 5}]),
@@ -116,6 +116,7 @@ def test_a_sample_is_the_same_alone_and_among_others(
         }
         assert whole == alone(request)
     assert crowded.cache_use == 0
+    assert not (crowded._entries or crowded._following or crowded._followed)
 
 
 @exact
@@ -215,6 +216,7 @@ def test_aborting_frees_everything_at_once() -> None:
         one.abort(request_id)
     assert (one.running, one.waiting, one.cache_use, one.unfinished) == (0, 0, 0, False)
     assert one.step() == []
+    assert not (one._entries or one._following or one._followed or one._collections)
 
 
 def test_a_stream_that_is_left_is_aborted_and_others_lose_nothing() -> None:

@@ -68,7 +68,7 @@ options = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(options, min_size=1, max_size=4), st.integers(0, 2**31), st.sampled_from([(), (9,), (9, 3)]))
 def test_tokens_come_from_the_distribution_that_the_options_leave(
     chosen: list[dict[str, Any]], seed: int, tokens: tuple[int, ...]

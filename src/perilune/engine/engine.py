@@ -146,6 +146,7 @@ class Engine:
         for row in rows:
             self._followed.pop(row, None)
         self._collections.pop(request_id, None)
+        self._following.pop(request_id, None)
         self._undelivered = [delta for delta in self._undelivered if delta.request_id != request_id]
         return partial
 
