@@ -40,7 +40,7 @@ class ModelShape:
     eos_token_ids: tuple[int, ...]
 
     def cache_bytes(self, tokens: int, size: int) -> int:
-        """Keys and values of that many tokens, in numbers of `size` bytes; an estimate where layers differ."""
+        """Keys and values of that many tokens, in numbers of `size` bytes; about, where layers differ."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * tokens * size
 
 
@@ -87,7 +87,7 @@ class TransformersModel:
 
 
 def load_for_inference(
-    path: Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+    path: Path | str, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[Decoder | TransformersModel, Tokenizer]:
     """Read a model to sample from or to score with: the decoder where it computes it, else transformers.
 
@@ -99,7 +99,7 @@ def load_for_inference(
     from perilune.models.tokenizer import Tokenizer
 
     try:
-        return load_checkpoint(path, device, dtype)
+        return load_checkpoint(Path(path), device, dtype)
     except UnsupportedModelError as error:
         model = load_transformers_model(path, device, dtype)
         model.notice = (
@@ -110,7 +110,7 @@ def load_for_inference(
 
 
 def load_transformers_model(
-    path: Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+    path: Path | str, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> TransformersModel:
     """Read the model of a Hugging Face folder with transformers.
 
@@ -118,6 +118,7 @@ def load_transformers_model(
         RequestError: when transformers does not know the architecture, or weights are missing, pickled or of
             another shape than config.json says.
     """
+    path = Path(path)
     folder = CheckpointFolder(path)
     raw = read_json(folder.file("config.json"))
     stored = stored_tensors(folder)

@@ -1,0 +1,138 @@
+"""Every family of models against transformers: the largest difference of a log-prob, and our own of sampling.
+
+    python benchmarks/family_agreement.py
+
+A random checkpoint of each family (4 layers, hidden size 256, windows of 64 tokens where it has them) is
+written by transformers and read by both. Two texts of 300 tokens are computed in one piece, as in learning,
+and in chunks and single tokens over the paged cache, as in sampling. Float32; both are also compared with
+transformers in float64. Writes results/family_agreement.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+from perilune.engine.runners import fastest_runner
+from perilune.engine.scheduler import StepBatch
+from perilune.models.attention import PackedAttention
+from perilune.models.decoder import Decoder
+from perilune.models.loading import load_decoder
+from recipe_runs import HERE, document, write
+
+LENGTH, TEXTS = 300, 2
+ABOUT = (
+    "Random checkpoints of every family, float32: the largest difference of a log-prob, in nats, from "
+    "transformers to ours in one piece (as in learning) and over the cache (as in sampling); from "
+    "transformers in float64 to both; and from our logits of sampling to our logits of learning."
+)
+SHAPE: dict[str, Any] = {
+    "vocab_size": 2000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 1024,
+    "initializer_range": 0.06, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}  # fmt: skip
+EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "norm_topk_prob": True}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"tie_word_embeddings": True}),
+    "qwen3_moe": ("Qwen3Moe", EXPERTS),
+    "llama": ("Llama", {"rope_parameters": LLAMA3}),
+    "mistral": ("Mistral", {"sliding_window": 64}),
+    "olmo2": ("Olmo2", {}),
+    "gemma3_text": ("Gemma3Text", {"sliding_window": 64, "sliding_window_pattern": 2}),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "family_agreement.json")
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    families = {name: measure(*description) for name, description in FAMILIES.items()}
+    result = document("family_agreement.py", sys.argv[1:], began)
+    result["versions"]["transformers"] = transformers.__version__
+    about = {"title": "The decoder against transformers", "about": ABOUT}
+    write(arguments.out, about | result | {"largest difference": families})
+    for name, figures in families.items():
+        print(name, *(f"{key} {value:.1e}" for key, value in figures.items()))
+
+
+@torch.no_grad()
+def measure(kind: str, changes: dict[str, Any]) -> dict[str, float]:
+    """Largest absolute differences of log-probs of one family, in nats."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**{**SHAPE, **changes})
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for name, parameter in theirs.named_parameters():
+        if name.endswith(("norm.weight", "bias")):  # not the neutral ones that they start with
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+        if name.endswith("mlp.gate.weight"):
+            parameter.copy_(torch.randn_like(parameter) * 0.1)
+    with tempfile.TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder)
+        ours = load_decoder(Path(folder))
+    texts = torch.randint(0, SHAPE["vocab_size"], (TEXTS, LENGTH))
+    expected = theirs(texts, use_cache=False).logits.double().log_softmax(-1)
+    config._experts_implementation = "eager"  # the others have no float64
+    exact = theirs.double()(texts, use_cache=False).logits.log_softmax(-1)
+    packed, cached = in_one_piece(ours, texts), in_steps(ours, texts)
+    steps = torch.tensor([stop - 1 for stop in bounds()[1:]])
+    return {
+        "in one piece": float((packed.double().log_softmax(-1) - expected).abs().max()),
+        "over the cache": float((cached.double().log_softmax(-1) - expected[:, steps]).abs().max()),
+        "ours from float64": float((packed.double().log_softmax(-1) - exact).abs().max()),
+        "theirs from float64": float((expected - exact).abs().max()),
+        "sampling from learning": float((cached - packed[:, steps]).abs().max()),
+    }
+
+
+def in_one_piece(decoder: Decoder, texts: Tensor) -> Tensor:
+    """Logits [S, T, V]."""
+    attention = PackedAttention(torch.arange(TEXTS + 1) * LENGTH)
+    hidden = decoder(texts.flatten(), torch.arange(LENGTH).repeat(TEXTS), attention)
+    return decoder.logits(hidden).view(TEXTS, LENGTH, -1)
+
+
+def in_steps(decoder: Decoder, texts: Tensor) -> Tensor:
+    """Logits [S, steps, V] of the last token of each step."""
+    blocks = -(-LENGTH // 16)
+    runner = fastest_runner(decoder, 1 + TEXTS * blocks)
+    tables = np.arange(1, 1 + TEXTS * blocks, dtype=np.int32).reshape(TEXTS, blocks)
+    logits = []
+    for start, stop in pairwise(bounds()):
+        count = stop - start
+        batch = StepBatch(
+            token_ids=texts[:, start:stop].flatten().numpy(),
+            positions=np.tile(np.arange(start, stop), TEXTS),
+            cu_seqlens=np.arange(TEXTS + 1) * count,
+            decodes=TEXTS if count == 1 else 0,
+            block_tables=tables,
+            logit_rows=np.arange(1, TEXTS + 1) * count - 1,
+        )
+        logits.append(runner.run(batch).clone())
+    return torch.stack(logits, dim=1)
+
+
+def bounds() -> list[int]:
+    """A prompt in two chunks, then token by token."""
+    return [0, 100, 117, *range(118, LENGTH + 1)]
+
+
+if __name__ == "__main__":
+    main()

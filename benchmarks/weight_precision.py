@@ -1,0 +1,167 @@
+"""What weights kept in bfloat16 or int8 cost in accuracy: a trained model, on what it samples itself.
+
+    python benchmarks/weight_precision.py [--seeds 0 1 2]
+
+For each seed the cold start of the quickstart is trained (0.3 million parameters, additions of three digits).
+Then the model with narrower weights is compared with itself in float32, on the answers that it samples in
+float32: KL(float32 || narrow) over the vocabulary, and the difference of the sampled tokens' log-probs, which
+is what enters the importance ratios of reinforcement learning. Last, both sample the same tasks with the same
+random numbers, and their pass rates are compared task by task. Writes results/weight_precision.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from perilune.engine.engine import Engine
+from perilune.engine.native_runner import NativeRunner
+from perilune.engine.request import Completion, Prompt, SamplingParams
+from perilune.environments.protocol import Environment, Score, Task, Transcript
+from perilune.environments.registry import make_environment
+from perilune.metrics.bootstrap import paired_difference
+from perilune.models.attention import PackedAttention
+from perilune.models.decoder import Decoder
+from perilune.models.loading import load_checkpoint
+from perilune.models.tokenizer import Tokenizer
+from recipe_runs import HERE, document, run_recipe, write
+
+RECIPE = HERE / "cold_start.yaml"
+TASKS, SAMPLES, MAX_TOKENS = 256, 16, 64
+KINDS = ("bfloat16", "int8")
+ABOUT = (
+    "A trained tiny model with weights kept in bfloat16 or int8, against itself in float32: on the "
+    "answers that it samples in float32, KL(float32 || narrow) and how far the log-prob of the sampled "
+    "token is off, in nats; and the pass rates of both on the same tasks, with the interval of their "
+    "difference."
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--set", action="append", default=[], help="override of the recipe")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "weight_precision.json")
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    found = [one for seed in arguments.seeds for one in measure(seed, arguments.set)]
+    about = {"title": "Narrow weights", "about": ABOUT}
+    result = about | document("weight_precision.py", sys.argv[1:], began)
+    write(arguments.out, result | {"tasks": TASKS, "samples": SAMPLES, "against float32": found})
+    for one in found:
+        print(
+            f"seed {one['seed']}, {one['weights']}: KL {one['KL, mean']:.2e} nats a token, pass@1"
+            f" {one['pass@1']:.3f} against {one['pass@1 of float32']:.3f}"
+        )
+
+
+def measure(seed: int, overrides: Sequence[str]) -> list[dict[str, Any]]:
+    """One model, trained from nothing: figures of each kind of weights."""
+    with tempfile.TemporaryDirectory(prefix="perilune-precision-") as home:
+        stages = run_recipe(RECIPE, seed, overrides, Path(home))
+        folder = stages["sft"]["folder"] / "artifacts" / "checkpoints" / "final"
+        decoder, tokenizer = load_checkpoint(folder)
+    environment = make_environment(yaml.safe_load(RECIPE.read_text(encoding="utf-8"))["environment"])
+    tasks = list(islice(environment.tasks("heldout", seed), TASKS))
+    prompts = [
+        Prompt(ids, (seed, 0, index))
+        for index, ids in enumerate(tokenizer.encode_prompts([task.prompt for task in tasks]))
+    ]
+    groups = {kind: sample(decoder, prompts, kind) for kind in ("float32", *KINDS)}
+    rates = {kind: pass_rates(environment, tasks, found, tokenizer) for kind, found in groups.items()}
+    exact = distributions(decoder.frozen(), prompts, groups["float32"])
+    found = []
+    for kind in KINDS:
+        narrow = distributions(decoder.frozen(kind), prompts, groups["float32"])
+        passed = {"pass@1": mean(rates[kind]), "pass@1 of float32": mean(rates["float32"])}
+        difference = paired_difference(rates["float32"], rates[kind], seed=seed)._asdict()
+        found.append(
+            {"seed": seed, "weights": kind, **compare(exact, narrow), **passed, "difference": difference}
+        )
+    return found
+
+
+def sample(decoder: Decoder, prompts: Sequence[Prompt], kind: str) -> list[list[Completion]]:
+    """Answers by the engine, from weights of that kind and a float32 cache."""
+    engine = Engine(decoder, runner=partial(NativeRunner, weights=kind, cache="float32"))
+    params = SamplingParams(max_tokens=MAX_TOKENS, stop_token_ids=decoder.config.eos_token_ids)
+    return engine.sample(prompts, SAMPLES, params)
+
+
+def pass_rates(
+    environment: Environment,
+    tasks: Sequence[Task],
+    groups: Sequence[Sequence[Completion]],
+    tokenizer: Tokenizer,
+) -> dict[str, float]:
+    """Share of right answers by task id."""
+    rates = {}
+    for task, group in zip(tasks, groups, strict=True):
+        outcomes = [
+            environment.score(
+                task, Transcript(tokenizer.decode(one.token_ids), finished=one.finish_reason == "stop")
+            )
+            for one in group
+        ]
+        right = [isinstance(outcome, Score) and outcome.reward >= 1 for outcome in outcomes]
+        rates[task.task_id] = sum(right) / len(right)
+    return rates
+
+
+@torch.no_grad()
+def distributions(
+    decoder: Decoder, prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]
+) -> tuple[Tensor, Tensor]:
+    """Log-probs [N, V] before every sampled token, in float64, and the tokens [N]."""
+    logprobs, chosen = [], []
+    for prompt, group in zip(prompts, groups, strict=True):
+        texts = [torch.tensor([*prompt.token_ids, *one.token_ids.tolist()]) for one in group]
+        lengths = torch.tensor([len(text) for text in texts])
+        positions = torch.cat([torch.arange(len(text)) for text in texts])
+        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        logits = decoder.logits(decoder(torch.cat(texts), positions, PackedAttention(bounds)))
+        tokens = torch.cat(texts).roll(-1)
+        wanted = (positions >= len(prompt.token_ids) - 1) & (
+            positions < lengths.repeat_interleave(lengths) - 1
+        )
+        logprobs.append(logits[wanted].double().log_softmax(-1))
+        chosen.append(tokens[wanted])
+    return torch.cat(logprobs), torch.cat(chosen)
+
+
+def compare(exact: tuple[Tensor, Tensor], narrow: tuple[Tensor, Tensor]) -> dict[str, float]:
+    """How far the narrow model's distributions are from the exact one's, in nats a token."""
+    p, tokens = exact
+    q, _ = narrow
+    kl = (p.exp() * (p - q)).sum(-1)
+    difference = (p - q).gather(1, tokens[:, None])[:, 0].abs()
+    return {
+        "tokens": len(tokens),
+        "KL, mean": float(kl.mean()),
+        "KL, most": float(kl.max()),
+        "log-prob off by, mean": float(difference.mean()),
+        "99%": float(difference.quantile(0.99)),
+        "most": float(difference.max()),
+        "same most likely token": float((p.argmax(-1) == q.argmax(-1)).double().mean()),
+    }
+
+
+def mean(rates: dict[str, float]) -> float:
+    return sum(rates.values()) / len(rates)
+
+
+if __name__ == "__main__":
+    main()
