@@ -270,4 +270,5 @@ def test_traces_are_verified_answers(story: Story) -> None:
 def test_memory_is_told(story: Story, stage: str) -> None:
     """A process of its own is needed here: the peak is one of the whole process."""
     memory = summary(story.attempts[stage])["memory"]
-    assert 0.5 < memory["peak_bytes"] / memory["planned_bytes"] < 1.5
+    # The plan is of full batches, and these hold a few traces.
+    assert 0.4 < memory["peak_bytes"] / memory["planned_bytes"] < 1.5
