@@ -48,7 +48,7 @@ def main() -> None:
         return stages["climb"]["metrics"]
 
     def learn(seed: int) -> dict[str, dict[str, Any]]:
-        stages = run_recipe(bundled_recipe("reward_model"), seed)
+        stages = run_recipe(bundled_recipe("reward_model"), seed, ["climb.steps=80"])
         print(f"reward model, seed {seed}: {told(stages['climb']['metrics'])}", flush=True)
         return stages
 
@@ -81,7 +81,9 @@ ABOUT = (
     "Two rewards that are only proxies are climbed by GRPO on the tiny model, three-digit sums. The "
     "verifier is not trained on; its verdict is the gold score. `recommended stop` is where the watch "
     "said so while the run went on, without knowing what comes; `gold best` is known only afterwards. "
-    "Gold is averaged over five steps; one step is 256 answers."
+    "Gold is averaged over five steps; one step is 256 answers. The watch's window was chosen after the "
+    "curve of seed 0 had been seen; the other seeds are new to it. A policy that was climbed until it is "
+    "never right gives almost no pairs to refresh its reward model with: refresh at the recommended stop."
 )
 
 
