@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import sqlite3
 from pathlib import Path
 
@@ -78,6 +79,16 @@ def test_a_damaged_database_is_named(tmp_path: Path) -> None:
     home = Home.open(tmp_path)
     home.database.write_bytes(b"this is not SQLite" * 100)
     assert "damaged" in refused(home).what
+
+
+def test_a_limit_on_the_size_of_files_is_told(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        error = refused(Home.open(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert isinstance(error, RequestError) and "ulimit -f" in error.remedy
 
 
 def test_a_home_that_cannot_be_written_to_is_a_wrong_request() -> None:

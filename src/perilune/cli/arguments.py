@@ -1,4 +1,4 @@
-"""What the commands about runs share: how a run is named, and how its state is opened and told."""
+"""What commands share: how groups are made, how a run is named, how its state is opened and told."""
 
 from __future__ import annotations
 
@@ -16,6 +16,17 @@ RUN_HELP = "Id of the run, a unique beginning of it, EXPERIMENT/STAGE, or a stag
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+def command_group(help: str) -> typer.Typer:
+    """A command that has commands of its own, which its module adds."""
+    return typer.Typer(
+        help=help,
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
 
 
 def open_control(*, look: bool = True) -> Control:

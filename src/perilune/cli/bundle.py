@@ -8,16 +8,11 @@ from typing import Annotated
 
 import typer
 
+from perilune.cli.arguments import command_group
 from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError
 
-app = typer.Typer(
-    help="Freeze, verify and inspect bundles: what a run is made of.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = command_group("Freeze, verify and inspect bundles: what a run is made of.")
 
 BundlePath = Annotated[Path, typer.Argument(metavar="PATH", help="Folder that holds job.json.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]

@@ -7,15 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
+from perilune.cli.arguments import command_group
 from perilune.cli.output import echo, print_json
 
-app = typer.Typer(
-    help="Look into data: traces that stages train on, episodes that they leave.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = command_group("Look into data: traces that stages train on, episodes that they leave.")
 
 
 @app.callback()

@@ -8,19 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from perilune.cli.arguments import command_group
 from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
     from perilune.environments import Environment, Split, Task
 
-app = typer.Typer(
-    help="List, show and sample environments.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = command_group("List, show and sample environments.")
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="An id, with a family: reasoning_gym/chain_sum.")]
 Settings = Annotated[

@@ -8,19 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
+from perilune.cli.arguments import command_group
 from perilune.cli.curve import count, curve_lines, curve_svg, flops, size
 from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError
 
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 
-app = typer.Typer(
-    help="Look into a model without reading its weights.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = command_group("Look into a model without reading its weights.")
 
 
 @app.callback()
