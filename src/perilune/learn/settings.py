@@ -18,7 +18,7 @@ class AlgorithmSettings(BaseModel):
     algorithm: RLAlgorithm = Field(GRPO(), description="a name, or a section of a name and its options")
     kl: float = Field(0.0, ge=0, description="coefficient of the KL to the starting policy; 0 is off")
     kl_estimator: KLEstimator = Field(
-        "k3", description="how: k3 has the gradient of KL(start || policy), k2 that of KL(policy || start)"
+        "k3", description="how: k3 with the gradient of KL(start, policy), k2 with that of KL(policy, start)"
     )
     updates_per_batch: int = Field(1, ge=1, description="optimizer steps made of one batch of episodes")
     off_policy: OffPolicySettings = Field(
