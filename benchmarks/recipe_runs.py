@@ -84,7 +84,9 @@ def verdict(name: str, other: str, differences: Sequence[Mapping[str, float]]) -
     if len(signs) > 1:
         return f"{name} against {other} depends on the seed: clear both ways, so no finding."
     clear = sum(not one["low"] <= 0 <= one["high"] for one in differences)
-    return f"{name} against {other} is noise: clear of zero with {clear} of {len(differences)} seeds."
+    if not clear:
+        return f"{name} against {other} is noise: no seed is clear of zero."
+    return f"{name} against {other} is not settled: clear of zero with {clear} of {len(differences)} seeds."
 
 
 def described(about: str, findings: Sequence[str]) -> str:
@@ -99,9 +101,12 @@ def at_steps(
     steps = [line["step"] for line in runs[0]]
     chosen = [step for step in steps if step == steps[0] or step % every == 0 or step == steps[-1]]
     by_step = [{line["step"]: line for line in run} for run in runs]
-    return [
-        {"step": step} | {name: [run[step].get(name) for run in by_step] for name in names} for step in chosen
-    ]
+
+    def of_all(step: int, name: str) -> list[float] | None:
+        values = [run[step].get(name) for run in by_step]
+        return None if None in values else values
+
+    return [{"step": step} | {name: of_all(step, name) for name in names} for step in chosen]
 
 
 def document(script: str, arguments: Sequence[str], began: float) -> dict[str, Any]:
