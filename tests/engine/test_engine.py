@@ -112,7 +112,7 @@ def test_tokens_are_those_of_a_loop_without_a_cache(temperature: float) -> None:
 
 
 @exact
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6),
     n=st.integers(1, 5),
