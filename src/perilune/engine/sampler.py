@@ -18,7 +18,7 @@ from perilune.engine.constraints import ConstraintState, forbid, mask_words
 from perilune.engine.request import SamplingParams
 from perilune.engine.sequences import Rows, Sequences
 from perilune.models.kernels import is_native
-from perilune.models.logprobs import chosen, log_distribution
+from perilune.models.logprobs import chosen, log_distribution, token_logprobs
 from perilune.models.native import ops
 
 _NUCLEUS = 256  # the most likely tokens among which top-p is looked for before all are sorted
@@ -89,7 +89,7 @@ class Sampler:
         special = np.flatnonzero(~sequences.plain[rows])
         params = [_params(sequences, row) for row in rows[special].tolist()]
         wanting = [index for index, its in zip(special.tolist(), params, strict=True) if its.raw_logprobs]
-        raw = log_distribution(logits[wanting], 1.0) if wanting else None
+        raw = logits[wanting] if wanting else None  # a copy
 
         its_rows = rows[special]
         some = logits[torch.from_numpy(special).to(logits.device)]
@@ -101,14 +101,13 @@ class Sampler:
         tokens, its_logprobs = draw_plain(logits, uniforms, _done(temperature, special))
         drawn = Drawn(tokens, its_logprobs, {}, {})
         if raw is not None:
-            raw_of_picked = chosen(raw, torch.from_numpy(tokens[wanting]).to(raw.device)).tolist()
+            raw_of_picked = token_logprobs(raw, torch.from_numpy(tokens[wanting]).to(raw.device))[0].tolist()
             drawn.raw_logprobs = dict(zip(wanting, raw_of_picked, strict=True))
         for index, its in zip(special.tolist(), params, strict=True):
             if its.top_logprobs:
-                best = log_distribution(logits[index], 1.0).topk(min(its.top_logprobs, logits.shape[1]))
-                drawn.top_logprobs[index] = list(
-                    zip(best.indices.tolist(), best.values.tolist(), strict=True)
-                )
+                best = logits[index].topk(min(its.top_logprobs, logits.shape[1])).indices
+                of_each, _ = token_logprobs(logits[index].expand(len(best), -1), best)
+                drawn.top_logprobs[index] = list(zip(best.tolist(), of_each.tolist(), strict=True))
         return drawn
 
     def _penalised(
