@@ -11,7 +11,7 @@ from task_cases import DIGITS, metrics, run_task
 from perilune.engine.engine import Engine
 from perilune.errors import WorkFailedError
 from perilune.tasks import policy_update
-from perilune.tasks.observation import DEAD_PATIENCE, GAP_LIMIT
+from perilune.tasks.observation import DEAD_PATIENCE
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo"])
@@ -40,9 +40,8 @@ def test_an_engine_with_stale_weights_is_caught(tmp_path: Path, monkeypatch: pyt
         engine.version = version
 
     monkeypatch.setattr(Engine, "update_weights", claim_only)
-    with pytest.raises(WorkFailedError, match="sampler and learner differ by"):
+    with pytest.raises(WorkFailedError, match="its weights are stale"):
         run_task(tmp_path / "rl", "rl", lr=2e-4, warmup=10, steps=12)
-    assert metrics(tmp_path / "rl")[-1]["logprob_gap_max"] > GAP_LIMIT["cpu"]
 
 
 def test_a_temperature_that_the_learner_forgets_is_caught(
@@ -52,5 +51,6 @@ def test_a_temperature_that_the_learner_forgets_is_caught(
     monkeypatch.setattr(policy_update, "pack", lambda groups, budget, temperature: pack(groups, budget))
     with pytest.raises(WorkFailedError, match="sampler and learner differ by") as caught:
         run_task(tmp_path / "rl", "rl", temperature=0.9)
-    assert caught.value.where == "step 1"
+    assert caught.value.where.startswith("step 1, episode")
+    assert "the temperature 0.9 is missing from the learner's" in caught.value.what
     assert "defect" in caught.value.remedy

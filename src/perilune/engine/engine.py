@@ -26,6 +26,7 @@ from perilune.engine.sampler import Drawn, Sampler
 from perilune.engine.scheduler import Counters, Scheduler, Step, StepBatch
 from perilune.engine.sequences import Entry, Rows, Sequences
 from perilune.errors import RequestError, WorkFailedError
+from perilune.models.checksum import checksum
 from perilune.models.config import DecoderConfig
 from perilune.models.decoder import Decoder
 from perilune.models.logprobs import token_logprobs
@@ -58,6 +59,7 @@ class Engine:
 
     Attributes:
         version: of the policy whose weights it has.
+        checksum: of the weights that `update_weights` took last; empty before.
         counters: what has happened so far.
     """
 
@@ -83,6 +85,7 @@ class Engine:
         self._num_blocks = 1 + blocks_for(cache_tokens or default_cache_tokens(decoder.config, slots))
         self._runner = runner(decoder, self._num_blocks)
         self.version = 0
+        self.checksum = ""
         self.counters = Counters()
         self._adapters: list[Adapter] = []
         self._adapter_numbers: dict[str, int] = {}
@@ -321,6 +324,7 @@ class Engine:
             _check_state(state, self._source)
             self._source.load_state_dict(state)
         self._runner.take_weights(self._source)
+        self.checksum = checksum(self._source.state_dict())
         self.version = version
         self._scheduler.new_weights(version, recompute=recompute)
 

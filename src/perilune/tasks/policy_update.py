@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from perilune.learn.algorithms import StepContext
 from perilune.learn.algorithms.base import Signal
 from perilune.learn.batch import pack
+from perilune.learn.checks import check_packed, check_weights
 from perilune.learn.off_policy import correct, learning_rate_scale
 from perilune.learn.schedules import learning_rate
 from perilune.learn.signals import observe
@@ -16,6 +17,7 @@ from perilune.learn.weights import GroupWeights
 from perilune.models.decoder import Decoder
 from perilune.tasks.dynamic_sampling import kept
 from perilune.tasks.rollouts import Groups
+from perilune.tasks.sentinel import Sentinel
 
 if TYPE_CHECKING:
     from perilune.tasks.rl import RLSpec
@@ -30,10 +32,15 @@ def update_policy(
         step: steps done before this one.
         reference: the policy that training began with, where the spec asks for one.
 
+    Raises:
+        WorkFailedError: when a check says that the step cannot be right; nothing has been updated then.
+
     Returns:
         all groups, weighed, those left out among them; and the figures of the updates.
     """
     algorithm, off_policy = spec.algorithm, spec.off_policy
+    sentinel = Sentinel(learner, spec.temperature, step)
+    sentinel.check_sampler(groups)
     names: set[Signal] = {*algorithm.needs}
     if off_policy.measures:
         names.add("logprobs")
@@ -44,14 +51,19 @@ def update_policy(
     memory = learner.memory.setdefault("algorithm", {})
     context = StepContext(spec.max_tokens, spec.kl, spec.kl_estimator, step, signals, memory)
     weighed = algorithm.weigh(groups, context)
+    check_weights(weighed, centred=algorithm.compares == "group")
     learned = kept(weighed, spec.prompts, algorithm.refills)
     corrected, measured = correct(learned, signals.get("logprobs", {}), off_policy, learner.version)
     lr = learning_rate(spec, step, spec.steps) * learning_rate_scale(measured, off_policy)
     updates = []
     for part in minibatches(corrected, spec.updates_per_batch):
         batches = pack(part, spec.token_budget, temperature=spec.temperature)
+        check_packed(part, batches)
         if reference is not None and spec.kl:
             batches = with_reference(batches, reference)
-        updates.append(learner.forward_backward(batches) | learner.optim_step(lr))
+        figures = learner.forward_backward(batches)
+        gap = figures.get("logprob_gap_max", 0.0)
+        sentinel.check_learner(gap, batches, [group.episodes for group in part])
+        updates.append(figures | learner.optim_step(lr))
     found = {f"off_policy/{name}": value for name, value in measured.items()}
     return weighed, merged(updates) | found | {"groups_learned": float(len(learned))}

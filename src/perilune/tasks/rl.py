@@ -82,6 +82,7 @@ class RL:
         from perilune.tasks.learned_reward import LearnedReward
         from perilune.tasks.observation import Observer
         from perilune.tasks.policy_update import update_policy
+        from perilune.tasks.publishing import Publisher
         from perilune.tasks.rollouts import Rollouts, Stopwatch
         from perilune.tasks.session import load_policy, prepare_device
         from perilune.tasks.training import carry_optimizer, finish, resume, save
@@ -95,10 +96,9 @@ class RL:
             reference = load_policy(workspace, device).decoder if _has_reference(spec) else None
             memory = _memory(spec, policy.decoder.config, device.type)
             environment = make_environment(workspace.job.environment)
-            room = engine_room(policy.decoder.config, spec.max_tokens, device.type)
-            engine = Engine(policy.decoder, **room)
-            hidden_size = policy.decoder.config.hidden_size
-            critic = Critic(hidden_size).to(device) if "values" in spec.algorithm.needs else None
+            config = policy.decoder.config
+            engine = Engine(policy.decoder, **engine_room(config, spec.max_tokens, device.type))
+            critic = Critic(config.hidden_size).to(device) if "values" in spec.algorithm.needs else None
             learner = Learner(policy.decoder, spec, critic=critic)
             carried = carry_optimizer(workspace, learner)
             learned = LearnedReward.of(
@@ -109,17 +109,19 @@ class RL:
 
             first = resume(workspace, learner)
             gold = GoldWatch(workspace, lambda: load_policy(workspace, device).decoder, spec.temperature)
-            observer = Observer(workspace, spec.steps, device.type, gold)
+            observer = Observer(workspace, spec.steps, gold)
+            publisher = Publisher(engine, learner, reference)
             tasks = TrainingTasks(environment, workspace, skip=learner.memory.get("tasks", 0))
             for step in range(first, spec.steps):
                 watch = Stopwatch()
-                engine.update_weights(None, learner.version)
+                publisher.publish()
 
                 def play(count: int, before: int, step: int = step, watch: Stopwatch = watch) -> Groups:
                     batch = tasks.take(count)
-                    return rollouts.play(
+                    groups = rollouts.play(
                         batch, samples=spec.samples, params=params, step=step + 1, watch=watch, first=before
                     )
+                    return publisher.checked(groups)
 
                 groups = play_until_live(play, spec.prompts, spec.algorithm.refills)
                 learner.memory["tasks"] = learner.memory.get("tasks", 0) + len(groups)
@@ -129,9 +131,12 @@ class RL:
                 observer.record(step + 1, weighed, figures | {"epoch": tasks.epoch}, watch)
                 if (step + 1) % spec.save_every == 0 and step + 1 < spec.steps:
                     save(workspace, learner, step + 1)
-        summary = finish(workspace, policy, learner, spec.steps)
-        summary |= observer.summary(spec.algorithm, spec.samples)
-        return summary | {"carried_second_moments": carried, "memory": memory_figures(memory, device)}
+        return {
+            **finish(workspace, policy, learner, spec.steps),
+            **observer.summary(spec.algorithm, spec.samples),
+            "carried_second_moments": carried,
+            "memory": memory_figures(memory, device),
+        }
 
 
 def _has_reference(spec: RLSpec) -> bool:

@@ -14,6 +14,7 @@ from perilune.engine.backend import SamplingBackend
 from perilune.engine.request import Completion, Prompt, SamplingParams
 from perilune.environments.protocol import Failure, Outcome, Task, Transcript
 from perilune.models.tokenizer import Tokenizer
+from perilune.tasks.as_sampled import check_group
 from perilune.verifiers import Scorer
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class Rollouts:
         first: int = 0,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> Groups:
-        """Sample and score; groups come back in the order of `tasks`, whose place in the step is from `first`."""
+        """Sample and score; groups come in the order of `tasks`, whose place in the step is from `first`."""
         begun = time.perf_counter()
         prompts = [
             Prompt(self.tokenizer.encode_prompt(task.prompt), (self.seed, step, index))
@@ -101,16 +102,19 @@ class Rollouts:
             for task, group, row in zip(tasks, completions, texts, strict=True)
             for one, text in zip(group, row, strict=True)
         ]
-        outcomes = iter(self.scorer.score(transcripts))
+        outcomes = self.scorer.score(transcripts)
+        judged = [outcomes[i * samples : (i + 1) * samples] for i in range(len(tasks))]
         groups = [
             tuple(
-                self._episode(task, prompt, one, text, next(outcomes), f"{step}/{index}/{sample}")
-                for sample, (one, text) in enumerate(zip(group, row, strict=True))
+                self._episode(task, prompt, one, text, outcome, f"{step}/{index}/{sample}")
+                for sample, (one, text, outcome) in enumerate(zip(group, row, verdicts, strict=True))
             )
-            for index, (task, prompt, group, row) in enumerate(
-                zip(tasks, prompts, completions, texts, strict=True), first
+            for index, (task, prompt, group, row, verdicts) in enumerate(
+                zip(tasks, prompts, completions, texts, judged, strict=True), first
             )
         ]
+        for group, sampled, verdicts in zip(groups, completions, judged, strict=True):
+            check_group(group, sampled, verdicts)
         if self.learned is not None:
             groups = self.learned.rescore(groups)
         watch.scoring += time.perf_counter() - begun
