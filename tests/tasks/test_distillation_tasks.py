@@ -56,6 +56,8 @@ def test_a_student_comes_closer_to_a_larger_teacher(loss: str, larger: Path, tmp
     assert all(line["overlap_advantage"] <= 0 for line in lines)
     first, last = (np.mean([line["reverse_kl"] for line in part]) for part in (lines[:3], lines[-3:]))
     assert last < first
+    parts = summary(bundle)["length_dynamics"]
+    assert parts["behaviour"] + parts["composition"] == pytest.approx(parts["after"] - parts["before"])
 
 
 def test_a_student_that_teaches_itself_learns_nothing(tmp_path: Path) -> None:

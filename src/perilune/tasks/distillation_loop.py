@@ -20,6 +20,7 @@ from perilune.models.memory import MemoryPlan
 from perilune.tasks.demonstrations import Demonstrations
 from perilune.tasks.footprint import memory_figures
 from perilune.tasks.hints import hinted_messages
+from perilune.tasks.observation import lengths_over
 from perilune.tasks.playing import open_player, outcome_figures
 from perilune.tasks.rollouts import Stopwatch
 from perilune.tasks.session import Policy, start_model
@@ -95,6 +96,7 @@ def run(
         "algorithm": spec.loss,
         "overlap_k": lines[-1]["overlap_k"],
         "carried_second_moments": carried,
+        "length_dynamics": lengths_over(workspace),
         **first_and_last(lines, everywhere),
         "seconds": total_watch.elapsed,
         "memory": memory_figures(memory, device),
