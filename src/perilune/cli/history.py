@@ -91,7 +91,7 @@ def wait(
     124 it had not ended after --timeout.
 
     \b
-    perilune wait rl --timeout 3600 && perilune report rl --out rl.html
+    perilune wait rl --timeout 3600
     """
     from perilune.cli.follow import REQUEST_CAUSES
     from perilune.control.experiments import POLL_SECONDS
