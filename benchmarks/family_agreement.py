@@ -24,7 +24,7 @@ import transformers
 from torch import Tensor
 
 from perilune.engine.runners import fastest_runner
-from perilune.engine.scheduler import StepBatch
+from perilune.engine.step import StepBatch
 from perilune.models.attention import PackedAttention
 from perilune.models.decoder import Decoder
 from perilune.models.loading import load_decoder

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from perilune.engine.engine import Engine
 from perilune.engine.request import Completion, Prompt, SamplingParams
-from perilune.engine.scheduler import StepBatch
+from perilune.engine.step import StepBatch
 from perilune.errors import RequestError, WorkFailedError
 from perilune.models import kernels
 from perilune.models.attention import PackedAttention

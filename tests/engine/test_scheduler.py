@@ -9,8 +9,9 @@ import pytest
 
 from perilune.engine.blocks import NULL_BLOCK, BlockPool, blocks_for
 from perilune.engine.request import Request, SamplingParams
-from perilune.engine.scheduler import Counters, Scheduler, Step
+from perilune.engine.scheduler import Scheduler
 from perilune.engine.sequences import Entry, Sequences
+from perilune.engine.step import Counters, Step
 
 
 class Life:

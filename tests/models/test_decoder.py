@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from perilune.engine.runners import fastest_runner
-from perilune.engine.scheduler import StepBatch
+from perilune.engine.step import StepBatch
 from perilune.models.attention import PackedAttention
 from perilune.models.config import PRESETS
 from perilune.models.decoder import Decoder

@@ -84,9 +84,7 @@ def test_no_traces(tmp_path: Path) -> None:
         run_task(tmp_path / "sft", "sft", inputs={"data": written(tmp_path / "data")})
 
 
-@pytest.mark.parametrize(
-    ("task", "options"), [("evaluate", {"tasks": 20}), ("collect", {"traces": 60})]
-)
+@pytest.mark.parametrize(("task", "options"), [("evaluate", {"tasks": 20}), ("collect", {"traces": 60})])
 def test_an_environment_that_runs_out_of_tasks(task: str, options: Row, tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"digits gave|no more tasks") as caught:
         run_task(tmp_path / task, task, environment={**DIGITS, "limit": 60}, **options)

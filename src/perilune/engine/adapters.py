@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from perilune.engine.scheduler import StepBatch
+from perilune.engine.step import StepBatch
 from perilune.errors import RequestError
 from perilune.files import read_json
 from perilune.models.decoder import Decoder

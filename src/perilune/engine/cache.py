@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perilune.engine.blocks import BLOCK, NULL_BLOCK, Blocks
-from perilune.engine.scheduler import StepBatch
+from perilune.engine.step import StepBatch
 from perilune.models.attention import attend
 from perilune.models.config import DecoderConfig
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from perilune.engine.cache import PagedCache
-from perilune.engine.scheduler import StepBatch
+from perilune.engine.step import StepBatch
 from perilune.models.native import ops
 from perilune.models.native.attention import Cache, Step, attend_paged
 

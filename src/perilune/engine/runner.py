@@ -18,7 +18,7 @@ from perilune.engine.adapters import AdaptedProjections, Adapter
 from perilune.engine.blocks import Blocks
 from perilune.engine.cache import PagedAttention, PagedCache
 from perilune.engine.native_attention import NativePagedAttention
-from perilune.engine.scheduler import StepBatch
+from perilune.engine.step import StepBatch
 from perilune.models.attention import Attention
 from perilune.models.decoder import Decoder
 from perilune.models.kernels import is_native

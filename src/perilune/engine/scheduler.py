@@ -12,7 +12,6 @@ computed again from its tokens once there is room.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,71 +22,13 @@ from perilune.engine.blocks import (
     BlockPool,
     Blocks,
     blocks_for,
-    extend_digests,
-    root_digest,
 )
 from perilune.engine.sequences import Entry, Rows, Sequences
+from perilune.engine.step import Counters, Step, StepBatch
 
 _REFILL_SHARE = 8  # free rows are refilled once they are 1/8 of all, so that prompts are computed in batches,
 _REFILL_STEPS = 8  # or after this many steps, so that nobody waits for long
 _RESERVE_SHARE = 2  # a prompt is admitted if a block remains for every second sample that decodes
-
-
-@dataclass(slots=True, eq=False)
-class StepBatch:
-    """What a runner computes in one step: S sequences, N tokens in all, R rows of logits.
-
-    Attributes:
-        token_ids: int64[N], the fed tokens of all sequences, end to end.
-        positions: int64[N], where each stands in its sequence.
-        cu_seqlens: int64[S + 1], bounds of the sequences in the tokens.
-        decodes: the first so many sequences have one token each.
-        block_tables: int32[S, B], the block of positions 16 j .. 16 j + 15 in column j; what lies beyond a
-            sequence's end is arbitrary.
-        logit_rows: int64[R], tokens whose logits are wanted.
-        adapters: int32[S], number of each sequence's adapter, -1 without; None when nobody has one.
-    """
-
-    token_ids: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    cu_seqlens: NDArray[np.int64]
-    decodes: int
-    block_tables: Blocks
-    logit_rows: NDArray[np.int64]
-    adapters: NDArray[np.int32] | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Step:
-    """A batch, and what follows from it.
-
-    Attributes:
-        rows: int64[D], the samples that draw a token.
-        logits_of: int64[D], which row of the logits each draws from; None when the i-th from the i-th.
-        chunks: (row, tokens fed) of samples that do not decode yet.
-    """
-
-    batch: StepBatch
-    rows: Rows
-    logits_of: NDArray[np.int64] | None
-    chunks: list[tuple[int, int]]
-
-
-@dataclass(slots=True)
-class Counters:
-    """What has happened since the engine was made.
-
-    Attributes:
-        steps: how many.
-        prompt_tokens: tokens fed that were known already: prompts, and what was computed again.
-        cached_tokens: such tokens that did not have to be fed, because the cache held them.
-        preemptions: samples that had to give up their blocks.
-    """
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    preemptions: int = 0
 
 
 class Scheduler:
@@ -274,13 +215,13 @@ class Scheduler:
         """Whether all that `row` knows fits, with a block for each follower and some for others to grow."""
         if not len(self.decoding) and not self.prefilling:
             return True
-        found, unused = self.pool.known(self._digests(row))
+        found, unused = self.pool.known(self._chain(row, int(self.sequences.length[row]) - 1)  # the last token is fed in any case)
         need = blocks_for(int(self.sequences.length[row]) + 1) - found + followers
         return need + len(self.decoding) // _RESERVE_SHARE <= self.pool.available - unused
 
     def _begin(self, row: int) -> None:
         """Start feeding a sample, after what the cache already holds of it."""
-        blocks = self.pool.find(self._digests(row))
+        blocks = self.pool.find(self._chain(row, int(self.sequences.length[row]) - 1)  # the last token is fed in any case)
         self.sequences.blocks[row, : len(blocks)] = blocks
         self.sequences.num_blocks[row] = len(blocks)
         self.sequences.computed[row] = len(blocks) * BLOCK
@@ -291,23 +232,11 @@ class Scheduler:
         self.prefilling.append(row)
         self.prefilling.sort(key=self.sequences.arrival.__getitem__)
 
-    def _digests(self, row: int) -> list[bytes]:
-        """Of the full blocks of what `row` knows, less its last token, which has to be fed in any case."""
-        length = int(self.sequences.length[row])
-        return self._chain(row, length - 1)
-
     def _chain(self, row: int, length: int) -> list[bytes]:
-        """Digests of the full blocks of the first `length` tokens; those of the prompt are made once."""
+        """Digests of the full blocks of the first `length` tokens."""
         entry = self.sequences.entries[row]
         assert entry is not None
-        root = root_digest(self.version, entry.adapter)
-        if entry.root != root:
-            entry.root, entry.digests = root, []
-            extend_digests(entry.digests, root, entry.prompt)
-        digests = entry.digests[: length // BLOCK]
-        if length // BLOCK > len(digests):
-            extend_digests(digests, root, self.sequences.tokens[row, :length])
-        return digests
+        return entry.chain(self.version, self.sequences.tokens[row, :length])
 
     def _step(self, chunks: list[tuple[int, int]]) -> Step:
         """Lay out the tokens: one of each decoding sample, then the chunks."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from perilune.engine.blocks import BLOCK, Blocks
+from perilune.engine.blocks import BLOCK, Blocks, extend_digests, root_digest
 from perilune.engine.random import uniforms
 from perilune.engine.request import Request
 
@@ -40,6 +40,17 @@ class Entry:
     admitted: int = 0
     root: bytes = b""
     digests: list[bytes] = field(default_factory=list)
+
+    def chain(self, version: int, tokens: NDArray[np.int32]) -> list[bytes]:
+        """Digests of the full blocks of `tokens`, a sample's so far; those of the prompt are made once."""
+        root = root_digest(version, self.adapter)
+        if self.root != root:
+            self.root, self.digests = root, []
+            extend_digests(self.digests, root, self.prompt)
+        digests = self.digests[: len(tokens) // BLOCK]
+        if len(tokens) // BLOCK > len(digests):
+            extend_digests(digests, root, tokens)
+        return digests
 
 
 class Sequences:

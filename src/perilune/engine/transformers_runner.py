@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perilune.engine.blocks import BLOCK, Blocks
-from perilune.engine.scheduler import StepBatch
+from perilune.engine.step import StepBatch
 from perilune.errors import RequestError
 from perilune.models.transformers_model import TransformersModel
 

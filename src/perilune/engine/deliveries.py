@@ -1,0 +1,193 @@
+"""Deliveries: who waits for which sample, and what it is told when.
+
+A request is either collected (`Engine.sample` waits for all of its samples), streamed (a delta a token), or
+handed over sample by sample. Samples with more to look after than tokens, such as a text, are followed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perilune.data.episode import FinishReason
+from perilune.engine.constraints import ConstraintState
+from perilune.engine.following import Followed, needs_following
+from perilune.engine.request import Completion, Delta
+from perilune.engine.sampler import Drawn
+from perilune.engine.sequences import Entry, Rows, Sequences
+from perilune.models.tokenizer import Tokenizer
+
+
+class Collection:
+    """Samples that `Engine.sample` waits for.
+
+    Attributes:
+        unfinished: how many are missing.
+        samples: by request, then by index.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.unfinished = total
+        self.samples: dict[int, dict[int, Completion]] = {}
+
+
+class Deliveries:
+    """Of all requests in flight.
+
+    Attributes:
+        entries: by id.
+        undelivered: deltas that nobody has been given yet.
+    """
+
+    def __init__(self, sequences: Sequences, tokenizer: Tokenizer | None) -> None:
+        self._sequences, self._tokenizer = sequences, tokenizer
+        self.entries: dict[int, Entry] = {}
+        self.undelivered: list[Delta] = []
+        self._collections: dict[int, Collection] = {}  # of requests whose samples are collected
+        self._following: dict[int, bool] = {}  # of requests whose samples are followed: whether as a stream
+        self._followed: dict[int, Followed] = {}  # by row
+
+    def expect(self, entry: Entry, collection: Collection | None, *, stream: bool) -> None:
+        """Somebody waits for `entry`, collecting it, or else in deltas."""
+        self.entries[entry.id] = entry
+        if collection is not None:
+            self._collections[entry.id] = collection
+            collection.samples[entry.id] = {}
+        if stream or needs_following(entry.request):
+            self._following[entry.id] = stream
+
+    def drop(self, entry: Entry, rows: list[int]) -> None:
+        """Nobody waits for `entry` any more; `rows` are what it has in flight."""
+        del self.entries[entry.id]
+        for row in rows:
+            self._followed.pop(row, None)
+        self._collections.pop(entry.id, None)
+        self._following.pop(entry.id, None)
+        self.undelivered = [delta for delta in self.undelivered if delta.request_id != entry.id]
+
+    def constraints(self, rows: Rows) -> dict[int, ConstraintState]:
+        """By row. Samples that are followed are so from before their first token."""
+        if not self._following:
+            return {}
+        for row in rows.tolist():
+            entry = self._sequences.entries[row]
+            if row not in self._followed and entry is not None and entry.id in self._following:
+                self._followed[row] = Followed.begin(entry.request, self._tokenizer)
+        return {row: its.constraint for row, its in self._followed.items() if its.constraint is not None}
+
+    def take_note(self, rows: Rows, drawn: Drawn, version: int) -> list[tuple[int, bool]]:
+        """Tell what samples have gained.
+
+        Returns the rows of those that have ended, and whether others may ask for the same tokens again.
+        """
+        stopped = self._sequences.stopped(rows)
+        ended = stopped | (self._sequences.length[rows] >= self._sequences.limit[rows])
+        if self._followed:
+            for index, row in enumerate(rows.tolist()):
+                if row in self._followed:
+                    self._follow(row, drawn, index, (stopped, ended), version)
+        return [
+            (row, self._finish(row, self._reason(row, is_stop)))
+            for row, is_stop in zip(rows[ended].tolist(), stopped[ended].tolist(), strict=True)
+        ]
+
+    def _follow(
+        self, row: int, drawn: Drawn, index: int, ends: tuple[NDArray[np.bool_], ...], version: int
+    ) -> None:
+        """Take the new token of a sample into account, and deliver it where deltas are wanted."""
+        stopped, ended = ends
+        its, sequences = self._followed[row], self._sequences
+        token = int(drawn.token_ids[index])
+        may_stop = bool(sequences.length[row] >= sequences.min_length[row])
+        if its.take(token, is_stop=bool(stopped[index]), may_stop=may_stop):
+            stopped[index] = ended[index] = True
+        if its.raw_logprobs is not None:
+            its.raw_logprobs.append(drawn.raw_logprobs[index])
+        if its.top_logprobs is not None:
+            its.top_logprobs.append(drawn.top_logprobs[index])
+        entry = sequences.entries[row]
+        assert entry is not None
+        if not self._following[entry.id]:
+            return
+        last = bool(ended[index])
+        if last and its.text is not None:
+            its.text.finish()
+        self.undelivered.append(
+            Delta(
+                entry.id,
+                int(sequences.sample[row]),
+                [token],
+                [float(drawn.logprobs[index])],
+                [version],
+                "" if its.text is None else its.text.take(last=last),
+                self._reason(row, bool(stopped[index])) if last else None,
+                None if its.raw_logprobs is None else its.raw_logprobs[-1:],
+                None if its.top_logprobs is None else its.top_logprobs[-1:],
+                int(sequences.cached[row]),
+            )
+        )
+
+    def _reason(self, row: int, is_stop: bool) -> FinishReason:
+        """Why the sample ends: one whose constraint lets nothing follow is given up, and is no answer."""
+        its = self._followed.get(row)
+        if its is not None and its.constraint is not None and its.constraint.failed:
+            return "aborted"
+        return "stop" if is_stop else "length"
+
+    def _finish(self, row: int, reason: FinishReason) -> bool:
+        """Hand over a sample that has ended; whether others may ask for the same tokens again."""
+        entry = self._sequences.entries[row]
+        assert entry is not None
+        collection = self._collections.get(entry.id)
+        if collection is not None:
+            collection.samples[entry.id][int(self._sequences.sample[row])] = self.completion(row, reason)
+            collection.unfinished -= 1
+        elif not self._following.get(entry.id):
+            self.undelivered.append(self._whole(row, entry, self.completion(row, reason)))
+        self._followed.pop(row, None)
+        entry.unfinished -= 1
+        if not entry.unfinished:
+            del self.entries[entry.id]
+            self._following.pop(entry.id, None)
+            self._collections.pop(entry.id, None)
+        return collection is None
+
+    def completion(self, row: int, reason: FinishReason) -> Completion:
+        """What a sample has so far."""
+        sequences, its = self._sequences, self._followed.get(row)
+        sampled = slice(int(sequences.prompt_length[row]), int(sequences.length[row]))
+        text = raw = top = None
+        if its is not None:
+            raw = None if its.raw_logprobs is None else np.array(its.raw_logprobs, dtype=np.float32)
+            top = its.top_logprobs
+            if its.text is not None:
+                its.text.finish()
+                text = its.text.text
+        return Completion(
+            sequences.tokens[row, sampled].copy(),
+            sequences.logprobs[row, sampled].copy(),
+            sequences.versions[row, sampled].copy(),
+            reason,
+            text,
+            raw,
+            top,
+        )
+
+    def _whole(self, row: int, entry: Entry, one: Completion) -> Delta:
+        """A sample in one delta."""
+        text = one.text
+        if text is None and self._tokenizer is not None:
+            tokens = one.token_ids.tolist()
+            text = self._tokenizer.decode(tokens[: len(tokens) - (one.finish_reason == "stop")])
+        return Delta(
+            entry.id,
+            int(self._sequences.sample[row]),
+            one.token_ids.tolist(),
+            one.logprobs.tolist(),
+            one.policy_version.tolist(),
+            text or "",
+            one.finish_reason,
+            None if one.raw_logprobs is None else one.raw_logprobs.tolist(),
+            one.top_logprobs,
+            int(self._sequences.cached[row]),
+        )
