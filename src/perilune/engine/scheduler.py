@@ -215,13 +215,14 @@ class Scheduler:
         """Whether all that `row` knows fits, with a block for each follower and some for others to grow."""
         if not len(self.decoding) and not self.prefilling:
             return True
-        found, unused = self.pool.known(self._chain(row, int(self.sequences.length[row]) - 1)  # the last token is fed in any case)
+        # All but the last token, which is fed in any case.
+        found, unused = self.pool.known(self._chain(row, int(self.sequences.length[row]) - 1))
         need = blocks_for(int(self.sequences.length[row]) + 1) - found + followers
         return need + len(self.decoding) // _RESERVE_SHARE <= self.pool.available - unused
 
     def _begin(self, row: int) -> None:
         """Start feeding a sample, after what the cache already holds of it."""
-        blocks = self.pool.find(self._chain(row, int(self.sequences.length[row]) - 1)  # the last token is fed in any case)
+        blocks = self.pool.find(self._chain(row, int(self.sequences.length[row]) - 1))
         self.sequences.blocks[row, : len(blocks)] = blocks
         self.sequences.num_blocks[row] = len(blocks)
         self.sequences.computed[row] = len(blocks) * BLOCK
