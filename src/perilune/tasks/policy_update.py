@@ -18,9 +18,12 @@ from perilune.models.decoder import Decoder
 from perilune.tasks.dynamic_sampling import kept
 from perilune.tasks.rollouts import Groups
 from perilune.tasks.sentinel import Sentinel
+from perilune.tasks.watchdog import STALL, Waiting
 
 if TYPE_CHECKING:
     from perilune.tasks.rl import RLSpec
+
+SECONDS_A_TOKEN = 1.0  # no machine on which anybody would train is slower
 
 
 def update_policy(
@@ -38,6 +41,14 @@ def update_policy(
     Returns:
         all groups, weighed, those left out among them; and the figures of the updates.
     """
+    tokens = sum(len(one.prompt_ids) + len(one.token_ids) for group in groups for one in group)
+    with Waiting("learning", STALL + tokens * SECONDS_A_TOKEN):
+        return _update(spec, learner, groups, step, reference)
+
+
+def _update(
+    spec: RLSpec, learner: Learner, groups: Groups, step: int, reference: Decoder | None
+) -> tuple[list[GroupWeights], dict[str, float]]:
     algorithm, off_policy = spec.algorithm, spec.off_policy
     sentinel = Sentinel(learner, spec.temperature, step)
     sentinel.check_sampler(groups)

@@ -76,6 +76,7 @@ class RL:
         from perilune.environments.registry import make_environment
         from perilune.learn.critic import Critic
         from perilune.learn.trainer import Learner
+        from perilune.tasks.canary import send_canary
         from perilune.tasks.dynamic_sampling import play_until_live
         from perilune.tasks.footprint import engine_room, memory_figures
         from perilune.tasks.gold_watch import GoldWatch
@@ -105,11 +106,13 @@ class RL:
                 workspace, device, policy.tokenizer, spec.verifier_weight, spec.token_budget
             )
             rollouts = Rollouts(engine, policy.tokenizer, scorer, environment.id, workspace.job.seed, learned)
-            params = spec.params(policy.stop_token_ids)
 
             first = resume(workspace, learner)
-            gold = GoldWatch(workspace, lambda: load_policy(workspace, device).decoder, spec.temperature)
-            observer = Observer(workspace, spec.steps, gold)
+            send_canary(workspace, spec, device, first)
+            observer = Observer(
+                workspace, spec.steps,
+                GoldWatch(workspace, lambda: load_policy(workspace, device).decoder, spec.temperature),
+            )  # fmt: skip
             publisher = Publisher(engine, learner, reference)
             tasks = TrainingTasks(environment, workspace, skip=learner.memory.get("tasks", 0))
             for step in range(first, spec.steps):
@@ -119,8 +122,9 @@ class RL:
                 def play(count: int, before: int, step: int = step, watch: Stopwatch = watch) -> Groups:
                     batch = tasks.take(count)
                     groups = rollouts.play(
-                        batch, samples=spec.samples, params=params, step=step + 1, watch=watch, first=before
-                    )
+                        batch, samples=spec.samples, params=spec.params(policy.stop_token_ids),
+                        step=step + 1, watch=watch, first=before,
+                    )  # fmt: skip
                     return publisher.checked(groups)
 
                 groups = play_until_live(play, spec.prompts, spec.algorithm.refills)

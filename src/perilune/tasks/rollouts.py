@@ -15,6 +15,7 @@ from perilune.engine.request import Completion, Prompt, SamplingParams
 from perilune.environments.protocol import Failure, Outcome, Task, Transcript
 from perilune.models.tokenizer import Tokenizer
 from perilune.tasks.as_sampled import check_group
+from perilune.tasks.watchdog import STALL, Waiting
 from perilune.verifiers import Scorer
 
 if TYPE_CHECKING:
@@ -91,7 +92,14 @@ class Rollouts:
             Prompt(self.tokenizer.encode_prompt(task.prompt), (self.seed, step, index))
             for index, task in enumerate(tasks, first)
         ]
-        completions = self.engine.sample(prompts, samples, params, on_progress)
+        with Waiting("sampling") as wait:
+
+            def progress(finished: int, total: int) -> None:
+                wait.progress()
+                if on_progress is not None:
+                    on_progress(finished, total)
+
+            completions = self.engine.sample(prompts, samples, params, progress)
         watch.sampling += time.perf_counter() - begun
         watch.tokens += sum(len(one.token_ids) for group in completions for one in group)
 
@@ -102,7 +110,8 @@ class Rollouts:
             for task, group, row in zip(tasks, completions, texts, strict=True)
             for one, text in zip(group, row, strict=True)
         ]
-        outcomes = self.scorer.score(transcripts)
+        with Waiting("scoring", STALL + 2 * len(transcripts) * self.scorer.item_seconds):
+            outcomes = self.scorer.score(transcripts)
         judged = [outcomes[i * samples : (i + 1) * samples] for i in range(len(tasks))]
         groups = [
             tuple(

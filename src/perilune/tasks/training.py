@@ -16,6 +16,7 @@ from perilune.models.decoder import Decoder
 from perilune.models.loading import save_checkpoint
 from perilune.models.tokenizer import Tokenizer
 from perilune.tasks.session import Policy
+from perilune.tasks.watchdog import Waiting
 
 FINAL = "final"
 OPTIMIZER = "optimizer"  # beside the final weights: the learner's state, for a stage that carries it on
@@ -47,7 +48,8 @@ def resume(workspace: Workspace, learner: Learner) -> int:
 def save(workspace: Workspace, learner: Learner, step: int, keep: int = 1) -> None:
     """Write a checkpoint to resume from, and drop the older ones."""
     directory = workspace.checkpoints / f"step-{step:06d}"
-    learner.save_state(directory, {"step": step})
+    with Waiting("checkpoint"):
+        learner.save_state(directory, {"step": step})
     workspace.event("checkpoint", step=step)
     for old in sorted(workspace.checkpoints.glob("step-*"))[:-keep]:
         shutil.rmtree(old)
@@ -64,8 +66,9 @@ def finish(
     final = workspace.checkpoints / FINAL
     if not final.exists():
         partial = workspace.checkpoints / ".final.partial"
-        write(partial, policy.decoder, policy.tokenizer)
-        learner.save_state(partial / OPTIMIZER, {"step": steps})
+        with Waiting("final checkpoint"):
+            write(partial, policy.decoder, policy.tokenizer)
+            learner.save_state(partial / OPTIMIZER, {"step": steps})
         partial.rename(final)
         fsync_directory(workspace.checkpoints)
     for old in workspace.checkpoints.glob("step-*"):

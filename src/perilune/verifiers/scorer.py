@@ -45,6 +45,11 @@ class Scorer:
         self.close()
 
     @property
+    def item_seconds(self) -> float:
+        """The longest that one item may take."""
+        return self._limits.item_seconds
+
+    @property
     def restarts(self) -> int:
         """How many processes had to be replaced so far."""
         return sum(slot.restarts for slot in self._slots)

@@ -1,0 +1,51 @@
+"""A wait that makes no progress ends the process, says its name and shows where everything hangs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+HANGS = """
+import time
+from perilune.tasks.watchdog import Waiting
+
+def stuck():
+    time.sleep(60)
+
+with Waiting("a wait that ends", 0.3) as wait:
+    for _ in range(8):
+        time.sleep(0.06)
+        wait.progress()
+print("alive", flush=True)
+with Waiting("sampling", 0.3):
+    stuck()
+"""
+
+HOLDS_THE_LOCK = """
+import re
+from perilune.tasks import watchdog
+
+watchdog.GRACE = 0.2
+with watchdog.Waiting("sampling", 0.2):
+    re.match("(a*)*b", "a" * 40)
+"""
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+
+
+def test_a_stall_ends_the_process_and_shows_all_stacks() -> None:
+    ended = run(HANGS)
+    assert ended.returncode == 1
+    assert ended.stdout == "alive\n"  # progress had put the deadline off
+    assert "failed: sampling: nothing has happened for 0.3 s" in ended.stderr
+    assert "in stuck" in ended.stderr
+    assert "a wait that ends" not in ended.stderr
+
+
+def test_code_that_holds_the_interpreter_is_ended_too() -> None:
+    ended = run(HOLDS_THE_LOCK)
+    assert ended.returncode == 1
+    assert 'File "<string>", line 7' in ended.stderr
