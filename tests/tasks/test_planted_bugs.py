@@ -211,7 +211,7 @@ PLANTED: list[tuple[Callable[[Patch], None], dict[str, Any], str]] = [
     (mask_swapped_with_advantages, {}, "mask and advantages are mixed up"),
     (stale_weights, {}, "its weights are stale"),
     (engine_of_another_model, {}, "its weights are stale, or another model's"),
-    (weights_stop_at_the_runner, {}, "took version 1 and computes with other weights"),
+    (weights_stop_at_the_runner, {}, "took version [1-3] and computes with other weights"),
     (versions_relabelled, {}, "other policy versions than sampled it"),
     (advantage_on_the_last_token, {}, "an advantage that reaches 1 of its"),
     (token_mean_a_micro_batch, {}, "a denominator is not the whole step's"),

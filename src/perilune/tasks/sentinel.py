@@ -21,7 +21,7 @@ from perilune.learn.batch import PackedBatch
 from perilune.learn.checks import DEFECT
 from perilune.learn.trainer import Learner, token_logprobs
 from perilune.models.decoder import Decoder
-from perilune.tasks.publishing import gap_limit, plain_logprobs
+from perilune.tasks.publishing import gap_limit, plain_limit, plain_logprobs
 from perilune.tasks.rollouts import Groups
 
 EPISODES = 4  # scored again at each step
@@ -51,7 +51,7 @@ class Sentinel:
         stride = max(1, len(fresh) // EPISODES)
         for episode in fresh[self.step % stride :: stride][:EPISODES]:
             gap = _gap(episode.logprobs, rescored(self.learner.decoder, episode, self.temperature))
-            if not gap <= gap_limit(self.learner.decoder):
+            if not gap <= plain_limit(self.learner.decoder):
                 raise self._differ(gap, episode, episode.logprobs, "sampler")
 
     def check_learner(self, gap: float, batches: Sequence[PackedBatch], groups: Groups) -> None:
@@ -101,7 +101,7 @@ def explain(
     episode: Episode, logprobs: NDArray[np.float32], decoder: Decoder, temperature: float, whose: str
 ) -> str:
     """Which known mistake turns the right log-probs of an episode into `logprobs` float32[T]."""
-    limit = gap_limit(decoder)
+    limit = plain_limit(decoder)
     right = rescored(decoder, episode, temperature)
     if _gap(logprobs, right) <= limit:
         return f"the {whose}'s are right, so the other's are not"
