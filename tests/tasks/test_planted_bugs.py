@@ -249,3 +249,12 @@ def test_no_false_alarm(seed: int, tmp_path: Path) -> None:
         tmp_path / "rl", "rl", seed=seed, environment=environment, prompts=5, steps=3, **options
     )
     assert len(metrics(bundle)) == 3
+
+
+def test_an_algorithm_may_say_that_it_is_sparse_or_not_centred(tmp_path: Path, monkeypatch: Patch) -> None:
+    """As one that credits one token, or only the best answer, rightly does."""
+    advantage_on_the_last_token(monkeypatch)
+    group_baseline_forgotten(monkeypatch)
+    monkeypatch.setattr(GRPO, "sparse", True)
+    monkeypatch.setattr(GRPO, "centred", False)
+    assert len(metrics(run_task(tmp_path / "rl", "rl", steps=2))) == 2

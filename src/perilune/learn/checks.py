@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,11 +24,12 @@ SMALL = 1e-4  # below this an advantage has no sign worth checking
 REACH = 0.5  # least share of an episode's learned tokens that its advantage must reach
 
 
-def check_weights(groups: Sequence[GroupWeights], *, centred: bool) -> None:
+def check_weights(groups: Sequence[GroupWeights], *, centred: bool, sparse: bool = False) -> None:
     """Check what an algorithm made of the groups of a step.
 
     Args:
-        centred: whether it compares within the group, so that the advantages of a group add up to zero.
+        centred: whether the advantages of a group must add up to zero.
+        sparse: whether an advantage may leave out most tokens of its episode.
 
     Raises:
         WorkFailedError: naming the group or the episode, when a weight is not finite, falls on a token the
@@ -49,7 +51,7 @@ def check_weights(groups: Sequence[GroupWeights], *, centred: bool) -> None:
             for episode, advantage, weights in zip(
                 group.episodes, advantages.tolist(), group.policy_gradient.weights, strict=True
             ):
-                _check_advantage(episode, advantage, weights)
+                _check_advantage(episode, advantage, weights, 0.0 if sparse else REACH)
 
 
 def check_packed(groups: Sequence[GroupWeights], batches: Sequence[PackedBatch]) -> None:
@@ -123,8 +125,8 @@ def _check_component(group: GroupWeights, name: str, component: Component) -> No
             raise _odd(episode, f"has {name} weight and no share of the denominator")
 
 
-def _check_advantage(episode: Episode, advantage: float, weights: NDArray[np.float32]) -> None:
-    """An episode's weights and its advantage have one sign, and all its tokens are reached."""
+def _check_advantage(episode: Episode, advantage: float, weights: NDArray[np.float32], reach: float) -> None:
+    """An episode's weights and its advantage have one sign, and that share of its tokens is reached."""
     if math.isnan(advantage):
         if weights.any():
             raise _odd(episode, "was not judged and has weight")
@@ -139,7 +141,7 @@ def _check_advantage(episode: Episode, advantage: float, weights: NDArray[np.flo
             " mask and advantages are mixed up",
         )
     reached, tokens = int(np.count_nonzero(weights)), int(episode.loss_mask.sum())
-    if reached < REACH * tokens:
+    if reached < reach * tokens:
         raise _odd(episode, f"has an advantage that reaches {reached} of its {tokens} tokens")
 
 
@@ -159,7 +161,7 @@ def _check_tokens(batch: PackedBatch, episodes: Sequence[Episode]) -> None:
         mask, before = episode.loss_mask, len(episode.prompt_ids) - 1
         sequence = np.concatenate([episode.prompt_ids, episode.token_ids])
         length = int(mask.sum())
-        right = (
+        right: tuple[NDArray[Any], ...] = (
             episode.token_ids[mask],
             sequence[before:-1][mask],
             before + np.flatnonzero(mask),

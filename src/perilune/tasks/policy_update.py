@@ -62,7 +62,8 @@ def _update(
     memory = learner.memory.setdefault("algorithm", {})
     context = StepContext(spec.max_tokens, spec.kl, spec.kl_estimator, step, signals, memory)
     weighed = algorithm.weigh(groups, context)
-    check_weights(weighed, centred=algorithm.compares == "group")
+    centred = algorithm.centred and algorithm.compares == "group"
+    check_weights(weighed, centred=centred, sparse=algorithm.sparse)
     learned = kept(weighed, spec.prompts, algorithm.refills)
     corrected, measured = correct(learned, signals.get("logprobs", {}), off_policy, learner.version)
     lr = learning_rate(spec, step, spec.steps) * learning_rate_scale(measured, off_policy)

@@ -72,12 +72,16 @@ class Algorithm(BaseModel):
     Attributes:
         needs: signals it reads.
         compares: with what a reward is compared, for the figures of the report.
+        centred: whether the advantages of a group that is compared within add up to 0; if not, a run stops.
+        sparse: whether an advantage may leave out most tokens of its answer; otherwise a run stops.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     needs: ClassVar[frozenset[Signal]] = frozenset()
     compares: ClassVar[Literal["group", "batch", "nothing"]] = "group"
+    centred: ClassVar[bool] = True
+    sparse: ClassVar[bool] = False
 
     name: str = Field(description="which algorithm this is")
 
