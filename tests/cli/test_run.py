@@ -156,7 +156,7 @@ def test_detach_returns_at_once_and_the_work_goes_on(first: tuple[dict, str], fo
     document = json.loads(out)
     assert document["experiment"] == told["experiment"]
     assert document["evaluations"][0]["tasks"] == 2
-    until(lambda: not psutil.pid_exists(told["pid"]), 240)
+    until(lambda: has_ended(told["pid"]), 240)
     assert "[base] done" in Path(told["log"]).read_text()
 
 
@@ -172,6 +172,14 @@ def wait_for_checkpoint(folder: Path, after: Path | None = None) -> Path:
 
     until(look, 240)
     return found[-1]
+
+
+def has_ended(pid: int) -> bool:
+    """Also when whoever inherited the process has not taken note of it yet."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def until(happened, seconds: float) -> None:
