@@ -116,7 +116,7 @@ def test_another_bundle_than_the_order_names_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_secret_reaches_the_task_and_no_file(tmp_path: Path) -> None:
-    value = 'canary-"5d1e'
+    value = 'sparrow-"5d1e'
     bundle = tmp_path / "bundle"
     freeze(drill_job(secrets=("DRILL_TOKEN",), tell="DRILL_TOKEN", steps=1), {}, bundle)
     worker = start_worker(bundle, DRILL_TOKEN=value)
@@ -130,7 +130,7 @@ def test_a_secret_reaches_the_task_and_no_file(tmp_path: Path) -> None:
     assert value.encode() not in commands
     for path in tmp_path.rglob("*"):
         if path.is_file():
-            assert b"canary" not in path.read_bytes(), path
+            assert b"sparrow" not in path.read_bytes(), path
 
 
 def test_a_secret_that_is_not_set_is_named_before_anything_runs(tmp_path: Path) -> None:
