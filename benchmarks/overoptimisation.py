@@ -10,7 +10,6 @@ verdict is the gold score that the watch follows. Writes results/overoptimisatio
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -22,20 +21,15 @@ from typing import Any
 
 from perilune.metrics.overoptimisation import OveroptimisationWatch
 from perilune.recipe.load import bundled_recipe
-from recipe_runs import HERE, at_steps, described, document, for_seeds, run_recipe, write
+from recipe_runs import HERE, at_steps, described, document, for_seeds, options, run_recipe, write
 
 FIGURES = ("reward", "gold", "kl_start")
 SMOOTH = 5  # steps whose gold is averaged: one step is 256 answers
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser = options(__doc__, "overoptimisation")
     parser.add_argument("--learned", type=int, nargs="+", default=[0, 1, 2], help="seeds of the reward model")
-    parser.add_argument("--jobs", type=int, default=1, help="seeds at a time")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "overoptimisation.json")
     arguments = parser.parse_args()
     began = time.monotonic()
 

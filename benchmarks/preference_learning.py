@@ -9,14 +9,23 @@ results/preference_learning.json.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from recipe_runs import HERE, at_steps, described, difference, document, for_seeds, run_recipe, verdict, write
+from recipe_runs import (
+    HERE,
+    at_steps,
+    described,
+    difference,
+    document,
+    for_seeds,
+    options,
+    run_recipe,
+    verdict,
+    write,
+)
 
 ARMS = ("dpo", "dpo_nll", "dpo_dpop", "ipo", "ipo_nll")
 FIGURES = ("accuracy", "margin", "chosen_shift", "chosen_nll", "length_correlation")
@@ -33,13 +42,7 @@ ABOUT = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--jobs", type=int, default=1, help="seeds at a time")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "preference_learning.json")
-    arguments = parser.parse_args()
+    arguments = options(__doc__, "preference_learning").parse_args()
     began = time.monotonic()
 
     def run(seed: int) -> dict[str, Any]:

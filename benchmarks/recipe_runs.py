@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shlex
@@ -21,6 +22,15 @@ from perilune.metrics.bootstrap import paired_difference
 HERE = Path(__file__).resolve().parent
 
 Found = TypeVar("Found")
+
+
+def options(about: str | None, name: str) -> argparse.ArgumentParser:
+    """What every benchmark of recipes takes; results go to results/<name>.json unless told otherwise."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=1, help="seeds at a time")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / f"{name}.json")
+    return parser
 
 
 def run_recipe(

@@ -8,14 +8,22 @@ answers at once. Writes results/system_prompt.json.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from perilune.recipe.load import bundled_recipe
-from recipe_runs import HERE, at_steps, described, difference, document, for_seeds, run_recipe, verdict, write
+from recipe_runs import (
+    at_steps,
+    described,
+    difference,
+    document,
+    for_seeds,
+    options,
+    run_recipe,
+    verdict,
+    write,
+)
 
 STAGES = {
     "told, before": "told",
@@ -40,13 +48,7 @@ ABOUT = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--jobs", type=int, default=1, help="seeds at a time")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "system_prompt.json")
-    arguments = parser.parse_args()
+    arguments = options(__doc__, "system_prompt").parse_args()
     began = time.monotonic()
 
     def run(seed: int) -> dict[str, Any]:

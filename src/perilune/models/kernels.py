@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from perilune.models.narrow import NarrowKind, NarrowWeight, narrowed
 from perilune.models.native import ops
-from perilune.models.native.ops import LANES, PackedWeight
+from perilune.models.native.ops import LANES, Activation, PackedWeight
 
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 
@@ -204,13 +204,24 @@ class _Rotate(torch.autograd.Function):
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up (Shazeer, 2020); both float[N, F]."""
+    return _gated(gate, up, "silu")
+
+
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gelu(gate) * up with gelu's tanh approximation (Hendrycks and Gimpel, 2016); as `swiglu`."""
+    return _gated(gate, up, "gelu_tanh")
+
+
+def _gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
-        return _SwiGLU.apply(gate, up)  # type: ignore[no-any-return,no-untyped-call]
-    return _swiglu(gate, up)
+        return _Gated.apply(gate, up, activation)  # type: ignore[no-any-return,no-untyped-call]
+    return _product_of_gate(gate, up, activation)
 
 
-def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return ops.gated(gate, up, "silu") if is_native(gate) else _silu(gate).mul_(up)
+def _product_of_gate(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    if is_native(gate):
+        return ops.gated(gate, up, activation)
+    return (_silu(gate) if activation == "silu" else _gelu(gate)).mul_(up)
 
 
 def _silu(x: Tensor) -> Tensor:
@@ -225,35 +236,6 @@ def _silu(x: Tensor) -> Tensor:
     return x / x.neg().exp_().add_(1)
 
 
-class _SwiGLU(torch.autograd.Function):
-    """y = silu(g) u;  dg = dy u silu'(g);  du = dy silu(g)."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return _swiglu(gate, up)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        if is_native(gate):
-            return ops.swiglu_backward(grad, gate, up)
-        grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
-        return grad_gate, F.silu(gate).mul_(grad)
-
-
-def geglu(gate: Tensor, up: Tensor) -> Tensor:
-    """gelu(gate) * up with gelu's tanh approximation (Hendrycks and Gimpel, 2016); as `swiglu`."""
-    if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
-        return _GeGLU.apply(gate, up)  # type: ignore[no-any-return,no-untyped-call]
-    return _geglu(gate, up)
-
-
-def _geglu(gate: Tensor, up: Tensor) -> Tensor:
-    return ops.gated(gate, up, "gelu_tanh") if is_native(gate) else _gelu(gate).mul_(up)
-
-
 def _gelu(x: Tensor) -> Tensor:
     """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), in steps that round every element alike."""
     if not is_exact(x):
@@ -262,17 +244,22 @@ def _gelu(x: Tensor) -> Tensor:
     return inner.tanh_().add_(1).mul_(x).mul_(0.5)
 
 
-class _GeGLU(torch.autograd.Function):
-    """y = gelu(g) u;  dg = dy u gelu'(g);  du = dy gelu(g)."""
+class _Gated(torch.autograd.Function):
+    """y = f(g) u;  dg = dy u f'(g);  du = dy f(g)."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return _geglu(gate, up)
+        ctx.activation = activation
+        return _product_of_gate(gate, up, activation)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
-        grad_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
-        return grad_gate, _gelu(gate).mul_(grad)
+        if ctx.activation == "gelu_tanh":
+            grad_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
+            return grad_gate, _gelu(gate).mul_(grad), None
+        if is_native(gate):
+            return *ops.swiglu_backward(grad, gate, up), None
+        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad), None

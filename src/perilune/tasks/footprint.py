@@ -79,7 +79,11 @@ def stage_memory(
 
     A trace or an answer with its prompt is taken to be as long as the model allows, but at most
     `PROMPT_TOKENS` longer than `max_tokens`.
+
+    Raises:
+        RequestError: when the answers leave no room for a prompt.
     """
+    require_room(config, max_tokens)
     length = _length(config, max_tokens)
     slots = min(samples, slots_for(config, max_tokens, device))
     return plan_memory(

@@ -46,14 +46,12 @@ class RejectionSampling:
 
     def plan(self, job: Job) -> Mapping[str, str]:
         """Answers to sample."""
-        from perilune.tasks.footprint import model_config, require_room, stage_memory
+        from perilune.tasks.footprint import model_config, stage_memory
 
         spec = RejectionSamplingSpec.model_validate(job.spec)
-        config = model_config(job)
-        require_room(config, spec.max_tokens)
         answers = spec.tasks * spec.samples
         memory = stage_memory(
-            config, samples=answers, max_tokens=spec.max_tokens, device=job.resources.device
+            model_config(job), samples=answers, max_tokens=spec.max_tokens, device=job.resources.device
         )
         told = f" under {spec.system[:40]!r}" if spec.system else ""
         return {

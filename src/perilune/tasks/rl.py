@@ -155,9 +155,8 @@ def _told(algorithm: Algorithm) -> str:
 
 
 def _memory(spec: RLSpec, config: DecoderConfig, device: str) -> MemoryPlan:
-    from perilune.tasks.footprint import require_room, stage_memory
+    from perilune.tasks.footprint import stage_memory
 
-    require_room(config, spec.max_tokens)
     return stage_memory(
         config,
         samples=spec.prompts * spec.samples,

@@ -21,7 +21,6 @@ typedef int32_t i16 __attribute__((vector_size(64)));
 typedef uint16_t u16_half __attribute__((vector_size(32), aligned(2), may_alias));
 typedef uint32_t u16_word __attribute__((vector_size(64)));
 typedef int8_t i8_quarter __attribute__((vector_size(16), aligned(1), may_alias));
-typedef double d8 __attribute__((vector_size(64)));
 
 static const i16 LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
