@@ -152,8 +152,8 @@ def test_times_are_told_apart_from_metrics(story: Story) -> None:
     rows = list(read_json_lines(story.attempts["rl"] / "artifacts" / "timings.jsonl"))
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     for row in rows:
-        assert {"sampling", "scoring", "learning", "other", "tokens_per_second"} <= row.keys()
-        assert min(row.values()) >= 0
+        assert {"sampling", "scoring", "learning", "other", "processor", "tokens_per_second"} <= row.keys()
+        assert min(row.values()) >= 0 and row["processor"] > 0
 
 
 def test_summary_of_a_climb(story: Story) -> None:

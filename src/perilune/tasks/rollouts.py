@@ -33,6 +33,7 @@ class Stopwatch:
     learning: float = 0.0
     tokens: int = 0
     started: float = field(default_factory=time.perf_counter)
+    _processor_began: float = field(default_factory=time.process_time)
     _learning_since: float = 0.0
 
     def start_learning(self) -> None:
@@ -49,13 +50,18 @@ class Stopwatch:
         return time.perf_counter() - self.started
 
     def figures(self) -> dict[str, float]:
-        """The line for `Workspace.timing`: where the seconds went, and sampled tokens a second."""
+        """The line for `Workspace.timing`: where the seconds went, and sampled tokens a second.
+
+        `processor` is what this process had of its processors, which other load on the machine does not
+        change: the figure to compare arms of an experiment by. Judging is in a process of its own.
+        """
         busy = self.sampling + self.scoring + self.learning
         return {
             "sampling": self.sampling,
             "scoring": self.scoring,
             "learning": self.learning,
             "other": max(self.elapsed - busy, 0.0),
+            "processor": time.process_time() - self._processor_began,
             "tokens_per_second": self.tokens / self.sampling if self.sampling else 0.0,
         }
 
