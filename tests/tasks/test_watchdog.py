@@ -7,7 +7,7 @@ import sys
 
 HANGS = """
 import time
-from perilune.tasks.watchdog import Waiting
+from perilune.watchdog import Waiting
 
 def stuck():
     time.sleep(60)
@@ -23,7 +23,7 @@ with Waiting("sampling", 0.3):
 
 HOLDS_THE_LOCK = """
 import re
-from perilune.tasks import watchdog
+from perilune import watchdog
 
 watchdog.GRACE = 0.2
 with watchdog.Waiting("sampling", 0.2):

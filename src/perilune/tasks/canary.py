@@ -30,7 +30,7 @@ from perilune.models.config import PRESETS
 from perilune.models.decoder import Decoder
 from perilune.tasks.policy_update import update_policy
 from perilune.tasks.rollouts import Groups
-from perilune.tasks.watchdog import Waiting
+from perilune.watchdog import Waiting
 
 if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace

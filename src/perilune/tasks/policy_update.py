@@ -18,7 +18,7 @@ from perilune.models.decoder import Decoder
 from perilune.tasks.dynamic_sampling import kept
 from perilune.tasks.rollouts import Groups
 from perilune.tasks.sentinel import Sentinel
-from perilune.tasks.watchdog import STALL, Waiting
+from perilune.watchdog import STALL, Waiting
 
 if TYPE_CHECKING:
     from perilune.tasks.rl import RLSpec

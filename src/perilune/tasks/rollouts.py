@@ -15,8 +15,8 @@ from perilune.engine.request import Completion, Prompt, SamplingParams
 from perilune.environments.protocol import Failure, Outcome, Task, Transcript
 from perilune.models.tokenizer import Tokenizer
 from perilune.tasks.as_sampled import check_group
-from perilune.tasks.watchdog import STALL, Waiting
 from perilune.verifiers import Scorer
+from perilune.watchdog import STALL, Waiting
 
 if TYPE_CHECKING:
     from perilune.tasks.learned_reward import LearnedReward

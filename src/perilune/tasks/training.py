@@ -16,7 +16,7 @@ from perilune.models.decoder import Decoder
 from perilune.models.loading import save_checkpoint
 from perilune.models.tokenizer import Tokenizer
 from perilune.tasks.session import Policy
-from perilune.tasks.watchdog import Waiting
+from perilune.watchdog import Waiting
 
 FINAL = "final"
 OPTIMIZER = "optimizer"  # beside the final weights: the learner's state, for a stage that carries it on
