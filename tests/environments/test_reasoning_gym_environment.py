@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 from environment_cases import ADDITION, gym
 
-from perilune.environments import Failure, Score, Transcript, make_environment
+from perilune.environments import Failure, Observation, Score, Transcript, make_environment
 from perilune.environments.compact import PROMPTS
 from perilune.environments.reasoning_gym import (
     HASH_SEEDED,
@@ -241,9 +241,11 @@ def test_scoring_is_pure(addition):
 
 def test_a_session_is_one_answer(addition, sum_task):
     session = addition.reset(sum_task, seed=0)
-    assert session.messages == sum_task.prompt and session.current_player == 0
-    step = session.step(";615")
-    assert step.done and session.messages[-1] == {"role": "assistant", "content": ";615"}
+    assert session.observation == Observation()
+    found = session.step(";615")
+    assert found.done and found.rewards == (1.0,) and found.terms == {"raw": 1.0, "well_formed": 1.0}
+    with pytest.raises(ValueError, match="is done"):
+        session.step(";615")
 
 
 def test_score_is_a_score(addition, sum_task):

@@ -21,8 +21,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from perilune.environments import compact
 from perilune.environments.answer_form import well_formed
 from perilune.environments.plotting import plotting_put_off
-from perilune.environments.protocol import Failure, Outcome, Score, Split, Step, Task, Transcript
+from perilune.environments.protocol import Failure, Outcome, Score, Split, Task, Transcript
 from perilune.environments.registry import did_you_mean
+from perilune.environments.single_turn import SingleTurn
 from perilune.errors import RequestError
 
 HELD_OUT_PARTS = 10  # one tenth of all questions is held out
@@ -66,7 +67,7 @@ class ReasoningGymSpec(BaseModel):
     )
 
 
-class ReasoningGymEnvironment:
+class ReasoningGymEnvironment(SingleTurn):
     """One family of reasoning-gym tasks.
 
     Raises:
@@ -116,10 +117,6 @@ class ReasoningGymEnvironment:
                     yield task
             if len(seen) == before:
                 return
-
-    def reset(self, task: Task, seed: int) -> SingleTurn:
-        """Open a session: the prompt, one answer, done. `seed` changes nothing here."""
-        return SingleTurn(task)
 
     def score(self, task: Task, transcript: Transcript) -> Outcome:
         """Judge the final answer with the family's own scorer.
@@ -219,20 +216,6 @@ class ReasoningGymEnvironment:
                 where="environment.task",
                 remedy="set PYTHONHASHSEED=0 in the environment of the command",
             )
-
-
-class SingleTurn:
-    """A session of one answer; its worth comes from `score` alone."""
-
-    current_player = 0
-
-    def __init__(self, task: Task) -> None:
-        self.messages = task.prompt
-
-    def step(self, action: str) -> Step:
-        """Take the answer; the session is over."""
-        self.messages = (*self.messages, {"role": "assistant", "content": action})
-        return Step(messages=(), reward_terms={}, done=True)
 
 
 def original_answer(text: str) -> str:
