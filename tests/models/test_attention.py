@@ -41,19 +41,25 @@ def bounds(lengths: list[int]) -> Tensor:
 
 
 def check(
-    lengths: list[int], prefix_of: list[int] | None, heads: tuple[int, int], window: int | None = None
+    lengths: list[int],
+    prefix_of: list[int] | None,
+    heads: tuple[int, int],
+    window: int | None = None,
+    prefix_lengths: list[int] | None = None,
 ) -> None:
     cu = bounds(lengths)
     inputs = random_qkv(int(cu[-1]), *heads)
     ours = [x.clone().requires_grad_() for x in inputs]
     of = None if prefix_of is None else torch.tensor(prefix_of)
-    out = PackedAttention(cu, of)(0, *ours, window)
+    cut = None if prefix_lengths is None else torch.tensor(prefix_lengths)
+    out = PackedAttention(cu, of, cut)(0, *ours, window)
     theirs = [x.double().requires_grad_() for x in inputs]
     parts = []
     for index, length in enumerate(lengths):
         tokens = torch.arange(int(cu[index]), int(cu[index]) + length)
         before = prefix_of[index] if prefix_of is not None else -1
         past = torch.arange(int(cu[before]), int(cu[before + 1])) if before >= 0 else tokens[:0]
+        past = past if prefix_lengths is None else past[: prefix_lengths[index]]
         keys = torch.cat([past, tokens])
         parts.append(plain(theirs[0][tokens], theirs[1][keys], theirs[2][keys], len(past), window))
     expected = torch.cat(parts)
@@ -63,6 +69,14 @@ def check(
     (expected * weight).sum().backward()
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a.grad.double(), b.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1)])
+def test_sequences_can_continue_only_the_beginning_of_another(
+    heads: tuple[int, int], window: int | None
+) -> None:
+    check([20, 3, 5, 7, 1], [-1, 0, 0, -1, 3], heads, window, prefix_lengths=[0, 17, 1, 0, 6])
 
 
 @settings(max_examples=15, deadline=None)

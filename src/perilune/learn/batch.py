@@ -44,6 +44,7 @@ class PackedBatch:
         reference_logprobs: float32[M] of the frozen reference, needed where `reference_kl` is set.
         value_clip: how far values may move from `old_values`.
         temperature: of sampling; log-probs are of the policy at this temperature.
+        prefix_lengths: int64[S], how much of its prompt each completion continues, or None for all of it.
     """
 
     token_ids: Tensor
@@ -67,6 +68,7 @@ class PackedBatch:
     value_clip: float = 0.0
     reference_logprobs: Tensor | None = None
     temperature: float = 1.0
+    prefix_lengths: Tensor | None = None
 
     def padded(self) -> Self:
         """The same batch with as many tokens as `round_up` says, the last of which belong to nobody.
@@ -84,6 +86,9 @@ class PackedBatch:
             positions=torch.cat([self.positions, extra]),
             cu_seqlens=torch.cat([self.cu_seqlens, ends.to(self.cu_seqlens)]),
             prefix_of=F.pad(self.prefix_of, (0, len(ends)), value=-1),
+            prefix_lengths=None
+            if self.prefix_lengths is None
+            else F.pad(self.prefix_lengths, (0, len(ends))),
         )
 
     def with_reference(self, logprobs: Tensor) -> Self:

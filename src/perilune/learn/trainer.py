@@ -246,7 +246,7 @@ def target_logprobs(decoder: Decoder, batch: PackedBatch, states: Tensor) -> tup
 def predicting_states(decoder: Decoder, batch: PackedBatch) -> Tensor:
     """Last hidden states float[M, d] that predict the learned tokens of a batch on the decoder's device."""
     fed = batch.padded()
-    attention = PackedAttention(fed.cu_seqlens, fed.prefix_of)
+    attention = PackedAttention(fed.cu_seqlens, fed.prefix_of, fed.prefix_lengths)
     return decoder(fed.token_ids, fed.positions, attention).index_select(0, batch.rows)  # type: ignore[no-any-return]
 
 

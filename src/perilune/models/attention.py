@@ -90,19 +90,22 @@ class PackedAttention:
         cu_seqlens: int64[S + 1], where each sequence starts, closed by N (as in FlashAttention).
         prefix_of: int64[S]: index of the sequence whose tokens also come before this one's, shared by all
             that name it (completions of one prompt), or -1. A prefix has no prefix itself.
+        prefix_lengths: int64[S]: how many of the prefix's tokens come before, its first; by default all.
     """
 
-    def __init__(self, cu_seqlens: Tensor, prefix_of: Tensor | None = None) -> None:
+    def __init__(
+        self, cu_seqlens: Tensor, prefix_of: Tensor | None = None, prefix_lengths: Tensor | None = None
+    ) -> None:
         self._device = cu_seqlens.device
         starts, lengths = cu_seqlens[:-1].cpu(), cu_seqlens.diff().cpu()
         of = torch.full_like(starts, -1) if prefix_of is None else prefix_of.cpu()
-        prefixes = torch.where(of < 0, 0, lengths[of])
+        prefixes = torch.where(of < 0, 0, lengths[of] if prefix_lengths is None else prefix_lengths.cpu())
         spans = torch.stack([starts, lengths, starts[of], prefixes], dim=1)
         sizes = np.array([_bucket(length) for length in lengths.tolist()])
         self._spans = [spans[sizes == size] for size in np.unique(sizes) if size]
         self._shared = prefix_of is not None
         self._layout: _Layout | None = None
-        self._in_order = Spans(starts, lengths, of)
+        self._in_order = Spans(starts, lengths, of, prefixes)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         if is_native(q, q.shape[-1]):

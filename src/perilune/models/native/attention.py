@@ -114,11 +114,14 @@ class Spans:
     Args:
         starts, lengths: int64[S], of each sequence.
         prefix_of: int64[S], the sequence whose tokens come before this one's, or -1.
+        prefixes: int64[S], how many of its tokens do; by default all.
 
     Sequences that share a prefix are kept together, for one thread to sum up their gradients in one order.
     """
 
-    def __init__(self, starts: Tensor, lengths: Tensor, prefix_of: Tensor) -> None:
+    def __init__(
+        self, starts: Tensor, lengths: Tensor, prefix_of: Tensor, prefixes: Tensor | None = None
+    ) -> None:
         of = torch.where(prefix_of < 0, torch.arange(len(starts)), prefix_of)
         order = torch.argsort(of, stable=True)
         _, counts = torch.unique_consecutive(of[order], return_counts=True)
@@ -126,7 +129,8 @@ class Spans:
         self.starts, self.lengths = starts[order], lengths[order]
         has = prefix_of[order] >= 0
         self.prefix_starts = torch.where(has, starts[of[order]], 0)
-        self.prefixes = torch.where(has, lengths[of[order]], 0)
+        prefixes = lengths[of] if prefixes is None else prefixes
+        self.prefixes = torch.where(has, prefixes[order], 0)
 
     def fields(self) -> dict[str, int]:
         """What struct packed is told of them."""
