@@ -6,6 +6,7 @@ import signal
 from typing import TYPE_CHECKING
 
 from perilune.cli.console import StageProgress, duration, stage_progress
+from perilune.cli.track import LAST_SECONDS, Trackers
 from perilune.control import progress as events
 from perilune.control.experiments import advance, stage_plans
 from perilune.control.requests import cancel, request_cancel
@@ -29,19 +30,30 @@ def follow(control: Control, experiment: str, recipe: Recipe) -> PeriluneError |
     """
     running: events.StageStarted | None = None
     failure: PeriluneError | None = None
+    trackers = Trackers(control, recipe.tracking)
     with stage_progress() as view:
         try:
             for event in advance(control, experiment, stage_plans(recipe)):
                 if isinstance(event, events.StageStarted):
                     running = event
+                    trackers.begin(event.stage, event.run_id)
+                elif isinstance(event, events.StageReused):
+                    trackers.begin_missing(event.stage, event.run_id)
                 elif isinstance(event, events.StageFailed):
                     failure = explain_failure(event)
                 show(event, view)
+                _warn(view, trackers)
+            _warn(view, trackers, LAST_SECONDS)
         except KeyboardInterrupt:
             if running is not None:
                 _interrupt(control, running, view)
             raise
     return failure
+
+
+def _warn(view: StageProgress, trackers: Trackers, seconds: float = 0.0) -> None:
+    for warning in trackers.warnings(seconds):
+        view.say(warning)
 
 
 def show(event: events.StageEvent, view: StageProgress) -> None:

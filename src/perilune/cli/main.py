@@ -43,6 +43,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "model": ("perilune.cli.model", "app", "Look into a model without reading its weights."),
     "serve": ("perilune.cli.serve", "serve", "Serve a checkpoint to OpenAI's clients."),
     "report": ("perilune.cli.report", "report", "Write a self-contained HTML report."),
+    "track": ("perilune.cli.track", "track", "Copy a run's figures to TensorBoard, W&B or MLflow."),
     "doctor": ("perilune.cli.doctor", "doctor", "What this machine can do, what is missing, how to fix it."),
 }
 

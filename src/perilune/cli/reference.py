@@ -40,7 +40,7 @@ def _section(path: str, command: Any, level: int) -> Iterator[str]:
 
 
 def _row(parameter: Any) -> str:
-    if parameter.name == "help":
+    if parameter.name == "help" or getattr(parameter, "hidden", False):
         return ""
     if parameter.param_type_name == "argument":
         shown = parameter.metavar or parameter.name.upper()

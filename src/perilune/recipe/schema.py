@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from perilune.bundle.job import Frozen, Job, Resources
+from perilune.tracking.sinks import SinkName
 
 MODEL = "model"  # the reserved stage name: the recipe's own model section
 NAME_PATTERN = r"^[A-Za-z][A-Za-z0-9_-]{0,63}$"
@@ -59,6 +60,9 @@ class Recipe(Frozen):
     environment: dict[str, Any] = Field(description="where episodes happen")
     resources: Resources = Field(Resources(), description="what each stage may use")
     secrets: tuple[str, ...] = Field((), description="names, never values, of environment variables")
+    tracking: tuple[SinkName, ...] = Field(
+        (), description="what figures are copied to while stages run"
+    )
     stages: tuple[Stage, ...] = Field(min_length=1, description="what to do, ordered by what consumes what")
 
     def stage(self, name: str) -> Stage:

@@ -1,0 +1,62 @@
+"""MLflow: the server that MLFLOW_TRACKING_URI names, else files."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # newer versions refuse files otherwise
+
+from mlflow.entities import Metric, Param, Run
+from mlflow.tracking import MlflowClient
+
+from perilune.tracking.sinks import Sink, TrackedRun
+from perilune.tracking.trail import Figures
+
+TAG = "perilune.run"
+LONGEST = 500  # characters of a parameter; MLflow refuses more than a few thousand
+_FORBIDDEN = re.compile(r"[^\w\-. :/]")  # in a metric's name
+
+
+class MLflow:
+    """One run in one experiment."""
+
+    after = 0
+
+    def __init__(self, directory: Path, run: TrackedRun) -> None:
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or directory.absolute().as_uri()
+        self.place = f"MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri {uri}"
+        self._client = MlflowClient(tracking_uri=uri)
+        self._started = run.started
+        self._run = self._opened(run)
+
+    def _opened(self, run: TrackedRun) -> Run:
+        found = self._client.get_experiment_by_name(run.experiment)
+        experiment = found.experiment_id if found else self._client.create_experiment(run.experiment)
+        for before in self._client.search_runs([experiment], f"tags.`{TAG}` = '{run.id}'"):
+            self._client.delete_run(before.info.run_id)
+        made = self._client.create_run(
+            experiment, start_time=int(run.started * 1000), tags={TAG: run.id}, run_name=run.stage
+        )
+        params = [Param(name, str(value)[:LONGEST]) for name, value in run.config.items()]
+        self._client.log_batch(made.info.run_id, params=params)
+        return made
+
+    def write(self, figures: Figures) -> None:
+        """Take one step; "@" in a name, which MLflow refuses, becomes "_at_"."""
+        moment = int((self._started + figures.seconds) * 1000)
+        metrics = [
+            Metric(_FORBIDDEN.sub("_", name.replace("@", "_at_")), value, moment, figures.step)
+            for name, value in figures.values.items()
+        ]
+        self._client.log_batch(self._run.info.run_id, metrics=metrics)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Say that the run has ended."""
+        self._client.set_terminated(self._run.info.run_id, "FAILED" if failed else "FINISHED")
+
+
+def open_run(directory: Path, run: TrackedRun) -> Sink:
+    """Begin the run anew; one that was there before is deleted as MLflow deletes, and can be restored."""
+    return MLflow(directory, run)

@@ -1,0 +1,41 @@
+"""TensorBoard: event files, one folder a run, readable by any TensorBoard without us."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from perilune.tracking.sinks import Sink, TrackedRun
+from perilune.tracking.trail import Figures
+
+
+class TensorBoard:
+    """One run's event file."""
+
+    after = 0
+
+    def __init__(self, directory: Path, run: TrackedRun) -> None:
+        folder = directory / run.experiment / f"{run.stage}-{run.id}"
+        for before in folder.glob("events.out.tfevents.*"):  # two files of one run would be drawn as one
+            before.unlink()
+        self.place = f"tensorboard --logdir {directory}"
+        self._started = run.started
+        self._writer = EventFileWriter(str(folder))
+
+    def write(self, figures: Figures) -> None:
+        """Take one step, at the time when the run made it."""
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in figures.values.items()]
+        moment = self._started + figures.seconds
+        self._writer.add_event(Event(wall_time=moment, step=figures.step, summary=Summary(value=values)))
+
+    def close(self, *, failed: bool = False) -> None:
+        """Write the file out."""
+        self._writer.close()
+
+
+def open_run(directory: Path, run: TrackedRun) -> Sink:
+    """Begin the run's event file anew."""
+    return TensorBoard(directory, run)

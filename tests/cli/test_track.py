@@ -1,0 +1,176 @@
+"""Figures in TensorBoard, W&B and MLflow: their own readers find what metrics.jsonl says, once."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cli_cases import LIGHT, SCRIPT, environment
+
+from perilune.errors import RequestError
+from perilune.files import append_json_line, write_json_lines
+from perilune.tracking import SINKS, Figures, TrackedRun, Trail, open_sink
+
+RUN = TrackedRun("01RUN", "adding", "rl", 1_700_000_000.0, {"lr": 0.001, "environment": {"id": "x"}})
+STEPS = [{"step": n, "reward": n / 10, "pass@1": 0.5, "note": "words", "none": None} for n in (1, 2, 3, 4)]
+Found = dict[str, list[tuple[int, float]]]
+
+
+def from_tensorboard(directory: Path) -> Found:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(directory / "adding" / "rl-01RUN"), size_guidance={"scalars": 0})
+    read.Reload()
+    return {tag: [(one.step, one.value) for one in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
+
+
+def records(file: Path) -> Iterator[bytes]:
+    """Records of an offline run: LevelDB's log format, in blocks of 32 KiB, behind a header of 7 bytes."""
+    data, at, whole = file.read_bytes(), 7, b""
+    assert data[:4] == b":W&B"
+    while at + 7 <= len(data):
+        room = 32768 - at % 32768
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        if room < 7 or (length == 0 and kind == 0):
+            at += room
+            continue
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # full, or the last part
+            yield whole
+            whole = b""
+
+
+def from_wandb(directory: Path) -> Found:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (folder,) = (directory / "wandb").glob("offline-run-*-01run")
+    found: Found = {}
+    for data in records(folder / "run-01run.wandb"):
+        record = Record()
+        record.ParseFromString(data)
+        for item in record.history.item:
+            name = item.key or item.nested_key[0]
+            if not name.startswith("_"):
+                found.setdefault(name, []).append((record.history.step.num, json.loads(item.value_json)))
+    return found
+
+
+def from_mlflow(directory: Path) -> Found:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=directory.absolute().as_uri())
+    experiment = client.get_experiment_by_name("adding")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.data.params["lr"] == "0.001"
+    assert run.info.status == "FINISHED"
+    return {
+        name.replace("_at_", "@"): sorted(
+            (one.step, one.value) for one in client.get_metric_history(run.info.run_id, name)
+        )
+        for name in run.data.metrics
+    }
+
+
+READERS: dict[str, Callable[[Path], Found]] = {
+    "tensorboard": from_tensorboard, "wandb": from_wandb, "mlflow": from_mlflow,
+}  # fmt: skip
+
+
+def copy(name: str, directory: Path, artifacts: Path, trail: Trail | None = None) -> None:
+    sink = open_sink(name, directory, RUN)
+    for figures in (trail or Trail(sink.after)).read(artifacts, ended=True):
+        sink.write(figures)
+    sink.close()
+
+
+@pytest.mark.parametrize("name", SINKS)
+def test_a_tracker_has_what_metrics_jsonl_says_once(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    write_json_lines(tmp_path / "metrics.jsonl", STEPS)
+    write_json_lines(tmp_path / "timings.jsonl", [{"step": 2, "learning": 2.0, "tokens_per_second": 9.0}])
+    for _ in range(2):  # the second copy takes the place of the first
+        copy(name, tmp_path / "there", tmp_path)
+    found = READERS[name](tmp_path / "there")
+    assert set(found) == {"reward", "pass@1", "timing/learning", "timing/tokens_per_second"}
+    assert [step for step, _ in found["reward"]] == [1, 2, 3, 4]
+    assert [value for _, value in found["reward"]] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert found["timing/learning"] == [(2, 2.0)]
+
+
+def test_a_trail_is_read_while_it_grows_and_begins_again(tmp_path: Path) -> None:
+    trail = Trail()
+
+    def steps(artifacts: Path, *, ended: bool = False) -> list[int]:
+        return [figures.step for figures in trail.read(artifacts, ended=ended)]
+
+    first, second = tmp_path / "1", tmp_path / "2"
+    assert steps(first) == []  # nothing there yet
+    write_json_lines(first / "metrics.jsonl", STEPS[:3])
+    assert steps(first) == [1, 2]  # the timings of step 3 may be on their way
+    with (first / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "rew')  # torn by a kill
+    assert steps(first) == []
+    write_json_lines(second / "metrics.jsonl", STEPS[:1])  # the next attempt resumed from step 1
+    for row in STEPS[1:]:
+        append_json_line(second / "metrics.jsonl", row)
+    write_json_lines(
+        second / "timings.jsonl", [{"step": n, "sampling": 1.0, "other": 0.5} for n in (1, 2, 3)]
+    )
+    assert list(trail.read(second, ended=False)) == [
+        Figures(3, 4.5, {"reward": 0.3, "pass@1": 0.5, "timing/sampling": 1.0, "timing/other": 0.5})
+    ]
+    assert steps(second, ended=True) == [4]
+    assert steps(second, ended=True) == []
+
+
+def test_what_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RequestError, match=r"'aim'(.|\n)*tensorboard, wandb, mlflow"):
+        open_sink("aim", tmp_path, RUN)
+    monkeypatch.setitem(sys.modules, "perilune.tracking.to_wandb", None)
+    with pytest.raises(RequestError, match=r"wandb cannot be used(.|\n)*perilune\[tracking\]"):
+        open_sink("wandb", tmp_path, RUN)
+
+
+def test_a_run_is_tracked_and_a_tracker_that_fails_is_only_told_of(tmp_path: Path) -> None:
+    recipe = LIGHT.replace("stages:\n", "tracking: [wandb, tensorboard]\nstages:\n").replace(
+        "{name: base, task: evaluate, checkpoint: model, tasks: 3, samples: 2, max_tokens: 8}",
+        "{name: sft, task: sft, data: traces, steps: 12, batch_size: 4}",
+    )
+    (tmp_path / "small.yaml").write_text(recipe)
+    nobody = {
+        "WANDB_MODE": "online", "WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9",
+        "WANDB_INIT_TIMEOUT": "2",
+    }  # fmt: skip
+    command = [SCRIPT, "run", "small.yaml", "--json"]
+    ran = subprocess.run(
+        command, cwd=tmp_path, env=environment(tmp_path / "home") | nobody, capture_output=True, text=True,
+        timeout=200, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr.count("wandb does not track") == 1, ran.stderr
+    (stage,) = [one for one in json.loads(ran.stdout)["stages"] if one["name"] == "sft"]
+    bundle = Path(json.loads(ran.stdout)["bundles"]["sft"])
+    rows = [json.loads(line) for line in (bundle / "artifacts" / "metrics.jsonl").read_text().splitlines()]
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    there = tmp_path / "home" / "tracking" / "tensorboard" / "small" / f"sft-{stage['run']}"
+    read = EventAccumulator(str(there))
+    read.Reload()
+    assert [one.value for one in read.Scalars("loss")] == pytest.approx([row["loss"] for row in rows])
+    key = "0" * 40
+    holders = [
+        path for path in tmp_path.rglob("*") if path.is_file() and key in path.read_text(errors="replace")
+    ]
+    assert holders == []  # the key that was in the environment has gone nowhere
+    assert "WANDB_API_KEY" not in os.environ
