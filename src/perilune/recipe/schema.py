@@ -60,9 +60,7 @@ class Recipe(Frozen):
     environment: dict[str, Any] = Field(description="where episodes happen")
     resources: Resources = Field(Resources(), description="what each stage may use")
     secrets: tuple[str, ...] = Field((), description="names, never values, of environment variables")
-    tracking: tuple[SinkName, ...] = Field(
-        (), description="what figures are copied to while stages run"
-    )
+    tracking: tuple[SinkName, ...] = Field((), description="what figures are copied to while stages run")
     stages: tuple[Stage, ...] = Field(min_length=1, description="what to do, ordered by what consumes what")
 
     def stage(self, name: str) -> Stage:

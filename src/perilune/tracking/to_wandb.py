@@ -6,13 +6,13 @@ import os
 import shutil
 from pathlib import Path
 
+os.environ.setdefault("WANDB_INIT_TIMEOUT", "30")  # seconds for a server to answer
+
 import wandb
 
 from perilune.errors import WorkFailedError
 from perilune.tracking.sinks import Sink, TrackedRun
 from perilune.tracking.trail import Figures
-
-START_SECONDS = 30.0  # for a server to answer
 
 
 class WandB:
@@ -30,7 +30,7 @@ class WandB:
                 shutil.rmtree(before)
         settings = wandb.Settings(
             silent=True, console="off", disable_git=True, disable_code=True, save_code=False,
-            init_timeout=START_SECONDS, x_disable_stats=True, x_disable_meta=True,
+            x_disable_stats=True, x_disable_meta=True,
             x_disable_machine_info=True,
         )  # fmt: skip
         try:
