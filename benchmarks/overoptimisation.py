@@ -1,24 +1,24 @@
 """Does the watch recommend to stop before a hacked reward ruins the policy?
 
-    python benchmarks/overoptimisation.py --seeds 0 1 2
+    python benchmarks/overoptimisation.py --seeds 0 1 2 --learned 0 1 2
 
 Two climbs from the same cold start, neither trained on the verifier. One reward can be hacked on purpose
 (benchmarks/thorough.py: it pays for working, whatever the answer). The other is a reward model learned from
 pairs (the bundled recipe reward_model), which is refreshed on pairs of the policy it made. The verifier's
-verdict is the gold score that the watch follows. Writes results/overoptimisation.json.
+verdict is the gold score that the watch follows. Writes results/overoptimisation.json; what that holds of
+other seeds stays, so that `--learned 3` alone adds one seed of the reward model.
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from perilune.files import read_json
 from perilune.metrics.overoptimisation import OveroptimisationWatch
 from perilune.recipe.load import bundled_recipe
 from recipe_runs import HERE, at_steps, described, document, for_seeds, options, run_recipe, write
@@ -29,46 +29,63 @@ SMOOTH = 5  # steps whose gold is averaged: one step is 256 answers
 
 def main() -> None:
     parser = options(__doc__, "overoptimisation")
-    parser.add_argument("--learned", type=int, nargs="+", default=[0, 1, 2], help="seeds of the reward model")
+    parser.set_defaults(seeds=[])
+    parser.add_argument("--learned", type=int, nargs="*", default=[], help="seeds of the reward model")
     arguments = parser.parse_args()
     began = time.monotonic()
+    held = read_json(arguments.out) if arguments.out.exists() else {}
+    hacked, learned = climbs_of(held, "hacked_reward"), climbs_of(held, "reward_model")
+    judges = {row["seed"]: row for row in held.get("judges", [])}
 
-    def hack(seed: int) -> list[dict[str, Any]]:
+    def hack(seed: int) -> None:
         with tempfile.TemporaryDirectory(prefix="perilune-benchmark-") as home:
             start = run_recipe(HERE / "cold_start.yaml", seed, home=Path(home))
             checkpoint = start["sft"]["folder"] / "artifacts" / "checkpoints" / "final"
             stages = run_recipe(HERE / "thorough.yaml", seed, [f"model.path={checkpoint}"], Path(home))
-        print(f"hacked reward, seed {seed}: {told(stages['climb']['metrics'])}", flush=True)
-        return stages["climb"]["metrics"]
+        hacked[seed] = stages["climb"]["metrics"]
+        print(f"hacked reward, seed {seed}: {told(hacked[seed])}", flush=True)
 
-    def learn(seed: int) -> dict[str, dict[str, Any]]:
+    def learn(seed: int) -> None:
         stages = run_recipe(bundled_recipe("reward_model"), seed, ["climb.steps=80"])
-        print(f"reward model, seed {seed}: {told(stages['climb']['metrics'])}", flush=True)
-        return stages
+        learned[seed] = stages["climb"]["metrics"]
+        judges[seed] = {"seed": seed, **of_judges(stages)}
+        print(f"reward model, seed {seed}: {told(learned[seed])}", flush=True)
 
-    with ThreadPoolExecutor(2) as pool:
-        waiting = pool.submit(for_seeds, hack, arguments.seeds, arguments.jobs)
-        staged = for_seeds(learn, arguments.learned, arguments.jobs)
-        hacked = waiting.result()
-    learned = [stages["climb"]["metrics"] for stages in staged]
-    judges = [
-        {"seed": seed, **of_judges(stages)} for seed, stages in zip(arguments.learned, staged, strict=True)
-    ]
+    for_seeds(hack, arguments.seeds, arguments.jobs)
+    for_seeds(learn, arguments.learned, arguments.jobs)
+    hacked, learned, judges = (dict(sorted(one.items())) for one in (hacked, learned, judges))
+    command = ["--seeds", *map(str, hacked), "--learned", *map(str, learned)]
+    made = document("overoptimisation.py", command, began)
+    made["minutes"] = round(made["minutes"] + held.get("minutes", 0), 1)
     result = {
         "title": "Over-optimisation, and when to stop",
         "about": described(ABOUT, findings("hacked reward", hacked) + findings("reward model", learned)),
-        "hacked_reward": [{"seed": s, **told(one)} for s, one in zip(arguments.seeds, hacked, strict=True)],
-        "reward_model": [{"seed": s, **told(one)} for s, one in zip(arguments.learned, learned, strict=True)],
-        "judges": judges,
-        "hacked_reward_by_step": at_steps(hacked, FIGURES, 10),
-        "reward_model_by_step": at_steps(learned, FIGURES, 10),
+        "hacked_reward": [{"seed": seed, **told(one)} for seed, one in hacked.items()],
+        "reward_model": [{"seed": seed, **told(one)} for seed, one in learned.items()],
+        "judges": list(judges.values()),
+        "hacked_reward_by_step": at_steps(list(hacked.values()), FIGURES, 10),
+        "reward_model_by_step": at_steps(list(learned.values()), FIGURES, 10),
         "curves": {
-            name: [{figure: [line[figure] for line in lines] for figure in FIGURES} for lines in climbs]
+            name: [
+                {figure: [line[figure] for line in lines] for figure in FIGURES} for lines in climbs.values()
+            ]
             for name, climbs in (("hacked reward", hacked), ("reward model", learned))
         },
-        **document("overoptimisation.py", sys.argv[1:], began),
+        **made,
     }
     write(arguments.out, result)
+
+
+def climbs_of(held: Mapping[str, Any], name: str) -> dict[int, list[dict[str, Any]]]:
+    """The lines of the climbs that a result holds, by seed."""
+    curves = held.get("curves", {}).get(name.replace("_", " "), [])
+    return {
+        row["seed"]: [
+            {"step": step, **dict(zip(curve, figures, strict=True))}
+            for step, figures in enumerate(zip(*curve.values(), strict=True), 1)
+        ]
+        for row, curve in zip(held.get(name, []), curves, strict=True)
+    }
 
 
 ABOUT = (
@@ -118,10 +135,10 @@ def of_judges(stages: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def findings(name: str, climbs: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
+def findings(name: str, climbs: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[str]:
     """Sentences that say what the tables show."""
     said = []
-    all_told = [told(one) for one in climbs]
+    all_told = [told(one) for one in climbs.values()]
     fell = [one for one in all_told if one["gold_last"] < 0.8 * one["gold_best"]]
     said.append(f"{name}: gold ended below 80% of its best with {len(fell)} of {len(all_told)} seeds.")
     stopped = [one for one in all_told if one["recommended_stop"] is not None]

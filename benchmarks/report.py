@@ -7,7 +7,8 @@ A result is one JSON object. `title`, `about` and `command` become heading, text
 every other value is shown as it is: plain values and small objects as facts, a list of like objects as a
 table, and an object of like objects as a table with their names down the side. In a table a few numbers are
 one figure measured several times, and become their median (least to most); many are a curve, only counted.
-A result whose records are not meant to be read as they are has a view of its own.
+A result whose records are not meant to be read as they are has a view of its own, which may add `charts`: SVG
+by file name, to be written beside the pages.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from comparison.view import view as algorithms_view
 from rollout.view import view as rollout_view
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ROOT / "docs" / "results"
 HEADER = ("title", "about", "command")
-VIEWS = {"rollout": rollout_view}
+VIEWS = {"rollout": rollout_view, "algorithms": algorithms_view}
 MOST_ROWS = 40  # longer tables are for programs
 MOST_REPEATS = 20  # longer lists of numbers are curves
 INTRODUCTION = """\
@@ -38,12 +40,13 @@ that measures it again. Timings are of one machine at one time; ratios travel be
 
 
 def pages() -> dict[str, str]:
-    """Text of every page, by its file's name."""
+    """Text of every page and chart, by its file's name."""
     found: dict[str, str] = {}
     listing = []
     for path in sorted(RESULTS.glob("*.json")):
         document = json.loads(path.read_text(encoding="utf-8"))
         document = VIEWS.get(path.stem, dict)(document)
+        found |= document.pop("charts", {})
         found[f"{path.stem}.md"] = page(path, document)
         listing.append(f"* [{title(path, document)}]({path.stem}.md)")
     found["index.md"] = INTRODUCTION + "\n" + ("\n".join(listing) or "Nothing has been measured yet.") + "\n"
@@ -209,7 +212,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args().check
     wanted = pages()
-    held = {path.name: path.read_text(encoding="utf-8") for path in PAGES.glob("*.md")}
+    kept = [*PAGES.glob("*.md"), *PAGES.glob("*.svg")]
+    held = {path.name: path.read_text(encoding="utf-8") for path in kept}
     odd = sorted(name for name in wanted.keys() | held.keys() if wanted.get(name) != held.get(name))
     if check:
         print("\n".join(f"not what its data says: docs/results/{name}" for name in odd), file=sys.stderr)
@@ -220,7 +224,7 @@ def main() -> int:
             (PAGES / name).write_text(wanted[name], encoding="utf-8")
         else:
             (PAGES / name).unlink()
-    print(f"{len(wanted)} pages in docs/results, {len(odd)} changed")
+    print(f"{len(wanted)} files in docs/results, {len(odd)} changed")
     return 0
 
 

@@ -1,0 +1,149 @@
+"""Do the algorithms differ? One cold start a seed, one budget of episodes, many ways to learn from them.
+
+    python benchmarks/algorithms.py --seeds 0 1 2
+    python benchmarks/algorithms.py --seeds 0 --settings chains --arms grpo ppo
+
+What is compared stands in benchmarks/comparison/arms.yaml. Every arm starts from the same checkpoint as the
+others of its seed, and is evaluated on the same held-out tasks. What was measured is kept in
+results/algorithms.json after each arm, and not measured again unless its recipe changed: the command can be
+interrupted, and seeds added. All arms of a seed come before the next seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from perilune.files import read_json, read_json_lines
+from recipe_runs import HERE, difference, document, run_recipe, write
+
+FOLDER = HERE / "comparison"
+SETTINGS: dict[str, Any] = yaml.safe_load((FOLDER / "arms.yaml").read_text(encoding="utf-8"))
+Record = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--arms", nargs="+", help="of each setting; its first is always among them")
+    parser.add_argument("--set", action="append", default=[], help="as of `perilune run`, for every arm")
+    parser.add_argument(
+        "--home",
+        type=Path,
+        help="keep the runs there; what arms share is then made once, also in later calls",
+    )
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "algorithms.json")
+    arguments = parser.parse_args()
+    held = read_json(arguments.out) if arguments.out.exists() else {"records": []}
+    records: dict[tuple[str, str, int], Record] = {key(one): one for one in held["records"]}
+    for seed in arguments.seeds:
+        for setting in arguments.settings:
+            for record in measured(setting, seed, arguments, records):
+                records[key(record)] = record
+                told = {**document("algorithms.py", ["--seeds", *seeds(records)], 0.0)}
+                told.pop("minutes")
+                ordered = [records[name] for name in sorted(records)]
+                write(arguments.out, {**told, "settings": SETTINGS, "records": ordered})
+                print(line(record), flush=True)
+
+
+def measured(
+    setting: str, seed: int, arguments: argparse.Namespace, held: Mapping[tuple[str, str, int], Record]
+) -> Iterator[Record]:
+    """The records of one seed of a setting that are not held yet."""
+    recipe = FOLDER / SETTINGS[setting]["recipe"]
+    arms: dict[str, dict[str, Any]] = SETTINGS[setting]["arms"]
+    first = next(iter(arms))
+    wanted = {
+        arm: [*arguments.set, *(f"rl.{name}={json.dumps(value)}" for name, value in keys.items())]
+        for arm, keys in arms.items()
+        if arm == first or not arguments.arms or arm in arguments.arms
+    }
+    digests = {
+        arm: hashlib.sha256(json.dumps([recipe.read_text(), keys]).encode()).hexdigest()[:16]
+        for arm, keys in wanted.items()
+    }
+    missing = [arm for arm in wanted if held.get((setting, arm, seed), {}).get("digest") != digests[arm]]
+    if not missing:
+        return
+    with tempfile.TemporaryDirectory(prefix="perilune-benchmark-") as folder:
+        home = arguments.home or Path(folder)
+        base = run_recipe(recipe, seed, wanted[first], home)
+        for arm in missing:
+            record = {"setting": setting, "arm": arm, "seed": seed, "digest": digests[arm]}
+            try:
+                found = base if arm == first else run_recipe(recipe, seed, wanted[arm], home)
+            except subprocess.CalledProcessError:  # what the checks of a run stop is a result too
+                yield {**record, "failed": why(home)}
+                continue
+            yield {
+                **record,
+                **of_arm(found),
+                "difference": difference(base["after_rl"], found["after_rl"], seed),
+            }
+
+
+def of_arm(found: Mapping[str, Any]) -> Record:
+    """What is kept of an arm: its evaluation, and its climb step by step."""
+    before, after = found["after_sft"]["summary"], found["after_rl"]["summary"]
+    lines = found["rl"]["metrics"]
+    times = list(read_json_lines(found["rl"]["folder"] / "artifacts" / "timings.jsonl"))
+    return {
+        "before": {"pass@1": before["pass@1"], "length": before["length"]["mean"]},
+        **{name: after[name] for name in ("pass@1", "pass@8", "greedy")},
+        "length": after["length"]["mean"],
+        "strategies": after["strategies"],
+        "seconds": found["rl"]["summary"]["seconds"],
+        "curve": {
+            "episodes": [one["groups"] * 8 for one in lines],
+            "processor": [round(one, 3) for one in accumulate(row["processor"] for row in times)],
+            "pass_rate": [round(one["pass_rate"], 4) for one in lines],
+            "length": [round(one["length"], 2) for one in lines],
+        },
+    }
+
+
+def why(home: Path) -> str:
+    """The message of the last run that ended."""
+    last = max(
+        (home / "runs").glob("*/attempts/*/runtime/result.json"), key=lambda path: path.stat().st_mtime
+    )
+    return str(read_json(last)["message"])
+
+
+def key(record: Mapping[str, Any]) -> tuple[str, str, int]:
+    return record["setting"], record["arm"], record["seed"]
+
+
+def seeds(records: Mapping[tuple[str, str, int], Record]) -> list[str]:
+    return [str(one) for one in sorted({seed for _, _, seed in records})]
+
+
+def line(record: Record) -> str:
+    """One record as told while it is measured."""
+    head = f"{time.strftime('%H:%M:%S')} seed {record['seed']} {record['setting']} {record['arm']}"
+    if "failed" in record:
+        return f"{head}: {record['failed']}"
+    curve = record["curve"]
+    return (
+        f"{head}: {record['before']['pass@1']['mean']:.3f} -> {record['pass@1']['mean']:.3f}, "
+        f"length {record['length']:.1f}, {sum(curve['episodes'])} episodes, "
+        f"{curve['processor'][-1]:.0f} processor seconds of {record['seconds']:.0f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
