@@ -37,3 +37,7 @@ class WorkFailedError(PeriluneError, RuntimeError):
     """The request was fine and the work failed: exit code 1."""
 
     exit_code = 1
+
+
+class ProcessLostError(WorkFailedError):
+    """Another process of the same run has ended; it, not this one, knows why."""

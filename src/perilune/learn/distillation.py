@@ -13,7 +13,7 @@ A reverse KL on sampled tokens without the policy gradient has no use: its gradi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -108,33 +108,29 @@ def _chunk(items: Sequence[tuple[Episode, Episode, float]], temperature: float) 
 
 
 def distil(
-    learner: Learner, teacher: Decoder, parts: Iterator[Chunk], loss: Distillation, tokens: int
+    learner: Learner, teacher: Decoder, parts: Iterable[Chunk], loss: Distillation, tokens: int
 ) -> dict[str, float]:
     """Add the gradient of one step; the loss is the mean over the step's `tokens` learned tokens.
 
     Returns:
         loss, tokens, and the means of `diagnostics` over the step.
     """
-    device = next(teacher.parameters()).device
-    totals: dict[str, float] = {}
-    for part in parts:
+    parts = list(parts)
+    of = {part.student.episode_ids: part for part in parts}
+
+    def objective(batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+        part = of[batch.episode_ids]
         with torch.no_grad():
-            view = part.teacher.to(device)
-            states = predicting_states(teacher, view)
+            states = predicting_states(teacher, part.teacher.to(hidden.device))
             q = log_distribution(teacher.logits(states), loss.temperature)
+        p = log_distribution(learner.trained.logits(hidden), loss.temperature)
+        advantages = part.advantages.to(p.device)[batch.episode_of]
+        losses = token_losses(p, q, batch.targets, batch.old_logprobs, advantages, loss)
+        with torch.no_grad():
+            sums = diagnostics(p.detach(), q, batch.targets, loss.k)
+        return losses.sum() / tokens, sums
 
-        def objective(
-            batch: PackedBatch, hidden: Tensor, q: Tensor = q, part: Chunk = part
-        ) -> tuple[Tensor, Mapping[str, Tensor]]:
-            p = log_distribution(learner.decoder.logits(hidden), loss.temperature)
-            advantages = part.advantages.to(p.device)[batch.episode_of]
-            losses = token_losses(p, q, batch.targets, batch.old_logprobs, advantages, loss)
-            with torch.no_grad():
-                sums = diagnostics(p.detach(), q, batch.targets, loss.k)
-            return losses.sum() / tokens, sums
-
-        for name, value in learner.forward_backward_custom([part.student], objective).items():
-            totals[name] = totals.get(name, 0.0) + value
+    totals = learner.forward_backward_custom([part.student for part in parts], objective)
     return _means(totals, loss.k)
 
 

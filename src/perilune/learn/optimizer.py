@@ -6,7 +6,7 @@ the first step of a torch optimizer imports the compiler, a second that a short 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ class AdamW:
     Attributes:
         parameters: by name; moments are float32 of the same shape.
         step: updates done, which corrects the bias of the moments.
+        whole_norms: makes norms of gradients out of those of this process's parts, where they are cut.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class AdamW:
         self.first = {name: _zeros(p) for name, p in self.parameters.items()}
         self.second = {name: _zeros(p) for name, p in self.parameters.items()}
         self.step = 0
+        self.whole_norms: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict
         self._beta2 = beta2
         self._weight_decay = weight_decay
         self._grad_clip = grad_clip
@@ -44,10 +46,11 @@ class AdamW:
             WorkFailedError: when the norm is not finite; the parameters are as they were.
         """
         gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-        norms = [torch.linalg.vector_norm(gradient) for gradient in gradients.values()]
-        norm = float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+        norms = {name: torch.linalg.vector_norm(gradient) for name, gradient in gradients.items()}
+        norms = dict(self.whole_norms(norms)) if norms else {}
+        norm = float(torch.linalg.vector_norm(torch.stack([*norms.values()]))) if norms else 0.0
         if not norm < float("inf"):
-            bad = [n for n, value in zip(gradients, norms, strict=True) if not torch.isfinite(value)]
+            bad = [name for name, value in norms.items() if not torch.isfinite(value)]
             raise WorkFailedError(
                 f"the gradient of {', '.join(bad[:3]) or 'the model'} is not finite",
                 where=f"update {self.step + 1}",

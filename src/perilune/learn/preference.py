@@ -31,6 +31,7 @@ from torch import Tensor
 from perilune.data.episode import Episode
 from perilune.learn.batch import PackedBatch
 from perilune.learn.packing import Pair, pack_pairs
+from perilune.learn.processes import ALONE, Processes
 from perilune.learn.trainer import predicting_states, target_logprobs
 from perilune.models.decoder import Decoder
 
@@ -101,7 +102,12 @@ def pair_logprobs(batch: PackedBatch, logprobs: Tensor) -> PairLogprobs:
 
 @dataclass
 class PreferenceObjective:
-    """The loss of one step of `count` pairs, for `Learner.forward_backward_custom`; remembers what it saw."""
+    """The loss of one step of `count` pairs, for `Learner.forward_backward_custom`; remembers what it saw.
+
+    Attributes:
+        decoder: the learner's `trained`, or any for pairs that are only looked at.
+        processes: the learner's: each sees some of the pairs, and figures are of all.
+    """
 
     decoder: Decoder
     kind: PreferenceLoss
@@ -109,6 +115,7 @@ class PreferenceObjective:
     count: int
     nll: float = 0.0
     dpop: float = 0.0
+    processes: Processes = ALONE
 
     def __post_init__(self) -> None:
         self._seen: list[Tensor] = []
@@ -133,12 +140,17 @@ class PreferenceObjective:
     @property
     def largest_shift(self) -> float:
         """Largest |r| / L of an answer seen so far, in nats a token: 0 where policy and reference are one."""
-        _, chosen, rejected, length_chosen, length_rejected, _ = torch.cat(self._seen, dim=1)
-        return float(torch.cat([chosen / length_chosen, rejected / length_rejected]).abs().max())
+        _, chosen, rejected, length_chosen, length_rejected, _ = self._everything()
+        return float(np.abs(np.concatenate([chosen / length_chosen, rejected / length_rejected])).max())
 
     def figures(self) -> dict[str, float]:
         """Figures of the pairs seen so far; see `pair_figures`."""
-        return pair_figures(torch.cat(self._seen, dim=1).numpy(), self.beta)
+        return pair_figures(self._everything(), self.beta)
+
+    def _everything(self) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+        """float64[6, B], in the order of the pairs."""
+        seen = self.processes.arrays_in_order("pairs", [one.numpy() for one in self._seen])
+        return np.concatenate(seen, axis=1)
 
 
 def pair_figures(seen: np.ndarray[tuple[int, int], np.dtype[np.float64]], beta: float) -> dict[str, float]:

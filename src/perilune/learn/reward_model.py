@@ -20,6 +20,7 @@ from perilune.data.episode import Episode
 from perilune.learn.batch import PackedBatch
 from perilune.learn.packing import Pair, pack_each
 from perilune.learn.preference import correlation
+from perilune.learn.processes import ALONE, Processes
 from perilune.learn.trainer import predicting_states
 from perilune.models.reward_model import RewardModel
 
@@ -50,11 +51,17 @@ def read_at_end(episode: Episode) -> Episode:
 
 @dataclass
 class RewardObjective:
-    """The loss of one step of `count` pairs, for `Learner.forward_backward_custom`; remembers its scores."""
+    """The loss of one step of `count` pairs, for `Learner.forward_backward_custom`; remembers its scores.
+
+    Attributes:
+        model: the learner's `trained`.
+        processes: the learner's: each scores some of the pairs, and figures are of all.
+    """
 
     model: RewardModel
     count: int
     centre: float = 0.0
+    processes: Processes = ALONE
 
     def __post_init__(self) -> None:
         self._scores: list[Tensor] = []
@@ -67,7 +74,8 @@ class RewardObjective:
 
     def figures(self, pairs: Sequence[Pair]) -> dict[str, float]:
         """`score_figures` of the pairs seen so far."""
-        return score_figures(torch.cat(self._scores).double().cpu().numpy(), pairs)
+        own = [scores.double().cpu().numpy() for scores in self._scores]
+        return score_figures(np.concatenate(self.processes.arrays_in_order("scores", own)), pairs)
 
 
 def score_figures(scores: NDArray[np.float64], pairs: Sequence[Pair]) -> dict[str, float]:

@@ -17,6 +17,7 @@ from perilune.learn.algorithms.base import Group, Signal, Signals, StepContext
 from perilune.learn.algorithms.sft import SFT
 from perilune.learn.batch import PackedBatch, pack, round_up
 from perilune.learn.critic import Critic
+from perilune.learn.processes import ALONE, Processes
 from perilune.learn.trainer import predicting_states, target_logprobs
 from perilune.models.decoder import Decoder
 
@@ -33,8 +34,11 @@ def observe(
     temperature: float = 1.0,
     reference: Decoder | None = None,
     critic: Critic | None = None,
+    processes: Processes = ALONE,
 ) -> Signals:
     """The named signals of all judged episodes; nothing is computed when `names` is empty.
+
+    Of several processes each computes some, and all are given all.
 
     Raises:
         RequestError: when a signal needs a reference or a critic and there is none.
@@ -52,14 +56,20 @@ def observe(
         raise ValueError("two episodes of a step have the same id")
     everything = SFT().weigh(groups, StepContext(max_tokens=0))
     device = next(decoder.parameters()).device
-    for batch in pack(everything, token_budget, temperature=temperature):
-        batch = batch.to(device)  # noqa: PLW2901
-        lengths = torch.bincount(batch.episode_of).tolist()
-        for name, values in _tokens(names, batch, decoder, reference, critic).items():
-            for key, part in zip(batch.episode_ids, torch.split(values.cpu(), lengths), strict=True):
+    batches = pack(everything, token_budget, temperature=temperature)
+    own = [
+        torch.stack([*_tokens(list(found), batch.to(device), decoder, reference, critic).values()])
+        .cpu()
+        .numpy()
+        for batch in processes.mine(batches)
+    ]
+    for batch, rows in zip(batches, processes.arrays_in_order("signals", own), strict=True):
+        ends = torch.bincount(batch.episode_of).cumsum(0).tolist()
+        for name, values in zip(found, rows, strict=True):
+            for key, part in zip(batch.episode_ids, np.split(values, ends[:-1]), strict=True):
                 mask = by_id[key].loss_mask
                 found[name][key] = np.zeros(len(mask), np.float32)
-                found[name][key][mask] = part.numpy()
+                found[name][key][mask] = part
     return found
 
 

@@ -8,9 +8,9 @@ A training step is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +20,17 @@ from perilune.errors import RequestError
 from perilune.learn import checkpoints, losses
 from perilune.learn.batch import PackedBatch, round_up
 from perilune.learn.critic import Critic
+from perilune.learn.figures import Figures, merged_figures
 from perilune.learn.optimizer import AdamW
+from perilune.learn.processes import ALONE, Processes
 from perilune.learn.settings import OptimizerSettings
 from perilune.models.attention import PackedAttention
 from perilune.models.decoder import Decoder
 from perilune.models.logprobs import by_rows
 from perilune.models.logprobs import token_logprobs as row_logprobs
+
+if TYPE_CHECKING:
+    from perilune.learn.sharding import ShardedDecoder
 
 Objective = Callable[[PackedBatch, Tensor], tuple[Tensor, Mapping[str, Tensor]]]
 """A loss that is more than a weight a token: (batch, hidden float[M, d] that predict its learned tokens) ->
@@ -41,8 +46,11 @@ class Learner:
         decoder: trained in place; an engine that holds the same object samples with the new weights.
         optimizer: beta2, weight decay and gradient clip; the learning rate is given to each step.
         critic: predicts values, and learns beside the decoder, where the algorithm has value targets.
+        processes: that learn together: each is given the same micro-batches, and computes some of them.
 
     Attributes:
+        trained: the decoder that forward passes with a gradient go through: `decoder` itself, or where
+            training is cut over processes a twin, whose weights `decoder` takes after each update.
         version: updates done, the policy version of the weights.
         memory: JSON values that are saved and loaded with the rest: an algorithm's, a place in the data.
     """
@@ -53,21 +61,27 @@ class Learner:
         optimizer: OptimizerSettings | None = None,
         *,
         critic: Critic | None = None,
+        processes: Processes = ALONE,
     ) -> None:
         optimizer = optimizer or OptimizerSettings()
         self.decoder = decoder
+        self.processes = processes
+        self._sharded = _cut(decoder, processes)
+        self.trained = decoder if self._sharded is None else self._sharded.module
         self.critic = critic
         self.version = 0
         self.memory: dict[str, Any] = {}
-        parameters = dict(decoder.named_parameters())
+        parameters = dict(decoder.named_parameters()) if self._sharded is None else self._sharded.parameters
         if critic is not None:
-            parameters |= {CRITIC + name: p for name, p in critic.named_parameters()}
+            parameters = parameters | {CRITIC + name: p for name, p in critic.named_parameters()}
         self.optimizer = AdamW(
             parameters,
             beta2=optimizer.beta2,
             weight_decay=optimizer.weight_decay,
             grad_clip=optimizer.grad_clip,
         )
+        if self._sharded is not None:
+            self.optimizer.whole_norms = self._sharded.whole_norms
 
     def forward_backward(self, batches: Sequence[PackedBatch]) -> dict[str, float]:
         """Add the gradient of one step's loss, all its micro-batches, to the parameters.
@@ -84,21 +98,24 @@ class Learner:
             RequestError: when a batch has reference_kl weights and no reference log-probs, or values to
                 learn and no critic.
         """
-        figures = _Figures()
-        for batch in (batch.to(self._device) for batch in batches):
+        seen: list[Figures] = []
+        for batch in self._own(batches):
             if batch.reference_kl is not None and batch.reference_logprobs is None:
                 raise RequestError(
                     "a KL to the reference without its log-probs",
                     remedy="batch.with_reference(token_logprobs(reference, batch))",
                 )
-            states = predicting_states(self.decoder, batch)
-            logprobs, entropy = target_logprobs(self.decoder, batch, states)
+            figures = Figures()
+            states = predicting_states(self.trained, batch)
+            logprobs, entropy = target_logprobs(self.trained, batch, states)
             loss = self._loss(batch, logprobs, figures) + self._value_loss(batch, states, figures)
             loss.backward()  # type: ignore[no-untyped-call]
             figures.add_total("loss", loss.detach())
             figures.add_mean("entropy", entropy)
             self._observe(batch, logprobs.detach(), figures)
-        return figures.result()
+            seen.append(figures)
+        every = self.processes.figures_in_order("figures", [figures.told() for figures in seen])
+        return merged_figures(every)
 
     def forward_backward_custom(
         self, batches: Sequence[PackedBatch], objective: Objective
@@ -108,17 +125,34 @@ class Learner:
         Returns:
             loss, tokens, and every figure of the objective, all summed over the micro-batches.
         """
-        totals: dict[str, Tensor] = {}
-        tokens = 0
-        for batch in (batch.to(self._device) for batch in batches):
-            loss, sums = objective(batch, predicting_states(self.decoder, batch))
+        seen: list[dict[str, Tensor]] = []
+        tokens: list[int] = []
+        for batch in self._own(batches):
+            loss, sums = objective(batch, predicting_states(self.trained, batch))
             loss.backward()  # type: ignore[no-untyped-call]
-            tokens += len(batch.targets)
-            for name, value in {"loss": loss, **sums}.items():
-                totals[name] = totals.get(name, 0) + value.detach().double()
-        return {name: float(value) for name, value in totals.items()} | {"tokens": float(tokens)}
+            seen.append({"loss": loss.detach(), **sums})
+            tokens.append(len(batch.targets))
+        own = [
+            {name: float(value.double()) for name, value in sums.items()} | {"tokens": float(count)}
+            for sums, count in zip(seen, tokens, strict=True)
+        ]
+        totals = {"tokens": 0.0}
+        for found in self.processes.figures_in_order("figures", own):
+            for name, value in found.items():
+                totals[name] = totals.get(name, 0.0) + value
+        return totals
 
-    def _loss(self, batch: PackedBatch, logprobs: Tensor, figures: _Figures) -> Tensor:
+    def _own(self, batches: Sequence[PackedBatch]) -> Iterator[PackedBatch]:
+        """The micro-batches that this process computes; after them the gradient is that of all."""
+        parameters = self.optimizer.parameters
+        if self._sharded is None:
+            own = self.processes.shared_out(batches, list(parameters.values()))
+        else:
+            others = [p for name, p in parameters.items() if name.startswith(CRITIC)]
+            own = self._sharded.shared_out(batches, others)
+        return (batch.to(self._device) for batch in own)
+
+    def _loss(self, batch: PackedBatch, logprobs: Tensor, figures: Figures) -> Tensor:
         """The sum of the batch's components."""
         total = logprobs.new_zeros(())
         if batch.policy_gradient is not None:
@@ -136,7 +170,7 @@ class Learner:
             figures.add_mean("kl_reference", losses.k3(logprobs.detach() - batch.reference_logprobs))
         return total
 
-    def _value_loss(self, batch: PackedBatch, states: Tensor, figures: _Figures) -> Tensor:
+    def _value_loss(self, batch: PackedBatch, states: Tensor, figures: Figures) -> Tensor:
         """What the critic has to learn, nothing where there is no critic."""
         if batch.value is None:
             return states.new_zeros(())
@@ -147,7 +181,7 @@ class Learner:
         figures.add_mean("value_error", (values.detach() - batch.returns).square())
         return losses.value(values, batch.old_values, batch.returns, batch.value, batch.value_clip)
 
-    def _observe(self, batch: PackedBatch, logprobs: Tensor, figures: _Figures) -> None:
+    def _observe(self, batch: PackedBatch, logprobs: Tensor, figures: Figures) -> None:
         """How far the learner is from the policy that sampled."""
         if batch.policy_gradient is None:
             return
@@ -169,11 +203,16 @@ class Learner:
             WorkFailedError: when the gradient is not finite; weights are as they were.
         """
         norm = self.optimizer.update(lr)
+        if self._sharded is not None:
+            self._sharded.publish(self.decoder)
         self.version += 1
         return {"grad_norm": norm, "lr": lr}
 
     def save_state(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None:
-        """Write weights, moments and counters so that `directory` is complete or absent; `extra` is JSON."""
+        """Write weights, moments and counters so that `directory` is complete or absent; `extra` is JSON.
+
+        Of several processes, all of which must call it, the first one writes.
+        """
         state = {
             "version": self.version,
             "optimizer_step": self.optimizer.step,
@@ -185,7 +224,10 @@ class Learner:
             "first_moments": self.optimizer.first,
             "second_moments": self.optimizer.second,
         }
-        checkpoints.write(directory, tensors, state)
+        if self._sharded is not None:
+            tensors = {name: self._sharded.whole(parts) for name, parts in tensors.items()}
+        if self.processes.leads:
+            checkpoints.write(directory, tensors, state)
 
     def load_state(self, directory: Path) -> dict[str, Any]:
         """Become the learner that was saved, bit for bit; return the `extra` it was saved with.
@@ -194,9 +236,13 @@ class Learner:
             RequestError: when files are missing or damaged, or tensors are not those of this decoder.
         """
         tensors, state = checkpoints.read(directory, ("weights", "first_moments", "second_moments"))
+        if self._sharded is not None:
+            tensors = {name: self._sharded.parts(whole) for name, whole in tensors.items()}
         checkpoints.copy_into(self.optimizer.parameters, tensors["weights"], directory)
         checkpoints.copy_into(self.optimizer.first, tensors["first_moments"], directory)
         checkpoints.copy_into(self.optimizer.second, tensors["second_moments"], directory)
+        if self._sharded is not None:
+            self._sharded.publish(self.decoder)
         self.version = int(state["version"])
         self.memory = dict(state.get("memory", {}))
         self.optimizer.step = int(state["optimizer_step"])
@@ -214,6 +260,8 @@ class Learner:
         tensors, state = checkpoints.read(directory, ("second_moments",))
         decoder = {name: p for name, p in self.optimizer.second.items() if not name.startswith(CRITIC)}
         theirs = {name: p for name, p in tensors["second_moments"].items() if not name.startswith(CRITIC)}
+        if self._sharded is not None:
+            theirs = self._sharded.parts(theirs)
         checkpoints.copy_into(decoder, theirs, directory)
         self.optimizer.step = int(state["optimizer_step"])
 
@@ -250,36 +298,24 @@ def predicting_states(decoder: Decoder, batch: PackedBatch) -> Tensor:
     return decoder(fed.token_ids, fed.positions, attention).index_select(0, batch.rows)  # type: ignore[no-any-return]
 
 
-class _Figures:
-    """Sums over micro-batches, kept on the device until the end: means are over the whole step's tokens."""
+def _cut(decoder: Decoder, processes: Processes) -> ShardedDecoder | None:
+    if not processes.sharded:
+        return None
+    from perilune.learn.sharding import ShardedDecoder
 
-    def __init__(self) -> None:
-        self._totals: dict[str, Tensor] = {}
-        self._counts: dict[str, int] = {}
-        self._tokens = 0
-
-    def add_total(self, name: str, value: Tensor) -> None:
-        self._totals[name] = self._totals.get(name, 0) + value.double()
-
-    def add_mean(self, name: str, values: Tensor) -> None:
-        self.add_total(name, values.sum(dtype=torch.float64))
-        self._counts[name] = self._counts.get(name, 0) + len(values)
-
-    def add_max(self, name: str, values: Tensor) -> None:
-        largest = values.max().double()
-        held = self._totals.get(name)
-        self._totals[name] = largest if held is None else torch.maximum(held, largest)
-
-    def result(self) -> dict[str, float]:
-        values = torch.stack(list(self._totals.values())).tolist() if self._totals else []
-        found = dict(zip(self._totals, values, strict=True))
-        figures = {name: value / self._counts.get(name, 1) for name, value in found.items()}
-        return {"loss": 0.0, **figures, "tokens": float(self._counts.get("entropy", 0))}
+    return ShardedDecoder(decoder, processes)
 
 
-def with_reference(batches: Iterable[PackedBatch], reference: Decoder) -> list[PackedBatch]:
-    """The batches with the log-probs of a frozen `reference` where their loss asks for them."""
+def with_reference(
+    batches: Sequence[PackedBatch], reference: Decoder, processes: Processes = ALONE
+) -> list[PackedBatch]:
+    """The batches with the log-probs of a frozen `reference` where their loss asks for them.
+
+    Of several processes, each sees to those that it learns from.
+    """
     return [
-        batch if batch.reference_kl is None else batch.with_reference(token_logprobs(reference, batch))
-        for batch in batches
+        batch.with_reference(token_logprobs(reference, batch))
+        if batch.reference_kl is not None and index % processes.count == processes.rank
+        else batch
+        for index, batch in enumerate(batches)
     ]
