@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from perilune.cli.arguments import command_group
+from perilune.cli.environment_audit import audit_environments, replay
 from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError
 
@@ -98,6 +100,31 @@ def sample(
         echo(f"{row['task_id']}{difficulty}")
         echo(f"  prompt  {_indented(row['prompt'])}")
         echo(f"  answer  {_indented(row['answer'])}   scores {row['score']}")
+
+
+@app.command(
+    epilog="Example: perilune environments audit reasoning_gym/chain_sum --set strict=false --out audit.json"
+)
+def audit(
+    name: Name,
+    settings: Settings = [],  # noqa: B006  # typer reads the default and never changes it
+    *,
+    tasks: Annotated[int, typer.Option(min=1, help="How many tasks to probe.")] = 8,
+    search: Annotated[int, typer.Option(min=0, help="Outputs to try in a search, on each of 3 tasks.")] = 480,
+    seed: Annotated[int, typer.Option(help="Fixes tasks, probes and search.")] = 0,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Keep it, to `replay`.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find out what a reward pays for before a policy does; without a family, audit all of them."""
+    from perilune.environments.registry import environment_families
+
+    section = _section(name, settings)
+    families = () if "task" in section else environment_families(section["id"])
+    sections = [section | {"task": family} for family in families] or [section]
+    audit_environments(sections, tasks=tasks, search=search, seed=seed, as_json=as_json, out=out)
+
+
+app.command(epilog="Example: perilune environments replay audit.json")(replay)
 
 
 def _row(environment: Environment, task: Task) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from perilune.environments import compact
 from perilune.environments.answer_form import well_formed
+from perilune.environments.independent_checks import is_right
 from perilune.environments.plotting import plotting_put_off
 from perilune.environments.protocol import Failure, Outcome, Score, Split, Task, Transcript
 from perilune.environments.registry import did_you_mean
@@ -151,6 +152,12 @@ class ReasoningGymEnvironment(SingleTurn):
         if answer is None:
             return None
         return Transcript(compact.ANSWER_MARK + answer if self.spec.prompt == "compact" else answer)
+
+    def is_right(self, task: Task, transcript: Transcript) -> bool | None:
+        """A second opinion, for audits: found without the family's scorer, and None where nobody knows."""
+        answer = self._answer(transcript.text)
+        facts = {"answer": task.data["answer"], "metadata": decode(task.data["metadata"])}
+        return answer is not None and is_right(self.spec.task, answer, facts)
 
     def _answer(self, text: str) -> str | None:
         if self.spec.prompt == "compact":

@@ -1,0 +1,276 @@
+"""Whether a reasoning-gym answer is right, found without the family's own scorer.
+
+An audit of a scorer needs a second opinion that shares no code with it. Where one answer is right, that is
+the stated one; where several are, the puzzle's rules, written down again here; elsewhere nobody knows.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+# Families with several right answers. Those that `_RULES` lacks have no second opinion.
+SEVERAL_ANSWERS = frozenset(
+    {
+        "boxnet", "codeio", "countdown", "cryptarithm", "graph_color", "group_anagrams",
+        "intermediate_integration", "jugs", "kakurasu", "knight_swap", "knights_knaves", "n_queens",
+        "palindrome_generation", "palindrome_partitioning", "polynomial_equations",
+        "polynomial_multiplication", "propositional_logic", "puzzle24", "quantum_lock",
+        "rubiks_cube", "rush_hour", "shortest_path",
+        "simple_integration", "sokoban", "survo", "tower_of_hanoi", "word_ladder",
+    }
+)  # fmt: skip
+
+_NUMBER = re.compile(r"[+-]?(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d+)?(?:[eE][+-]?\d{1,3})?", re.ASCII)
+SAME, APART = 1e-6, 0.05  # relative difference of numbers up to which, and from which on, they are judged
+LONGEST = 20_000  # characters beyond which no answer is right
+
+_NOT_AN_ANSWER = (
+    ValueError, LookupError, TypeError, AttributeError, SyntaxError, ArithmeticError, RecursionError,
+    MemoryError,
+)  # fmt: skip
+
+
+def is_right(family: str, answer: str, data: Mapping[str, Any]) -> bool | None:
+    """Whether `answer` is right for the item of which `data` holds "answer" and decoded "metadata".
+
+    None where that cannot be said: a family with several answers whose rules are not known here, no stated
+    answer, or a number that is neither the stated one nor far from it.
+    """
+    if len(answer) > LONGEST:
+        return False
+    rules = _RULES.get(family)
+    if rules is not None:
+        try:
+            return rules(answer, data["metadata"])
+        except _NOT_AN_ANSWER:
+            return False
+    if family in SEVERAL_ANSWERS or data["answer"] is None:
+        return None
+    return same_answer(answer, data["answer"])
+
+
+def same_answer(answer: str, stated: str) -> bool | None:
+    """Whether two answers say the same words, or the same number; None for numbers that are close."""
+    mine, theirs = (" ".join(text.split()).casefold() for text in (answer, stated))
+    if mine == theirs:
+        return True
+    if not (_NUMBER.fullmatch(mine) and _NUMBER.fullmatch(theirs)):
+        return False
+    a, b = (float(text.replace(",", "")) for text in (mine, theirs))
+    if re.fullmatch(r"[+-]?\d+", theirs):
+        return a == b
+    difference = abs(a - b) / max(abs(a), abs(b), 1e-12)
+    return True if difference <= SAME else False if difference >= APART else None
+
+
+# -- expressions -------------------------------------------------------------------------------------------
+
+_OPERATORS: Mapping[type, Callable[[float, float], float]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.Pow: operator.pow,
+}  # fmt: skip
+_FUNCTIONS = {
+    name: getattr(math, name) for name in ("exp", "log", "sqrt", "sin", "cos", "tan", "sinh", "cosh")
+}
+_FUNCTIONS |= {"asin": math.asin, "acos": math.acos, "atan": math.atan, "tanh": math.tanh}
+
+
+def _value(node: ast.expr, names: Mapping[str, float], used: list[float]) -> float:
+    """Value of plain arithmetic; its numbers are noted in `used`."""
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            used.append(float(number))
+            return float(number)
+        case ast.Name(id=name):
+            return names[name]
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand, names, used)
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _value(operand, names, used)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return float(_OPERATORS[type(op)](_value(left, names, used), _value(right, names, used)))
+        case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in _FUNCTIONS:
+            return float(_FUNCTIONS[name](_value(argument, names, used)))
+    raise ValueError("not plain arithmetic")
+
+
+def _parsed(text: str) -> ast.expr:
+    return ast.parse(text.strip(), mode="eval").body
+
+
+def _uses_the_numbers(answer: str, metadata: Mapping[str, Any]) -> bool:
+    """countdown and puzzle24: every number once, and the target (24) is reached."""
+    used: list[float] = []
+    value = _value(_parsed(answer), {}, used)
+    reached = math.isclose(value, float(metadata.get("target", 24)), rel_tol=1e-9)
+    return reached and Counter(used) == Counter(float(number) for number in metadata["numbers"])
+
+
+_POINTS = (0.37, 0.81, 1.43, 2.19)
+
+
+def _same_function(
+    first: Callable[[float], float], second: Callable[[float], float], points: Sequence[float] = _POINTS
+) -> bool:
+    compared = 0
+    for point in points:
+        try:
+            a, b = first(point), second(point)
+        except (ValueError, ArithmeticError, TypeError):
+            continue  # outside the real domain of one of them
+        compared += 1
+        if not math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-5):
+            return False
+    return compared > 0
+
+
+def _antiderivative(answer: str, metadata: Mapping[str, Any]) -> bool:
+    """Its slope, by central differences, is the integrand."""
+    variable, (found, integrand) = metadata["variable"], map(_parsed, (answer, metadata["integrand"]))
+    constants = {"C": 0.5, "E": math.e, "pi": math.pi}
+
+    def slope(x: float, h: float = 1e-5) -> float:
+        ends = (_value(found, constants | {variable: x + s}, []) for s in (h, -h))
+        return (next(ends) - next(ends)) / (2 * h)
+
+    return _same_function(slope, lambda x: _value(integrand, constants | {variable: x}, []))
+
+
+def _same_polynomial(answer: str, metadata: Mapping[str, Any]) -> bool:
+    """Expanded, and equal to the product at more points than its degree could hide."""
+    found, product = map(_parsed, (answer, metadata["polynomial_expr"]))
+    if any(_holds_sum(node) for node in ast.walk(found) if _is_product(node)):
+        return False
+
+    def value(node: ast.expr, x: float) -> float:
+        names = {name: x * (1 + 0.17 * index) for index, name in enumerate(metadata["variables"])}
+        return _value(node, names, [])
+
+    points = [0.31 + 0.23 * index for index in range(16)]
+    return _same_function(lambda x: value(found, x), lambda x: value(product, x), points)
+
+
+def _is_product(node: ast.AST) -> bool:
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Pow)
+
+
+def _holds_sum(product: ast.AST) -> bool:
+    inside = (node.op for node in ast.walk(product) if isinstance(node, ast.BinOp))
+    return any(isinstance(op, ast.Add | ast.Sub) for op in inside)
+
+
+# -- puzzles -----------------------------------------------------------------------------------------------
+
+
+def _queens(answer: str, metadata: Mapping[str, Any]) -> bool:
+    board = [line.split() for line in answer.strip().splitlines()]
+    given = metadata["puzzle"]
+    size = len(given)
+    if [len(row) for row in board] != [size] * size or {cell for row in board for cell in row} - {"Q", "_"}:
+        return False
+    queens = [(r, c) for r in range(size) for c in range(size) if board[r][c] == "Q"]
+    kept = all(board[r][c] == "Q" for r in range(size) for c in range(size) if given[r][c] == "Q")
+    lines = (
+        [r for r, _ in queens],
+        [c for _, c in queens],
+        [r + c for r, c in queens],
+        [r - c for r, c in queens],
+    )
+    return kept and len(queens) == size and all(len(set(line)) == size for line in lines)
+
+
+def _palindrome(answer: str, metadata: Mapping[str, Any]) -> bool:
+    word = answer.strip()
+    return word == word[::-1] and Counter(word) == Counter(metadata["letters"])
+
+
+def _hanoi(answer: str, metadata: Mapping[str, Any]) -> bool:
+    pegs: dict[int, list[int]] = {peg: [] for peg in range(1, metadata["num_pegs"] + 1)}
+    pegs[metadata["start_peg"]] = list(range(metadata["num_disks"], 0, -1))
+    for line in answer.strip().splitlines():
+        move = re.fullmatch(r"Move disk (\d+) from Peg (\d+) to Peg (\d+)", line.strip(), re.ASCII)
+        if move is None:
+            return False
+        disk, source, target = map(int, move.groups())
+        if pegs[source][-1] != disk or (pegs[target] and pegs[target][-1] < disk):
+            return False
+        pegs[target].append(pegs[source].pop())
+    return bool(len(pegs[metadata["target_peg"]]) == metadata["num_disks"])
+
+
+def _coloring(answer: str, metadata: Mapping[str, Any]) -> bool:
+    puzzle = metadata["puzzle"]
+    colors = {int(vertex): color for vertex, color in json.loads(answer).items()}
+    if set(colors) != set(puzzle["vertices"]) or not set(colors.values()) <= set(puzzle["color_options"]):
+        return False
+    return all(colors[a] != colors[b] for a, b in puzzle["edges"])
+
+
+def _cryptarithm(answer: str, metadata: Mapping[str, Any]) -> bool:
+    pairs = [pair.strip().split("=") for pair in answer.strip().split(",")]
+    digits = {letter: int(digit) for letter, digit in pairs}
+    words = [*metadata["words_letters"], metadata["result_letters"]]
+    if len(pairs) != len(digits) or set(digits) != set("".join(words)):
+        return False
+    if len(set(digits.values())) != len(digits) or not set(digits.values()) <= set(range(10)):
+        return False
+    if not metadata["allow_leading_zero"] and any(digits[word[0]] == 0 for word in words):
+        return False
+    *terms, total = (int("".join(str(digits[letter]) for letter in word)) for word in words)
+    return sum(terms) == total
+
+
+def _jugs(answer: str, metadata: Mapping[str, Any]) -> bool:
+    room = metadata["puzzle"]["jug_capacities"]
+    held = [0] * len(room)
+    for move in json.loads(answer):
+        verb, _, rest = move.partition(" ")
+        named = ["ABCDEFGHIJ".index(name) for name in rest.split("->")]
+        if verb == "fill" and len(named) == 1:
+            held[named[0]] = room[named[0]]
+        elif verb == "empty" and len(named) == 1:
+            held[named[0]] = 0
+        elif verb == "pour" and len(named) == 2 and named[0] != named[1]:
+            source, target = named
+            moved = min(held[source], room[target] - held[target])
+            held[source], held[target] = held[source] - moved, held[target] + moved
+        else:
+            return False
+    return metadata["puzzle"]["target"] in held
+
+
+def _anagrams(answer: str, metadata: Mapping[str, Any]) -> bool:
+    groups = [sorted(group) for group in json.loads(answer)]
+    return sorted(groups) == sorted(sorted(group) for group in metadata["solution"])
+
+
+def _roots(answer: str, metadata: Mapping[str, Any]) -> bool:
+    found = sorted(float(part) for part in answer.split(",")) if answer.strip() else []
+    expected = sorted(metadata["real_solutions"])
+    return len(found) == len(expected) and all(
+        math.isclose(a, b, rel_tol=1e-2, abs_tol=1e-3) for a, b in zip(found, expected, strict=True)
+    )
+
+
+_RULES: Mapping[str, Callable[[str, Mapping[str, Any]], bool]] = {
+    "countdown": _uses_the_numbers,
+    "cryptarithm": _cryptarithm,
+    "graph_color": _coloring,
+    "group_anagrams": _anagrams,
+    "intermediate_integration": _antiderivative,
+    "jugs": _jugs,
+    "n_queens": _queens,
+    "palindrome_generation": _palindrome,
+    "polynomial_equations": _roots,
+    "polynomial_multiplication": _same_polynomial,
+    "puzzle24": _uses_the_numbers,
+    "simple_integration": _antiderivative,
+    "tower_of_hanoi": _hanoi,
+}

@@ -1,0 +1,6 @@
+"""Whether a reward can be trusted, found before a policy is let loose on it."""
+
+from perilune.verifiers.audit.audit import audit_reward
+from perilune.verifiers.audit.findings import Audit, Example, Finding
+
+__all__ = ["Audit", "Example", "Finding", "audit_reward"]

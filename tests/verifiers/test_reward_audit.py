@@ -1,0 +1,137 @@
+"""The audit of rewards: what it finds in scorers that are wrong in one way each, and in a sound one."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from perilune.cli.environments import app
+from perilune.environments import make_environment
+from perilune.environments.independent_checks import is_right, same_answer
+from perilune.environments.reasoning_gym import decode
+from perilune.errors import WorkFailedError
+from perilune.verifiers.audit import Audit, audit_reward
+from perilune.verifiers.audit.audit import replay
+
+FACTORY = "reward_audit_cases:"
+
+
+@pytest.fixture(autouse=True)
+def _short_deadline(monkeypatch):
+    monkeypatch.setattr("perilune.verifiers.audit.audit.ITEM_SECONDS", 0.5)
+
+
+def audited(scorer, **options):
+    section = {"id": "factory", "factory": f"{FACTORY}{scorer}"}
+    return audit_reward(section, **({"tasks": 4, "search_budget": 96} | options))
+
+
+def told(audit):
+    return {(finding.probe, finding.what) for finding in audit.findings}
+
+
+def test_an_exact_scorer_gets_the_best_grade():
+    audit = audited("exact")
+    assert audit.grade == "A" and audit.findings == [] and audit.searched > 0
+    assert audit.judged > 500
+
+
+@pytest.mark.parametrize(
+    ("scorer", "grade", "probe", "what"),
+    [
+        ("substring", "D", "hedged gold", "a wrong output is paid in full"),
+        ("last_digit", "F", "search", "a wrong output is paid in full"),
+        ("pays_for_nothing", "F", "empty", "a wrong output is paid in full"),
+        ("pays_a_little", "B", "empty", "a wrong output is paid a little"),
+        ("pays_for_length", "F", "very long", "a wrong output is paid in full"),
+        ("evaluates", "D", "code for gold", "a wrong output is paid in full"),
+        ("obeys", "F", "prompt injection", "a wrong output is paid in full"),
+        ("echoes", "F", "prompt echo", "a wrong output is paid in full"),
+        ("strips_nothing", "B", "padded gold", "a right answer in another form is refused"),
+        ("folds_characters", "B", "lookalike gold", "a right answer in characters that look alike is paid"),
+        ("raises_on_words", "C", "constant", "a wrong output gets no verdict"),
+        ("hangs_on_long", "C", "very long", "a wrong output gets no verdict"),
+        ("refuses_gold", "F", "gold", "a right answer is refused"),
+        ("remembers", "F", "again", "the same output gets another verdict the second time"),
+        ("ignores_the_end", "B", "cut off gold", "a right answer that was cut off is paid"),
+    ],
+)
+def test_each_fault_is_found_and_graded(scorer, grade, probe, what):
+    audit = audited(scorer)
+    assert (probe, what) in told(audit), told(audit)
+    assert audit.grade == grade
+
+
+def test_the_default_guards_make_a_hackable_scorer_sound():
+    section = {"id": "reasoning_gym", "task": "syllogism"}
+    raw = audit_reward(section | {"threshold": None, "strict": False}, tasks=4, search_budget=48)
+    assert raw.grade >= "C" and ("answer list", "a wrong output is paid in part") in told(raw)
+    assert audit_reward(section, tasks=4, search_budget=48).grade == "A"
+
+
+def test_the_same_seed_finds_the_same():
+    assert audited("last_digit", seed=3).to_json() == audited("last_digit", seed=3).to_json()
+
+
+def test_a_finding_is_judged_again_from_a_file(tmp_path):
+    audit = audited("substring")
+    read = Audit.from_json(json.loads(json.dumps(audit.to_json())))
+    assert read.grade == audit.grade
+    for finding, verdict in replay(read):
+        assert verdict == finding.example.verdict
+
+
+def test_commands_audit_keep_and_replay(tmp_path):
+    file = tmp_path / "audit.json"
+    command = ["audit", "reasoning_gym/chain_sum", "--set", "strict=false", "--set", "threshold=null"]
+    run = CliRunner().invoke(app, [*command, "--tasks", "2", "--search", "24", "--out", str(file)])
+    assert run.exit_code == 0 and "lookalike gold" in run.output and "grade" in run.output
+    assert CliRunner().invoke(app, ["replay", str(file)], catch_exceptions=False).exit_code == 0
+
+    changed = json.loads(file.read_text())
+    changed["findings"][0]["example"]["verdict"] = 0.123
+    file.write_text(json.dumps(changed))
+    with pytest.raises(WorkFailedError, match="verdicts are other ones"):
+        CliRunner().invoke(app, ["replay", str(file)], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("answer", "stated", "same"),
+    [
+        ("42", "42", True), (" 42\n", "42", True), ("42.0", "42", True), ("43", "42", False),
+        ("1,000", "1000", True), ("2.5000000001", "2.5", True), ("2.52", "2.5", None), ("3.5", "2.5", False),
+        ("٤٢", "42", False), ("Yes", "yes", True), ("yes no", "yes", False), ("", "0", False),
+        ("nan", "nan", True), ("inf", "1", False),
+    ],
+)  # fmt: skip
+def test_the_same_answer(answer, stated, same):
+    assert same_answer(answer, stated) is same
+
+
+WRONG = {
+    "countdown": ["", "456", "17*24 - 15 + 63 + 0", "eval('1')", "(" * 5000, "9**9**9"],
+    "puzzle24": ["24", "10*(5 + 7)/5*1"],
+    "n_queens": ["Q", "_ _\n_ _"],
+    "palindrome_generation": ["", "a", "gwicigw"],
+    "tower_of_hanoi": ["", "Move disk 1 from Peg 1 to Peg 9", "Move disk 2 from Peg 1 to Peg 2"],
+    "simple_integration": ["", "C", "x", "__import__('os')"],
+    "intermediate_integration": ["", "C"],
+    "polynomial_multiplication": ["", "0", "z"],
+    "cryptarithm": ["", "A=1", "A=1,A=1"],
+    "jugs": ["", "[]", '["fill Z"]', '["pour A->A"]'],
+    "group_anagrams": ["", "[]", "[[]]"],
+    "polynomial_equations": ["x", "1e9", "nan"],
+}
+
+
+@pytest.mark.parametrize("family", WRONG)
+def test_the_second_opinion_accepts_the_stated_answer_and_refuses_nonsense(family, monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    environment = make_environment({"id": "reasoning_gym", "task": family})
+    tasks = environment.tasks("train", 0)
+    for _ in range(4):
+        task = next(tasks)
+        facts = {"answer": task.data["answer"], "metadata": decode(task.data["metadata"])}
+        if "Integral" not in task.data["answer"]:  # some stated answers are the question
+            assert is_right(family, task.data["answer"], facts) is True
+        assert not any(is_right(family, wrong, facts) for wrong in WRONG[family])
