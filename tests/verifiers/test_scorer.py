@@ -184,7 +184,7 @@ sys.path.insert(0, sys.argv[1])
 scorer = Scorer({"id": "factory", "factory": "hostile_environment:make"}, Limits(item_seconds=60))
 task = Task("t", (), {})
 scorer.score([(task, Transcript("good"))])
-print(scorer._slots[0]._channel._process.pid, flush=True)
+print(scorer.processes[0]._channel._process.pid, flush=True)
 scorer.score([(task, Transcript("sleep 60"))])
 """
 

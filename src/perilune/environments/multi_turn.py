@@ -103,6 +103,8 @@ class ScriptedSession:
             found = self._play.send(action)
         except StopIteration:
             raise RuntimeError("play ended without a last observation that is done") from None
+        if not isinstance(found, Observation):
+            raise TypeError(f"play yielded {type(found).__name__}, no observation")
         if self._left or found.done:
             return found
         return Observation(

@@ -1,8 +1,9 @@
-"""The scorer's own process: builds one environment, confines itself, then answers line by line.
+"""The environment's own process: builds it, confines itself, then answers line by line.
 
 Requests come on standard input, answers go to the descriptor that was standard output; both are JSON Lines.
 The first request is {"spec", "limits"} and is answered by {"ready"} or {"refused"}; every further one is
-{"items": [..]} and is answered by one line an item, in order, as soon as it is scored.
+{"items": [..]} and is answered by one line an item, in order, as soon as it is done. An item is a transcript
+to be scored, or what a session shall do.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
-from perilune.environments.protocol import Environment, Failure, Score, Task, Transcript
+from perilune.environments.protocol import Environment, Failure, Score, Transcript
 from perilune.environments.registry import make_environment
 from perilune.errors import RequestError
 from perilune.verifiers.confinement import Confinement, Limits
+from perilune.verifiers.hosting import Host, task_of
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_REASON = 300
@@ -37,24 +39,27 @@ def main() -> None:
     except RequestError as error:
         _answer(answers, {"refused": [error.what, error.where, error.remedy]})
         return
-    confinement = Confinement(Limits(**opening["limits"]))
+    confinement = Confinement(Limits(**opening["limits"])) if getattr(environment, "confined", True) else None
+    host = Host(environment)
     _answer(answers, {"ready": True})
     for line in requests:
         for index, item in enumerate(json.loads(line)["items"]):
-            _answer(answers, {"item": index} | _score(environment, item, confinement))
+            if confinement is not None:
+                confinement.allow_cpu()
+                confinement.armed = True
+            found = host.answer(item) if "session" in item else _score(environment, item)
+            if confinement is not None:
+                confinement.armed = False
+            _answer(answers, {"item": index} | found)
 
 
-def _score(environment: Environment, item: Mapping[str, Any], confinement: Confinement) -> dict[str, Any]:
-    task = Task(**item["task"])
-    transcript = Transcript(**item["transcript"])
-    confinement.allow_cpu()
-    confinement.armed = True
+def _score(environment: Environment, item: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        outcome: Any = environment.score(task, transcript)
+        task, transcript = task_of(item["task"]), item["transcript"]
+        transcript = {**transcript, **{name: tuple(transcript[name]) for name in ("earlier", "messages")}}
+        outcome: Any = environment.score(task, Transcript(**transcript))
     except BaseException as error:  # SystemExit and MemoryError of a scorer are data too
         outcome = Failure("verifier", f"scorer raised {type(error).__name__}: {error}")
-    finally:
-        confinement.armed = False
     return _document(outcome)
 
 
@@ -77,7 +82,11 @@ def _figures(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def _answer(answers: BinaryIO, document: Mapping[str, Any]) -> None:
-    answers.write(json.dumps(document).encode() + b"\n")
+    try:
+        text = json.dumps(document)
+    except (TypeError, ValueError, RecursionError) as error:
+        text = json.dumps({"item": document["item"], "failure": ["environment", f"no JSON: {error}"]})
+    answers.write(text.encode() + b"\n")
     answers.flush()
 
 

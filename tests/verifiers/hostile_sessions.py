@@ -1,0 +1,71 @@
+"""A session that does what an action tells it to: {"id": "factory", "factory": "hostile_sessions:Echo"}."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from perilune.environments import EpisodeFailedError, MultiTurn, Observation, Task, ask, over
+
+
+class Echo(MultiTurn):
+    """Says how many actions there were, and pays 1 for "end"; other words make it misbehave."""
+
+    id = "echo"
+    max_turns = 12
+
+    def __init__(self, section):
+        self.players = section.get("players", 1)
+        self.confined = section.get("confined", True)
+
+    def tasks(self, split, seed):
+        for number in range(1000):
+            yield Task(f"{split}{number}", ({"role": "user", "content": f"task {number}"},), {})
+
+    def play(self, task, chance):
+        turns = 0
+        action = yield ask(f"luck {chance.integer(10**6, 'luck')}")
+        while action != "end":
+            turns += 1
+            action = yield self._do(action, turns)
+        yield over(*[1.0] * self.players, terms={"turns": turns})
+
+    def _do(self, action, turns):
+        match action:
+            case "raise":
+                raise ValueError("no idea")
+            case "leave":
+                sys.exit(3)
+            case "die":
+                os._exit(3)
+            case "hang":
+                time.sleep(3600)
+            case "sandbox":
+                raise EpisodeFailedError("sandbox", "no room")
+            case "print":
+                print("garbage\n" * 10_000)
+            case "flood":
+                sys.stderr.write("garbage\n" * 1_000_000)
+            case "babble":
+                os.write(3, b"garbage\n")
+            case "nan":
+                return ask("x", rewards=(float("nan"),))
+            case "stuck":
+                return ask("x", legal=())
+            case "nothing":
+                return None
+            case "object":
+                return ask("x", info={"what": object()})
+            case "role":
+                return ask("x", role="assistant")
+            case "nobody":
+                return ask("x", player=5)
+            case "overpaid":
+                return ask("x", rewards=(1.0, 2.0, 3.0))
+            case "long":
+                return ask("x" * 2_000_000)
+            case "bare":
+                return Observation(messages=("x",))
+            case "write":
+                Path("kept").write_text("x")
+        return ask(f"{turns} after {action}", rewards=(0.25,) * self.players)

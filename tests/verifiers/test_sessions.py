@@ -1,0 +1,129 @@
+"""Sessions in a process of their own: one that misbehaves is a failure, and the others do not notice."""
+
+from itertools import islice
+
+import pytest
+from hostile_sessions import Echo
+
+from perilune.environments import Failure, Observation, SingleTurn, Tally, Transcript
+from perilune.verifiers import Limits, Scorer
+from perilune.verifiers.sessions import Sessions
+
+SPEC = {"id": "factory", "factory": "hostile_sessions:Echo"}
+ECHO = Echo({})
+TASKS = list(islice(ECHO.tasks("train", 0), 8))
+
+
+@pytest.fixture(scope="module")
+def scorer():
+    with Scorer(SPEC, Limits(item_seconds=0.5, answer_bytes=1 << 16)) as shared:
+        yield shared
+
+
+def test_a_session_gives_what_it_gives_in_this_process(scorer):
+    sessions = Sessions(scorer, ECHO)
+    (live,) = sessions.open([(TASKS[0], 5)])
+    mine = ECHO.reset(TASKS[0], 5)
+    assert live.found == mine.observation
+    tally = Tally(1)
+    for action in ("a", "é\n", "end"):
+        sessions.step([(live, action, True)])
+        assert live.found == mine.step(action)
+        tally.add(live.found)
+    assert live.found.done
+    sessions.close([live])
+    transcript = Transcript("end", earlier=("a", "é\n"), seed=5)
+    assert scorer.score([(TASKS[0], transcript)]) == [tally.score()] == [ECHO.score(TASKS[0], transcript)]
+
+
+@pytest.mark.parametrize(
+    ("action", "boundary", "said"),
+    [
+        ("raise", "environment", "ValueError: no idea"),
+        ("leave", "environment", "SystemExit: 3"),
+        ("die", "environment", "exit code 3"),
+        ("hang", "environment", "no outcome within 0.5 s"),
+        ("sandbox", "sandbox", "no room"),
+        ("flood", "environment", "standard error"),
+        ("babble", "environment", "no outcome"),
+        ("nan", "environment", "a figure is not finite"),
+        ("stuck", "environment", "the player to move has no legal action"),
+        ("nothing", "environment", "no observation"),
+        ("object", "environment", "no JSON"),
+        ("role", "environment", "neither of user, tool nor system"),
+        ("nobody", "environment", "a player moves who does not play"),
+        ("overpaid", "environment", "rewards are not one a player"),
+        ("long", "environment", "more than 65536 bytes"),
+        ("bare", "environment", "no outcome"),
+        ("write", "environment", "PermissionError"),
+    ],
+)
+def test_one_that_misbehaves_fails_alone(scorer, action, boundary, said):
+    sessions = Sessions(scorer, ECHO)
+    lives = sessions.open([(task, 0) for task in TASKS[:3]])
+    sessions.step([(live, "a", True) for live in lives])
+    sessions.step([(lives[0], "b", True), (lives[1], action, True), (lives[2], "b", True)])
+    failure = lives[1].found
+    assert isinstance(failure, Failure) and failure.boundary == boundary and said in failure.reason
+    for live in (lives[0], lives[2]):
+        assert live.found.messages[0]["content"] == "2 after b"
+    sessions.step([(lives[0], "c", True), (lives[2], "end", True)])
+    assert lives[0].found.messages[0]["content"] == "3 after c"
+    assert lives[2].found == Observation(rewards=(1.0,), terms={"turns": 2.0}, done=True)
+    sessions.close(lives)
+
+
+def test_what_a_session_prints_disturbs_nothing(scorer):
+    sessions = Sessions(scorer, ECHO)
+    (live,) = sessions.open([(TASKS[0], 0)])
+    sessions.step([(live, "print", True)])
+    assert live.found.messages[0]["content"] == "1 after print"
+
+
+def test_many_sessions_outlive_many_deaths(scorer):
+    sessions = Sessions(scorer, ECHO)
+    before = scorer.restarts
+    lives = sessions.open([(TASKS[i % 8], i) for i in range(100)])
+    sessions.step([(live, f"word {i}", True) for i, live in enumerate(lives)])
+    sessions.step([(live, "die" if i % 40 == 0 else "b", True) for i, live in enumerate(lives)])
+    assert scorer.restarts == before + 3
+    for i, live in enumerate(lives):
+        if i % 40 == 0:
+            assert isinstance(live.found, Failure)
+        else:
+            assert live.found.messages[0]["content"] == "2 after b"
+    alive = [live for live in lives if isinstance(live.found, Observation)]
+    sessions.step([(live, "end", True) for live in alive])
+    assert all(live.found.done and live.found.terms == {"turns": 2.0} for live in alive)
+
+
+def test_what_was_cut_off_is_not_played(scorer):
+    sessions = Sessions(scorer, ECHO)
+    lives = sessions.open([(TASKS[0], 0), (TASKS[1], 0)])
+    sessions.step([(lives[0], "end", False), (lives[1], "die", False)])
+    assert [live.found for live in lives] == [Observation(done=True, truncated=True)] * 2
+
+
+def test_a_session_of_one_turn_is_a_verdict(scorer):
+    class Same(SingleTurn):
+        id = "same"
+
+    sessions = Sessions(scorer, Same())
+    (live,) = sessions.open([(TASKS[0], 0)])
+    assert live.found == Observation()
+    sessions.step([(live, "end", True)])
+    assert live.found == Observation(rewards=(1.0,), terms={"turns": 0.0}, done=True)
+    (live,) = sessions.open([(TASKS[0], 0)])
+    sessions.step([(live, "nan", True)])
+    assert live.found.boundary == "verifier"
+
+
+def test_an_environment_that_contains_itself_is_not_confined():
+    spec = SPEC | {"confined": False, "players": 2}
+    with Scorer(spec, workers=2) as own:
+        sessions = Sessions(own, Echo(spec))
+        lives = sessions.open([(TASKS[0], 0), (TASKS[1], 0)])
+        sessions.step([(live, "write", True) for live in lives])
+        assert [live.found.rewards for live in lives] == [(0.25, 0.25)] * 2
+        sessions.step([(lives[1], "end", True)])
+        assert lives[1].found.done
