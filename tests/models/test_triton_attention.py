@@ -1,0 +1,90 @@
+"""The Triton kernels without a GPU: their numbers by Triton's interpreter, their code by its compiler."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="needs Triton: pip install triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from perilune.models import triton_attention
+from perilune.models.triton_attention import PART, tile
+
+POINTER = {"float32": "*fp32", "bfloat16": "*bf16", "int8": "*i8"}
+
+
+def test_their_numbers_are_right_in_the_interpreter() -> None:
+    cases = Path(__file__).parent / "triton_attention_cases.py"
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "COV_"))}
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)],
+        env=environment | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0 and " passed" in ran.stdout, ran.stdout[-5000:] + ran.stderr
+
+
+def compiled(kernel: Any, architecture: int, pointers: dict[str, str], constants: dict[str, Any]) -> Any:
+    """A kernel as machine code for an NVIDIA GPU; its other arguments are 32-bit."""
+    names = kernel.arg_names
+    signature = {
+        name: "constexpr" if name in constants else pointers.get(name, "fp32" if name == "scale" else "i32")
+        for name in names
+    }
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if name in pointers or name == "q_stride"
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    stages = 2 if constants.get("IS_INT8") else 3
+    target = GPUTarget("cuda", architecture, 32)
+    return triton.compile(source, target=target, options={"num_warps": 4, "num_stages": stages})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "cache", "size", "window"),
+    [(80, "bfloat16", "bfloat16", 128, 0), (90, "bfloat16", "bfloat16", 128, 4096),
+     (90, "bfloat16", "int8", 256, 512), (80, "float32", "float32", 64, 0)],
+)  # fmt: skip
+def test_attention_compiles_for_a_gpu_and_reads_sixteen_bytes_at_a_time(
+    architecture: int, dtype: str, cache: str, size: int, window: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    pointers = {
+        "q_ptr": POINTER[dtype], "keys_ptr": POINTER[cache], "values_ptr": POINTER[cache],
+        "key_scales_ptr": "*fp32", "value_scales_ptr": "*fp32", "tables_ptr": "*i32",
+        "positions_ptr": "*i32", "found_ptr": "*fp32", "totals_ptr": "*fp32",
+    }  # fmt: skip
+    constants = {
+        "HEADS": 16, "KV_HEADS": 8, "SIZE": size, "WIDTH": size, "ROWS": 16, "PART": PART, "PARTS": 16,
+        "TILE": tile(size, 2 if dtype == "bfloat16" else 4), "BLOCK": 16, "WINDOW": window,
+        "IS_INT8": cache == "int8", "WIDENED": False,
+    }  # fmt: skip
+    code = compiled(triton_attention._attend_to_part, architecture, pointers, constants)
+    instructions = code.asm["ptx"]
+    assert "ld.global.v4" in instructions if cache == "int8" else "cp.async.cg.shared.global" in instructions
+    assert "ld.global.b16" not in instructions  # one element by itself
+    assert ("mma.sync" in instructions) == (dtype == "bfloat16")
+    assert code.metadata.shared <= 48 << 10  # what every GPU gives without being asked
+
+
+def test_the_other_kernels_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kept = {"k_ptr": "*bf16", "v_ptr": "*bf16", "keys_ptr": "*i8", "values_ptr": "*i8"}
+    scales = {"key_scales_ptr": "*fp32", "value_scales_ptr": "*fp32"}
+    where = {"tables_ptr": "*i32", "positions_ptr": "*i32"}
+    constants = {"HEADS": 8, "SIZE": 128, "WIDTH": 128, "BLOCK": 16, "IS_INT8": True}
+    compiled(triton_attention._keep, 90, kept | scales | where, constants)
+    joined = {"found_ptr": "*fp32", "totals_ptr": "*fp32", "positions_ptr": "*i32", "out_ptr": "*bf16"}
+    shape = {"HEADS": 16, "SIZE": 128, "WIDTH": 128, "PART": PART, "PARTS": 16, "WINDOW": 0, "JOINED": 16}
+    compiled(triton_attention._join, 90, joined, shape)

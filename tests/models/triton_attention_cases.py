@@ -1,0 +1,168 @@
+"""The Triton kernels in Triton's own interpreter.
+
+`test_triton_attention.py` runs this in a process of its own, as Triton chooses when it is imported.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    raise RuntimeError("set TRITON_INTERPRET=1")
+
+from perilune.models import triton_attention
+from perilune.models.triton_attention import LayerCache, attend, keep
+
+PART = triton_attention.PART = 64  # so that many parts are not many keys
+LENGTHS = st.one_of(st.integers(1, 3 * PART), st.sampled_from([PART, PART + 1, 2 * PART, 17 * PART + 3]))
+few = settings(deadline=None, max_examples=8, derandomize=True)
+
+
+@dataclass
+class Case:
+    """Sequences of some lengths in a cache of random blocks; their last tokens are the queries."""
+
+    lengths: list[int]
+    kv_heads: int
+    group: int
+    size: int
+    dtype: torch.dtype
+    seed: int
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.seed)
+        generator = torch.Generator().manual_seed(self.seed)
+        columns = -(-max(self.lengths) // 16)
+        tables = 1 + rng.permutation(columns * len(self.lengths)).reshape(len(self.lengths), columns)
+        self.tables = torch.from_numpy(tables.astype(np.int32))
+        self.positions = torch.tensor(self.lengths, dtype=torch.int32) - 1
+        layout = (tables.size + 1, self.kv_heads)
+        if self.dtype == torch.int8:
+            # Of about the size that unit normal numbers have.
+            keys, values = (torch.randint(-127, 128, (2, *layout, self.size, 16), generator=generator)).char()
+            scales = (0.5 + torch.rand(2, *layout, 16, generator=generator)) / 64
+            self.cache = LayerCache(keys, values.view(*layout, 16, self.size), scales[0], scales[1])
+        else:
+            keys, values = torch.randn(2, *layout, self.size, 16, generator=generator).to(self.dtype)
+            self.cache = LayerCache(keys, values.view(*layout, 16, self.size))
+        self.compute = torch.float32 if self.dtype == torch.int8 else self.dtype
+        q = torch.randn(len(self.lengths), self.kv_heads * self.group, self.size, generator=generator)
+        self.q = q.to(self.compute)
+
+    def expected(self, window: int | None) -> Tensor:
+        """By the definition, in float64."""
+        out = torch.zeros(self.q.shape, dtype=torch.float64)
+        for sequence, length in enumerate(self.lengths):
+            at = torch.arange(max(0, length - window) if window else 0, length)
+            blocks, within = self.tables[sequence, at // 16].long(), at % 16
+            k = self.cache.keys[blocks, :, :, within].double()
+            v = self.cache.values[blocks, :, within].double()
+            if self.cache.key_scales is not None and self.cache.value_scales is not None:
+                k = k * self.cache.key_scales[blocks, :, within].double()[..., None]
+                v = v * self.cache.value_scales[blocks, :, within].double()[..., None]
+            for head in range(self.q.shape[1]):
+                of = head // self.group
+                scores = k[:, of] @ self.q[sequence, head].double() / math.sqrt(self.size)
+                out[sequence, head] = scores.softmax(0) @ v[:, of]
+        return out
+
+
+@st.composite
+def cases(draw: st.DrawFn, *dtypes: torch.dtype) -> Case:
+    return Case(
+        draw(st.lists(LENGTHS, min_size=1, max_size=3)),
+        draw(st.integers(1, 3)),
+        draw(st.sampled_from([1, 2, 5])),
+        draw(st.sampled_from([16, 32, 80])),
+        draw(st.sampled_from(dtypes)),
+        draw(st.integers(0, 2**32 - 1)),
+    )
+
+
+windows = st.one_of(st.none(), st.integers(1, 40), st.sampled_from([PART, PART + 1, 3 * PART]))
+
+
+@few
+@given(cases(torch.float32, torch.int8), windows)
+def test_attention_is_what_it_is_defined_as(case: Case, window: int | None) -> None:
+    found = attend(case.q, case.cache, case.tables, case.positions, window)
+    torch.testing.assert_close(found.double(), case.expected(window), atol=2e-5, rtol=2e-5)
+
+
+@few
+@given(cases(torch.bfloat16), windows)
+def test_in_bfloat16_it_is_as_near_as_that_allows(case: Case, window: int | None) -> None:
+    found = attend(case.q, case.cache, case.tables, case.positions, window)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), case.expected(window), atol=0.03, rtol=0.03)
+
+
+@few
+@given(cases(torch.float32, torch.bfloat16, torch.int8), windows, st.integers(0, 40))
+def test_a_row_has_the_same_bits_alone_and_whatever_the_width_of_the_table(
+    case: Case, window: int | None, wider: int
+) -> None:
+    together = attend(case.q, case.cache, case.tables, case.positions, window)
+    for row, length in enumerate(case.lengths):
+        own = case.tables[row : row + 1, : -(-length // 16)]
+        table = torch.nn.functional.pad(own, (0, wider))
+        at = slice(row, row + 1)
+        alone = attend(case.q[at], case.cache, table, case.positions[at], window)
+        assert torch.equal(alone, together[at])
+
+
+@few
+@given(cases(torch.float32, torch.bfloat16))
+def test_what_is_kept_is_where_it_belongs(case: Case) -> None:
+    k, v = torch.randn(2, len(case.lengths), case.kv_heads, case.size).to(case.compute)
+    keys, values = case.cache.keys.clone(), case.cache.values.clone()
+    keep(k, v, case.cache, case.tables, case.positions)
+    for row, length in enumerate(case.lengths):
+        block, within = case.tables[row, (length - 1) // 16], (length - 1) % 16
+        keys[block, :, :, within], values[block, :, within] = k[row], v[row]
+    assert torch.equal(case.cache.keys, keys)
+    assert torch.equal(case.cache.values, values)
+
+
+@few
+@given(cases(torch.int8))
+def test_in_int8_an_element_is_off_by_half_a_step_at_most(case: Case) -> None:
+    k, v = torch.randn(2, len(case.lengths), case.kv_heads, case.size)
+    k[0, 0] = 0
+    keep(k, v, case.cache, case.tables, case.positions)
+    cache = case.cache
+    assert cache.key_scales is not None and cache.value_scales is not None
+    for row, length in enumerate(case.lengths):
+        block, within = int(case.tables[row, (length - 1) // 16]), (length - 1) % 16
+        for mine, held, scale in (
+            (k[row], cache.keys[block, :, :, within], cache.key_scales[block, :, within]),
+            (v[row], cache.values[block, :, within], cache.value_scales[block, :, within]),
+        ):
+            torch.testing.assert_close(scale, mine.abs().amax(-1).clamp(min=1e-30) / 127)
+            error = (held * scale[:, None] - mine).abs()
+            assert (error <= 0.5001 * scale[:, None]).all()
+
+
+def test_rows_of_one_table_of_inputs_can_be_given_as_they_lie() -> None:
+    """A captured step keeps token, position and blocks of a sample in one row."""
+    case = Case([40, 300], 2, 2, 32, torch.float32, 0)
+    inputs = torch.cat([torch.zeros(2, 1, dtype=torch.int32), case.positions[:, None], case.tables], dim=1)
+    packed = torch.randn(2, 8, 32)
+    q, k, v = packed[:, :4], packed[:, 4:6], packed[:, 6:]
+    keep(k, v, case.cache, inputs[:, 2:], inputs[:, 1])
+    case.q = q
+    found = attend(q, case.cache, inputs[:, 2:], inputs[:, 1])
+    torch.testing.assert_close(found.double(), case.expected(None), atol=2e-5, rtol=2e-5)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
