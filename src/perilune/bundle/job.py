@@ -32,7 +32,20 @@ class Resources(Frozen):
     """What one attempt may use."""
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where tensors live")
-    threads: int = Field(0, ge=0, description="threads of a CPU run; 0 takes every core this process may use")
+    threads: int = Field(
+        0, ge=0, description="threads of a process on a CPU; 0 shares out every core that may be used"
+    )
+    processes: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="processes that a training stage runs in, on one machine; others run in one",
+    )
+    sharded: bool | None = Field(
+        None,
+        description="whether several processes cut weights, gradients and moments (FSDP) instead of each"
+        " keeping them; by default on cuda",
+    )
 
 
 class Job(Frozen):

@@ -20,7 +20,13 @@ PROGRESS_INTERVAL = 0.2  # seconds between two writes of runtime/progress.json
 
 
 class Workspace:
-    """One attempt's copy of a bundle, from the inside."""
+    """One attempt's copy of a bundle, from the inside.
+
+    Attributes:
+        leads: whether what is written here is kept: of several processes that run a task, the first's.
+    """
+
+    leads = True
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -100,6 +106,38 @@ class Workspace:
         if name not in self.job.secrets:
             raise KeyError(name)
         return os.environ[name]
+
+
+class FollowerWorkspace(Workspace):
+    """The workspace of a process beside the first: it knows the figures that the first writes down, and
+    writes nothing but lines of its own log."""
+
+    leads = False
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self._lines: list[dict[str, Any]] = []
+
+    def metric(self, step: int, **figures: Any) -> None:
+        """Remember the figures."""
+        self._lines.append({"step": step, **figures})
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Figures of the steps before those of this attempt, and of this attempt."""
+        return list(self._lines)
+
+    def rewind(self, step: int) -> None:
+        """Take the first process's figures up to `step`, after it has rewound."""
+        self._lines = [line for line in super().metrics() if line["step"] <= step]
+
+    def timing(self, step: int, **seconds: float) -> None:
+        """Leave it to the first process."""
+
+    def progress(self, done: int, total: int, unit: str = "steps", **figures: float) -> None:
+        """Leave it to the first process."""
+
+    def event(self, kind: str, **details: Any) -> None:
+        """Leave it to the first process."""
 
 
 def summary_document(summary: Mapping[str, Any]) -> bytes:

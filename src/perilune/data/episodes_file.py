@@ -80,6 +80,28 @@ def write_episodes(path: Path, episodes: Iterable[Episode]) -> int:
     return len(rows)
 
 
+def to_bytes(episodes: Iterable[Episode]) -> bytes:
+    """Episodes for another process of this run, as an Arrow stream.
+
+    Raises:
+        ValueError: as `write_episodes`.
+    """
+    import pyarrow as pa
+
+    table = pa.Table.from_pylist([_row(episode) for episode in episodes], schema=episode_schema())
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
+
+
+def from_bytes(stream: bytes) -> list[Episode]:
+    """The inverse of `to_bytes`."""
+    import pyarrow as pa
+
+    return _episodes(pa.ipc.open_stream(stream).read_all())
+
+
 def read_episodes(path: Path) -> list[Episode]:
     """Read an episodes file.
 
@@ -103,6 +125,10 @@ def read_episodes(path: Path) -> list[Episode]:
                 f"column '{field.name}' is {table.schema.field(field.name).type}, not {field.type}",
                 where=str(path),
             )
+    return _episodes(table)
+
+
+def _episodes(table: pa.Table) -> list[Episode]:
     columns = {name: _values(table, name) for name in episode_schema().names}
     return [_episode({name: column[i] for name, column in columns.items()}) for i in range(len(table))]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from itertools import islice
 
@@ -10,6 +11,7 @@ import torch
 from perilune.bundle.workspace import Workspace
 from perilune.environments.protocol import Environment, Task
 from perilune.errors import RequestError
+from perilune.learn.processes import Processes, join
 from perilune.models.decoder import Decoder
 from perilune.models.loading import load_checkpoint, new_model
 from perilune.models.tokenizer import Tokenizer
@@ -46,7 +48,20 @@ def prepare_device(workspace: Workspace) -> torch.device:
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(workspace.job.seed)
     workspace.log(f"device {wanted}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    if wanted == "cuda" and "LOCAL_RANK" in os.environ:  # each of several processes has a device to itself
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        return device
     return torch.device(wanted)
+
+
+def join_processes(workspace: Workspace, device: torch.device) -> Processes:
+    """Meet the other processes of the stage, where it runs in several."""
+    processes = join(device, workspace.job.resources.sharded)
+    if processes.count > 1:
+        kept = "cut over all" if processes.sharded else "whole in each"
+        workspace.log(f"process {processes.rank} of {processes.count}, what is trained {kept}")
+    return processes
 
 
 def load_policy(workspace: Workspace, device: torch.device) -> Policy:
