@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from perilune.models.attention import Attention
 from perilune.models.config import DecoderConfig
 from perilune.models.feed_forward import MLP, MixtureOfExperts
 from perilune.models.kernels import both_halves, rms_norm, rotate
 from perilune.models.layers import Projection, RMSNorm
-from perilune.models.narrow import NarrowKind
+from perilune.models.narrow import NarrowKind, Precision
 from perilune.models.rope import Rope
 from perilune.models.rotary import inverse_frequencies
 
@@ -129,11 +130,19 @@ class Body(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A causal language model over flat tokens."""
+    """A causal language model over flat tokens.
+
+    Attributes:
+        recompute: whether learning keeps of each layer only what went in, and computes it again for the
+            gradient (activation checkpointing; Chen et al., arXiv 1604.06174).
+        precision: of products with matrices, as `compute_in` set it.
+    """
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
+        self.recompute = False
+        self.precision: Precision = "float32"
         self.model = Body(config)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -146,13 +155,18 @@ class Decoder(nn.Module):
         """Last hidden state, float[N, d], of int64[N] tokens at int64[N] positions in their sequences."""
         rotations = {rope: both_halves(*self.rotary(positions, rope)) for rope in self.inverse_frequencies}
         x = self.embed(token_ids)
+        recompute = self.recompute and torch.is_grad_enabled()
         for layer, block in enumerate(self.model.layers):
-            x = block(x, *rotations[self.config.rope_of(layer)], attention)
+            seen = x, *rotations[self.config.rope_of(layer)], attention
+            x = _recomputed(block, *seen) if recompute else block(*seen)
         return self.model.norm(x)  # type: ignore[no-any-return]
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """float[N, d] that the first layer sees of int64[N] tokens."""
-        x = self.model.embed_tokens(token_ids).to(self.dtype)
+        x = self.model.embed_tokens(token_ids)
+        if self.precision == "bfloat16":
+            x = x.to(torch.bfloat16)  # as the table of a copy for sampling is kept
+        x = x.to(self.dtype)
         if not self.config.family.scaled_embeddings:
             return x  # type: ignore[no-any-return]
         # The factor is rounded to the dtype, as it was when the model was trained.
@@ -163,6 +177,15 @@ class Decoder(nn.Module):
         """Of activations, and of norms; a frozen copy may keep its matrices in another."""
         weight: Tensor = self.model.norm.weight
         return weight.dtype
+
+    def compute_in(self, precision: Precision) -> None:
+        """Round what products with matrices multiply, but for routers', to `precision`; sums are float32.
+
+        Weights, norms, attention, logits and losses stay float32, and so do gradients but for that rounding.
+        """
+        self.precision = precision
+        for projection in self.projections():
+            projection.precision = "float32" if projection.exact else precision
 
     def to_hf(self) -> dict[str, Any]:
         """The content of its config.json."""
@@ -187,24 +210,29 @@ class Decoder(nn.Module):
         """A copy of the present weights for inference, faster than the original and untouched by training.
 
         Args:
-            kind: how matrices are kept: "bfloat16", "int8" (embeddings in bfloat16 then), or as they are.
-                Norms, biases, routers and what passes between layers stay as they are.
+            kind: how matrices are kept: "bfloat16", "int8" (embeddings in bfloat16 then), or by default so
+                that products have this decoder's precision. Norms, biases, routers and what passes between
+                layers stay as they are.
         """
+        if kind is None and self.precision == "bfloat16":
+            kind = "bfloat16"
         with torch.device("meta"):
             copy = Decoder(self.config)
-        for projection, its_projection in zip(self._projections(), copy._projections(), strict=True):
+        for projection, its_projection in zip(self.projections(), copy.projections(), strict=True):
             its_projection.freeze(projection, kind)
         table = self.model.embed_tokens.weight.detach()
         table = table.clone() if kind is None else table.to(torch.bfloat16, copy=True)
         copy.model.embed_tokens.weight = nn.Parameter(table, requires_grad=False)
-        for mine, its in zip(self.modules(), copy.modules(), strict=True):
+        for name, its in copy.named_modules():
+            mine = self.get_submodule(name)
             if isinstance(mine, RMSNorm) and isinstance(its, RMSNorm):
                 its.freeze(mine)
             if isinstance(mine, SelfAttention) and isinstance(its, SelfAttention) and mine.qk_norm == "head":
                 its.frozen_qk_norm = mine.qk_norm_weight()
         return copy
 
-    def _projections(self) -> list[Projection]:
+    def projections(self) -> list[Projection]:
+        """All linear maps, those of one input together."""
         attributes = [value for module in self.modules() for value in vars(module).values()]
         return [value for value in attributes if isinstance(value, Projection)]
 
@@ -220,6 +248,11 @@ class Decoder(nn.Module):
                 else:
                     deviation = self.config.initializer_range
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation)
+
+
+def _recomputed(block: nn.Module, *seen: Any) -> Tensor:
+    out: Tensor = checkpoint(block, *seen, use_reentrant=False, preserve_rng_state=False)
+    return out
 
 
 def capped(logits: Tensor, bound: float | None) -> Tensor:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from perilune.models.narrow import NarrowKind, NarrowWeight, narrowed
+from perilune.models.narrow import NarrowKind, NarrowWeight, Precision, narrowed
 from perilune.models.native import ops
 from perilune.models.native.ops import LANES, Activation, PackedWeight
 
@@ -39,18 +39,28 @@ def is_exact(x: Tensor) -> bool:
     return x.dtype == torch.float32 and x.device.type == "cpu" and (_HAS_ONEDNN or ops.available())
 
 
-def linear(x: Tensor, weight: Tensor | PackedWeight | NarrowWeight, bias: Tensor | None = None) -> Tensor:
-    """float[N, O] = float[N, I] @ float[O, I].T + float[O]; the weight may be one that `pack_weight` made."""
+def linear(
+    x: Tensor,
+    weight: Tensor | PackedWeight | NarrowWeight,
+    bias: Tensor | None = None,
+    precision: Precision = "float32",
+) -> Tensor:
+    """float[N, O] = float[N, I] @ float[O, I].T + float[O]; the weight may be one that `pack_weight` made.
+
+    Args:
+        precision: of the product; a weight that was packed has its own.
+    """
     if isinstance(weight, PackedWeight):
         return ops.linear(x, weight)
     if isinstance(weight, NarrowWeight):
         return weight.times(x) if bias is None else weight.times(x) + bias
-    if not is_exact(x):
-        return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        out: Tensor = _Linear.apply(x, weight)  # type: ignore[no-untyped-call]
+        if not is_exact(x) and precision == "float32":
+            return F.linear(x, weight, bias)
+        out: Tensor = _Linear.apply(x, weight, precision)  # type: ignore[no-untyped-call]
         return out if bias is None else out + bias
-    return _forward(x, weight) if bias is None else _forward(x, weight).add_(bias)
+    out = product(x, weight, precision)
+    return out if bias is None else out.add_(bias)
 
 
 def pack_weight(
@@ -74,9 +84,15 @@ def pack_weight(
 _TYPICAL_ROWS = 256
 
 
-def _forward(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T, each element summed in one order."""
-    return ops.linear(x, ops.pack_weight(weight)) if is_native(x) else _product(x, weight)
+def product(x: Tensor, weight: Tensor, precision: Precision = "float32") -> Tensor:
+    """x @ weight.T of float[N, I] and float[O, I]; each element is summed in one order where `is_exact`."""
+    if precision == "bfloat16":
+        if is_native(x) and weight.shape[1] % 2 == 0:
+            return ops.linear(x, ops.pack_weight(weight, None, "bfloat16"))
+        return narrowed(weight, "bfloat16").times(x)
+    if is_native(x):
+        return ops.linear(x, ops.pack_weight(weight))
+    return _product(x, weight) if is_exact(x) else F.linear(x, weight)
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
@@ -92,22 +108,28 @@ class _Linear(torch.autograd.Function):
     """y = x W^T;  dx = dy W;  dW = dy^T x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, precision: Precision) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _forward(x, weight)
+        ctx.precision = precision
+        return product(x, weight, precision)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight = ctx.needs_input_grad
-        grad_x = _product(grad, weight.t()) if needs_x else None
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        times = _product if ctx.precision == "float32" else _bfloat16_product
+        grad_x = times(grad, weight.t()) if needs_x else None
         if not needs_weight:
-            return grad_x, None
+            return grad_x, None, None
         # oneDNN copies its first operand: let that be the narrower one.
         if weight.shape[0] < weight.shape[1]:
-            return grad_x, _product(grad.t(), x.t())
-        return grad_x, _product(x.t(), grad.t()).t()
+            return grad_x, times(grad.t(), x.t()), None
+        return grad_x, times(x.t(), grad.t()).t(), None
+
+
+def _bfloat16_product(x: Tensor, weight: Tensor) -> Tensor:
+    return product(x, weight, "bfloat16")
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

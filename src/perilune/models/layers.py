@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from perilune.models.kernels import linear, pack_weight, rms_norm
-from perilune.models.narrow import NarrowKind, NarrowWeight
+from perilune.models.narrow import NarrowKind, NarrowWeight, Precision
 from perilune.models.native.ops import PackedWeight
 
 
@@ -43,26 +43,38 @@ class Projection:
 
     Args:
         parts: the maps.
-        exact: whether a frozen copy keeps them as they are, whatever it does with others.
+        exact: whether they stay as they are, whatever a frozen copy or a precision does with others.
+
+    Attributes:
+        precision: of products that are not frozen.
     """
 
     def __init__(self, *parts: nn.Linear | nn.Embedding, exact: bool = False) -> None:
         self.parts, self.exact = parts, exact
+        self.precision: Precision = "float32"
         self.frozen: tuple[Tensor | PackedWeight | NarrowWeight, Tensor | None] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias = self.joined() if self.frozen is None else self.frozen
-        return linear(x, weight, bias)
+        return linear(x, weight, bias, self.precision)
 
     def joined(self) -> tuple[Tensor, Tensor | None]:
         """float[O, I] weight and float[O] bias of all parts, one below the other."""
+        return self.joined_weight(), self.joined_bias()
+
+    def joined_weight(self) -> Tensor:
+        """The weight alone."""
         weights: list[Tensor] = [part.weight for part in self.parts]
+        return weights[0] if len(weights) == 1 else torch.cat(weights)
+
+    def joined_bias(self) -> Tensor | None:
+        """The bias alone, if there is one."""
         biases: list[Tensor] = [
             part.bias for part in self.parts if isinstance(part, nn.Linear) and part.bias is not None
         ]
-        if len(weights) == 1:
-            return weights[0], biases[0] if biases else None
-        return torch.cat(weights), torch.cat(biases) if biases else None
+        if not biases:
+            return None
+        return biases[0] if len(biases) == 1 else torch.cat(biases)
 
     def freeze(self, source: Projection, kind: NarrowKind | None) -> None:
         """Take the present weights of `source`; no gradient reaches them."""

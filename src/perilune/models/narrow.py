@@ -18,6 +18,9 @@ from torch import Tensor
 
 NarrowKind = Literal["bfloat16", "int8"]
 
+Precision = Literal["float32", "bfloat16"]
+"""Of products in learning: bfloat16 rounds both factors, and sums in float32 all the same."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NarrowWeight:

@@ -1,0 +1,246 @@
+"""Low-rank adaptation (LoRA; Hu et al., arXiv 2106.09685): a frozen matrix W, and s B A learned beside it.
+
+Every product is with the merged matrix W + s (B A), which is made anew from W where it is needed and never
+kept. So the policy that learns is the merged one to the last bit: what the engine copies, what is saved and
+what is served. The usual way, W x + s B (A x), rounds otherwise, and sampler and learner would differ.
+Merging takes r / N of the time of a product of N rows. The gradient never sees a matrix of W's size:
+
+    dx = dy (W + s B A);   dB = s dy^T (x A^T);   dA = s (dy B)^T x
+
+W may be kept in bfloat16 or int8 (`models.narrow`), as QLoRA does (Dettmers et al., arXiv 2305.14314; there
+in four bits). It is widened one matrix at a time, and merged in float32.
+
+A is float32[r, I], B float32[O, r]; s = alpha / r. They hang from their linear map under peft's names,
+`q_proj.lora_A.weight` and `q_proj.lora_B.weight`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from perilune.models.decoder import Decoder
+from perilune.models.kernels import linear, product
+from perilune.models.layers import Projection
+from perilune.models.narrow import narrowed
+
+BaseKind = Literal["float32", "bfloat16", "int8"]
+"""How the frozen matrices are kept."""
+
+A, B = "lora_A", "lora_B"
+_SCALES = "scales"  # of a linear map whose weight is int8
+_STREAM = 0x10FA  # tells the random numbers of A from others of the same seed
+
+
+class MergedProjection(Projection):
+    """Linear maps of the same input whose weights are W + s B A, one below the other.
+
+    Args:
+        base: the maps; those without an A and a B are W alone.
+        scale: s.
+    """
+
+    def __init__(self, base: Projection, scale: float) -> None:
+        super().__init__(*base.parts, exact=base.exact)
+        self.scale, self.precision = scale, base.precision
+
+    def __call__(self, x: Tensor) -> Tensor:
+        pairs = [tensor for part in self.parts for tensor in pair_of(part)]
+        if not (torch.is_grad_enabled() and (x.requires_grad or any(t.requires_grad for t in pairs))):
+            weight, bias = self.joined()
+            return linear(x, weight, bias, self.precision)
+        out: Tensor = _Merged.apply(x, self, *pairs)  # type: ignore[no-untyped-call]
+        bias = self.joined_bias()
+        return out if bias is None else out + bias
+
+    @torch.no_grad()
+    def joined_weight(self) -> Tensor:
+        """float32[O, I], merged; no gradient reaches the parts through it."""
+        weights = [self.weight_of(part) for part in self.parts]
+        return weights[0] if len(weights) == 1 else torch.cat(weights)
+
+    def weight_of(self, part: nn.Module) -> Tensor:
+        """float32[O, I] of one part."""
+        base, pair = widened(part), pair_of(part)
+        if not pair:
+            return base
+        a, b = pair
+        # By the same kernel as every product, so that a sum over the rank has one order.
+        return base + product(b * self.scale, a.t())
+
+
+class _Merged(torch.autograd.Function):
+    """Products with the merged weights of a projection, and the gradients of x and of each A and B."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, projection: MergedProjection, *pairs: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *pairs)
+        ctx.projection = projection
+        return product(x, projection.joined_weight(), projection.precision)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x = ctx.saved_tensors[0]
+        projection: MergedProjection = ctx.projection
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = product(grad, projection.joined_weight().t(), projection.precision)
+        gradients: list[Tensor] = []
+        start = 0
+        for part in projection.parts:
+            stop = start + part.weight.shape[0]
+            if pair := pair_of(part):
+                (a, b), dy = pair, grad[:, start:stop]
+                gradients.append((dy @ b).mul_(projection.scale).t() @ x)
+                gradients.append(dy.t() @ (x @ a.t()).mul_(projection.scale))
+            start = stop
+        return grad_x, None, *gradients
+
+
+def attach(decoder: Decoder, targets: Collection[str], rank: int, alpha: float, seed: int) -> None:
+    """Freeze `decoder`, and give its linear maps called `targets` ("q_proj", ...) an A and a B to learn.
+
+    A is drawn as by peft, uniform within 1 / sqrt(I); B is 0, so that the policy is still the base's.
+    """
+    decoder.requires_grad_(False)
+    random = np.random.default_rng([seed, _STREAM])
+    for name, part in linear_maps(decoder):
+        if name.rpartition(".")[2] in targets:
+            out, inner = part.weight.shape
+            bound = 1 / math.sqrt(inner)
+            drawn = random.uniform(-bound, bound, (rank, inner)).astype(np.float32)
+            set_pair(part, torch.from_numpy(drawn), torch.zeros(out, rank))
+    lay_over(decoder, alpha / rank)
+
+
+def attach_pairs(decoder: Decoder, pairs: Mapping[str, tuple[Tensor, Tensor]], scale: float) -> None:
+    """Freeze `decoder`, and hang the given A and B from the linear maps they are named after."""
+    decoder.requires_grad_(False)
+    for name, (a, b) in pairs.items():
+        set_pair(decoder.get_submodule(name), a, b)
+    lay_over(decoder, scale)
+
+
+def narrow_part(decoder: Decoder, name: str, kind: BaseKind) -> None:
+    """Keep the parameter called `name` in `kind` from now on, if it is a matrix that products are made with.
+
+    Linear maps of layers become `kind`; embedding and head, whose rounding is felt most, bfloat16 at least.
+    Routers, norms and biases stay as they are. `lay_over` makes the decoder compute with it.
+    """
+    owner, _, attribute = name.rpartition(".")
+    part = decoder.get_submodule(owner)
+    of_layer = any(part is found for _, found in linear_maps(decoder))
+    is_table = part is decoder.model.embed_tokens or part in decoder.head.parts
+    if kind == "float32" or attribute != "weight" or not (of_layer or is_table):
+        return
+    narrow = narrowed(part.weight, kind if of_layer else "bfloat16")  # type: ignore[arg-type]
+    part.weight = nn.Parameter(narrow.values, requires_grad=False)
+    if narrow.scales is not None:
+        part.register_buffer(_SCALES, narrow.scales)
+
+
+def narrow_base(decoder: Decoder, kind: BaseKind) -> None:
+    """Keep all matrices of `decoder` in `kind` from now on, as `narrow_part`; no gradient reaches them."""
+    for name, _ in list(decoder.named_parameters()):
+        narrow_part(decoder, name, kind)
+    lay_over(decoder)
+
+
+def widened(part: nn.Module) -> Tensor:
+    """float32[O, I] that the matrix of a part stands for."""
+    weight: Tensor = part.weight  # type: ignore[assignment]
+    scales: Tensor | None = getattr(part, _SCALES, None)
+    wide = weight.detach().float()
+    return wide if scales is None else wide * scales[:, None]
+
+
+def pair_of(part: nn.Module) -> tuple[Tensor, ...]:
+    """A and B of a linear map, or nothing."""
+    return tuple(part.get_submodule(name).weight for name in (A, B)) if hasattr(part, A) else ()  # type: ignore[misc]
+
+
+def set_pair(part: nn.Module, a: Tensor, b: Tensor) -> None:
+    """Hang A and B from a linear map, where the map is and in float32 at least; a gradient reaches them."""
+    weight: Tensor = part.weight  # type: ignore[assignment]
+    dtype = weight.dtype if weight.dtype == torch.float64 else torch.float32
+    for name, values in ((A, a), (B, b)):
+        half = nn.Linear(values.shape[1], values.shape[0], bias=False, device="meta")
+        half.weight = nn.Parameter(values.to(weight.device, dtype, copy=True))
+        part.add_module(name, half)
+
+
+def pairs_of(decoder: Decoder) -> dict[str, tuple[Tensor, ...]]:
+    """A and B by the name of their linear map."""
+    return {name: pair for name, part in decoder.named_modules() if (pair := pair_of(part))}
+
+
+def scale_of(decoder: Decoder) -> float:
+    """s, one for all; 0 where nothing is adapted."""
+    found = [one.scale for one in decoder.projections() if isinstance(one, MergedProjection)]
+    return max(found, default=0.0)
+
+
+def base_of(decoder: Decoder) -> Decoder:
+    """The policy without what was learned beside it. It shares the frozen weights, and so takes no memory."""
+    base = copy.deepcopy(decoder, {id(t): t for t in (*decoder.parameters(), *decoder.buffers())})
+    for part in base.modules():
+        if pair_of(part):
+            del part.lora_A, part.lora_B
+    return base
+
+
+def base_state(decoder: Decoder) -> dict[str, Tensor]:
+    """The state without the A and B: all of it, where nothing is adapted."""
+    return {
+        name: tensor
+        for name, tensor in decoder.state_dict().items()
+        if not {A, B}.intersection(name.split("."))
+    }
+
+
+@torch.no_grad()
+def merged(decoder: Decoder) -> Decoder:
+    """A decoder without adapters, of plain matrices, that is the same policy to the last bit."""
+    with torch.device("meta"):
+        plain = Decoder(decoder.config)
+    weights = base_state(decoder)
+    names = {id(part): name for name, part in decoder.named_modules()}
+    for projection in decoder.projections():
+        if isinstance(projection, MergedProjection):
+            weights |= {f"{names[id(part)]}.weight": projection.weight_of(part) for part in projection.parts}
+    kept = {name: weights[name] for name in plain.state_dict()}
+    plain.load_state_dict(kept, assign=True)
+    return plain
+
+
+def lay_over(decoder: Decoder, scale: float = 0.0) -> None:
+    """Have products made with merged weights, wherever a matrix is narrow or has an A and a B."""
+    for module in list(decoder.modules()):
+        for attribute, projection in list(vars(module).items()):
+            if isinstance(projection, Projection) and any(map(_is_special, projection.parts)):
+                setattr(module, attribute, MergedProjection(projection, scale))
+
+
+def linear_maps(decoder: Decoder) -> Iterator[tuple[str, nn.Linear]]:
+    """The linear maps of all layers that may be adapted, by name: all but routers."""
+    own = {
+        id(part)
+        for projection in decoder.projections()
+        if not projection.exact and projection is not decoder.head
+        for part in projection.parts
+    }
+    for name, part in decoder.named_modules():
+        if id(part) in own and isinstance(part, nn.Linear):
+            yield name, part
+
+
+def _is_special(part: nn.Linear | nn.Embedding) -> bool:
+    return bool(pair_of(part)) or part.weight.dtype in (torch.int8, torch.bfloat16)
