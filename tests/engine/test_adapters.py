@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from perilune.engine.adapters import Adapter
+from perilune.models.adapters import Adapter
 from perilune.engine.engine import Engine
 from perilune.engine.request import Request, SamplingParams
 from perilune.engine.runner import TorchRunner

@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perilune.engine.adapters import Adapter
 from perilune.engine.blocks import BLOCK, BlockPool, blocks_for
 from perilune.engine.constraints import Constraint
 from perilune.engine.deliveries import Collection, Deliveries
@@ -28,6 +27,7 @@ from perilune.engine.scoring import MOST_LOGITS, blocks_of, in_batches, lay_out
 from perilune.engine.sequences import Entry, Sequences
 from perilune.engine.step import Counters, Step
 from perilune.errors import RequestError, WorkFailedError
+from perilune.models.adapters import Adapter
 from perilune.models.checksum import checksum
 from perilune.models.config import DecoderConfig
 from perilune.models.decoder import Decoder

@@ -8,12 +8,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from perilune.engine.adapters import Adapter
 from perilune.engine.blocks import Blocks
 from perilune.engine.cache import PagedCache
 from perilune.engine.native_attention import DescribedStep, describe_cache
 from perilune.engine.runner import TorchRunner
 from perilune.engine.step import StepBatch
+from perilune.models.adapters import Adapter
 from perilune.models.decoder import Decoder, capped
 from perilune.models.native import decoder as native
 from perilune.models.native.ops import WeightKind
@@ -30,8 +30,9 @@ class NativeRunner:
     Args:
         decoder: whose weights are copied; `supports` must speak for it.
         num_blocks: of the cache, the null block included.
-        weights: how matrices are kept; by default as the decoder keeps them.
-        cache: how keys and values are kept; by default as the weights, and int8 only when asked for.
+        weights: how matrices are kept; by default so that products have the decoder's precision.
+        cache: how keys and values are kept; by default as the decoder's activations, in bfloat16 also where
+            weights in that are asked for, and in int8 only when asked for.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class NativeRunner:
         cache: CacheKind | None = None,
     ) -> None:
         self._kind = weights or weight_kind(decoder)
-        kind = cache or ("bfloat16" if self._kind == "bfloat16" else "float32")
+        kind = cache or ("bfloat16" if "bfloat16" in (weights, _dtype(decoder)) else "float32")
         self.cache = PagedCache(decoder.config, num_blocks, getattr(torch, kind))
         self._config = decoder.config
         self._cache = describe_cache(self.cache)
@@ -74,5 +75,9 @@ class NativeRunner:
 
 
 def weight_kind(decoder: Decoder) -> WeightKind:
-    """As the decoder's own dtype says."""
-    return "bfloat16" if decoder.model.embed_tokens.weight.dtype == torch.bfloat16 else "float32"
+    """As the decoder's own dtype says, or the precision of its products."""
+    return "bfloat16" if "bfloat16" in (decoder.precision, _dtype(decoder)) else "float32"
+
+
+def _dtype(decoder: Decoder) -> str:
+    return str(decoder.dtype).removeprefix("torch.")

@@ -14,11 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perilune.engine.adapters import AdaptedProjections, Adapter
+from perilune.engine.adapters import AdaptedProjections
 from perilune.engine.blocks import Blocks
 from perilune.engine.cache import PagedAttention, PagedCache
 from perilune.engine.native_attention import NativePagedAttention
 from perilune.engine.step import StepBatch
+from perilune.models.adapters import Adapter
 from perilune.models.attention import Attention
 from perilune.models.decoder import Decoder
 from perilune.models.kernels import is_native
@@ -76,10 +77,9 @@ class TorchRunner:
     ) -> None:
         self._adapters: list[Adapter] = []
         self.take_weights(decoder)
-        weight = decoder.model.embed_tokens.weight
-        self._device = weight.device
+        self._device = decoder.model.norm.weight.device
         self.cache = cache or PagedCache(
-            decoder.config, num_blocks, cache_dtype or weight.dtype, weight.device
+            decoder.config, num_blocks, cache_dtype or decoder.dtype, self._device
         )
 
     @torch.inference_mode()
@@ -101,7 +101,7 @@ class TorchRunner:
 
     def _attention(self, batch: StepBatch, rows: int) -> Attention:
         """Of the same arithmetic as the learner's."""
-        if is_native(self.decoder.model.embed_tokens.weight, self.cache.values.shape[-1]):
+        if is_native(self.decoder.model.norm.weight, self.cache.values.shape[-1]):
             return NativePagedAttention(self.cache, batch)
         return PagedAttention(self.cache, batch, rows)
 

@@ -19,8 +19,8 @@ def fastest_runner(decoder: Decoder | TransformersModel, num_blocks: int) -> Run
     """
     if isinstance(decoder, TransformersModel):
         return TransformersRunner(decoder, num_blocks)
-    weight = decoder.model.embed_tokens.weight
-    on_cpu = weight.device.type == "cpu" and weight.dtype in {torch.float32, torch.bfloat16}
+    weight = decoder.model.norm.weight
+    on_cpu = weight.device.type == "cpu" and decoder.dtype in {torch.float32, torch.bfloat16}
     if on_cpu and supports(decoder.config, weight_kind(decoder)):
         return NativeRunner(decoder, num_blocks)
     return TorchRunner(decoder, num_blocks)

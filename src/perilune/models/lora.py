@@ -188,9 +188,22 @@ def scale_of(decoder: Decoder) -> float:
     return max(found, default=0.0)
 
 
+def shared(decoder: Decoder) -> Decoder:
+    """Another decoder in the very same memory, which no gradient reaches, and which may be given others."""
+    kept: dict[int, Tensor] = {id(tensor): tensor for tensor in decoder.buffers()}
+    kept |= {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in decoder.parameters()}
+    return copy.deepcopy(decoder, kept)
+
+
+def base_kind(decoder: Decoder) -> BaseKind:
+    """How the matrices of layers are kept."""
+    dtypes = {part.weight.dtype for _, part in linear_maps(decoder)}
+    return "int8" if torch.int8 in dtypes else "bfloat16" if torch.bfloat16 in dtypes else "float32"
+
+
 def base_of(decoder: Decoder) -> Decoder:
-    """The policy without what was learned beside it. It shares the frozen weights, and so takes no memory."""
-    base = copy.deepcopy(decoder, {id(t): t for t in (*decoder.parameters(), *decoder.buffers())})
+    """The policy without what was learned beside it; it shares the frozen weights."""
+    base = shared(decoder)
     for part in base.modules():
         if pair_of(part):
             del part.lora_A, part.lora_B

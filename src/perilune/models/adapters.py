@@ -1,0 +1,206 @@
+"""LoRA adapters as files: the two that PEFT writes and reads.
+
+    adapter_config.json          rank r, alpha, the names of the maps
+    adapter_model.safetensors    base_model.model.NAME.lora_A.weight [r, I], ....lora_B.weight [O, r]
+
+An adapter comes from anywhere: it is read as safetensors or not at all, and held against the model before any
+of it is used. Those that we write also say, in the metadata of the second file, of which base they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from perilune.errors import RequestError
+from perilune.files import read_json, write_atomic, write_json
+from perilune.models.checksum import checksum
+from perilune.models.decoder import Decoder
+from perilune.models.lora import (
+    BaseKind,
+    attach_pairs,
+    base_kind,
+    base_state,
+    linear_maps,
+    merged,
+    narrow_base,
+    pairs_of,
+    scale_of,
+    shared,
+)
+
+_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_KEY = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<part>[AB])\.weight")
+_BASE = "perilune_base"  # metadata: "KIND CHECKSUM" of the frozen weights
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """Low-rank additions to linear maps.
+
+    Attributes:
+        pairs: A float[r, I] and B float[O, r] by the map's name, "model.layers.0.self_attn.q_proj".
+        scale: of what they add.
+        base: how the base that it was learned on was kept, and its checksum; empty when nobody said.
+    """
+
+    pairs: Mapping[str, tuple[Tensor, Tensor]]
+    scale: float
+    base: str = ""
+
+    @classmethod
+    def of(cls, decoder: Decoder) -> Adapter:
+        """What was learned beside a frozen decoder."""
+        pairs = {name: (a.detach(), b.detach()) for name, (a, b) in pairs_of(decoder).items()}
+        return cls(pairs, scale_of(decoder), f"{base_kind(decoder)} {checksum(base_state(decoder))}")
+
+    @classmethod
+    def load(cls, path: Path | str) -> Adapter:
+        """Read the folder that PEFT writes: adapter_config.json and adapter_model.safetensors.
+
+        Raises:
+            RequestError: when a file is missing or malformed, or the adapter is more than plain LoRA.
+        """
+        folder = Path(path)
+        weights, config_file = folder / _WEIGHTS, folder / _CONFIG
+        for file in (weights, config_file):
+            if not file.is_file():
+                raise RequestError(
+                    f"no {file.name}", where=str(folder), remedy="save it with PEFT, as safetensors"
+                )
+        rank, scale = _rank_and_scale(read_json(config_file), str(config_file))
+        try:
+            with safe_open(weights, framework="pt") as file:
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
+                base = (file.metadata() or {}).get(_BASE, "")
+        except (SafetensorError, OSError) as error:
+            raise RequestError(f"not safetensors: {error}", where=str(weights)) from None
+        halves: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in tensors.items():
+            match = _KEY.fullmatch(key)
+            if match is None:
+                raise RequestError(f"{key} is no part of a LoRA pair", where=str(weights))
+            halves.setdefault(match["module"], {})[match["part"]] = _checked(key, tensor, rank, weights)
+        lone = [name for name, parts in halves.items() if len(parts) != 2]
+        if lone:
+            raise RequestError(f"{lone[0]} has only half of its pair", where=str(weights))
+        return cls({name: (parts["A"], parts["B"]) for name, parts in halves.items()}, scale, base)
+
+    def save(self, path: Path) -> None:
+        """Write the folder that PEFT reads; the configuration last, so that a folder that has it is whole."""
+        tensors = {
+            f"base_model.model.{name}.lora_{part}.weight": tensor.detach().cpu().contiguous()
+            for name, pair in self.pairs.items()
+            for part, tensor in zip("AB", pair, strict=True)
+        }
+        path.mkdir(parents=True, exist_ok=True)
+        write_atomic(path / _WEIGHTS, save(tensors, metadata={"format": "pt", _BASE: self.base}))
+        rank = len(next(iter(self.pairs.values()))[0])
+        document = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": None,
+            "r": rank,
+            "lora_alpha": self.scale * rank,
+            "lora_dropout": 0.0,
+            "target_modules": sorted({name.rpartition(".")[2] for name in self.pairs}),
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "use_rslora": False,
+            "use_dora": False,
+        }
+        write_json(path / _CONFIG, document)
+
+    def check(self, decoder: Decoder) -> None:
+        """Make sure that it fits.
+
+        Raises:
+            RequestError: naming the map that does not; or when it says of itself that it was learned beside
+                other weights than the decoder's.
+        """
+        maps = dict(linear_maps(decoder))
+        for name, (a, b) in self.pairs.items():
+            if name not in maps:
+                raise RequestError("the model has no such linear map", where=f"adapter, {name}")
+            shape = tuple(maps[name].weight.shape)
+            ranks_agree = a.dim() == b.dim() == 2 and a.shape[0] == b.shape[1]
+            if not ranks_agree or (b.shape[0], a.shape[1]) != shape:
+                raise RequestError(
+                    f"A {list(a.shape)} and B {list(b.shape)} do not fit {list(shape)}",
+                    where=f"adapter, {name}",
+                )
+        if self.base and self.base != (found := _told(decoder, self.base)):
+            raise RequestError(
+                f"the adapter was learned beside a base with checksum {self.base}, and this one has {found}",
+                where="adapter",
+                remedy="load it over the checkpoint that its training began with",
+            )
+
+    def attach(self, decoder: Decoder) -> None:
+        """Go on from it: freeze `decoder`, and let it learn these A and B beside its weights.
+
+        Raises:
+            RequestError: as `check`.
+        """
+        self.check(decoder)
+        attach_pairs(decoder, self.pairs, self.scale)
+
+    def merge(self, decoder: Decoder) -> Decoder:
+        """A plain decoder that is `decoder` with this adapter, on a base kept as it was learned on.
+
+        Raises:
+            RequestError: as `check`.
+        """
+        self.check(decoder)
+        adapted = shared(decoder)
+        narrow_base(adapted, _kind(self.base))
+        attach_pairs(adapted, self.pairs, self.scale)
+        return merged(adapted)
+
+
+def _told(decoder: Decoder, base: str) -> str:
+    """What `Adapter.base` says of a decoder, once that is kept as `base` says."""
+    kind = _kind(base)
+    if kind != base_kind(decoder):
+        decoder = shared(decoder)
+        narrow_base(decoder, kind)
+    return f"{kind} {checksum(base_state(decoder))}"
+
+
+def _kind(base: str) -> BaseKind:
+    kind = base.partition(" ")[0]
+    return kind if kind in ("bfloat16", "int8") else "float32"  # type: ignore[return-value]
+
+
+def _checked(key: str, tensor: Tensor, rank: int, file: Path) -> Tensor:
+    """A float32 copy of one half of a pair of the rank that the configuration names."""
+    found = tensor.shape[0 if ".lora_A." in key else -1] if tensor.dim() == 2 else None
+    if found != rank:
+        raise RequestError(f"{key} is {list(tensor.shape)}, and r is {rank}", where=str(file))
+    if not tensor.is_floating_point() or not torch.isfinite(tensor.float()).all():
+        raise RequestError(f"{key} has entries that are no finite numbers", where=str(file))
+    return tensor.float()
+
+
+def _rank_and_scale(config: object, where: str) -> tuple[int, float]:
+    if not isinstance(config, Mapping):
+        raise RequestError("not a JSON object", where=where)
+    if config.get("peft_type") != "LORA" or config.get("use_dora") or config.get("bias", "none") != "none":
+        raise RequestError(
+            "only plain LoRA is implemented", where=where, remedy="train it without DoRA and biases"
+        )
+    for key in ("alpha_pattern", "rank_pattern", "modules_to_save"):
+        if config.get(key):
+            raise RequestError(f"{key} is not implemented", where=where)
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+        raise RequestError(f"r is {rank!r} and lora_alpha {alpha!r}", where=where)
+    return rank, float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
