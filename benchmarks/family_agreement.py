@@ -112,8 +112,9 @@ def in_one_piece(decoder: Decoder, texts: Tensor) -> Tensor:
 def in_steps(decoder: Decoder, texts: Tensor) -> Tensor:
     """Logits [S, steps, V] of the last token of each step."""
     blocks = -(-LENGTH // 16)
-    runner = fastest_runner(decoder, 1 + TEXTS * blocks)
-    tables = np.arange(1, 1 + TEXTS * blocks, dtype=np.int32).reshape(TEXTS, blocks)
+    windows = len(decoder.config.distinct_windows)
+    runner = fastest_runner(decoder, [1 + TEXTS * blocks] * windows)
+    tables = np.arange(1, 1 + TEXTS * blocks, dtype=np.int32).reshape(1, TEXTS, blocks).repeat(windows, 0)
     logits = []
     for start, stop in pairwise(bounds()):
         count = stop - start

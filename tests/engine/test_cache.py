@@ -21,7 +21,7 @@ def test_what_is_stored_is_gathered_in_order(lengths: list[int], seed: int) -> N
     rng = np.random.default_rng(seed)
     columns = -(-max(lengths) // 16)
     tables = 1 + rng.permutation(columns * len(lengths)).reshape(len(lengths), columns)
-    cache = PagedCache(CONFIG, tables.size + 1, torch.float32)
+    cache = PagedCache(CONFIG, (tables.size + 1,), torch.float32)
     tokens = [(sequence, position) for sequence, n in enumerate(lengths) for position in range(n)]
     sequence, position = rng.permutation(np.array(tokens)).T
     k, v = torch.randn(2, len(tokens), 2, 32)
@@ -33,20 +33,24 @@ def test_what_is_stored_is_gathered_in_order(lengths: list[int], seed: int) -> N
 
 
 def test_blocks_are_copied_in_all_layers() -> None:
-    cache = PagedCache(CONFIG, 6, torch.float32)
-    cache.keys.copy_(torch.randn_like(cache.keys))
-    cache.values.copy_(torch.randn_like(cache.values))
-    keys, values = cache.keys.clone(), cache.values.clone()
-    cache.copy(np.array([1, 1, 2], dtype=np.int32), np.array([3, 4, 5], dtype=np.int32))
-    order = [0, 1, 2, 1, 1, 2]
-    assert torch.equal(cache.keys, keys[:, order])
-    assert torch.equal(cache.values, values[:, order])
+    mixed = CONFIG.replace(architecture="gemma3_text", windows=(20, None, 20))
+    cache = PagedCache(mixed, (6, 5), torch.float32)
+    for part in (*cache.keys, *cache.values):
+        part.copy_(torch.randn_like(part))
+    before = [part.clone() for part in (*cache.keys, *cache.values)]
+    sources = np.array([[1, 1, 2], [1, 3, 3]], dtype=np.int32)
+    targets = np.array([[3, 4, 5], [2, 4, 1]], dtype=np.int32)
+    cache.copy(sources, targets)
+    whole, windowed = [0, 1, 2, 1, 1, 2], [0, 3, 1, 3, 3]
+    for part, was, order in zip(
+        (*cache.keys, *cache.values), before, [windowed, whole, windowed] * 2, strict=True
+    ):
+        assert torch.equal(part, was[order])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_its_memory_is_what_its_dtype_takes(dtype: torch.dtype) -> None:
-    cache = PagedCache(CONFIG, 10, dtype)
-    taken = cache.keys.nbytes + cache.values.nbytes
-    assert taken == 10 * 16 * 2 * CONFIG.num_layers * 2 * 32 * dtype.itemsize
-    assert cache.keys.dtype == dtype
-    assert not cache.keys.any()
+    cache = PagedCache(CONFIG, (10,), dtype)
+    assert cache.nbytes == 10 * 16 * 2 * CONFIG.num_layers * 2 * 32 * dtype.itemsize
+    assert {part.dtype for part in cache.keys} == {dtype}
+    assert not any(part.any() for part in cache.keys)

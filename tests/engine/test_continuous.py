@@ -347,7 +347,7 @@ def test_with_windows_in_all_layers_blocks_are_given_back_and_nothing_changes(ru
 
 @exact
 def test_a_cache_of_half_the_size_rounds_everybody_alike() -> None:
-    def half(decoder: Decoder, num_blocks: int) -> TorchRunner:
+    def half(decoder: Decoder, num_blocks: tuple[int, ...]) -> TorchRunner:
         return TorchRunner(decoder, num_blocks, torch.bfloat16)
 
     asked = [Request(prompt(30, seed), SamplingParams(30), (seed, 0, 0), 2) for seed in range(3)]

@@ -7,7 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from perilune.engine.blocks import NULL_BLOCK, BlockPool, blocks_for
+from perilune.engine.blocks import NULL_BLOCK, blocks_for
+from perilune.engine.pools import BlockPools, blocks_in, pool_sizes
 from perilune.engine.request import Request, SamplingParams
 from perilune.engine.scheduler import Scheduler
 from perilune.engine.sequences import Entry, Sequences
@@ -17,15 +18,17 @@ from perilune.engine.step import Counters, Step
 class Life:
     """A scheduler whose model draws random tokens, and what must be true of it after every step."""
 
-    def __init__(self, rows: int, blocks: int, budget: int, seed: int, window: int | None = None) -> None:
+    def __init__(
+        self, rows: int, blocks: int, budget: int, seed: int, windows: tuple[int | None, ...] = (None,)
+    ) -> None:
         self.rng = random.Random(seed)
-        self.sequences = Sequences(rows, 100)
-        self.pool = BlockPool(blocks + 1)
-        self.scheduler = Scheduler(self.sequences, self.pool, budget, Counters(), window)
-        self.window = window or 10**6
+        self.sequences = Sequences(rows, 100, len(windows))
+        sizes = pool_sizes(windows, blocks + 1, slots=rows, token_budget=budget)
+        self.pools = BlockPools(sizes, windows)
+        self.scheduler = Scheduler(self.sequences, self.pools, budget, Counters())
         self.entries: dict[int, Entry] = {}
         self.finished: dict[int, list[int]] = {}
-        self.stored: dict[tuple[int, int], int] = {}  # which token lies at each place of each block
+        self.stored: list[dict[tuple[int, int], int]] = [{} for _ in windows]  # token by block and place
 
     def add(self, prompt: list[int], n: int, max_tokens: int) -> Entry:
         entry = Entry(len(self.entries), Request(prompt, SamplingParams(max_tokens), n=n),
@@ -42,8 +45,11 @@ class Life:
         self.run(step)
         tokens = np.array([self.rng.randrange(50) for _ in step.rows], dtype=np.int64)
         copies = self.scheduler.commit(step, tokens, np.zeros(len(tokens), dtype=np.float32), 0)
-        for source, target in zip(*(blocks.tolist() for blocks in copies), strict=True):
-            self.stored |= {(target, at): self.stored.get((source, at), -1) for at in range(16)}
+        for stored, sources, targets in zip(
+            self.stored, *(blocks.tolist() for blocks in copies), strict=True
+        ):
+            for source, target in zip(sources, targets, strict=True):
+                stored |= {(target, at): stored.get((source, at), -1) for at in range(16)}
         sequences = self.sequences
         for row in step.rows.tolist():
             entry = sequences.entries[row]
@@ -63,32 +69,40 @@ class Life:
         for index, row in enumerate(order):
             fed = slice(batch.cu_seqlens[index], batch.cu_seqlens[index + 1])
             assert fed.stop > fed.start
-            for token, position in zip(batch.token_ids[fed], batch.positions[fed], strict=True):
-                block = int(batch.block_tables[index, position // 16])
-                assert self.pool.references[block] == 1, "written where others read"
-                self.stored[block, int(position) % 16] = int(token)
             first, last = int(batch.positions[fed][0]), int(batch.positions[fed][-1])
-            for position in range(max(0, first - self.window + 1), last + 1):
-                block = int(batch.block_tables[index, position // 16])
-                assert self.stored[block, position % 16] == self.sequences.tokens[row, position]
+            for table, window, pool, stored in zip(
+                batch.block_tables[:, index].tolist(), self.pools.windows, self.pools.pools, self.stored,
+                strict=True,
+            ):  # fmt: skip
+                for token, position in zip(batch.token_ids[fed], batch.positions[fed].tolist(), strict=True):
+                    block = table[position // 16]
+                    assert pool.references[block] == 1, "written where others read"
+                    stored[block, position % 16] = int(token)
+                for position in range(max(0, first - (window or 10**6) + 1), last + 1):
+                    held = stored[table[position // 16], position % 16]
+                    assert held == self.sequences.tokens[row, position]
 
     def check(self) -> None:
         """Blocks are held as often as they are counted, and no sample holds more than it needs."""
-        sequences = self.sequences
-        references = np.zeros(self.pool.count, dtype=np.int64)
-        for row, entry in enumerate(sequences.entries):
-            if entry is not None:
-                table = sequences.table(row)
-                references[table[table != NULL_BLOCK]] += 1
-                assert len(table) <= blocks_for(int(sequences.length[row]))
-        assert np.array_equal(self.pool.references, references)
-        assert self.pool.used == (references > 0).sum()
+        sequences, decoding = self.sequences, self.scheduler.decoding.tolist()
+        for index, (window, pool) in enumerate(zip(self.pools.windows, self.pools.pools, strict=True)):
+            references = np.zeros(pool.count, dtype=np.int64)
+            for row, entry in enumerate(sequences.entries):
+                if entry is not None:
+                    table = sequences.table(row)[index]
+                    held = table[table != NULL_BLOCK]
+                    references[held] += 1
+                    assert len(table) <= blocks_for(int(sequences.length[row]))
+                    assert window is not None or len(held) == len(table)
+                    assert window is None or row not in decoding or len(held) <= blocks_in(window)
+            assert np.array_equal(pool.references, references)
+            assert pool.used == (references > 0).sum()
 
 
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("windows", [(None,), (20,), (None, 20)])
 @pytest.mark.parametrize(("rows", "blocks", "budget"), [(4, 12, 16), (12, 30, 40), (16, 200, 64)])
-def test_random_lives(rows: int, blocks: int, budget: int, window: int | None) -> None:
-    life = Life(rows, blocks, budget, seed=rows, window=window)
+def test_random_lives(rows: int, blocks: int, budget: int, windows: tuple[int | None, ...]) -> None:
+    life = Life(rows, blocks, budget, seed=rows, windows=windows)
     rng = life.rng
     prefixes = [[rng.randrange(50) for _ in range(40)] for _ in range(3)]
     for turn in range(1200):
@@ -107,7 +121,7 @@ def test_random_lives(rows: int, blocks: int, budget: int, window: int | None) -
         elif kind < 0.29:
             life.scheduler.new_weights(turn, recompute=rng.random() < 0.5)
         elif kind < 0.30:
-            life.pool.release(life.scheduler.lend(rng.randint(1, blocks)))
+            life.pools.take_back(life.scheduler.lend(rng.randint(1, blocks)))
         else:
             life.step()
         life.check()
@@ -117,7 +131,7 @@ def test_random_lives(rows: int, blocks: int, budget: int, window: int | None) -
     while life.step() is not None:
         life.check()
     assert not life.scheduler.unfinished
-    assert life.pool.used == 0
+    assert life.pools.use == 0
     assert sorted(life.scheduler._free_rows) == list(range(rows))
     for entry in life.entries.values():
         assert entry.unfinished == 0
@@ -175,7 +189,7 @@ def test_a_groups_prompt_is_fed_once_and_its_full_blocks_are_shared() -> None:
     assert len(step.batch.token_ids) == 37
     assert len(step.rows) == 16
     assert len(step.batch.logit_rows) == 1
-    assert life.pool.used == 2 + 16  # two full blocks shared, and a copy each of the third
+    assert life.pools.pools[0].used == 2 + 16  # two full blocks shared, and a copy each of the third
     drain(life)
     assert life.scheduler.counters.prompt_tokens == 37
 
@@ -216,13 +230,15 @@ def test_less_than_a_block_of_a_sample_is_wasted(length: int) -> None:
 
 
 def test_behind_a_window_nothing_is_kept() -> None:
-    life = Life(4, 100, 64, seed=0, window=32)
+    life = Life(4, 100, 64, seed=0, windows=(None, 32))
     never_ending(life)
     life.add([1] * 150, 4, 200)
     held = []
     while (step := life.step()) is not None:
         life.check()
         if not step.chunks:
-            held.append(life.pool.used)
+            held.append([pool.used for pool in life.pools.pools])
+    whole, of_window = np.array(held[:-1]).T
     # A query sees 32 tokens, which lie in three blocks at most; the one being written is the last of them.
-    assert max(held[:-1]) <= 4 * 3
+    assert max(of_window) <= 4 * 3
+    assert max(whole) == 9 + 4 * (blocks_for(349) - 9)  # the prompt's full blocks once

@@ -154,7 +154,7 @@ def test_a_state_that_blocks_cannot_hold(tmp_path: Path) -> None:
     sizes = {**SIZES, "intermediate_size": 64, "num_key_value_heads": 2, "attn_layer_indices": [1]}
     path = save(tmp_path, "Bamba", {**sizes, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1})
     with pytest.raises(RequestError, match="BambaForCausalLM cannot continue a text"):
-        TransformersRunner(load_transformers_model(path), 10)
+        TransformersRunner(load_transformers_model(path), (10,))
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:

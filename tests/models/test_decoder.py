@@ -139,22 +139,28 @@ def test_logits_of_packed_prompts(pair: tuple[Any, Decoder]) -> None:
 @torch.no_grad()
 def test_logits_token_by_token(pair: tuple[Any, Decoder]) -> None:
     theirs, ours = pair
-    runner = fastest_runner(ours, num_blocks=1 + 3 * 3)
+    runner = fastest_runner(ours, blocks_of(ours))
     bounds = [0, 3, 4, 5, 17, 30, 31, 32, 33]
-    logits = [runner.run(chunk(start, stop)) for start, stop in pairwise(bounds)]
+    logits = [runner.run(chunk(ours, start, stop)) for start, stop in pairwise(bounds)]
     longest = [s[None, :33] for s in SEQUENCES[1:]]
     expected = torch.stack([theirs(s).logits[0, np.array(bounds[1:]) - 1] for s in longest])
     torch.testing.assert_close(torch.stack(logits, dim=1), expected, rtol=1e-5, atol=1e-5)
 
 
-def chunk(start: int, stop: int) -> StepBatch:
+def blocks_of(decoder: Decoder) -> list[int]:
+    return [1 + 3 * 3 for _ in decoder.config.distinct_windows]
+
+
+def chunk(decoder: Decoder, start: int, stop: int) -> StepBatch:
     """Tokens start .. stop - 1 of the two longer sequences, each with three blocks of its own."""
     return StepBatch(
         token_ids=np.concatenate([s[start:stop].numpy() for s in SEQUENCES[1:]]),
         positions=np.tile(np.arange(start, stop), 2),
         cu_seqlens=np.arange(3) * (stop - start),
         decodes=2 if stop - start == 1 else 0,
-        block_tables=np.arange(1, 7, dtype=np.int32).reshape(2, 3),
+        block_tables=np.stack(
+            [np.arange(1, 7, dtype=np.int32).reshape(2, 3)] * len(decoder.config.distinct_windows)
+        ),
         logit_rows=np.array([stop - start - 1, 2 * (stop - start) - 1]),
     )
 
@@ -168,9 +174,9 @@ def test_a_token_has_the_same_bits_alone_as_in_its_sequence(
     tokens = torch.cat([s[:33] for s in SEQUENCES[1:]])
     attention = PackedAttention(torch.tensor([0, 33, 66]))
     whole = ours.logits(ours(tokens, torch.arange(33).repeat(2), attention)).view(2, 33, -1)
-    runner = fastest_runner(ours, num_blocks=1 + 3 * 3)
+    runner = fastest_runner(ours, blocks_of(ours))
     for start, stop in pairwise([0, 3, 4, 5, 17, 30, 31, 32, 33]):
-        assert torch.equal(runner.run(chunk(start, stop)), whole[:, stop - 1])
+        assert torch.equal(runner.run(chunk(ours, start, stop)), whole[:, stop - 1])
 
 
 def test_gradients(pair: tuple[Any, Decoder]) -> None:

@@ -91,10 +91,10 @@ def test_draws_follow_the_distribution_and_never_the_impossible() -> None:
 def paged(k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[attention.Cache, list[Tensor]]:
     """An empty cache of enough blocks."""
     blocks, heads, size = len(k) // 16 + 3, k.shape[1], k.shape[2]
-    held = [torch.zeros(1, blocks, heads, *shape, dtype=dtype) for shape in ((size, 16), (16, size))]
-    scales = [torch.zeros(1, blocks, heads, 16) for _ in range(2)]
+    held = [torch.zeros(blocks, heads, *shape, dtype=dtype) for shape in ((size, 16), (16, size))]
+    scales = [torch.zeros(blocks, heads, 16) for _ in range(2)]
     pointers = [x.data_ptr() for x in (*held, *scales)]
-    return attention.Cache(*pointers, blocks, ops.KINDS[dtype]), [*held, *scales]
+    return attention.Cache(*pointers, ops.KINDS[dtype], 0), [*held, *scales]
 
 
 @pytest.mark.usefixtures("threads")
@@ -125,7 +125,7 @@ def test_attention_over_the_cache_is_attention_in_the_sequence(
             some = slice(start, stop)
             parts.append(
                 attention.attend_paged(
-                    q[some], k[some], v[some], cache, step, layer=0, scale=size**-0.5, window=window
+                    q[some], k[some], v[some], cache, step, scale=size**-0.5, window=window
                 )
             )
         assert (torch.cat(parts) - whole).abs().max() <= tolerance
@@ -139,12 +139,12 @@ def test_an_int8_cache_is_off_by_half_a_step_of_its_scale() -> None:
     positions, sequence = np.arange(16), np.zeros(16, dtype=np.int64)
     table = np.array([[1]], dtype=np.int32)
     step = attention.Step(
-        16, 1, 0, None, positions.ctypes.data, None, sequence.ctypes.data, table.ctypes.data, None
+        16, 1, 1, 0, None, positions.ctypes.data, None, sequence.ctypes.data, table.ctypes.data, None
     )
-    attention.attend_paged(torch.randn(16, 2, 32), k, v, cache, step, layer=0, scale=1.0, window=0)
-    assert torch.allclose(key_scales[0, 1].T, k.abs().amax(-1) / 127)
-    read_k = (keys[0, 1] * key_scales[0, 1][:, None]).permute(2, 0, 1)
-    read_v = (values[0, 1] * value_scales[0, 1][..., None]).transpose(0, 1)
+    attention.attend_paged(torch.randn(16, 2, 32), k, v, cache, step, scale=1.0, window=0)
+    assert torch.allclose(key_scales[1].T, k.abs().amax(-1) / 127)
+    read_k = (keys[1] * key_scales[1][:, None]).permute(2, 0, 1)
+    read_v = (values[1] * value_scales[1][..., None]).transpose(0, 1)
     assert ((read_k - k).abs() <= k.abs().amax(-1, keepdim=True) / 127 * 0.501).all()
     assert ((read_v - v).abs() <= v.abs().amax(-1, keepdim=True) / 127 * 0.501).all()
 

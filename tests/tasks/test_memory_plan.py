@@ -70,8 +70,8 @@ def test_activations_are_within_the_estimate(config: DecoderConfig, sequences: i
 
 @pytest.mark.parametrize("config", [TINY, WIDE])
 def test_the_cache_is_what_was_planned(config: DecoderConfig) -> None:
-    cache = PagedCache(config, 1 + 8 * blocks_for(300), torch.float32)
-    assert cache.keys.nbytes + cache.values.nbytes == cache_bytes(config, 8, 300)
+    cache = PagedCache(config, (1 + 8 * blocks_for(300),), torch.float32)
+    assert cache.nbytes == cache_bytes(config, 8, 300)
 
 
 def test_only_the_largest_of_what_passes_counts() -> None:

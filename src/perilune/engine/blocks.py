@@ -104,6 +104,10 @@ class BlockPool:
             unused += self.references[block] == 0
         return found, int(unused)
 
+    def has(self, digest: bytes) -> bool:
+        """Whether `find` would return a block for it."""
+        return digest in self._block_of
+
     def record(self, digests: Mapping[int, bytes]) -> None:
         """Make referenced, full blocks findable; a content that is findable already stays where it is."""
         for block, digest in digests.items():

@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 import numpy as np
 import torch
@@ -27,58 +28,80 @@ _SCORES = 1 << 24  # most attention scores held at a time
 
 
 class PagedCache:
-    """Keys and values of every layer, in blocks of 16 tokens.
+    """Keys and values of every layer, in blocks of 16 tokens; by layer, since windows differ in their blocks.
+
+    Args:
+        num_blocks: for each of the model's `distinct_windows`, the null block included.
 
     Attributes:
-        keys: [layers, blocks, KV, D, 16]; a key is a column, because products read them that way.
-        values: [layers, blocks, KV, 16, D].
-        key_scales, value_scales: float32[layers, blocks, KV, 16] in a cache of int8, whose elements are
-            integer * scale of the token and head; otherwise None.
+        keys: of each layer [blocks, KV, D, 16]; a key is a column, because products read them that way.
+        values: of each layer [blocks, KV, 16, D].
+        key_scales, value_scales: of each layer float32[blocks, KV, 16] in a cache of int8, whose elements
+            are integer * scale of the token and head; otherwise empty.
+        table_of: of each layer, which block table it goes by: the index of its window.
     """
 
     def __init__(
-        self, config: DecoderConfig, num_blocks: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+        self,
+        config: DecoderConfig,
+        num_blocks: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
     ) -> None:
-        heads, size = config.num_kv_heads, config.head_dim
-        layout = (config.num_layers, num_blocks, heads)
-        self.keys = _zeros((*layout, size, BLOCK), dtype, torch.device(device))
-        self.values = _zeros((*layout, BLOCK, size), dtype, torch.device(device))
-        self.key_scales = self.value_scales = None
+        self.num_blocks = tuple(num_blocks)
+        self.heads, self.size = config.num_kv_heads, config.head_dim
+        self.dtype, self.device = dtype, torch.device(device)
+        windows = [config.window(layer) for layer in range(config.num_layers)]
+        self.table_of = tuple(config.distinct_windows.index(window) for window in windows)
+        self.keys, self._keys_by_table = self._make((self.size, BLOCK), dtype)
+        self.values, self._values_by_table = self._make((BLOCK, self.size), dtype)
+        self._parts = [*self._keys_by_table, *self._values_by_table]
+        self.key_scales: list[Tensor] = []
+        self.value_scales: list[Tensor] = []
         if dtype == torch.int8:
-            self.key_scales, self.value_scales = torch.zeros(2, *layout, BLOCK)
-        self._key_rows = self.keys.view(config.num_layers, -1, BLOCK)
-        self._value_rows = self.values.view(config.num_layers, -1, size)
-        self._value_blocks = self.values.view(config.num_layers, num_blocks * heads, BLOCK * size)
+            self.key_scales, its_keys = self._make((BLOCK,), torch.float32)
+            self.value_scales, its_values = self._make((BLOCK,), torch.float32)
+            self._parts += [*its_keys, *its_values]
 
     def store(self, layer: int, places: Places, k: Tensor, v: Tensor) -> None:
         """Keep float[N, KV, D] keys and values."""
-        self.keys[layer][places.blocks, :, :, places.offsets] = k.to(self.keys.dtype)
-        self._value_rows[layer].index_copy_(
-            0, places.value_rows, v.reshape(-1, v.shape[-1]).to(self.keys.dtype)
+        self.keys[layer][places.blocks, :, :, places.offsets] = k.to(self.dtype)
+        self.values[layer].view(-1, self.size).index_copy_(
+            0, places.value_rows, v.reshape(-1, self.size).to(self.dtype)
         )
 
     def gather(self, layer: int, table: Table) -> tuple[Tensor, Tensor]:
         """Keys and values float[S * KV, T, D] in the order of positions."""
-        size = self.values.shape[-1]
-        keys = self._key_rows[layer].index_select(0, table.key_rows)
-        values = self._value_blocks[layer].index_select(0, table.value_blocks)
-        keys = keys.view(-1, size, table.columns).transpose(1, 2)
-        return keys, values.view(-1, table.columns, size)
+        keys = self.keys[layer].view(-1, BLOCK).index_select(0, table.key_rows)
+        values = self.values[layer].view(-1, BLOCK * self.size).index_select(0, table.value_blocks)
+        keys = keys.view(-1, self.size, table.columns).transpose(1, 2)
+        return keys, values.view(-1, table.columns, self.size)
 
     def copy(self, sources: Blocks, targets: Blocks) -> None:
-        """Copy blocks, in all layers, over others."""
-        of, to = (torch.from_numpy(x).long().to(self.keys.device) for x in (sources, targets))
-        for part in self._parts():
-            part[:, to] = part[:, of]
+        """Copy blocks int32[W, C], in all layers of each window, over others."""
+        of, to = (torch.from_numpy(x).long().to(self.device) for x in (sources, targets))
+        tables = cycle(range(len(self.num_blocks)))
+        for part, table in zip(self._parts, tables, strict=False):
+            part[:, to[table]] = part[:, of[table]]
 
     def clear(self) -> None:
         """Forget everything; what a failure left may not be finite, and would spoil what is masked."""
-        for part in self._parts():
+        for part in self._parts:
             part.zero_()
 
-    def _parts(self) -> list[Tensor]:
-        parts = (self.keys, self.values, self.key_scales, self.value_scales)
-        return [part for part in parts if part is not None]
+    @property
+    def nbytes(self) -> int:
+        """Of all blocks, used or not."""
+        return sum(part.nbytes for part in self._parts)
+
+    def _make(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+        """Zeros [blocks, KV, *shape] of each layer, and the same [layers, blocks, ...] of each window."""
+        by_table = [
+            _zeros((self.table_of.count(table), blocks, self.heads, *shape), dtype, self.device)
+            for table, blocks in enumerate(self.num_blocks)
+        ]
+        layers = [iter(part) for part in by_table]
+        return [next(layers[table]) for table in self.table_of], by_table
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -125,12 +148,12 @@ class _Queries:
     Attributes:
         tokens: int64[S, M] places in the batch; None for the first S tokens with M = 1.
         positions: int64[S, M].
-        table: int64[S, B].
+        tables: int64[W, S, B].
     """
 
     tokens: NDArray[np.int64] | None
     positions: NDArray[np.int64]
-    table: NDArray[np.int64]
+    tables: NDArray[np.int64]
 
 
 class PagedAttention:
@@ -142,23 +165,23 @@ class PagedAttention:
     """
 
     def __init__(self, cache: PagedCache, batch: StepBatch, tokens: int) -> None:
-        self._cache, self._device = cache, cache.keys.device
-        self._heads, self._size = cache.keys.shape[2:4]
+        self._cache = cache
         fed = len(batch.token_ids)
-        blocks, offsets = np.full(tokens, NULL_BLOCK, dtype=np.int64), np.zeros(tokens, dtype=np.int64)
+        shape = (len(batch.block_tables), tokens)
+        blocks, offsets = np.full(shape, NULL_BLOCK, dtype=np.int64), np.zeros(tokens, dtype=np.int64)
         column, offsets[:fed] = np.divmod(batch.positions, BLOCK)
         counts = np.diff(batch.cu_seqlens)
         sequence = np.arange(fed) if batch.decodes == fed else np.repeat(np.arange(len(counts)), counts)
-        blocks[:fed] = batch.block_tables[sequence, column]
-        self._places = Places(blocks, offsets, self._heads, self._device)
+        blocks[:, :fed] = batch.block_tables[:, sequence, column]
+        self._places = [Places(of_table, offsets, cache.heads, cache.device) for of_table in blocks]
         self._queries = list(_in_groups(batch))
         self._parts: dict[int | None, list[_Part]] = {}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-        self._cache.store(layer, self._places, k, v)
+        table = self._cache.table_of[layer]
+        self._cache.store(layer, self._places[table], k, v)
         if window not in self._parts:
-            group = q.shape[1] // self._heads
-            self._parts[window] = [_Part(of, window, group, self._cache, q) for of in self._queries]
+            self._parts[window] = [_Part(of, table, window, self._cache, q) for of in self._queries]
         parts = self._parts[window]
         if len(parts) == 1 and parts[0].whole == len(q):
             return parts[0](layer, q, self._cache)
@@ -172,16 +195,16 @@ class _Part:
     """Attention of some queries, of layers with the same window."""
 
     def __init__(
-        self, queries: _Queries, window: int | None, group: int, cache: PagedCache, q: Tensor
+        self, queries: _Queries, table: int, window: int | None, cache: PagedCache, q: Tensor
     ) -> None:
         sequences, count = queries.positions.shape
-        heads, size = cache.keys.shape[2:4]
+        heads, size, group = cache.heads, cache.size, q.shape[1] // cache.heads
         first = 0
         if window is not None:
             first = max(0, int(queries.positions.min()) - window + 1) // BLOCK // _CUT * _CUT
         last = int(queries.positions.max()) // BLOCK + 1
         self._shape = sequences, heads, group, count, size
-        self._table = Table(queries.table[:, first:last], heads, size, q.device)
+        self._table = Table(queries.tables[table, :, first:last], heads, size, q.device)
         self._mask = self._make_mask(queries.positions, first * BLOCK, window, q)
         self._tokens: Tensor | None = None
         self.whole = sequences if queries.tokens is None else -1
@@ -238,8 +261,8 @@ def _in_groups(batch: StepBatch) -> Iterator[_Queries]:
         for size in np.unique(buckets):
             rows = np.flatnonzero(buckets == size)
             tokens = None if len(rows) == decodes else rows[:, None]
-            table = batch.block_tables[rows, : int(blocks[rows].max())]
-            yield _Queries(tokens, batch.positions[rows, None], table.astype(np.int64))
+            tables = batch.block_tables[:, rows, : int(blocks[rows].max())]
+            yield _Queries(tokens, batch.positions[rows, None], tables.astype(np.int64))
 
     pieces: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
     for sequence, (start, end) in enumerate(
@@ -262,8 +285,8 @@ def _padded(batch: StepBatch, pieces: Sequence[tuple[int, int, int]]) -> _Querie
     tokens = begins[:, None] + np.arange(int((stops - begins).max()))
     tokens = np.minimum(tokens, stops[:, None] - 1)
     positions = batch.positions[tokens]
-    table = batch.block_tables[sequences, : int(positions.max()) // BLOCK + 1]
-    return _Queries(tokens, positions, table.astype(np.int64))
+    tables = batch.block_tables[:, sequences, : int(positions.max()) // BLOCK + 1]
+    return _Queries(tokens, positions, tables.astype(np.int64))
 
 
 def _bucket(sizes: NDArray[np.int64]) -> NDArray[np.int64]:

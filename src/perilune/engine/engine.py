@@ -14,16 +14,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perilune.engine.blocks import BLOCK, BlockPool, blocks_for
+from perilune.engine.blocks import BLOCK, blocks_for
 from perilune.engine.constraints import Constraint
 from perilune.engine.deliveries import Collection, Deliveries
 from perilune.engine.limits import Limits, check_state
+from perilune.engine.pools import BlockPools, pool_sizes
 from perilune.engine.request import Completion, Delta, Prompt, Request, SamplingParams
 from perilune.engine.runner import AdaptingRunner, Runner
 from perilune.engine.runners import fastest_runner
 from perilune.engine.sampler import Drawn, Sampler
 from perilune.engine.scheduler import Scheduler
-from perilune.engine.scoring import MOST_LOGITS, blocks_of, in_batches, lay_out
+from perilune.engine.scoring import MOST_LOGITS, Bounds, Pair, in_batches, lay_out
 from perilune.engine.sequences import Entry, Sequences
 from perilune.engine.step import Counters, Step
 from perilune.errors import RequestError, WorkFailedError
@@ -55,7 +56,8 @@ class Engine:
         token_budget: most tokens fed in one step; longer prompts are fed in chunks.
         score_tokens: most tokens of one scoring batch.
         tokenizer: needed for stop texts and for the text of deltas.
-        runner: makes what computes the steps, from the decoder and a number of blocks.
+        runner: makes what computes the steps, from the decoder and the number of blocks for each of its
+            `distinct_windows`.
 
     Attributes:
         version: of the policy whose weights it has.
@@ -72,7 +74,7 @@ class Engine:
         token_budget: int = 4096,
         score_tokens: int = 16384,
         tokenizer: Tokenizer | None = None,
-        runner: Callable[[Any, int], Runner] = fastest_runner,
+        runner: Callable[[Any, tuple[int, ...]], Runner] = fastest_runner,
     ) -> None:
         self._source: Any = decoder
         self._config = decoder.config
@@ -82,12 +84,15 @@ class Engine:
             score_tokens,
         )
         self._tokenizer = tokenizer
-        self._num_blocks = 1 + blocks_for(cache_tokens or default_cache_tokens(decoder.config, slots))
+        num_blocks = 1 + blocks_for(cache_tokens or default_cache_tokens(decoder.config, slots))
+        self._num_blocks = pool_sizes(
+            self._config.distinct_windows, num_blocks, slots=slots, token_budget=self._token_budget
+        )
         self._runner = runner(decoder, self._num_blocks)
         self._limits = Limits(
             decoder.config.vocab_size,
             decoder.config.max_position_embeddings,
-            self._num_blocks,
+            num_blocks,
             tokenizer is not None,
         )
         self.version = 0
@@ -100,11 +105,10 @@ class Engine:
 
     def _open(self) -> None:
         """Begin with nothing in flight and nothing cached."""
-        self._sequences = Sequences(self._slots, self._config.vocab_size)
-        self._pool = BlockPool(self._num_blocks)
-        self._scheduler = Scheduler(
-            self._sequences, self._pool, self._token_budget, self.counters, _window_of_all(self._config)
-        )
+        windows = self._config.distinct_windows
+        self._sequences = Sequences(self._slots, self._config.vocab_size, len(windows))
+        self._pools = BlockPools(self._num_blocks, windows)
+        self._scheduler = Scheduler(self._sequences, self._pools, self._token_budget, self.counters)
         self._scheduler.version = self.version
         self._sampler = Sampler(self._sequences)
         self._deliveries = Deliveries(self._sequences, self._tokenizer)
@@ -192,8 +196,8 @@ class Engine:
 
     @property
     def cache_use(self) -> float:
-        """Share of the cache that samples in flight hold."""
-        return self._pool.used / (self._pool.count - 1)
+        """Share of the cache that samples in flight hold; where windows differ, of the fullest part."""
+        return self._pools.use
 
     # -- sampling and scoring ----------------------------------------------------------------------------
 
@@ -255,26 +259,25 @@ class Engine:
             RequestError: on an empty prompt, a token outside the vocabulary, or more tokens than the
                 model has positions for or the cache has room for.
         """
-        pairs = [
-            (np.asarray(prompt, dtype=np.int64), np.asarray(answer, dtype=np.int64))
-            for prompt, answer in zip(prompt_ids, token_ids, strict=True)
-        ]
-        for index, (prompt, answer) in enumerate(pairs):
+        pairs = []
+        for index, (prompt, answer) in enumerate(zip(prompt_ids, token_ids, strict=True)):
             self._limits.check_tokens(prompt, len(answer), f"prompt {index}")
+            pairs.append(Pair(np.array([*prompt, *answer], dtype=np.int64), len(answer)))
         number = self._adapter_number(adapter, "score")
-        most_logits = max(1, MOST_LOGITS // self._config.vocab_size)
+        rows = max(1, MOST_LOGITS // self._config.vocab_size)
+        bounds = Bounds(self._score_tokens, min(self._num_blocks) - 1, rows, self._token_budget)
         scores: list[NDArray[np.float32]] = []
-        for batch in in_batches(pairs, self._score_tokens, self._num_blocks - 1, most_logits):
-            blocks = self._scheduler.lend(blocks_of(batch))
-            laid = lay_out(batch, blocks, number)
+        for batch in in_batches(pairs, bounds):
+            blocks = self._scheduler.lend(sum(blocks_for(len(pair.tokens)) for pair in batch))
+            logprobs = []
             try:
-                logits = self._runner.run(laid.step)
+                for step, targets in lay_out(batch, blocks, number, bounds):
+                    logits = self._runner.run(step)
+                    of_targets = torch.from_numpy(targets).to(logits.device)
+                    logprobs.append(token_logprobs(logits, of_targets, temperature)[0].cpu().numpy())
             finally:
-                self._pool.release(blocks)
-            logprobs, _ = token_logprobs(
-                logits, torch.from_numpy(laid.targets).to(logits.device), temperature
-            )
-            scores += np.split(logprobs.cpu().numpy(), laid.bounds)
+                self._pools.take_back(blocks)
+            scores += np.split(np.concatenate(logprobs), np.cumsum([pair.answer for pair in batch])[:-1])
         return scores
 
     # -- weights -----------------------------------------------------------------------------------------
@@ -354,13 +357,6 @@ class Engine:
                 remedy="the weights diverged: lower the learning rate, or start from an earlier checkpoint",
             )
         return drawn
-
-
-def _window_of_all(config: DecoderConfig | ModelShape) -> int | None:
-    """How many tokens a query sees, when every layer has a window."""
-    if isinstance(config, ModelShape) or None in config.windows:
-        return None
-    return config.sliding_window
 
 
 def default_cache_tokens(config: DecoderConfig | ModelShape, slots: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ctypes import Array
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,15 +14,16 @@ from perilune.models.native import ops
 from perilune.models.native.attention import Cache, Step, attend_paged
 
 
-def describe_cache(cache: PagedCache) -> Cache:
-    """Where the cache lies; it must outlive what is returned."""
-    scales = (cache.key_scales, cache.value_scales)
-    return Cache(
-        cache.keys.data_ptr(),
-        cache.values.data_ptr(),
-        *(None if scale is None else scale.data_ptr() for scale in scales),
-        cache.keys.shape[1],
-        ops.KINDS[cache.keys.dtype],
+def describe_cache(cache: PagedCache) -> Array[Cache]:
+    """Where the cache of each layer lies; it must outlive what is returned."""
+    parts = (cache.keys, cache.values, cache.key_scales, cache.value_scales)
+    return (Cache * len(cache.table_of))(
+        *(
+            Cache(
+                *(part[layer].data_ptr() if part else None for part in parts), ops.KINDS[cache.dtype], table
+            )
+            for layer, table in enumerate(cache.table_of)
+        )
     )
 
 
@@ -43,7 +46,7 @@ class DescribedStep:
         self.logits = torch.empty(len(batch.logit_rows), vocab_size)
         self.step = Step(
             rows,
-            self._tables.shape[1],
+            *self._tables.shape[1:],
             len(batch.logit_rows),
             *(array.ctypes.data for array in self._held),
             self._tables.ctypes.data,
@@ -55,10 +58,10 @@ class NativePagedAttention:
     """Attention of the tokens of one step, which it also stores: an `Attention` for the decoder."""
 
     def __init__(self, cache: PagedCache, batch: StepBatch) -> None:
-        self._cache, self._described = describe_cache(cache), DescribedStep(batch)
+        self._caches, self._described = describe_cache(cache), DescribedStep(batch)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         return attend_paged(
-            q, k, v, self._cache, self._described.step,
-            layer=layer, scale=q.shape[-1] ** -0.5, window=window or 0,
+            q, k, v, self._caches[layer], self._described.step,
+            scale=q.shape[-1] ** -0.5, window=window or 0,
         )  # fmt: skip

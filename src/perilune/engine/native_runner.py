@@ -29,7 +29,7 @@ class NativeRunner:
 
     Args:
         decoder: whose weights are copied; `supports` must speak for it.
-        num_blocks: of the cache, the null block included.
+        num_blocks: of the cache for each of the `distinct_windows`, the null block included.
         weights: how matrices are kept; by default so that products have the decoder's precision.
         cache: how keys and values are kept; by default as the decoder's activations, in bfloat16 also where
             weights in that are asked for, and in int8 only when asked for.
@@ -38,7 +38,7 @@ class NativeRunner:
     def __init__(
         self,
         decoder: Decoder,
-        num_blocks: int,
+        num_blocks: Sequence[int],
         weights: WeightKind | None = None,
         cache: CacheKind | None = None,
     ) -> None:
@@ -46,7 +46,7 @@ class NativeRunner:
         kind = cache or ("bfloat16" if "bfloat16" in (weights, _dtype(decoder)) else "float32")
         self.cache = PagedCache(decoder.config, num_blocks, getattr(torch, kind))
         self._config = decoder.config
-        self._cache = describe_cache(self.cache)
+        self._caches = describe_cache(self.cache)
         self._adapting: TorchRunner | None = None
         self.take_weights(decoder)
 
@@ -54,7 +54,7 @@ class NativeRunner:
         if batch.adapters is not None and self._adapting is not None:
             return self._adapting.run(batch)
         described = DescribedStep(batch, self._config.vocab_size)
-        self._decoder.step(self._cache, described.step, int(batch.positions.max()))
+        self._decoder.step(self._caches, described.step, int(batch.positions.max()))
         return capped(described.logits, self._config.logit_softcap)
 
     def copy_blocks(self, sources: Blocks, targets: Blocks) -> None:
@@ -67,7 +67,7 @@ class NativeRunner:
 
     def take_adapters(self, adapters: Sequence[Adapter], decoder: Decoder) -> None:
         if self._adapting is None:
-            self._adapting = TorchRunner(decoder, self.cache.keys.shape[1], cache=self.cache)
+            self._adapting = TorchRunner(decoder, self.cache.num_blocks, cache=self.cache)
         self._adapting.take_adapters(adapters, decoder)
 
     def clear(self) -> None:

@@ -38,7 +38,7 @@ class Runner(Protocol):
         """
 
     def copy_blocks(self, sources: Blocks, targets: Blocks) -> None:
-        """Copy the content of blocks int32[C] over others."""
+        """Copy the content of blocks int32[W, C], for each window, over others."""
 
     def take_weights(self, decoder: Decoder) -> None:
         """Compute with the present weights of `decoder` from now on; later changes to it are not seen."""
@@ -63,7 +63,7 @@ class TorchRunner:
 
     Args:
         decoder: whose weights are copied.
-        num_blocks: of the cache, the null block included.
+        num_blocks: of the cache for each of the `distinct_windows`, the null block included.
         cache_dtype: of keys and values; by default the decoder's.
         cache: one to share with another runner, instead of one of its own.
     """
@@ -71,7 +71,7 @@ class TorchRunner:
     def __init__(
         self,
         decoder: Decoder,
-        num_blocks: int,
+        num_blocks: Sequence[int],
         cache_dtype: torch.dtype | None = None,
         cache: PagedCache | None = None,
     ) -> None:
@@ -101,7 +101,7 @@ class TorchRunner:
 
     def _attention(self, batch: StepBatch, rows: int) -> Attention:
         """Of the same arithmetic as the learner's."""
-        if is_native(self.decoder.model.norm.weight, self.cache.values.shape[-1]):
+        if is_native(self.decoder.model.norm.weight, self.cache.size):
             return NativePagedAttention(self.cache, batch)
         return PagedAttention(self.cache, batch, rows)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from perilune.engine.native_runner import NativeRunner, weight_kind
@@ -12,7 +14,7 @@ from perilune.models.native.decoder import supports
 from perilune.models.transformers_model import TransformersModel
 
 
-def fastest_runner(decoder: Decoder | TransformersModel, num_blocks: int) -> Runner:
+def fastest_runner(decoder: Decoder | TransformersModel, num_blocks: Sequence[int]) -> Runner:
     """The C kernels where they work: a dense decoder in float32 or bfloat16 on the CPU. Otherwise torch.
 
     What is no decoder of ours is computed by transformers.

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from perilune.engine.blocks import (
     BLOCK,
     NULL_BLOCK,
-    BlockPool,
     Blocks,
     blocks_for,
 )
+from perilune.engine.pools import BlockPools
 from perilune.engine.sequences import Entry, Rows, Sequences
 from perilune.engine.step import Counters, Step, StepBatch
 
@@ -36,11 +36,9 @@ class Scheduler:
 
     Args:
         sequences: their state.
-        pool: the blocks.
+        pools: the blocks. Those that lie behind a window are given back.
         token_budget: most tokens of one step; at least one for each row.
         counters: where to count.
-        window: how many tokens a query sees when every layer has a window, None when one sees all. Blocks
-            that lie before it are given back.
 
     Attributes:
         decoding: int64[B], rows that are fed one token a step.
@@ -50,15 +48,9 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        sequences: Sequences,
-        pool: BlockPool,
-        token_budget: int,
-        counters: Counters,
-        window: int | None = None,
+        self, sequences: Sequences, pools: BlockPools, token_budget: int, counters: Counters
     ) -> None:
-        self.sequences, self.pool, self.token_budget = sequences, pool, token_budget
-        self.window = window
+        self.sequences, self.pools, self.token_budget = sequences, pools, token_budget
         self.decoding: Rows = np.zeros(0, dtype=np.int64)
         self.prefilling: list[int] = []
         self.preempted: list[int] = []
@@ -115,7 +107,7 @@ class Scheduler:
         else:
             self.sequences.stale[running] = True
         self.version = version
-        self.pool.forget_all()
+        self.pools.forget_all()
 
     # -- the next step -----------------------------------------------------------------------------------
 
@@ -134,11 +126,11 @@ class Scheduler:
         while True:
             rows = self.decoding
             due = rows[sequences.num_blocks[rows] * BLOCK < sequences.length[rows]]
-            if len(due) <= self.pool.available:
+            if len(due) <= self.pools.available:
                 break
             self._preempt(self._latest())
         if len(due):
-            sequences.add_blocks(due, self.pool.take(len(due)))
+            sequences.add_blocks(due, self.pools.take(len(due)))
 
     def _chunks(self) -> list[tuple[int, int]]:
         """Tokens to feed to samples that do not decode yet: those under way, then new ones."""
@@ -169,12 +161,12 @@ class Scheduler:
         computed, held = int(sequences.computed[row]), int(sequences.num_blocks[row])
         count = min(int(sequences.length[row]) - computed, most)
         need = blocks_for(computed + count) - held
-        while need > self.pool.available and (latest := self._latest()) != row:
+        while need > self.pools.available and (latest := self._latest()) != row:
             self._preempt(latest)
-        need = min(need, self.pool.available)
+        need = min(need, self.pools.available)
         count = min(count, (held + need) * BLOCK - computed)
         if need:
-            sequences.blocks[row, held : held + need] = self.pool.take(need)
+            sequences.blocks[:, row, held : held + need] = self.pools.take(need)
             sequences.num_blocks[row] = held + need
         return count
 
@@ -215,23 +207,25 @@ class Scheduler:
         """Whether all that `row` knows fits, with a block for each follower and some for others to grow."""
         if not len(self.decoding) and not self.prefilling:
             return True
-        # All but the last token, which is fed in any case.
-        found, unused = self.pool.known(self._chain(row, int(self.sequences.length[row]) - 1))
-        need = blocks_for(int(self.sequences.length[row]) + 1) - found + followers
-        return need + len(self.decoding) // _RESERVE_SHARE <= self.pool.available - unused
+        length = int(self.sequences.length[row])
+        spare = followers + len(self.decoding) // _RESERVE_SHARE
+        # The last token is fed in any case.
+        return self.pools.has_room(self._chain(row, length - 1), length + 1, self.token_budget, spare)
 
     def _begin(self, row: int) -> None:
         """Start feeding a sample, after what the cache already holds of it."""
-        blocks = self.pool.find(self._chain(row, int(self.sequences.length[row]) - 1))
-        self.sequences.blocks[row, : len(blocks)] = blocks
-        self.sequences.num_blocks[row] = len(blocks)
-        self.sequences.computed[row] = len(blocks) * BLOCK
-        self.sequences.stale[row] = False
-        self.counters.cached_tokens += len(blocks) * BLOCK
-        if self.sequences.length[row] == self.sequences.prompt_length[row]:
-            self.sequences.cached[row] = len(blocks) * BLOCK
+        sequences = self.sequences
+        blocks = self.pools.find(self._chain(row, int(sequences.length[row]) - 1))
+        columns = blocks.shape[1]
+        sequences.blocks[:, row, :columns] = blocks
+        sequences.num_blocks[row], sequences.computed[row] = columns, columns * BLOCK
+        sequences.left_behind[:, row] = self.pools.behind(columns * BLOCK)
+        sequences.stale[row] = False
+        self.counters.cached_tokens += columns * BLOCK
+        if sequences.length[row] == sequences.prompt_length[row]:
+            sequences.cached[row] = columns * BLOCK
         self.prefilling.append(row)
-        self.prefilling.sort(key=self.sequences.arrival.__getitem__)
+        self.prefilling.sort(key=sequences.arrival.__getitem__)
 
     def _chain(self, row: int, length: int) -> list[bytes]:
         """Digests of the full blocks of the first `length` tokens."""
@@ -246,7 +240,7 @@ class Scheduler:
         positions = sequences.length[decoding] - 1
         count = len(decoding)
         if not chunks:
-            tables = sequences.blocks[decoding, : int(sequences.num_blocks[decoding].max())]
+            tables = sequences.blocks[:, decoding, : int(sequences.num_blocks[decoding].max())]
             order = _arange(count + 1)
             batch = StepBatch(
                 tokens, positions, order, count, tables, order[:-1], self._adapters_of(decoding)
@@ -271,7 +265,7 @@ class Scheduler:
             np.concatenate(all_positions),
             np.concatenate([np.arange(count), ends]),
             count,
-            sequences.blocks[rows, : int(sequences.num_blocks[rows].max())],
+            sequences.blocks[:, rows, : int(sequences.num_blocks[rows].max())],
             np.array(logit_rows, dtype=np.int64),
             self._adapters_of(rows),
         )
@@ -290,10 +284,10 @@ class Scheduler:
         """Take the tokens int64[D] that weights `version` drew. All of `step.rows` decode from now on.
 
         Returns:
-            Blocks whose content must be copied before the next step, and over which blocks.
+            Blocks int32[W, C] whose content must be copied before the next step, and over which blocks.
         """
         sequences = self.sequences
-        copies: list[tuple[int, Blocks]] = []
+        copies: list[tuple[Blocks, Blocks]] = []
         unplaced: list[int] = []
         for row, fed in step.chunks:
             sequences.computed[row] += fed
@@ -308,13 +302,12 @@ class Scheduler:
             sequences.computed[unplaced] = 0
             self.decoding = step.rows[~np.isin(step.rows, unplaced)]
             self.preempted = sorted([*self.preempted, *unplaced], key=sequences.arrival.__getitem__)
-        if self.window is not None:
-            self._leave_behind(self.window)
-        sources = [np.full(len(targets), source, dtype=np.int32) for source, targets in copies]
-        none = np.zeros(0, dtype=np.int32)
-        return np.concatenate([none, *sources]), np.concatenate([none, *(targets for _, targets in copies)])
+        self._leave_behind()
+        none = np.zeros((len(self.pools.windows), 0), dtype=np.int32)
+        sources, targets = zip((none, none), *copies, strict=True)
+        return np.concatenate(sources, axis=1), np.concatenate(targets, axis=1)
 
-    def _fork(self, row: int, copies: list[tuple[int, Blocks]]) -> list[int]:
+    def _fork(self, row: int, copies: list[tuple[Blocks, Blocks]]) -> list[int]:
         """Let those that waited for the prompt of `row` share its blocks; the last is copied if not full.
 
         Returns those for which there was no block; they are computed on their own, like preempted ones.
@@ -325,46 +318,49 @@ class Scheduler:
         sequences = self.sequences
         length, table = int(sequences.length[row]), sequences.table(row)
         full = length // BLOCK
-        if full < len(table):
-            placed = followers[: self.pool.available]
-            targets = self.pool.take(len(placed))
-            sequences.blocks[placed, full] = targets
-            copies.append((int(table[full]), targets))
+        columns = table.shape[1]
+        if full < columns:
+            placed = followers[: self.pools.available]
+            targets = self.pools.take(len(placed))
+            sequences.blocks[:, placed, full] = targets
+            copies.append((np.repeat(table[:, full:], len(placed), axis=1), targets))
         else:
             placed = followers
-        self.pool.share(table[:full][table[:full] != NULL_BLOCK], len(placed))
-        sequences.blocks[placed, :full] = table[:full]
-        sequences.num_blocks[placed] = len(table)
+        self.pools.share(table[:, :full], len(placed))
+        sequences.blocks[:, placed, :full] = table[:, None, :full]
+        sequences.num_blocks[placed] = columns
         sequences.computed[placed] = length
         sequences.stale[placed] = sequences.stale[row]
-        sequences.left_behind[placed] = sequences.left_behind[row]
+        sequences.left_behind[:, placed] = sequences.left_behind[:, [row]]
         return followers[len(placed) :]
 
     def _record(self, row: int) -> None:
         """Let the full blocks of `row` be found."""
         if self.sequences.stale[row]:
             return
-        digests = self._chain(row, int(self.sequences.computed[row]))
-        held = zip(self.sequences.table(row).tolist(), digests, strict=False)
-        self.pool.record({block: digest for block, digest in held if block != NULL_BLOCK})
+        self.pools.record(self.sequences.table(row), self._chain(row, int(self.sequences.computed[row])))
 
-    def _leave_behind(self, window: int) -> None:
+    def _leave_behind(self) -> None:
         """Give back the blocks that no query to come will see; tables point to the null block there."""
         sequences = self.sequences
         rows = np.concatenate([self.decoding, np.array(self.prefilling, dtype=np.int64)])
-        behind = np.maximum(0, sequences.computed[rows] - window + 1) // BLOCK
-        due = np.flatnonzero(behind > sequences.left_behind[rows])
-        for row, end in zip(rows[due].tolist(), behind[due].tolist(), strict=True):
-            start = int(sequences.left_behind[row])
-            self.pool.release(sequences.blocks[row, start:end])
-            sequences.blocks[row, start:end] = NULL_BLOCK
-            sequences.left_behind[row] = end
+        for window, pool, blocks, left in zip(
+            self.pools.windows, self.pools.pools, sequences.blocks, sequences.left_behind, strict=True
+        ):
+            if window is None:
+                continue
+            behind = np.maximum(0, sequences.computed[rows] - window + 1) // BLOCK
+            due = np.flatnonzero(behind > left[rows])
+            for row, end in zip(rows[due].tolist(), behind[due].tolist(), strict=True):
+                pool.release(blocks[row, left[row] : end])
+                blocks[row, left[row] : end] = NULL_BLOCK
+                left[row] = end
 
     def lend(self, count: int) -> Blocks:
-        """Blocks for something else, which releases them before the next step."""
-        while self.pool.available < count:
+        """int32[W, count], blocks for something else, which gives them back before the next step."""
+        while (blocks := self.pools.lend(count)) is None:
             self._preempt(self._latest())
-        return self.pool.take(count)
+        return blocks
 
     # -- preemption --------------------------------------------------------------------------------------
 
@@ -389,8 +385,9 @@ class Scheduler:
             self.decoding = self.decoding[self.decoding != row]
 
     def _give_up_blocks(self, row: int) -> None:
-        self.pool.release(self.sequences.table(row))
-        self.sequences.num_blocks[row] = self.sequences.computed[row] = self.sequences.left_behind[row] = 0
+        self.pools.release(self.sequences.table(row))
+        self.sequences.num_blocks[row] = self.sequences.computed[row] = 0
+        self.sequences.left_behind[:, row] = 0
 
 
 _ORDER = np.arange(4097)

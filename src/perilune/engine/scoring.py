@@ -8,73 +8,98 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from perilune.engine.blocks import BLOCK, Blocks, blocks_for
+from perilune.engine.blocks import Blocks, blocks_for
 from perilune.engine.step import StepBatch
 
 MOST_LOGITS = 1 << 26  # held at a time
 
-Pair = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""Tokens of a prompt and of its answer."""
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A prompt and its answer as one sequence.
+
+    Attributes:
+        tokens: int64[T] of both.
+        answer: how many of them are the answer's.
+    """
+
+    tokens: NDArray[np.int64]
+    answer: int
+
+    @property
+    def size(self) -> NDArray[np.int64]:
+        """Tokens, blocks and rows of logits."""
+        return np.array([len(self.tokens), blocks_for(len(self.tokens)), self.answer])
+
+    def predicting(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Where the next token is one of the answer's."""
+        after: NDArray[np.int64] = positions + 1
+        return (after >= len(self.tokens) - self.answer) & (after < len(self.tokens))
 
 
-def in_batches(
-    pairs: Sequence[Pair], most_tokens: int, most_blocks: int, most_logits: int
-) -> Iterator[list[Pair]]:
-    """All pairs in order, as many at a time as stay within the bounds, or one that alone does not."""
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Most of what one step may take.
+
+    Attributes:
+        tokens, rows: of them, and of logits.
+        blocks: for each window, as it has to hold all that a step feeds.
+        piece: tokens of a step that feeds a part of a sequence, since the whole is too much.
+    """
+
+    tokens: int
+    blocks: int
+    rows: int
+    piece: int
+
+    def allow(self, size: NDArray[np.int64]) -> bool:
+        """Whether one step can feed so many tokens, blocks and rows."""
+        return bool((size <= (self.tokens, self.blocks, self.rows)).all())
+
+
+def in_batches(pairs: Sequence[Pair], bounds: Bounds) -> Iterator[list[Pair]]:
+    """All pairs in order, as many at a time as one step can feed, or one that needs several."""
     batch: list[Pair] = []
-    sizes = np.zeros(3, dtype=np.int64)
-    bounds = (most_tokens, most_blocks, most_logits)
-    for prompt, answer in pairs:
-        total = len(prompt) + len(answer)
-        size = np.array([total, blocks_for(total), len(answer)])
-        if batch and (sizes + size > bounds).any():
+    size = np.zeros(3, dtype=np.int64)
+    for pair in pairs:
+        if batch and not bounds.allow(size + pair.size):
             yield batch
-            batch, sizes = [], np.zeros(3, dtype=np.int64)
-        batch.append((prompt, answer))
-        sizes += size
+            batch, size = [], np.zeros(3, dtype=np.int64)
+        batch.append(pair)
+        size += pair.size
     if batch:
         yield batch
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ScoredBatch:
-    """Pairs end to end.
+def lay_out(
+    pairs: Sequence[Pair], blocks: Blocks, adapter: int, bounds: Bounds
+) -> Iterator[tuple[StepBatch, NDArray[np.int64]]]:
+    """The steps that feed a batch into blocks int32[W, C], with the adapter of that number (-1 for none).
 
-    Attributes:
-        step: their tokens; logits are wanted where an answer's tokens are predicted.
-        targets: int64[R], those tokens.
-        bounds: where the answers of one pair end and the next begin, among the R.
+    With each come the int64[R] tokens that its logits predict.
     """
-
-    step: StepBatch
-    targets: NDArray[np.int64]
-    bounds: NDArray[np.int64]
-
-
-def blocks_of(pairs: Sequence[Pair]) -> int:
-    """How many blocks they need."""
-    return sum(blocks_for(len(prompt) + len(answer)) for prompt, answer in pairs)
-
-
-def lay_out(pairs: Sequence[Pair], blocks: Blocks, adapter: int) -> ScoredBatch:
-    """Feed `pairs` whole, into `blocks`, with the adapter of that number (-1 for none)."""
-    tokens = np.concatenate([part for pair in pairs for part in pair])
-    answers = np.array([len(answer) for _, answer in pairs])
-    lengths = answers + [len(prompt) for prompt, _ in pairs]
-    ends = np.cumsum(lengths)
-    counts = -(-lengths // BLOCK)
-    tables = np.zeros((len(pairs), int(counts.max())), dtype=np.int32)
-    tables[np.arange(tables.shape[1]) < counts[:, None]] = blocks
-    before = np.concatenate(
-        [np.arange(end - count, end) - 1 for end, count in zip(ends, answers, strict=True)]
-    )
-    step = StepBatch(
-        token_ids=tokens,
-        positions=np.concatenate([np.arange(length) for length in lengths]),
-        cu_seqlens=np.array([0, *ends]),
-        decodes=0,
-        block_tables=tables,
-        logit_rows=before,
-        adapters=None if adapter < 0 else np.full(len(pairs), adapter, dtype=np.int32),
-    )
-    return ScoredBatch(step, tokens[before + 1], np.cumsum(answers)[:-1])
+    counts = np.array([blocks_for(len(pair.tokens)) for pair in pairs])
+    tables = np.zeros((len(blocks), len(pairs), int(counts.max())), dtype=np.int32)
+    tables[:, np.arange(tables.shape[2]) < counts[:, None]] = blocks
+    longest = max(len(pair.tokens) for pair in pairs)
+    together = bounds.allow(np.sum([pair.size for pair in pairs], axis=0))
+    piece = longest if together else min(bounds.piece, bounds.rows)
+    for start in range(0, longest, piece):
+        fed = [np.arange(start, min(start + piece, len(pair.tokens))) for pair in pairs]
+        predicting = [pair.predicting(positions) for pair, positions in zip(pairs, fed, strict=True)]
+        targets = [
+            pair.tokens[positions[which] + 1]
+            for pair, positions, which in zip(pairs, fed, predicting, strict=True)
+        ]
+        step = StepBatch(
+            token_ids=np.concatenate(
+                [pair.tokens[positions] for pair, positions in zip(pairs, fed, strict=True)]
+            ),
+            positions=np.concatenate(fed),
+            cu_seqlens=np.cumsum([0, *map(len, fed)]),
+            decodes=0,
+            block_tables=tables,
+            logit_rows=np.flatnonzero(np.concatenate(predicting)),
+            adapters=None if adapter < 0 else np.full(len(pairs), adapter, dtype=np.int32),
+        )
+        yield step, np.concatenate(targets)

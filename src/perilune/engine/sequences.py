@@ -63,9 +63,10 @@ class Sequences:
         prompt_length, length, limit: int64 tokens: of the prompt, known so far, and at most.
         computed: int64, tokens whose keys and values are in the cache.
         tokens, logprobs, versions: [rows, width], by place in the sequence; the last two of sampled tokens.
-        blocks, num_blocks: int32[rows, columns] block tables, and how many blocks of each are filled.
+        blocks, num_blocks: int32[W, rows, columns] block tables, one for each window among the layers, and
+            how many columns of each row are filled.
         cached: int64, tokens of the prompt that were found in the cache.
-        left_behind: int64, blocks at the beginning of the table that were given back, behind a window.
+        left_behind: int64[W, rows], columns at the beginning of the table that lie behind the window.
         stale: bool, whether other weights than the present computed a part of what is in the cache.
         adapter: int32, number of the row's adapter, -1 without.
         temperature, top_k, top_p, min_p, repetition_penalty, min_length: options, by row.
@@ -73,7 +74,7 @@ class Sequences:
         stop_ids: int64[rows, most], filled up with -1.
     """
 
-    def __init__(self, rows: int, vocab_size: int) -> None:
+    def __init__(self, rows: int, vocab_size: int, windows: int = 1) -> None:
         self.vocab_size = vocab_size
         self.entries: list[Entry | None] = [None] * rows
         self.sample, self.arrival, self.prompt_length, self.length, self.limit, self.computed = np.zeros(
@@ -82,10 +83,10 @@ class Sequences:
         self.tokens = np.zeros((rows, 0), dtype=np.int32)
         self.logprobs = np.zeros((rows, 0), dtype=np.float32)
         self.versions = np.zeros((rows, 0), dtype=np.int32)
-        self.blocks: Blocks = np.zeros((rows, 0), dtype=np.int32)
+        self.blocks: Blocks = np.zeros((windows, rows, 0), dtype=np.int32)
         self.num_blocks = np.zeros(rows, dtype=np.int64)
         self.cached = np.zeros(rows, dtype=np.int64)
-        self.left_behind = np.zeros(rows, dtype=np.int64)
+        self.left_behind = np.zeros((windows, rows), dtype=np.int64)
         self.stale = np.zeros(rows, dtype=np.bool_)
         self.adapter = np.full(rows, -1, dtype=np.int32)
         self.temperature, self.top_p, self.min_p, self.repetition_penalty = np.ones(
@@ -112,7 +113,8 @@ class Sequences:
         self.limit[row] = length + params.max_tokens
         self._widen(length + params.max_tokens)
         self.tokens[row, :length] = prompt
-        self.computed[row] = self.num_blocks[row] = self.cached[row] = self.left_behind[row] = 0
+        self.computed[row] = self.num_blocks[row] = self.cached[row] = 0
+        self.left_behind[:, row] = 0
         self.stale[row] = False
         self.adapter[row] = entry.adapter
         self.temperature[row] = params.temperature
@@ -168,13 +170,13 @@ class Sequences:
         return last
 
     def add_blocks(self, rows: Rows, blocks: Blocks) -> None:
-        """Append one block to the table of each of `rows`."""
-        self.blocks[rows, self.num_blocks[rows]] = blocks
+        """Append a column int32[W, B] to the tables of `rows`."""
+        self.blocks[:, rows, self.num_blocks[rows]] = blocks
         self.num_blocks[rows] += 1
 
     def table(self, row: int) -> Blocks:
-        """The blocks of one row."""
-        return self.blocks[row, : self.num_blocks[row]]
+        """int32[W, columns], the blocks of one row."""
+        return self.blocks[:, row, : self.num_blocks[row]]
 
     def _set_stops(self, row: int, stops: list[int]) -> None:
         missing = len(stops) - self.stop_ids.shape[1]
@@ -192,5 +194,5 @@ class Sequences:
         more = (0, 0), (0, missing)
         self.tokens, self.versions = np.pad(self.tokens, more), np.pad(self.versions, more)
         self.logprobs = np.pad(self.logprobs, more)
-        columns = -(-self.tokens.shape[1] // BLOCK) - self.blocks.shape[1]
-        self.blocks = np.pad(self.blocks, ((0, 0), (0, columns)))
+        columns = -(-self.tokens.shape[1] // BLOCK) - self.blocks.shape[2]
+        self.blocks = np.pad(self.blocks, ((0, 0), (0, 0), (0, columns)))

@@ -20,8 +20,8 @@ class StepBatch:
         positions: int64[N], where each stands in its sequence.
         cu_seqlens: int64[S + 1], bounds of the sequences in the tokens.
         decodes: the first so many sequences have one token each.
-        block_tables: int32[S, B], the block of positions 16 j .. 16 j + 15 in column j; what lies beyond a
-            sequence's end is arbitrary.
+        block_tables: int32[W, S, B], for each of the model's `distinct_windows` the block of positions
+            16 j .. 16 j + 15 in column j; what lies behind a window or beyond a sequence's end is arbitrary.
         logit_rows: int64[R], tokens whose logits are wanted.
         adapters: int32[S], number of each sequence's adapter, -1 without; None when nobody has one.
     """

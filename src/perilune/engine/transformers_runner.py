@@ -8,7 +8,7 @@ are computed together; the others one after the other.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -33,18 +33,19 @@ class TransformersRunner:
 
     Args:
         model: whose weights it computes with; they are not copied.
-        num_blocks: of the cache, the null block included.
+        num_blocks: of the cache, the null block included; one number, for a window makes no difference here.
 
     Raises:
         RequestError: when what the model remembers of a text is not keys and values alone (a state-space
             model, for instance), so that blocks cannot hold it.
     """
 
-    def __init__(self, model: TransformersModel, num_blocks: int) -> None:
+    def __init__(self, model: TransformersModel, num_blocks: Sequence[int]) -> None:
         self._model = model
+        (blocks,) = num_blocks
         # Keys and values [blocks * 16, KV, D] of each layer; none where a layer uses those of another.
         self._layers = [
-            [part.new_zeros(num_blocks * BLOCK, part.shape[1], part.shape[3]) for part in layer]
+            [part.new_zeros(blocks * BLOCK, part.shape[1], part.shape[3]) for part in layer]
             for layer in _probe(model)
         ]
 
@@ -74,7 +75,7 @@ class TransformersRunner:
         count = int(batch.cu_seqlens[sequences[0] + 1] - starts[0])
         past = int(batch.positions[starts[0]])
         block, inside = np.divmod(np.arange(past + count), BLOCK)
-        places = self._tensor(batch.block_tables[sequences][:, block] * np.int64(BLOCK) + inside)
+        places = self._tensor(batch.block_tables[0, sequences][:, block] * np.int64(BLOCK) + inside)
         tokens = self._tensor(batch.token_ids[starts[:, None] + np.arange(count)])
         cache = self._cache(places[:, :past])
         # Some models take an empty selection for all.
@@ -100,7 +101,7 @@ class TransformersRunner:
         inside = np.arange(BLOCK)
         of, to = (
             self._tensor((blocks.astype(np.int64)[:, None] * BLOCK + inside).ravel())
-            for blocks in (sources, targets)
+            for (blocks,) in (sources, targets)
         )
         for part in chain.from_iterable(self._layers):
             part[to] = part[of]

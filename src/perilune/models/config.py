@@ -109,6 +109,12 @@ class DecoderConfig:
         """The one size of the layers that have a window."""
         return next((window for window in self.windows if window is not None), None)
 
+    @property
+    def distinct_windows(self) -> tuple[int | None, ...]:
+        """What layers see, each once: None for all before it first, then the size of a window."""
+        distinct = set(self.windows or (None,))
+        return tuple(sorted(distinct, key=lambda window: window or 0))
+
     def window(self, layer: int) -> int | None:
         """How many tokens a query of that layer sees, its own included; None for all."""
         return self.windows[layer] if self.windows else None

@@ -38,6 +38,7 @@ class ModelShape:
     head_dim: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    distinct_windows: tuple[int | None, ...] = (None,)
 
     def cache_bytes(self, tokens: int, size: int) -> int:
         """Keys and values of that many tokens, in numbers of `size` bytes; about, where layers differ."""

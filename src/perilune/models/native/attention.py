@@ -12,12 +12,12 @@ from perilune.models.native.ops import check, kernel, threads
 
 
 class Cache(Structure):
-    """struct cache: see `PagedCache`."""
+    """struct cache: of one layer, see `PagedCache`."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
-        ("blocks", c_int64),
         ("kind", c_int64),
+        ("table", c_int64),
     )
 
 
@@ -25,7 +25,7 @@ class Step(Structure):
     """struct step: the tokens of one step."""
 
     _fields_ = (
-        *((name, c_int64) for name in ("rows", "tables_stride", "logit_count")),
+        *((name, c_int64) for name in ("rows", "sequences", "tables_stride", "logit_count")),
         *((name, c_void_p) for name in ("tokens", "positions", "logit_rows", "sequence", "tables", "logits")),
     )
 
@@ -38,10 +38,7 @@ class _Paged(Structure):
         ("step", POINTER(Step)),
         ("q", c_void_p),
         ("out", c_void_p),
-        *(
-            (name, c_int64)
-            for name in ("layer", "heads", "kv_heads", "size", "window", "q_stride", "out_stride")
-        ),
+        *((name, c_int64) for name in ("heads", "kv_heads", "size", "window", "q_stride", "out_stride")),
         ("scale", c_float),
         ("k", c_void_p),
         ("v", c_void_p),
@@ -71,7 +68,7 @@ class _Packed(Structure):
 
 
 def attend_paged(
-    q: Tensor, k: Tensor, v: Tensor, cache: Cache, step: Step, *, layer: int, scale: float, window: int
+    q: Tensor, k: Tensor, v: Tensor, cache: Cache, step: Step, *, scale: float, window: int
 ) -> Tensor:
     """Keep float32[N, KV, D] keys and values, then attend from float32[N, H, D]; returns float32[N, H, D].
 
@@ -88,7 +85,6 @@ def attend_paged(
         step=ctypes.pointer(step),
         q=q.data_ptr(),
         out=out.data_ptr(),
-        layer=layer,
         heads=q.shape[1],
         kv_heads=k.shape[1],
         size=q.shape[2],

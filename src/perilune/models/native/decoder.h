@@ -34,7 +34,7 @@ struct model {
 /* What the threads of a step share. Rows of every buffer are `stride` floats apart. */
 struct job {
     const struct model *model;
-    const struct cache *cache;
+    const struct cache *caches; /* [layers] */
     const struct step *step;
     float *x, *h, *wide; /* the residual stream; what a part reads or gives; its inner width */
     int64_t stride, wide_stride;
@@ -128,7 +128,7 @@ static void attend(const struct part *part, int64_t index)
     const struct model *m = job->model;
     const struct layer *layer = &m->layer[index];
     int64_t q_width = m->heads * m->size, k_width = m->kv_heads * m->size;
-    struct attention a = {.cache = job->cache, .step = job->step, .q = job->wide, .out = job->h, .layer = index,
+    struct attention a = {.cache = job->caches + index, .step = job->step, .q = job->wide, .out = job->h,
                           .heads = m->heads, .kv_heads = m->kv_heads, .size = m->size, .window = layer->window,
                           .q_stride = job->wide_stride, .out_stride = job->stride, .scale = m->attention_scale};
     turn_rows(part, layer);
@@ -200,9 +200,9 @@ static void step_part(void *argument, int64_t rank, struct team *team)
 }
 
 /* 0, or 1 where memory ran out. Positions, tokens and blocks were checked by the caller. */
-int perilune_step(const struct model *m, const struct cache *cache, const struct step *step, int64_t threads)
+int perilune_step(const struct model *m, const struct cache *caches, const struct step *step, int64_t threads)
 {
-    struct job job = {.model = m, .cache = cache, .step = step};
+    struct job job = {.model = m, .caches = caches, .step = step};
     int64_t q_width = m->heads * m->size, inner = (m->inner + PANEL - 1) / PANEL * PANEL;
     int64_t qkv = q_width + 2 * m->kv_heads * m->size, wide = qkv > 2 * inner ? qkv : 2 * inner;
     job.stride = (m->hidden > q_width ? m->hidden : q_width) + APART;

@@ -78,12 +78,12 @@ class NativeDecoder:
         self._reach = 0
         self._reserve(1)
 
-    def step(self, cache: Cache, step: Step, last: int) -> None:
-        """Compute `step`, whose largest position is `last`; its logits and the cache are written."""
+    def step(self, caches: Array[Cache], step: Step, last: int) -> None:
+        """Compute `step`, whose largest position is `last`; its logits and the layers' caches are written."""
         self._reserve(last + 1)
         ops.check(
             ops.kernel("step", POINTER(_Model), POINTER(Cache), POINTER(Step), c_int64)(
-                byref(self._model), cache, step, ops.threads()
+                byref(self._model), caches, step, ops.threads()
             ),
             "a decoding step",
         )

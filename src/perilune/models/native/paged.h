@@ -4,24 +4,25 @@
 #include "attention.h"
 #include "threads.h"
 
+/* Of one layer. */
 struct cache {
-    void *keys, *values; /* [layers][blocks][KV][D][16] and [layers][blocks][KV][16][D] */
-    float *key_scales, *value_scales; /* [layers][blocks][KV][16], int8 only */
-    int64_t blocks, kind;
+    void *keys, *values; /* [blocks][KV][D][16] and [blocks][KV][16][D] */
+    float *key_scales, *value_scales; /* [blocks][KV][16], int8 only */
+    int64_t kind, table;
 };
 
 /* Tokens of one step: row r stands at positions[r] of sequence[r], whose blocks a row of `tables` names. */
 struct step {
-    int64_t rows, tables_stride, logit_count;
+    int64_t rows, sequences, tables_stride, logit_count;
     const int64_t *tokens, *positions, *logit_rows;
     const int64_t *sequence;
-    const int32_t *tables; /* [sequences][tables_stride] */
+    const int32_t *tables; /* [windows][sequences][tables_stride] */
     float *logits;         /* [logit_count][V] */
 };
 
-INLINE int64_t block_of(const struct step *step, int64_t row, int64_t position)
+INLINE int64_t block_of(const struct step *step, int64_t table, int64_t row, int64_t position)
 {
-    return step->tables[(int64_t)step->sequence[row] * step->tables_stride + position / BLOCK];
+    return step->tables[(table * step->sequences + step->sequence[row]) * step->tables_stride + position / BLOCK];
 }
 
 /* Keep one key and value, float[D] each, of one head in their block. */
@@ -57,7 +58,7 @@ struct attention {
     const struct step *step;
     const float *q;
     float *out;
-    int64_t layer, heads, kv_heads, size, window, q_stride, out_stride;
+    int64_t heads, kv_heads, size, window, q_stride, out_stride;
     float scale;
 };
 
@@ -125,8 +126,7 @@ static void find_pair(
     pair->position = a->step->positions[pair->row];
     pair->start = a->window && pair->position + 1 > a->window ? pair->position + 1 - a->window : 0;
     for (int64_t block = pair->start / BLOCK; block <= pair->position / BLOCK; block++) {
-        int64_t number = block_of(a->step, pair->row, block * BLOCK);
-        int64_t place = (a->layer * cache->blocks + number) * a->kv_heads + pair->head;
+        int64_t place = block_of(a->step, cache->table, pair->row, block * BLOCK) * a->kv_heads + pair->head;
         keys[block] = (const char *)cache->keys + place * bytes;
         values[block] = (const char *)cache->values + place * bytes;
         if (cache->kind != CACHE_INT8) continue;
@@ -170,8 +170,8 @@ static void keep_rows(
     int64_t to)
 {
     for (int64_t row = from; row < to; row++) {
-        int64_t position = a->step->positions[row], number = block_of(a->step, row, position);
-        int64_t place = (a->layer * a->cache->blocks + number) * a->kv_heads;
+        int64_t position = a->step->positions[row];
+        int64_t place = block_of(a->step, a->cache->table, row, position) * a->kv_heads;
         for (int64_t head = 0; head < a->kv_heads; head++)
             keep(a->cache, place + head, a->size, position % BLOCK, k + row * k_stride + head * a->size,
                  v + row * v_stride + head * a->size);

@@ -1,0 +1,144 @@
+"""Block pools: one for each window among the layers, since what layers keep of a sample differs by it.
+
+Layers that see everything keep a sample's whole sequence; layers with a window only what its next query
+sees. So a sample has a block table for each, and blocks of each come from a pool of their own. Column j of
+every table is for the same sixteen tokens; behind a window it names the null block.
+
+W windows, the same as `DecoderConfig.distinct_windows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from perilune.engine.blocks import BLOCK, NULL_BLOCK, BlockPool, Blocks, blocks_for
+
+Window = int | None
+
+
+class BlockPools:
+    """The pools of all windows, which give and take together: a column of all tables at a time.
+
+    Args:
+        counts: of the blocks for each window, the null block included.
+        windows: tokens that a query sees, itself included; None for all before it.
+    """
+
+    def __init__(self, counts: Sequence[int], windows: Sequence[Window] = (None,)) -> None:
+        self.windows = tuple(windows)
+        self.pools = tuple(BlockPool(count) for count in counts)
+        assert len(self.pools) == len(self.windows), "one count for each window"
+
+    @property
+    def available(self) -> int:
+        """Columns that `take` could hand out."""
+        return min(pool.available for pool in self.pools)
+
+    @property
+    def use(self) -> float:
+        """Share of the blocks that is referenced, of the window where it is largest."""
+        return max(pool.used / (pool.count - 1) for pool in self.pools)
+
+    def take(self, count: int) -> Blocks:
+        """int32[W, count], with one reference each."""
+        return np.stack([pool.take(count) for pool in self.pools])
+
+    def lend(self, count: int) -> Blocks | None:
+        """int32[W, count] for a while, or None where they are not free now.
+
+        Where a pool has fewer, its own in turn, again and again: behind a window they may be written anew.
+        """
+        sizes = [min(count, pool.count - 1) for pool in self.pools]
+        if any(size > pool.available for size, pool in zip(sizes, self.pools, strict=True)):
+            return None
+        taken = (pool.take(size) for size, pool in zip(sizes, self.pools, strict=True))
+        return np.stack([np.resize(blocks, count) for blocks in taken])
+
+    def take_back(self, blocks: Blocks) -> None:
+        """What was lent."""
+        for pool, of_window in zip(self.pools, blocks, strict=True):
+            pool.release(np.unique(of_window))
+
+    def share(self, blocks: Blocks, times: int) -> None:
+        """Add `times` references to each of int32[W, C], but to the null block."""
+        for pool, of_window in zip(self.pools, blocks, strict=True):
+            pool.share(of_window[of_window != NULL_BLOCK], times)
+
+    def release(self, blocks: Blocks) -> None:
+        """Drop a reference of each of int32[W, C]."""
+        for pool, of_window in zip(self.pools, blocks, strict=True):
+            pool.release(of_window)
+
+    def find(self, digests: Sequence[bytes]) -> Blocks:
+        """int32[W, C] of the longest known beginning, one reference added to each; null behind a window."""
+        length = self._known_length(digests)
+        found = np.full((len(self.pools), length), NULL_BLOCK, dtype=np.int32)
+        for row, start, pool in zip(found, self.behind(length * BLOCK), self.pools, strict=True):
+            row[start:] = pool.find(digests[start:length])
+        return found
+
+    def has_room(self, digests: Sequence[bytes], length: int, most_fed: int, spare: int) -> bool:
+        """Whether `length` tokens, whose full blocks have `digests`, fit when `most_fed` are fed at once.
+
+        `spare` blocks are to be left.
+        """
+        known = self._known_length(digests)
+        for window, start, pool in zip(self.windows, self.behind(known * BLOCK), self.pools, strict=True):
+            need = blocks_for(length) - known
+            if window is not None:
+                need = min(need, blocks_in(window + most_fed))
+            _, unused = pool.known(digests[start:known])
+            if need + spare > pool.available - unused:
+                return False
+        return True
+
+    def behind(self, computed: int) -> list[int]:
+        """For each window, how many columns no query from position `computed` on sees."""
+        return [0 if window is None else max(0, computed - window + 1) // BLOCK for window in self.windows]
+
+    def record(self, table: Blocks, digests: Sequence[bytes]) -> None:
+        """Let the full blocks of a table int32[W, C] be found by the digests of its first columns."""
+        for pool, of_window in zip(self.pools, table, strict=True):
+            held = zip(of_window.tolist(), digests, strict=False)
+            pool.record({block: digest for block, digest in held if block != NULL_BLOCK})
+
+    def forget_all(self) -> None:
+        """Let no block be found any more."""
+        for pool in self.pools:
+            pool.forget_all()
+
+    def _known_length(self, digests: Sequence[bytes]) -> int:
+        """Columns of the longest beginning of which every layer still has what the next query sees."""
+        lengths = np.arange(len(digests) + 1)
+        possible = np.ones(len(lengths), dtype=np.bool_)
+        for window, pool in zip(self.windows, self.pools, strict=True):
+            if window is None:
+                possible &= lengths <= pool.known(digests)[0]
+            else:
+                # Up to a length, where the unbroken run of known blocks that ends there begins.
+                missing = np.array([0, *(not pool.has(digest) for digest in digests)], dtype=np.bool_)
+                begins = np.maximum.accumulate(np.where(missing, lengths, 0))
+                possible &= begins <= np.maximum(0, lengths * BLOCK - window + 1) // BLOCK
+        return int(np.flatnonzero(possible)[-1])
+
+
+def pool_sizes(
+    windows: Sequence[Window], num_blocks: int, *, slots: int, token_budget: int
+) -> tuple[int, ...]:
+    """How many blocks each window has use for: `num_blocks`, or less where that is as good.
+
+    A window holds `slots` samples behind what is fed of them, `token_budget` tokens a step.
+    """
+    return tuple(
+        num_blocks
+        if window is None
+        else min(num_blocks, 1 + slots * (blocks_in(window) + 1) + blocks_for(token_budget))
+        for window in windows
+    )
+
+
+def blocks_in(tokens: int) -> int:
+    """Most blocks that so many tokens in a row lie in."""
+    return (tokens + BLOCK - 2) // BLOCK + 1
