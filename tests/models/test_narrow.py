@@ -14,7 +14,8 @@ from perilune.models.attention import PackedAttention
 from perilune.models.config import PRESETS, DecoderConfig
 from perilune.models.decoder import Decoder
 from perilune.models.layer_kinds import Experts
-from perilune.models.narrow import NarrowKind, narrowed
+from perilune.models.layers import RMSNorm
+from perilune.models.narrow import NarrowKind, NarrowWeight, narrowed
 from perilune.models.native import ops
 
 KINDS: list[NarrowKind] = ["bfloat16", "int8"]
@@ -99,3 +100,34 @@ def test_matrices_take_less_memory(kind: NarrowKind, share: float, arithmetic: A
     tensors = packed.tensors if arithmetic == "native" else (packed.values, packed.scales)  # type: ignore[union-attr]
     held = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
     assert held <= share * weight.numel() * 4
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(torch.bfloat16, None), (torch.float64, "int8")])
+def test_a_frozen_copy_takes_new_weights_where_the_old_ones_were(
+    dtype: torch.dtype, kind: NarrowKind | None
+) -> None:
+    """Captured graphs read them there. In these dtypes weights are plain tensors, as all are on a GPU."""
+    decoder = Decoder(PRESETS["tiny"].replace(tie_word_embeddings=False)).to(dtype)
+    decoder.initialize(0)
+    frozen = decoder.frozen(kind)
+    decoder.initialize(1)
+    anew = decoder.frozen(kind)
+
+    def tensors(model: Decoder) -> list[torch.Tensor]:
+        held = [part for one in model.projections() if one.frozen is not None for part in one.frozen]
+        narrow = [part for one in held if isinstance(one, NarrowWeight) for part in (one.values, one.scales)]
+        norms = [
+            module.weight for module in model.modules() if isinstance(module, (RMSNorm, torch.nn.Embedding))
+        ]
+        qk = [block.self_attn.frozen_qk_norm for block in model.model.layers]
+        return [one for one in (*held, *narrow, *norms, *qk) if isinstance(one, torch.Tensor)]
+
+    places = [tensor.data_ptr() for tensor in tensors(frozen)]
+    assert any(not torch.equal(*pair) for pair in zip(tensors(frozen), tensors(anew), strict=True))
+    frozen.refreeze(decoder, kind)
+    assert [tensor.data_ptr() for tensor in tensors(frozen)] == places
+    assert all(torch.equal(*pair) for pair in zip(tensors(frozen), tensors(anew), strict=True))
+    tokens, bounds = torch.arange(20), torch.tensor([0, 20])
+    with torch.no_grad():
+        states = [model(tokens, tokens, PackedAttention(bounds)) for model in (frozen, anew)]
+    assert torch.equal(*states)

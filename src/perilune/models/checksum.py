@@ -18,10 +18,11 @@ def checksum(state: Mapping[str, Tensor]) -> str:
     Any update of the weights changes it. It tells versions apart, and is no defence against a forger: for
     weights that travel there is SHA-256 (`engine.shared_weights`).
     """
-    sums = {name: _bits(tensor) for name, tensor in state.items()}
+    names = sorted(state)
+    sums = torch.stack([_bits(state[name]) for name in names]).tolist() if names else []
     told = hashlib.sha256()
-    for name in sorted(sums):
-        told.update(f"{name} {tuple(state[name].shape)} {int(sums[name])}\n".encode())
+    for name, total in zip(names, sums, strict=True):
+        told.update(f"{name} {tuple(state[name].shape)} {total}\n".encode())
     return told.hexdigest()[:16]
 
 

@@ -19,7 +19,7 @@ from perilune.models.attention import Attention
 from perilune.models.config import DecoderConfig
 from perilune.models.feed_forward import MLP, MixtureOfExperts
 from perilune.models.kernels import both_halves, rms_norm, rotate
-from perilune.models.layers import Projection, RMSNorm
+from perilune.models.layers import Projection, RMSNorm, settled
 from perilune.models.narrow import NarrowKind, Precision
 from perilune.models.rope import Rope
 from perilune.models.rotary import inverse_frequencies
@@ -170,7 +170,7 @@ class Decoder(nn.Module):
         if not self.config.family.scaled_embeddings:
             return x  # type: ignore[no-any-return]
         # The factor is rounded to the dtype, as it was when the model was trained.
-        return x * x.new_tensor(self.config.hidden_size**0.5)  # type: ignore[no-any-return]
+        return x * x.new_full((), self.config.hidden_size**0.5)  # type: ignore[no-any-return]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -214,22 +214,32 @@ class Decoder(nn.Module):
                 that products have this decoder's precision. Norms, biases, routers and what passes between
                 layers stay as they are.
         """
-        if kind is None and self.precision == "bfloat16":
-            kind = "bfloat16"
         with torch.device("meta"):
             copy = Decoder(self.config)
-        for projection, its_projection in zip(self.projections(), copy.projections(), strict=True):
+        copy.refreeze(self, kind)
+        return copy
+
+    @torch.no_grad()
+    def refreeze(self, source: Decoder, kind: NarrowKind | None = None) -> None:
+        """Let this frozen copy take the present weights of `source`, in the same `kind` as before.
+
+        Those that are plain tensors, as all are on a GPU, are written where the old ones were, for captured
+        graphs go on to read them there.
+        """
+        if kind is None and source.precision == "bfloat16":
+            kind = "bfloat16"
+        for projection, its_projection in zip(source.projections(), self.projections(), strict=True):
             its_projection.freeze(projection, kind)
-        table = self.model.embed_tokens.weight.detach()
+        table = source.model.embed_tokens.weight.detach()
         table = table.clone() if kind is None else table.to(torch.bfloat16, copy=True)
-        copy.model.embed_tokens.weight = nn.Parameter(table, requires_grad=False)
-        for name, its in copy.named_modules():
-            mine = self.get_submodule(name)
+        table = settled(self.model.embed_tokens.weight.detach(), table)
+        self.model.embed_tokens.weight = nn.Parameter(table, requires_grad=False)
+        for name, its in self.named_modules():
+            mine = source.get_submodule(name)
             if isinstance(mine, RMSNorm) and isinstance(its, RMSNorm):
                 its.freeze(mine)
             if isinstance(mine, SelfAttention) and isinstance(its, SelfAttention) and mine.qk_norm == "head":
-                its.frozen_qk_norm = mine.qk_norm_weight()
-        return copy
+                its.frozen_qk_norm = settled(its.frozen_qk_norm, mine.qk_norm_weight())
 
     def projections(self) -> list[Projection]:
         """All linear maps, those of one input together."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor, nn
 
@@ -31,8 +33,8 @@ class RMSNorm(nn.Module):
 
     def freeze(self, source: RMSNorm) -> None:
         """Take the present factor of `source`; no gradient reaches it."""
-        self.weight = nn.Parameter(source.factor().detach().clone(), requires_grad=False)
-        self.offset = False
+        factor = settled(self.weight.detach(), source.factor().detach().clone())
+        self.weight, self.offset = nn.Parameter(factor, requires_grad=False), False
 
 
 class Projection:
@@ -79,4 +81,24 @@ class Projection:
     def freeze(self, source: Projection, kind: NarrowKind | None) -> None:
         """Take the present weights of `source`; no gradient reaches them."""
         weight, bias = source.joined()
-        self.frozen = pack_weight(weight.detach(), bias, None if self.exact else kind)
+        fresh = pack_weight(weight.detach(), bias, None if self.exact else kind)
+        held = self.frozen or (None, None)
+        self.frozen = settled(held[0], fresh[0]), settled(held[1], fresh[1])
+
+
+Settled = TypeVar("Settled")
+
+
+def settled(held: object, fresh: Settled) -> Settled:
+    """`fresh`, in the memory of what is `held` where both are alike: captured graphs read it there."""
+    if isinstance(held, NarrowWeight) and isinstance(fresh, NarrowWeight):
+        return NarrowWeight(settled(held.values, fresh.values), settled(held.scales, fresh.scales))  # type: ignore[return-value]
+    if isinstance(held, Tensor) and isinstance(fresh, Tensor) and _alike(held, fresh):
+        return held.copy_(fresh)  # type: ignore[return-value]
+    return fresh
+
+
+def _alike(held: Tensor, fresh: Tensor) -> bool:
+    """Whether one can be copied over the other; not where a library hides how they lie."""
+    places = [(one.shape, one.dtype, one.device, one.layout) for one in (held, fresh)]
+    return places[0] == places[1] and held.layout == torch.strided
