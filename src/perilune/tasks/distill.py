@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes
 from perilune.learn.settings import OptimizerSettings
+from perilune.tasks.keeping import Saving
 from perilune.tasks.sampler import SamplingSpec
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from perilune.models.memory import MemoryPlan
 
 
-class DistillSpec(OptimizerSettings, SamplingSpec):
+class DistillSpec(Saving, OptimizerSettings, SamplingSpec):
     """Fields of a distill stage."""
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(description="where the student starts")
@@ -46,7 +47,6 @@ class DistillSpec(OptimizerSettings, SamplingSpec):
     samples: int = Field(4, ge=1, description="answers a task")
     lr: float = Field(1e-3, gt=0, description="peak learning rate")
     final_lr: float = Field(0.1, ge=0, le=1, description="last learning rate over peak, reached by a cosine")
-    save_every: int = Field(20, ge=1, description="steps between two checkpoints to resume from")
 
     @model_validator(mode="after")
     def _fits(self) -> DistillSpec:

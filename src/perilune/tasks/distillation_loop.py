@@ -24,7 +24,7 @@ from perilune.tasks.observation import lengths_over
 from perilune.tasks.playing import open_player, outcome_figures
 from perilune.tasks.rollouts import Stopwatch
 from perilune.tasks.session import Policy, start_model
-from perilune.tasks.training import carry_optimizer, finish, first_and_last, resume, save
+from perilune.tasks.training import carry_optimizer, finish, first_and_last, resume, save_when_due
 
 if TYPE_CHECKING:
     from perilune.tasks.distill import DistillSpec
@@ -88,11 +88,10 @@ def run(
             workspace.timing(step + 1, **watch.figures())
             shown = {name: figures[name] for name in ("pass_rate", "overlap_ratio") if name in figures}
             workspace.progress(step + 1, spec.steps, loss=figures["loss"], **shown)
-            if (step + 1) % spec.save_every == 0 and step + 1 < spec.steps:
-                save(workspace, learner, step + 1)
+            save_when_due(workspace, learner, step + 1, spec)
     lines = workspace.metrics()
     everywhere = [name for name in FIRST_AND_LAST if all(name in line for line in lines)]
-    return finish(workspace, student, learner, spec.steps) | {
+    return finish(workspace, student, learner, spec) | {
         "algorithm": spec.loss,
         "overlap_k": lines[-1]["overlap_k"],
         "carried_second_moments": carried,

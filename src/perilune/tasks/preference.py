@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from perilune.bundle.job import Frozen, Job
+from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes
 from perilune.learn.settings import OptimizerSettings
+from perilune.tasks.keeping import Saving
 
 if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace
@@ -18,7 +19,7 @@ COLLAPSE_PATIENCE = 5  # steps in a row before the alarm: a single batch may loo
 REFERENCE_LIMIT = 1e-2  # nats a token between two forwards of the same weights
 
 
-class PreferenceSpec(OptimizerSettings, Frozen):
+class PreferenceSpec(Saving, OptimizerSettings):
     """Fields of a preference stage."""
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(
@@ -76,7 +77,7 @@ class Preference:
         from perilune.tasks.preference_data import PreferenceData
         from perilune.tasks.rollouts import Stopwatch
         from perilune.tasks.session import load_policy, prepare_device
-        from perilune.tasks.training import carry_optimizer, finish, first_and_last, resume, save
+        from perilune.tasks.training import carry_optimizer, finish, first_and_last, resume, save_when_due
 
         spec = PreferenceSpec.model_validate(workspace.job.spec)
         device = prepare_device(workspace)
@@ -124,10 +125,9 @@ class Preference:
             workspace.timing(step + 1, **watch.figures(), tokens=figures["tokens"])
             workspace.progress(step + 1, spec.steps, loss=figures["loss"], accuracy=figures["accuracy"])
             alarm.look(step + 1, figures)
-            if (step + 1) % spec.save_every == 0 and step + 1 < spec.steps:
-                save(workspace, learner, step + 1)
+            save_when_due(workspace, learner, step + 1, spec)
         lines = workspace.metrics()
-        return finish(workspace, policy, learner, spec.steps) | {
+        return finish(workspace, policy, learner, spec) | {
             "algorithm": spec.loss,
             "pairs": len(data.train),
             "validation_pairs": len(data.validation),

@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from perilune.bundle.job import Frozen, Job
+from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes
 from perilune.learn.settings import OptimizerSettings
+from perilune.tasks.keeping import Saving
 
 if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace
 
 
-class RewardModelSpec(OptimizerSettings, Frozen):
+class RewardModelSpec(Saving, OptimizerSettings):
     """Fields of a reward_model stage."""
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(description="whose body it is built on")
@@ -68,7 +69,7 @@ class RewardModelTask:
         from perilune.tasks.preference_data import PreferenceData
         from perilune.tasks.rollouts import Stopwatch
         from perilune.tasks.session import Policy, load_policy, prepare_device
-        from perilune.tasks.training import finish, first_and_last, resume, save
+        from perilune.tasks.training import finish, first_and_last, resume, save_when_due
 
         spec = RewardModelSpec.model_validate(workspace.job.spec)
         device = prepare_device(workspace)
@@ -103,8 +104,7 @@ class RewardModelTask:
             workspace.metric(step + 1, **figures)
             workspace.timing(step + 1, **watch.figures(), tokens=figures["tokens"])
             workspace.progress(step + 1, spec.steps, loss=figures["loss"], accuracy=figures["accuracy"])
-            if (step + 1) % spec.save_every == 0 and step + 1 < spec.steps:
-                save(workspace, learner, step + 1)
+            save_when_due(workspace, learner, step + 1, spec)
         held_out: dict[str, Any] = {}
         if data.validation:
             scores = score_pairs(model, data.validation, spec.token_budget)
@@ -112,9 +112,7 @@ class RewardModelTask:
             held_out = score_figures(scores, data.validation) | {
                 "accuracy": bootstrap_problems(right, seed=workspace.job.seed)._asdict()
             }
-        summary = finish(
-            workspace, Policy(model, policy.tokenizer), learner, spec.steps, write=save_reward_model
-        )
+        summary = finish(workspace, Policy(model, policy.tokenizer), learner, spec, write=save_reward_model)
         return summary | {
             "algorithm": "bradley_terry",
             "pairs": len(data.train),

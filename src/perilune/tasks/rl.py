@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes
 from perilune.learn.settings import AlgorithmSettings, OptimizerSettings
+from perilune.tasks.keeping import Saving
 from perilune.tasks.sampler import SamplingSpec
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from perilune.tasks.rollouts import Groups
 
 
-class RLSpec(AlgorithmSettings, OptimizerSettings, SamplingSpec):
+class RLSpec(Saving, AlgorithmSettings, OptimizerSettings, SamplingSpec):
     """Fields of an rl stage."""
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(description="where the policy starts")
@@ -33,7 +34,6 @@ class RLSpec(AlgorithmSettings, OptimizerSettings, SamplingSpec):
     verifier_weight: float = Field(
         0.0, ge=0, description="of the verdict beside a reward model; above 0 it is trained on too"
     )
-    save_every: int = Field(20, ge=1, description="steps between two checkpoints to resume from")
 
     @model_validator(mode="after")
     def _large_enough(self) -> RLSpec:
@@ -86,7 +86,7 @@ class RL:
         from perilune.tasks.publishing import Publisher
         from perilune.tasks.rollouts import Rollouts, Stopwatch
         from perilune.tasks.session import load_policy, prepare_device
-        from perilune.tasks.training import carry_optimizer, finish, resume, save
+        from perilune.tasks.training import carry_optimizer, finish, resume, save_when_due
         from perilune.tasks.training_tasks import TrainingTasks
         from perilune.verifiers import Scorer
 
@@ -133,10 +133,9 @@ class RL:
                 weighed, figures = update_policy(spec, learner, groups, step, reference)
                 watch.stop_learning()
                 observer.record(step + 1, weighed, figures | {"epoch": tasks.epoch}, watch)
-                if (step + 1) % spec.save_every == 0 and step + 1 < spec.steps:
-                    save(workspace, learner, step + 1)
+                save_when_due(workspace, learner, step + 1, spec)
         return {
-            **finish(workspace, policy, learner, spec.steps),
+            **finish(workspace, policy, learner, spec),
             **observer.summary(spec.algorithm, spec.samples),
             "carried_second_moments": carried,
             "memory": memory_figures(memory, device),

@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from perilune.bundle.job import Frozen, Job
+from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes
 from perilune.learn.settings import OptimizerSettings
+from perilune.tasks.keeping import Saving
 
 if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace
 
 
-class SFTSpec(OptimizerSettings, Frozen):
+class SFTSpec(Saving, OptimizerSettings):
     """Fields of an sft stage."""
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field("model", description="where the weights start")
@@ -58,7 +59,7 @@ class SFT:
         from perilune.tasks.footprint import memory_figures, stage_memory
         from perilune.tasks.rollouts import Stopwatch
         from perilune.tasks.session import load_policy, prepare_device
-        from perilune.tasks.training import finish, first_and_last, resume, save
+        from perilune.tasks.training import finish, first_and_last, resume, save_when_due
 
         spec = SFTSpec.model_validate(workspace.job.spec)
         device = prepare_device(workspace)
@@ -82,9 +83,8 @@ class SFT:
             workspace.metric(step + 1, **figures)
             workspace.timing(step + 1, **watch.figures(), tokens=figures["tokens"])
             workspace.progress(step + 1, spec.steps, loss=figures["loss"], lr=figures["lr"])
-            if (step + 1) % spec.save_every == 0 and step + 1 < spec.steps:
-                save(workspace, learner, step + 1)
-        return finish(workspace, policy, learner, spec.steps) | {
+            save_when_due(workspace, learner, step + 1, spec)
+        return finish(workspace, policy, learner, spec) | {
             "algorithm": "sft",
             "traces": len(demonstrations),
             **first_and_last(workspace.metrics(), ("loss",)),

@@ -15,10 +15,21 @@ from perilune.learn.trainer import Learner
 from perilune.models.decoder import Decoder
 from perilune.models.loading import save_checkpoint
 from perilune.models.tokenizer import Tokenizer
+from perilune.tasks.keeping import (
+    BEST,
+    FINAL,
+    Saving,
+    best_step,
+    best_summary,
+    disk_bytes,
+    forget,
+    prune,
+    saved_steps,
+    step_directory,
+)
 from perilune.tasks.session import Policy
 from perilune.watchdog import Waiting
 
-FINAL = "final"
 OPTIMIZER = "optimizer"  # beside the final weights: the learner's state, for a stage that carries it on
 
 
@@ -33,48 +44,72 @@ def resume(workspace: Workspace, learner: Learner) -> int:
     directory = latest_complete(workspace.checkpoints)
     if is_complete(final / OPTIMIZER):  # all steps are done, and only the summary is missing
         directory = final / OPTIMIZER
-    elif final.exists():
-        shutil.rmtree(final)
-    if directory is None:
-        workspace.rewind(0)
-        return 0
-    step = int(learner.load_state(directory)["step"])
+    else:
+        for made in (final, workspace.checkpoints / BEST):
+            if made.exists():
+                forget(made)
+    step = 0 if directory is None else int(learner.load_state(directory)["step"])
+    for later in saved_steps(workspace):  # of no use: they are damaged
+        if later > step:
+            forget(step_directory(workspace, later))
     workspace.rewind(step)
-    workspace.event("resumed", step=step)
-    workspace.log(f"resumed from step {step}")
+    if directory is not None:
+        workspace.event("resumed", step=step)
+        workspace.log(f"resumed from step {step}")
     return step
 
 
-def save(workspace: Workspace, learner: Learner, step: int, keep: int = 1) -> None:
-    """Write a checkpoint to resume from, and drop the older ones."""
-    directory = workspace.checkpoints / f"step-{step:06d}"
+def save_when_due(workspace: Workspace, learner: Learner, step: int, spec: Saving) -> None:
+    """After every `save_every` steps but the last: write a checkpoint to resume from, and drop older ones."""
+    if step % spec.save_every or step >= spec.steps:
+        return
     with Waiting("checkpoint"):
-        learner.save_state(directory, {"step": step})
-    workspace.event("checkpoint", step=step)
-    for old in sorted(workspace.checkpoints.glob("step-*"))[:-keep]:
-        shutil.rmtree(old)
+        learner.save_state(step_directory(workspace, step), {"step": step})
+    prune(workspace, spec)
+    held = disk_bytes(workspace)
+    workspace.event("checkpoint", step=step, disk_bytes=held)
+    workspace.log(f"checkpoint of step {step}; all that are kept take {held / 1e6:,.1f} MB")
+    if spec.keep.best and best_step(workspace, spec, [step]) is None:
+        workspace.log(f"keep.best: no figure {spec.keep.best!r} in the last {spec.save_every} steps")
 
 
 def finish(
     workspace: Workspace,
     policy: Policy,
     learner: Learner,
-    steps: int,
+    spec: Saving,
     write: Callable[[Path, Decoder, Tokenizer], None] = save_checkpoint,
 ) -> dict[str, Any]:
-    """Write the final checkpoint (Hugging Face format, the optimizer's state beside it)."""
-    final = workspace.checkpoints / FINAL
-    if not final.exists():
-        partial = workspace.checkpoints / ".final.partial"
-        with Waiting("final checkpoint"):
+    """Write the final checkpoint (Hugging Face format, the optimizer's state beside it), and the best one.
+
+    The best is written as a model, and learner and policy are that one then; nothing may learn after this.
+    """
+    with Waiting("final checkpoint"):
+        if not (workspace.checkpoints / FINAL).exists():
+            partial = workspace.checkpoints / f".{FINAL}.partial"
             write(partial, policy.decoder, policy.tokenizer)
-            learner.save_state(partial / OPTIMIZER, {"step": steps})
-        partial.rename(final)
-        fsync_directory(workspace.checkpoints)
-    for old in workspace.checkpoints.glob("step-*"):
-        shutil.rmtree(old)
+            learner.save_state(partial / OPTIMIZER, {"step": spec.steps})
+            _put_in_place(partial, workspace.checkpoints / FINAL)
+        best = best_step(workspace, spec, [*saved_steps(workspace), spec.steps])
+        if best not in {None, spec.steps} and not (workspace.checkpoints / BEST).exists():
+            partial = workspace.checkpoints / f".{BEST}.partial"
+            learner.load_state(step_directory(workspace, best))
+            write(partial, policy.decoder, policy.tokenizer)
+            _put_in_place(partial, workspace.checkpoints / BEST)
+    prune(workspace, spec, beside=1)
     parameters = sum(parameter.numel() for parameter in policy.decoder.parameters())
-    return {"kind": "training", "steps": steps, "parameters": parameters}
+    return {
+        "kind": "training",
+        "steps": spec.steps,
+        "parameters": parameters,
+        "disk_bytes": disk_bytes(workspace),
+        **best_summary(workspace, spec),
+    }
+
+
+def _put_in_place(partial: Path, whole: Path) -> None:
+    partial.rename(whole)
+    fsync_directory(whole.parent)
 
 
 def first_and_last(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:

@@ -1,0 +1,141 @@
+"""Which checkpoints stay: the newest, the best by a figure, and always the one to resume from."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+from task_cases import make_bundle, make_job, metrics, run_in, run_task, summary
+
+from perilune.bundle.workspace import Workspace
+from perilune.execution.placements.local import carry_over
+from perilune.files import read_json_lines
+from perilune.learn.checkpoints import is_complete
+from perilune.tasks import keeping, training
+from perilune.tasks.keeping import Keep, Saving, best_step, prune, saved_steps, step_directory
+
+OPTIONS: dict[str, Any] = {"steps": 8, "save_every": 2, "kl": 0.05}
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    keep = {"last": 2, "best": "entropy"}
+    return run_task(tmp_path_factory.mktemp("kept") / "bundle", "rl", keep=keep, **OPTIONS)
+
+
+def names(bundle: Path) -> set[str]:
+    return {path.name for path in (bundle / "artifacts" / "checkpoints").iterdir()}
+
+
+def workspace_of(tmp_path: Path, figures: list[float], spec: Saving, name: str = "reward") -> Workspace:
+    """A workspace with one figure a step, and a checkpoint wherever one is due."""
+    workspace = Workspace(make_bundle(tmp_path / "bundle", make_job("rl")))
+    for step, value in enumerate(figures, 1):
+        workspace.metric(step, **{name: value})
+        if step % spec.save_every == 0:
+            step_directory(workspace, step).mkdir(parents=True)
+            prune(workspace, spec)
+    return workspace
+
+
+def test_the_newest_and_the_best_stay(kept: Path) -> None:
+    best = summary(kept)["best"]
+    figures = {line["step"]: line["entropy"] for line in metrics(kept)}
+    means = {end: (figures[end - 1] + figures[end]) / 2 for end in (2, 4, 6, 8)}
+    assert best["step"] == max(means, key=lambda end: means[end])
+    assert best["step"] != 8, "the seed is to be one whose best is not its last"
+    assert best["interval"][0] == pytest.approx(means[best["step"]])
+    assert best["interval"][1] <= best["interval"][0] <= best["interval"][2]
+    assert best["last"][0] == pytest.approx(means[8])
+    assert names(kept) == {"final", "best", "step-000006", f"step-{best['step']:06d}"}
+
+    made = kept / "artifacts" / "checkpoints"
+    state = load_file(made / f"step-{best['step']:06d}" / "weights.safetensors")
+    written = load_file(made / "best" / "model.safetensors")
+    assert (written["model.norm.weight"] == state["model.norm.weight"]).all()
+    assert (
+        written["model.norm.weight"] != load_file(made / "final" / "model.safetensors")["model.norm.weight"]
+    ).any()
+    assert summary(kept)["disk_bytes"] == sum(
+        path.stat().st_size for path in made.rglob("*") if path.is_file()
+    )
+    held = [event["disk_bytes"] for event in read_json_lines(kept / "runtime" / "events.jsonl")
+            if event["kind"] == "checkpoint"]  # fmt: skip
+    assert len(held) == 3
+    assert held[0] < held[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "figures", "last", "stay"),
+    [
+        ("reward", [0, 0, 9, 9, 1, 1, 2, 2], 1, [4, 8]),
+        ("reward", [0, 0, 9, 9, 1, 1, 2, 2], 2, [4, 6, 8]),
+        ("reward", [0, 0, 1, 9, 5, 5, 2, 2], 1, [4, 8]),  # equal means: the earlier
+        ("validation_nll", [3, 3, 9, 9, 4, 4, 5, 5], 1, [2, 8]),
+    ],
+)
+def test_what_stays(tmp_path: Path, name: str, figures: list[float], last: int, stay: list[int]) -> None:
+    spec = Saving(steps=100, save_every=2, keep=Keep(last=last, best=name))
+    assert saved_steps(workspace_of(tmp_path, figures, spec, name)) == stay
+
+
+def test_a_figure_that_never_comes_keeps_the_newest_alone(tmp_path: Path) -> None:
+    spec = Saving(steps=100, save_every=2, keep=Keep(best="no_such_figure"))
+    workspace = workspace_of(tmp_path, [1.0] * 6, spec)
+    assert saved_steps(workspace) == [6]
+    assert best_step(workspace, spec, [2, 4, 6]) is None
+
+
+def test_a_kill_while_one_is_removed_leaves_whole_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every file that removing an old checkpoint takes away, the process dies."""
+    whole = run_task(tmp_path / "whole", "rl", **OPTIONS)
+    for died_at in (1, 3, 5):
+        bundle = make_bundle(tmp_path / f"killed{died_at}", make_job("rl", **OPTIONS))
+
+        def half(path: Path, died_at: int = died_at) -> None:
+            for file in sorted(path.iterdir())[:died_at]:
+                file.unlink()
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(keeping, "shutil", SimpleNamespace(rmtree=half))
+            run_in(bundle)
+        visible = [path for path in (bundle / "artifacts" / "checkpoints").iterdir() if path.name[0] != "."]
+        assert [path.name for path in visible] == ["step-000004"]
+        assert all(map(is_complete, visible))
+        again = make_bundle(tmp_path / f"again{died_at}", make_job("rl", **OPTIONS))
+        carry_over(bundle / "artifacts", again / "artifacts")
+        run_in(again)
+        assert names(again) == {"final"}
+        assert (again / "artifacts/metrics.jsonl").read_bytes() == (
+            whole / "artifacts/metrics.jsonl"
+        ).read_bytes()
+
+
+def test_one_that_is_damaged_does_not_push_out_the_one_to_resume_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the next kill would begin from nothing."""
+    bundle = run_task(tmp_path / "1", "rl", **OPTIONS, keep={"last": 4})
+    again = make_bundle(tmp_path / "2", make_job("rl", **OPTIONS))
+    carry_over(bundle / "artifacts", again / "artifacts")
+    made = again / "artifacts" / "checkpoints"
+    shutil.rmtree(made / "final")
+    shutil.rmtree(made / "step-000004")
+    weights = made / "step-000006" / "weights.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    there: list[list[int]] = []
+
+    def watched(workspace: Workspace, spec: Saving, *, beside: int = 0) -> None:
+        prune(workspace, spec, beside=beside)
+        there.append([s for s in saved_steps(workspace) if is_complete(step_directory(workspace, s))])
+
+    monkeypatch.setattr(training, "prune", watched)
+    run_in(again)
+    assert there == [[4], [6], []]  # it began after step 2; at the end the final one takes their place
