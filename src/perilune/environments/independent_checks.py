@@ -27,7 +27,8 @@ SEVERAL_ANSWERS = frozenset(
     }
 )  # fmt: skip
 
-_NUMBER = re.compile(r"[+-]?(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d+)?(?:[eE][+-]?\d{1,3})?", re.ASCII)
+_NUMBER = re.compile(r"[+-]?(?:(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?", re.ASCII)
+_EDGES = " .,;:!?\"'`°%$()[]{}"
 SAME, APART = 1e-6, 0.05  # relative difference of numbers up to which, and from which on, they are judged
 LONGEST = 20_000  # characters beyond which no answer is right
 
@@ -57,12 +58,12 @@ def is_right(family: str, answer: str, data: Mapping[str, Any]) -> bool | None:
 
 
 def same_answer(answer: str, stated: str) -> bool | None:
-    """Whether two answers say the same words, or the same number; None for numbers that are close."""
+    """Whether two answers say the same words, or the same number; None for what is close."""
     mine, theirs = (" ".join(text.split()).casefold() for text in (answer, stated))
     if mine == theirs:
         return True
     if not (_NUMBER.fullmatch(mine) and _NUMBER.fullmatch(theirs)):
-        return False
+        return None if mine.strip(_EDGES) == theirs.strip(_EDGES) != "" else False
     a, b = (float(text.replace(",", "")) for text in (mine, theirs))
     if re.fullmatch(r"[+-]?\d+", theirs):
         return a == b
