@@ -18,8 +18,11 @@ from perilune.bundle.wheel import wheel_members
 from perilune.errors import RequestError
 from perilune.files import read_json, read_json_lines, sha256_file
 
-# Under artifacts/. Wall-clock figures, logs and observations of the machine are not results.
-_NOT_RESULTS = {"timings.jsonl", "hardware.jsonl", "precheck.json", "source.patch", "manifest.json"}
+# Under artifacts/. Wall-clock figures, logs and observations of the machine are not results, nor is an audit,
+# some of whose findings are deadlines that were missed.
+_NOT_RESULTS = {
+    "timings.jsonl", "hardware.jsonl", "precheck.json", "source.patch", "manifest.json", "reward_audit.json",
+}  # fmt: skip
 _MEASURED = {"seconds", "tokens_per_second", "peak_bytes"}  # keys of summary.json
 _ABSENT = "absent"
 _LONGEST_SHOWN = 100  # characters of a list or mapping that are printed
