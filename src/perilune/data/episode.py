@@ -36,7 +36,8 @@ class Episode:
         policy_version: int32[T], version of the weights that sampled each token.
         reward: what the episode is worth, or None when the verifier failed.
         reward_terms: the named parts of the reward.
-        step_rewards: float32[T] or None, process rewards.
+        step_rewards: float32[T] or None, process rewards: at the last token of each segment what it earned,
+            NaN at the others.
         finish_reason: "stop" (end-of-sequence or stop token), "length" (token limit) or "aborted".
         failure: "" or "boundary: reason", boundary in {environment, verifier, model, sandbox}.
         metrics: further figures; "strategy/NAME": 1.0 marks the strategy an environment recognised.

@@ -25,6 +25,7 @@ from perilune.environments.plotting import plotting_put_off
 from perilune.environments.protocol import Failure, Outcome, Score, Split, Task, Transcript
 from perilune.environments.registry import did_you_mean
 from perilune.environments.single_turn import SingleTurn
+from perilune.environments.stated_answer import StatedAnswer
 from perilune.errors import RequestError
 
 HELD_OUT_PARTS = 10  # one tenth of all questions is held out
@@ -158,6 +159,15 @@ class ReasoningGymEnvironment(SingleTurn):
         answer = self._answer(transcript.text)
         facts = {"answer": task.data["answer"], "metadata": decode(task.data["metadata"])}
         return answer is not None and is_right(self.spec.task, answer, facts)
+
+    def stated_answer(self, task: Task) -> StatedAnswer | None:
+        """The answer that the family states, and how it is given; None where it states none."""
+        answer = task.data["answer"]
+        if answer is None:
+            return None
+        if self.spec.prompt == "compact":
+            return StatedAnswer(compact.ANSWER_MARK, (answer,), (compact.ANSWER_MARK,))
+        return StatedAnswer("\n<answer>", (answer,), ("<answer>", "</think>"))
 
     def _answer(self, text: str) -> str | None:
         if self.spec.prompt == "compact":

@@ -67,8 +67,10 @@ def whitened(values: Sequence[Tokens], masks: Sequence[NDArray[np.bool_]]) -> li
 
 def token_rewards(episode: Episode, reward: float) -> Tokens:
     """float64[T]: process rewards where the episode has them, and `reward` at the last token it chose."""
-    steps = np.zeros(len(episode.token_ids)) if episode.step_rewards is None else episode.step_rewards
-    found = np.where(episode.loss_mask, steps, 0.0).astype(np.float64)
+    found = np.zeros(len(episode.token_ids))
+    if episode.step_rewards is not None:
+        there = episode.loss_mask & ~np.isnan(episode.step_rewards)
+        found[there] = episode.step_rewards[there]
     if episode.loss_mask.any():
         found[np.flatnonzero(episode.loss_mask)[-1]] += reward
     return found

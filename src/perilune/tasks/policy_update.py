@@ -9,6 +9,7 @@ from perilune.learn.algorithms.base import Signal
 from perilune.learn.batch import pack
 from perilune.learn.checks import check_packed, check_weights
 from perilune.learn.off_policy import correct, learning_rate_scale
+from perilune.learn.process import with_process
 from perilune.learn.schedules import learning_rate
 from perilune.learn.signals import observe
 from perilune.learn.trainer import Learner, with_reference
@@ -64,6 +65,7 @@ def _update(
     weighed = algorithm.weigh(groups, context)
     centred = algorithm.centred and algorithm.compares == "group"
     check_weights(weighed, centred=centred, sparse=algorithm.sparse)
+    weighed = with_process(weighed, algorithm, context, spec.process)
     learned = kept(weighed, spec.prompts, algorithm.refills)
     corrected, measured = correct(learned, signals.get("logprobs", {}), off_policy, learner.version)
     lr = learning_rate(spec, step, spec.steps) * learning_rate_scale(measured, off_policy)

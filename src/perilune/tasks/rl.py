@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes
+from perilune.learn.process import Process
 from perilune.learn.settings import AlgorithmSettings, OptimizerSettings
 from perilune.tasks.keeping import Saving
 from perilune.tasks.sampler import SamplingSpec
@@ -34,6 +35,9 @@ class RLSpec(Saving, AlgorithmSettings, OptimizerSettings, SamplingSpec):
     verifier_weight: float = Field(
         0.0, ge=0, description="of the verdict beside a reward model; above 0 it is trained on too"
     )
+    process: Process = Field(
+        None, description="process rewards: a name, or a section of a name and its options"
+    )
 
     @model_validator(mode="after")
     def _large_enough(self) -> RLSpec:
@@ -41,6 +45,22 @@ class RLSpec(Saving, AlgorithmSettings, OptimizerSettings, SamplingSpec):
         if self.samples < least:
             raise ValueError(
                 f"samples is {self.samples}, and {self.algorithm.name} compares at least {least}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _takes_process_rewards(self) -> RLSpec:
+        if self.process is None:
+            return self
+        if self.algorithm.takes_step_rewards != (self.process.role == "reward"):
+            right = "reward" if self.algorithm.takes_step_rewards else "bonus, advantage or trace"
+            raise ValueError(
+                f"process.role is {self.process.role}, and {self.algorithm.name} takes process rewards as"
+                f" {right}"
+            )
+        if self.reward_model and self.process.name == "montecarlo":
+            raise ValueError(
+                "process: montecarlo plays for the verifier's verdict, and a reward model is climbed"
             )
         return self
 
@@ -83,6 +103,7 @@ class RL:
         from perilune.tasks.learned_reward import LearnedReward
         from perilune.tasks.observation import Observer
         from perilune.tasks.policy_update import update_policy
+        from perilune.tasks.process_rewards import ProcessRewards
         from perilune.tasks.publishing import Publisher
         from perilune.tasks.rollouts import Rollouts, Stopwatch
         from perilune.tasks.session import load_policy, prepare_device
@@ -106,6 +127,9 @@ class RL:
                 workspace, device, policy.tokenizer, spec.verifier_weight, spec.token_budget
             )
             rollouts = Rollouts(engine, policy.tokenizer, scorer, environment.id, workspace.job.seed, learned)
+            process = ProcessRewards(
+                spec.process, policy.decoder, rollouts, environment, spec, spec.token_budget
+            )
 
             first = resume(workspace, learner)
             send_canary(workspace, spec, device, first)
@@ -120,12 +144,10 @@ class RL:
                 publisher.publish()
 
                 def play(count: int, before: int, step: int = step, watch: Stopwatch = watch) -> Groups:
-                    batch = tasks.take(count)
-                    groups = rollouts.play(
-                        batch, samples=spec.samples, params=spec.params(policy.stop_token_ids),
+                    return publisher.checked(process.play(
+                        tasks.take(count), samples=spec.samples, params=spec.params(policy.stop_token_ids),
                         step=step + 1, watch=watch, first=before,
-                    )  # fmt: skip
-                    return publisher.checked(groups)
+                    ))  # fmt: skip
 
                 groups = play_until_live(play, spec.prompts, spec.algorithm.refills)
                 learner.memory["tasks"] = learner.memory.get("tasks", 0) + len(groups)

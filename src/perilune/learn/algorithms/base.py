@@ -73,6 +73,7 @@ class Algorithm(BaseModel):
         needs: signals it reads.
         compares: with what a reward is compared, for the figures of the report.
         centred: whether the advantages of a group that is compared within add up to 0; if not, a run stops.
+        takes_step_rewards: whether process rewards are among the rewards it makes advantages of.
         sparse: whether an advantage may leave out most tokens of its answer; otherwise a run stops.
     """
 
@@ -82,6 +83,7 @@ class Algorithm(BaseModel):
     compares: ClassVar[Literal["group", "batch", "nothing"]] = "group"
     centred: ClassVar[bool] = True
     sparse: ClassVar[bool] = False
+    takes_step_rewards: ClassVar[bool] = False
 
     name: str = Field(description="which algorithm this is")
 

@@ -23,6 +23,7 @@ class PPO(ClippedPolicyGradient):
 
     needs: ClassVar[frozenset[Signal]] = frozenset({"values"})
     compares: ClassVar[Literal["group", "batch", "nothing"]] = "nothing"
+    takes_step_rewards: ClassVar[bool] = True
 
     name: Literal["ppo"] = Field("ppo", description="which algorithm this is")
     gamma: float = Field(1.0, gt=0, le=1, description="discount of a reward, for each token before it")

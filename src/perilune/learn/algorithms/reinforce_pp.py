@@ -21,6 +21,7 @@ class ReinforcePP(ClippedPolicyGradient):
     """A = (G - mean) / std over the batch's tokens, G_t = r_t + gamma G_{t+1}."""
 
     compares: ClassVar[Literal["group", "batch", "nothing"]] = "batch"
+    takes_step_rewards: ClassVar[bool] = True
 
     name: Literal["reinforce_pp"] = Field("reinforce_pp", description="which algorithm this is")
     gamma: float = Field(1.0, gt=0, le=1, description="discount of a reward, for each token before it")

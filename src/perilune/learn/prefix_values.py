@@ -1,0 +1,134 @@
+"""Training-free values: how likely the policy thinks the right answer after each part of what it wrote.
+
+V(prefix) = mean over the answer's tokens of log P(token | prompt, prefix, lead, answer so far), where `lead`
+makes the policy answer at once and does not count itself. One forward pass without gradient gives it for
+every prefix of many episodes: an episode is fed once, lead and answer once for each prefix they continue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from perilune.data.episode import Episode
+from perilune.learn.batch import PackedBatch
+from perilune.learn.trainer import token_logprobs
+from perilune.models.decoder import Decoder
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Probe:
+    """What is asked about one episode.
+
+    Attributes:
+        prefixes: counts of its tokens, increasing, each below T.
+        endings: lead and answer as tokens, one for each form of the answer.
+        answers: how many tokens of each ending are the answer's, its last ones.
+    """
+
+    episode: Episode
+    prefixes: Sequence[int]
+    endings: Sequence[Sequence[int]]
+    answers: Sequence[int]
+
+    @property
+    def fed(self) -> int:
+        """Tokens that it takes."""
+        asked = sum(len(ending) - 1 for ending in self.endings) * len(self.prefixes)
+        return len(self.episode.prompt_ids) + max(self.prefixes, default=0) + asked
+
+
+def prefix_values(
+    decoder: Decoder, probes: Sequence[Probe], *, token_budget: int, temperature: float = 1.0
+) -> list[NDArray[np.float64]]:
+    """V of each prefix, float64[prefixes], for each probe.
+
+    Of several forms the sum of their probabilities counts, per token of the first.
+    """
+    found: list[NDArray[np.float64]] = []
+    for batch in _batches(probes, token_budget):
+        packed = _pack(batch, temperature)
+        logprobs = token_logprobs(decoder, packed).cpu().numpy().astype(np.float64)
+        start = 0
+        for probe in batch:
+            totals = np.empty((len(probe.prefixes), len(probe.endings)))
+            for place in np.ndindex(totals.shape):
+                count = probe.answers[place[1]]
+                totals[place] = logprobs[start : start + count].sum()
+                start += count
+            together = np.logaddexp.reduce(totals, axis=1) if len(probe.endings) > 1 else totals[:, 0]
+            found.append(np.minimum(together, 0.0) / probe.answers[0])
+    return found
+
+
+def _batches(probes: Sequence[Probe], token_budget: int) -> Iterator[list[Probe]]:
+    batch: list[Probe] = []
+    fed = 0
+    for probe in probes:
+        if batch and fed + probe.fed > token_budget:
+            yield batch
+            batch, fed = [], 0
+        batch.append(probe)
+        fed += probe.fed
+    if batch:
+        yield batch
+
+
+def _pack(probes: Sequence[Probe], temperature: float) -> PackedBatch:
+    """Episodes first, each whole up to its last prefix; then the endings, each after its part of one."""
+    tokens: list[NDArray[np.int64]] = []
+    positions: list[NDArray[np.int64]] = []
+    lengths: list[int] = []
+    for probe in probes:
+        written = probe.episode.token_ids[: max(probe.prefixes, default=0)]
+        tokens.append(np.concatenate([probe.episode.prompt_ids, written]).astype(np.int64))
+        positions.append(np.arange(len(tokens[-1])))
+        lengths.append(len(tokens[-1]))
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    end = int(starts[-1])
+    prefix_of, before = [-1] * len(probes), [0] * len(probes)
+    rows: list[NDArray[np.int64]] = []
+    targets: list[NDArray[np.int64]] = []
+    for index, probe in enumerate(probes):
+        for prefix in probe.prefixes:
+            past = len(probe.episode.prompt_ids) + prefix
+            for ending, answer in zip(probe.endings, probe.answers, strict=True):
+                fed = len(ending) - 1
+                predictors = np.concatenate([[starts[index] + past - 1], end + np.arange(fed)])
+                rows.append(predictors[-answer:])
+                targets.append(np.asarray(ending[-answer:], np.int64))
+                if fed:
+                    tokens.append(np.asarray(ending[:-1], np.int64))
+                    positions.append(past + np.arange(fed))
+                    lengths.append(fed)
+                    prefix_of.append(index)
+                    before.append(past)
+                end += fed
+    nothing = torch.zeros(sum(map(len, targets)))
+    return PackedBatch(
+        token_ids=_tensor(tokens),
+        positions=_tensor(positions),
+        cu_seqlens=torch.tensor([0, *np.cumsum(lengths).tolist()]),
+        prefix_of=torch.tensor(prefix_of),
+        prefix_lengths=torch.tensor(before),
+        rows=_tensor(rows),
+        targets=_tensor(targets),
+        episode_of=torch.zeros(len(nothing), dtype=torch.int64),
+        episode_ids=(),
+        old_logprobs=nothing,
+        sampler_logprobs=nothing,
+        policy_version=torch.zeros(len(nothing), dtype=torch.int64),
+        policy_gradient=None,
+        cross_entropy=None,
+        reference_kl=None,
+        temperature=temperature,
+    )
+
+
+def _tensor(parts: Sequence[NDArray[np.int64]]) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64))

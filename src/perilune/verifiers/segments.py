@@ -1,0 +1,124 @@
+"""Segments: where an answer is cut, so that each part can be given its own share of the credit.
+
+Cuts lie between tokens, and never inside a block of code or a formula. What counts is the working: it ends
+where the answer itself begins, or where the right answer is first written down, for behind that point a value
+would pay for copying. The last segment goes from there to the end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+
+_PROTECTED = re.compile(
+    rb"```.*?(?:```|\Z)|\$\$.*?(?:\$\$|\Z)|\\\[.*?(?:\\\]|\Z)|\\\(.*?(?:\\\)|\Z)|\$[^$\n]+\$"
+    rb"|\\begin\{(?P<name>[a-z*]+)\}.*?(?:\\end\{(?P=name)\}|\Z)",
+    re.DOTALL,
+)
+
+
+class SegmentSettings(BaseModel):
+    """Where answers are cut."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    cut: Literal["text", "length", "surprise"] = Field(
+        "text", description="after a separator, every so many tokens, or before the tokens least expected"
+    )
+    separators: tuple[str, ...] = Field(("\n",), min_length=1, description="texts that end a segment")
+    least: int = Field(4, ge=1, description="tokens of a segment, at least; with cut: length, exactly")
+    most: int = Field(24, ge=2, description="segments of an answer")
+
+
+def cuts(
+    pieces: Sequence[bytes], logprobs: NDArray[np.float32], stop: int, settings: SegmentSettings
+) -> list[int]:
+    """Where the working is cut: increasing token counts, 0 < cut <= `stop`, without the end of the answer.
+
+    Args:
+        pieces: [T], the bytes of each token; empty for control tokens.
+        logprobs: float32[T], of the policy that sampled.
+        stop: tokens of working, as `end_of_working` says; a cut of its own unless it is 0 or T.
+    """
+    ends = np.concatenate([[0], np.cumsum([len(piece) for piece in pieces], dtype=np.int64)])
+    text = b"".join(pieces)
+    wanted = _wanted(text, ends, logprobs, stop, settings)
+    closed = _closed(text)
+    free = [cut for cut in wanted if not any(start < ends[cut] < end for start, end in closed)]
+    last = [stop] if 0 < stop < len(pieces) else []
+    apart = _apart(free, stop, settings.least)
+    return sorted(_thinned(apart, settings.most - 1 - len(last), settings.cut)) + last
+
+
+def end_of_working(pieces: Sequence[bytes], opens: Sequence[str], forms: Sequence[str]) -> int:
+    """Tokens before the answer begins or the right one is first written down; T when neither is.
+
+    Args:
+        pieces: [T], the bytes of each token.
+        opens: texts with which an answer begins.
+        forms: texts of the right answer, which count where they stand alone.
+    """
+    text = b"".join(pieces)
+    first = [at for at in (text.find(mark.encode()) for mark in opens) if at >= 0]
+    for form in forms:
+        alone = rb"(?<![\w.])" + re.escape(form.strip().encode()) + rb"(?!\w|\.\w)"
+        if form.strip() and (match := re.search(alone, text)):
+            first.append(match.start())
+    if not first:
+        return len(pieces)
+    at = min(first)
+    at = next((start for start, end in _closed(text) if start < at < end), at)
+    ends = np.cumsum([len(piece) for piece in pieces])
+    return int(np.searchsorted(ends, at, side="right"))
+
+
+def spread(ends: Sequence[int], values: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
+    """float64[T]: each token has the value of its segment; `ends` are counts of tokens, the last is T."""
+    lengths = [after - before for before, after in pairwise([0, *ends])]
+    return np.repeat(np.asarray(values, dtype=np.float64), lengths)
+
+
+def _closed(text: bytes) -> list[tuple[int, int]]:
+    """Spans in which nothing is cut."""
+    return [match.span() for match in _PROTECTED.finditer(text)]
+
+
+def _wanted(
+    text: bytes, ends: NDArray[np.int64], logprobs: NDArray[np.float32], stop: int, settings: SegmentSettings
+) -> list[int]:
+    """Places to cut at, the most wanted first, or in order."""
+    if settings.cut == "length":
+        return list(range(settings.least, stop, settings.least))
+    if settings.cut == "surprise":
+        return [int(place) + 1 for place in np.argsort(logprobs[1:stop], kind="stable")]
+    found = {at for separator in settings.separators for at in _ends_of(separator.encode(), text)}
+    return sorted({int(np.searchsorted(ends, at)) for at in found})
+
+
+def _ends_of(separator: bytes, text: bytes) -> Iterator[int]:
+    at = text.find(separator)
+    while at >= 0:
+        yield at + len(separator)
+        at = text.find(separator, at + len(separator))
+
+
+def _apart(wanted: Sequence[int], stop: int, least: int) -> list[int]:
+    """Those of the places that keep their distance from both ends and from those before them."""
+    kept: list[int] = []
+    for cut in wanted:
+        if cut < stop and all(abs(cut - other) >= least for other in (0, stop, *kept)):
+            kept.append(cut)
+    return kept
+
+
+def _thinned(places: Sequence[int], room: int, cut: str) -> list[int]:
+    """The first `room` places where the first are the most wanted, else as many, evenly chosen."""
+    if len(places) <= room or cut == "surprise":
+        return list(places[:room])
+    return [places[index] for index in np.linspace(0, len(places) - 1, room).round().astype(int)]
