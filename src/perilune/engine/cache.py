@@ -65,6 +65,9 @@ class PagedCache:
 
     def store(self, layer: int, places: Places, k: Tensor, v: Tensor) -> None:
         """Keep float[N, KV, D] keys and values."""
+        if self.dtype == torch.int8:
+            k, self.key_scales[layer][places.blocks, :, places.offsets] = _in_steps(k)
+            v, self.value_scales[layer][places.blocks, :, places.offsets] = _in_steps(v)
         self.keys[layer][places.blocks, :, :, places.offsets] = k.to(self.dtype)
         self.values[layer].view(-1, self.size).index_copy_(
             0, places.value_rows, v.reshape(-1, self.size).to(self.dtype)
@@ -75,7 +78,14 @@ class PagedCache:
         keys = self.keys[layer].view(-1, BLOCK).index_select(0, table.key_rows)
         values = self.values[layer].view(-1, BLOCK * self.size).index_select(0, table.value_blocks)
         keys = keys.view(-1, self.size, table.columns).transpose(1, 2)
-        return keys, values.view(-1, table.columns, self.size)
+        values = values.view(-1, table.columns, self.size)
+        if self.dtype != torch.int8:
+            return keys, values
+        scales = (
+            of[layer].view(-1, BLOCK)[table.value_blocks] for of in (self.key_scales, self.value_scales)
+        )
+        of_keys, of_values = (of.view(-1, table.columns, 1) for of in scales)
+        return keys * of_keys, values * of_values
 
     def copy(self, sources: Blocks, targets: Blocks) -> None:
         """Copy blocks int32[W, C], in all layers of each window, over others."""
@@ -104,6 +114,12 @@ class PagedCache:
         return [next(layers[table]) for table in self.table_of], by_table
 
 
+def _in_steps(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Of float[N, KV, D] the nearest integers in 127ths of each row's largest, and float32[N, KV] a 127th."""
+    top = x.float().abs().amax(-1).clamp(min=1e-30)
+    return (x / top[..., None] * 127).round(), top / 127
+
+
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Finite, and on a CPU without taking memory before it is used: torch would write the zeros."""
     if device.type != "cpu":
@@ -116,29 +132,25 @@ class Places:
     """Where the tokens of a step are stored.
 
     Args:
-        blocks, offsets: int64[N].
+        blocks, offsets: int64[N], on the cache's device.
         heads: KV.
     """
 
-    def __init__(
-        self, blocks: NDArray[np.int64], offsets: NDArray[np.int64], heads: int, device: torch.device
-    ):
-        rows = (blocks[:, None] * heads + np.arange(heads)) * BLOCK + offsets[:, None]
-        self.blocks, self.offsets, self.value_rows = (
-            torch.from_numpy(x).to(device) for x in (blocks, offsets, rows.ravel())
-        )
+    def __init__(self, blocks: Tensor, offsets: Tensor, heads: int) -> None:
+        per_head = blocks[:, None] * heads + torch.arange(heads, device=blocks.device)
+        self.blocks, self.offsets = blocks, offsets
+        self.value_rows = (per_head * BLOCK + offsets[:, None]).view(-1)
 
 
 class Table:
-    """Where the blocks int[S, B] of S sequences lie, for all heads."""
+    """Where the blocks int64[S, B] of S sequences lie, for all heads; on the cache's device."""
 
-    def __init__(self, blocks: NDArray[np.int64], heads: int, size: int, device: torch.device) -> None:
-        per_head = blocks[:, None, :] * heads + np.arange(heads)[:, None]  # [S, KV, B]
-        rows = per_head[:, :, None, :] * size + np.arange(size)[:, None]  # [S, KV, D, B]
+    def __init__(self, blocks: Tensor, heads: int, size: int) -> None:
+        head, element = (torch.arange(count, device=blocks.device)[:, None] for count in (heads, size))
+        per_head = blocks[:, None, :] * heads + head  # [S, KV, B]
+        rows = per_head[:, :, None, :] * size + element  # [S, KV, D, B]
         self.columns = blocks.shape[1] * BLOCK
-        self.key_rows, self.value_blocks = (
-            torch.from_numpy(x.reshape(-1)).to(device) for x in (rows, per_head)
-        )
+        self.key_rows, self.value_blocks = rows.view(-1), per_head.view(-1)
 
 
 @dataclass(slots=True, eq=False)
@@ -173,7 +185,8 @@ class PagedAttention:
         counts = np.diff(batch.cu_seqlens)
         sequence = np.arange(fed) if batch.decodes == fed else np.repeat(np.arange(len(counts)), counts)
         blocks[:, :fed] = batch.block_tables[:, sequence, column]
-        self._places = [Places(of_table, offsets, cache.heads, cache.device) for of_table in blocks]
+        at, within = (torch.from_numpy(x).to(cache.device) for x in (blocks, offsets))
+        self._places = [Places(of_table, within, cache.heads) for of_table in at]
         self._queries = list(_in_groups(batch))
         self._parts: dict[int | None, list[_Part]] = {}
 
@@ -204,7 +217,8 @@ class _Part:
             first = max(0, int(queries.positions.min()) - window + 1) // BLOCK // _CUT * _CUT
         last = int(queries.positions.max()) // BLOCK + 1
         self._shape = sequences, heads, group, count, size
-        self._table = Table(queries.tables[table, :, first:last], heads, size, q.device)
+        blocks = torch.from_numpy(queries.tables[table, :, first:last]).to(q.device)
+        self._table = Table(blocks, heads, size)
         self._mask = self._make_mask(queries.positions, first * BLOCK, window, q)
         self._tokens: Tensor | None = None
         self.whole = sequences if queries.tokens is None else -1

@@ -23,6 +23,7 @@ from perilune.models.adapters import Adapter
 from perilune.models.attention import Attention
 from perilune.models.decoder import Decoder
 from perilune.models.kernels import is_native
+from perilune.models.narrow import NarrowKind
 
 _ROWS = 16  # a new number of rows costs oneDNN a new kernel: there are multiples of this, and few large ones
 
@@ -64,8 +65,10 @@ class TorchRunner:
     Args:
         decoder: whose weights are copied.
         num_blocks: of the cache for each of the `distinct_windows`, the null block included.
-        cache_dtype: of keys and values; by default the decoder's.
+        cache_dtype: of keys and values; by default the decoder's, and bfloat16 where weights are asked for in
+            that.
         cache: one to share with another runner, instead of one of its own.
+        weights: how matrices are kept; by default so that products have the decoder's precision.
     """
 
     def __init__(
@@ -74,13 +77,14 @@ class TorchRunner:
         num_blocks: Sequence[int],
         cache_dtype: torch.dtype | None = None,
         cache: PagedCache | None = None,
+        weights: NarrowKind | None = None,
     ) -> None:
-        self._adapters: list[Adapter] = []
-        self.take_weights(decoder)
+        self._kind = weights
+        self.decoder = decoder.frozen(weights)
+        self._adapted: AdaptedProjections | None = None
         self._device = decoder.model.norm.weight.device
-        self.cache = cache or PagedCache(
-            decoder.config, num_blocks, cache_dtype or decoder.dtype, self._device
-        )
+        dtype = cache_dtype or (torch.bfloat16 if weights == "bfloat16" else decoder.dtype)
+        self.cache = cache or PagedCache(decoder.config, num_blocks, dtype, self._device)
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> Tensor:
@@ -110,12 +114,10 @@ class TorchRunner:
         self.cache.copy(sources, targets)
 
     def take_weights(self, decoder: Decoder) -> None:
-        self.decoder = decoder.frozen()
-        self._adapted = AdaptedProjections(self.decoder, self._adapters) if self._adapters else None
+        self.decoder.refreeze(decoder, self._kind)
 
     def take_adapters(self, adapters: Sequence[Adapter], decoder: Decoder) -> None:
-        self._adapters = list(adapters)
-        self.take_weights(decoder)
+        self._adapted = AdaptedProjections(self.decoder, adapters)
 
     @torch.inference_mode()
     def clear(self) -> None:
