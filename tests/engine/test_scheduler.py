@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from perilune.engine.blocks import NULL_BLOCK, blocks_for
-from perilune.engine.pools import BlockPools, blocks_in, pool_sizes
+from perilune.engine.pools import BlockPools
 from perilune.engine.request import Request, SamplingParams
 from perilune.engine.scheduler import Scheduler
 from perilune.engine.sequences import Entry, Sequences
 from perilune.engine.step import Counters, Step
+from perilune.models.memory import blocks_in, window_blocks
 
 
 class Life:
@@ -23,7 +24,7 @@ class Life:
     ) -> None:
         self.rng = random.Random(seed)
         self.sequences = Sequences(rows, 100, len(windows))
-        sizes = pool_sizes(windows, blocks + 1, slots=rows, token_budget=budget)
+        sizes = [window_blocks(size, blocks + 1, slots=rows, token_budget=budget) for size in windows]
         self.pools = BlockPools(sizes, windows)
         self.scheduler = Scheduler(self.sequences, self.pools, budget, Counters())
         self.entries: dict[int, Entry] = {}

@@ -119,7 +119,7 @@ def test_a_decoder_has_the_card_of_its_configuration(kind: str, options: dict[st
     assert not card.notes
     assert [layer.mixer.window for layer in card.layers] == list(map(config.window, range(config.num_layers)))
     token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    assert card.cache_bytes(100, 4, windows=False) == 4 * token * 100
+    assert card.cache_bytes(10, 4) == 4 * token * 10
 
 
 def test_every_family_is_held_to_transformers() -> None:

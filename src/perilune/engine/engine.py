@@ -6,6 +6,7 @@ scheduler takes note. Everything else here is coming and going.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from perilune.engine.blocks import BLOCK, blocks_for
 from perilune.engine.constraints import Constraint
 from perilune.engine.deliveries import Collection, Deliveries
 from perilune.engine.limits import Limits, check_state
-from perilune.engine.pools import BlockPools, pool_sizes
+from perilune.engine.pools import BlockPools
 from perilune.engine.request import Completion, Delta, Prompt, Request, SamplingParams
 from perilune.engine.runner import AdaptingRunner, Runner
 from perilune.engine.runners import fastest_runner
@@ -33,7 +34,7 @@ from perilune.models.checksum import checksum
 from perilune.models.config import DecoderConfig
 from perilune.models.decoder import Decoder
 from perilune.models.logprobs import token_logprobs
-from perilune.models.memory import card_of
+from perilune.models.memory import TOKEN_BUDGET, blocks_bytes, window_blocks
 from perilune.models.tokenizer import Tokenizer
 from perilune.models.transformers_model import ModelShape, TransformersModel
 
@@ -71,7 +72,7 @@ class Engine:
         *,
         slots: int = 256,
         cache_tokens: int | None = None,
-        token_budget: int = 4096,
+        token_budget: int = TOKEN_BUDGET,
         score_tokens: int = 16384,
         tokenizer: Tokenizer | None = None,
         runner: Callable[[Any, tuple[int, ...]], Runner] = fastest_runner,
@@ -85,8 +86,9 @@ class Engine:
         )
         self._tokenizer = tokenizer
         num_blocks = 1 + blocks_for(cache_tokens or default_cache_tokens(decoder.config, slots))
-        self._num_blocks = pool_sizes(
-            self._config.distinct_windows, num_blocks, slots=slots, token_budget=self._token_budget
+        self._num_blocks = tuple(
+            window_blocks(window, num_blocks, slots=slots, token_budget=self._token_budget)
+            for window in decoder.config.distinct_windows
         )
         self._runner = runner(decoder, self._num_blocks)
         self._limits = Limits(
@@ -361,8 +363,12 @@ class Engine:
 
 def default_cache_tokens(config: DecoderConfig | ModelShape, slots: int) -> int:
     """Tokens for `slots` of the longest samples, or as many as have room in `CACHE_BYTES`."""
+    size = torch.float32.itemsize
     if isinstance(config, ModelShape):
-        token_bytes = config.cache_bytes(1, torch.float32.itemsize)
+        room = CACHE_BYTES // config.cache_bytes(BLOCK, size)
     else:
-        token_bytes = card_of(config).cache_bytes(1, torch.float32.itemsize, windows=False)
-    return max(BLOCK, min(slots * config.max_position_embeddings, CACHE_BYTES // token_bytes))
+        counts = range(1, 1 + slots * blocks_for(config.max_position_embeddings))
+        room = bisect_right(
+            counts, CACHE_BYTES, key=lambda count: blocks_bytes(config, 1 + count, slots, size)
+        )
+    return max(BLOCK, min(slots * config.max_position_embeddings, room * BLOCK))

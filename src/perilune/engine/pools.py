@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from perilune.engine.blocks import BLOCK, NULL_BLOCK, BlockPool, Blocks, blocks_for
+from perilune.models.memory import blocks_in
 
 Window = int | None
 
@@ -122,23 +123,3 @@ class BlockPools:
                 begins = np.maximum.accumulate(np.where(missing, lengths, 0))
                 possible &= begins <= np.maximum(0, lengths * BLOCK - window + 1) // BLOCK
         return int(np.flatnonzero(possible)[-1])
-
-
-def pool_sizes(
-    windows: Sequence[Window], num_blocks: int, *, slots: int, token_budget: int
-) -> tuple[int, ...]:
-    """How many blocks each window has use for: `num_blocks`, or less where that is as good.
-
-    A window holds `slots` samples behind what is fed of them, `token_budget` tokens a step.
-    """
-    return tuple(
-        num_blocks
-        if window is None
-        else min(num_blocks, 1 + slots * (blocks_in(window) + 1) + blocks_for(token_budget))
-        for window in windows
-    )
-
-
-def blocks_in(tokens: int) -> int:
-    """Most blocks that so many tokens in a row lie in."""
-    return (tokens + BLOCK - 2) // BLOCK + 1

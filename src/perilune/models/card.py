@@ -66,13 +66,9 @@ class ModelCard:
     def _outside(self) -> int:
         return self.table_parameters * (1 if self.tied else 2) + self.other_parameters
 
-    def cache_bytes(self, tokens: int, item_bytes: float = 2, *, windows: bool = True) -> int:
-        """What one sequence of `tokens` tokens takes in the cache, with elements of `item_bytes`.
-
-        Args:
-            windows: whether layers with a window let go of what lies behind it.
-        """
-        elements = sum(layer.mixer.cached(tokens, windows) for layer in self.layers)
+    def cache_bytes(self, tokens: int, item_bytes: float = 2) -> int:
+        """What one sequence of `tokens` tokens takes in the cache, with elements of `item_bytes`."""
+        elements = sum(layer.mixer.cached(tokens) for layer in self.layers)
         return round(elements * item_bytes) + _STATE_BYTES * sum(layer.mixer.state for layer in self.layers)
 
     def cache_bytes_per_token(self, tokens: int, item_bytes: float = 2) -> float:

@@ -32,8 +32,8 @@ class Mixer(Protocol):
     def window(self) -> int | None:
         """Tokens that a token sees, itself included; None for all before it."""
 
-    def cached(self, tokens: int, windows: bool = True) -> int:
-        """Elements kept of a sequence of `tokens` tokens, apart from a state; behind a window, or not."""
+    def cached(self, tokens: int) -> int:
+        """Elements kept of a sequence of `tokens` tokens, apart from a state; none behind a window."""
 
     @property
     def state(self) -> int:
@@ -77,9 +77,8 @@ class Attention:
         )
         return f"{kind} {heads} heads of {size}{f', window {self.window:,}' if self.window else ''}"
 
-    def cached(self, tokens: int, windows: bool = True) -> int:
-        kept = min(tokens, self.window or tokens) if windows else tokens
-        return self.kv_heads * (self.key_size + self.value_size) * kept
+    def cached(self, tokens: int) -> int:
+        return self.kv_heads * (self.key_size + self.value_size) * min(tokens, self.window or tokens)
 
     def flops(self, tokens: float) -> float:
         return 2 * self.heads * (self.key_size + self.value_size) * tokens
@@ -115,7 +114,7 @@ class LatentAttention:
     def name(self) -> str:
         return f"MLA {self.heads} heads, latent {self.rank} + {self.rotary_size}"
 
-    def cached(self, tokens: int, windows: bool = True) -> int:
+    def cached(self, tokens: int) -> int:
         return (self.rank + self.rotary_size) * tokens
 
     def flops(self, tokens: float) -> float:
@@ -156,7 +155,7 @@ class LinearAttention:
     def state(self) -> int:
         return self.heads * self.key_size * self.value_size
 
-    def cached(self, tokens: int, windows: bool = True) -> int:
+    def cached(self, tokens: int) -> int:
         return self.convolution
 
     def flops(self, tokens: float) -> float:

@@ -8,7 +8,7 @@ Standing, from the beginning to the end:
 * weights b P; the engine's frozen copy b P, plus b V d where head and embedding are one tensor, for it keeps
   each in the order that is fastest to read; a reference policy b P;
 * AdamW's two moments 8 P;
-* keys and values of S samples of T tokens, as the card says, in whole blocks.
+* keys and values of S samples of T tokens, in whole blocks; behind a window only what is being fed.
 
 Besides, one of these at a time:
 
@@ -45,6 +45,9 @@ tensors of the same size leave holes that the next one does not fit in, and memo
 _FLOAT = 4
 BLOCK = 16
 """Tokens of a block of the engine's cache."""
+
+TOKEN_BUDGET = 4096
+"""Most tokens that the engine feeds in a step, unless it is told otherwise."""
 
 Model = DecoderConfig | ModelCard
 """A model's card, or the configuration it follows from."""
@@ -123,13 +126,38 @@ def parameter_count(model: Model) -> int:
 
 
 def cache_bytes(model: Model, samples: int, length: int, item_bytes: int = _FLOAT) -> int:
-    """The KV cache of `samples` samples of `length` tokens, prompts included, in whole blocks and one more.
+    """The KV cache of `samples` samples of `length` tokens with their prompts, in whole blocks and one more."""
+    return blocks_bytes(model, 1 + samples * -(-length // BLOCK), samples, item_bytes)
 
-    The engine keeps what lies behind a window too.
+
+def blocks_bytes(model: Model, num_blocks: int, samples: int, item_bytes: int = _FLOAT) -> int:
+    """The KV cache of `num_blocks` blocks, or as many as a window has use for; and states of `samples`."""
+    mixers = [layer.mixer for layer in card_of(model).layers]
+    of_samples = sum(mixer.cached(1) * item_bytes + mixer.state * _FLOAT for mixer in mixers if mixer.state)
+    of_blocks = sum(
+        mixer.cached(1) * BLOCK * window_blocks(mixer.window, num_blocks, slots=samples)
+        for mixer in mixers
+        if not mixer.state
+    )
+    return samples * of_samples + of_blocks * item_bytes
+
+
+def window_blocks(
+    window: int | None, num_blocks: int, *, slots: int, token_budget: int = TOKEN_BUDGET
+) -> int:
+    """How many blocks layers with that window have use for: `num_blocks`, or less where that is as good.
+
+    Each of `slots` samples keeps what its next query sees, in blocks that it fills in part at both ends; and
+    `token_budget` tokens are being fed.
     """
-    card, tokens = card_of(model), -(-length // BLOCK) * BLOCK
-    of_one, of_a_block = (card.cache_bytes(count, item_bytes, windows=False) for count in (tokens, BLOCK))
-    return samples * of_one + of_a_block
+    if window is None:
+        return num_blocks
+    return min(num_blocks, 1 + slots * (blocks_in(window) + 1) + -(-token_budget // BLOCK))
+
+
+def blocks_in(tokens: int) -> int:
+    """Most blocks that so many tokens in a row lie in."""
+    return (tokens + BLOCK - 2) // BLOCK + 1
 
 
 def learning_bytes(model: Model, tokens: int, length: int, item_bytes: int = _FLOAT) -> int:

@@ -1,0 +1,110 @@
+"""Pools of layers with and without a window: nothing leaks, and what is found is all that is seen."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from perilune.engine.blocks import BLOCK, NULL_BLOCK, Blocks
+from perilune.engine.pools import BlockPools
+
+WINDOW = 40
+
+
+def name(position: int) -> bytes:
+    return position.to_bytes(4, "big")
+
+
+@pytest.mark.parametrize("windows", [(None, WINDOW), (16, WINDOW)])
+@pytest.mark.parametrize("count", [12, 80])
+def test_twenty_five_thousand_random_operations(windows: tuple[Any, ...], count: int) -> None:
+    """Samples that begin with what is known, grow, let go of what lies behind, fork, and end."""
+    rng = random.Random(count)
+    pools = BlockPools([count] * len(windows), windows)
+    samples: list[tuple[int, Blocks, int]] = []  # which text it is, its table, and how many columns are full
+    content: list[dict[int, bytes]] = [{} for _ in windows]
+    for operation in range(25_000):
+        kind = rng.random()
+        if kind < 0.2:
+            text = rng.randrange(3)
+            chain = [name(1000 * text + column) for column in range(rng.randrange(12))]
+            table = pools.find(chain)
+            for of_window, behind, its in zip(
+                table, pools.behind(table.shape[1] * BLOCK), content, strict=True
+            ):
+                assert not of_window[:behind].any()
+                assert [its[block] for block in of_window[behind:].tolist()] == chain[behind : table.shape[1]]
+            samples.append((text, table, table.shape[1]))
+        elif kind < 0.6 and samples and pools.available:
+            index = rng.randrange(len(samples))
+            text, table, _ = samples[index]
+            table = np.concatenate([table, pools.take(1)], axis=1)
+            columns = table.shape[1]
+            for of_window, pool, behind, its in zip(
+                table, pools.pools, pools.behind(columns * BLOCK), content, strict=True
+            ):
+                its[int(of_window[-1])] = name(1000 * text + columns - 1)
+                pool.release(of_window[:behind])
+                of_window[:behind] = NULL_BLOCK
+            pools.record(table, [name(1000 * text + column) for column in range(columns)])
+            samples[index] = text, table, columns
+        elif kind < 0.7 and samples:
+            text, table, columns = rng.choice(samples)
+            pools.share(table, 1)
+            samples.append((text, table.copy(), columns))
+        elif kind < 0.75 and (blocks := pools.lend(rng.randrange(1, 2 * count))) is not None:
+            for of_window, its in zip(blocks.tolist(), content, strict=True):
+                for block in of_window:
+                    its[block] = b"lent"
+            pools.take_back(blocks)
+        elif kind < 0.999 and samples:
+            index = rng.randrange(len(samples))
+            samples[index], samples[-1] = samples[-1], samples[index]
+            pools.release(samples.pop()[1])
+        elif kind >= 0.999:
+            pools.forget_all()
+            assert not pools.find([name(0)]).size
+        if operation % 500 == 0:
+            check(pools, samples)
+    for _, table, _ in samples:
+        pools.release(table)
+    check(pools, [])
+    assert pools.use == 0
+
+
+def check(pools: BlockPools, samples: list[tuple[int, Blocks, int]]) -> None:
+    for index, pool in enumerate(pools.pools):
+        references = np.zeros(pool.count, dtype=np.int64)
+        for _, table, _ in samples:
+            held = table[index][table[index] != NULL_BLOCK]
+            references[held] += 1
+        assert np.array_equal(pool.references, references)
+        assert pool.used == (references > 0).sum()
+
+
+def test_a_beginning_is_found_where_its_last_window_is_left() -> None:
+    pools = BlockPools([20, 20], [None, WINDOW])
+    table = pools.take(8)
+    chain = [name(column) for column in range(8)]
+    pools.record(table, chain)
+    pools.pools[1].release(table[1, :3])
+    while pools.pools[1].available > 1:  # what was let go of is given to others
+        pools.pools[1].take(1)
+    assert [pools.pools[1].has(digest) for digest in chain[:4]] == [True, False, False, True]
+    # After the sixth block a query sees 39 tokens before it, in blocks 3, 4 and 5.
+    assert [pools.find(chain[:length]).shape[1] for length in range(9)] == [0, 1, 1, 1, 1, 1, 6, 7, 8]
+    found = pools.find(chain)
+    assert found[0].tolist() == table[0].tolist()
+    assert found[1].tolist() == [0] * 5 + table[1, 5:].tolist()
+
+
+def test_room_is_counted_for_what_a_window_keeps() -> None:
+    pools = BlockPools([65, 9], [None, WINDOW])
+    assert pools.has_room([], 64 * BLOCK, 4 * BLOCK, 0)  # 104 tokens, in at most 8 blocks
+    assert not pools.has_room([], 64 * BLOCK, 4 * BLOCK, 1)
+    assert not pools.has_room([], 64 * BLOCK, 6 * BLOCK, 0)
+    assert pools.has_room([], 7 * BLOCK, 6 * BLOCK, 1)
+    assert not pools.has_room([], 65 * BLOCK, BLOCK, 0)
