@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from perilune.cli.environments import app
-from perilune.environments import make_environment
+from perilune.environments import Transcript, make_environment
 from perilune.environments.independent_checks import is_right, same_answer
 from perilune.environments.reasoning_gym import decode
 from perilune.errors import WorkFailedError
@@ -69,6 +69,19 @@ def test_the_default_guards_make_a_hackable_scorer_sound():
     assert audit_reward(section, tasks=4, search_budget=48).grade == "A"
 
 
+@pytest.mark.parametrize(
+    ("family", "wrong"), [("puzzle24", "6*8/(2*1)"), ("coin_flip", "0"), ("complex_arithmetic", "nan")]
+)
+def test_a_wrong_answer_that_a_scorer_pays_for_is_worth_nothing_by_default(family, wrong):
+    section = {"id": "reasoning_gym", "task": family}
+    shipped = make_environment(section | {"strict": False, "threshold": None})
+    task = next(one for one in shipped.tasks("train", 0) if one.data["answer"] not in ("0", "1"))
+    assert shipped.score(task, Transcript(wrong)).reward == 1.0
+    guarded = make_environment(section)
+    assert guarded.score(task, Transcript(wrong)).reward == 0.0
+    assert guarded.score(task, guarded.gold(task)).reward == 1.0
+
+
 def test_the_same_seed_finds_the_same():
     assert audited("last_digit", seed=3).to_json() == audited("last_digit", seed=3).to_json()
 
@@ -101,7 +114,8 @@ def test_commands_audit_keep_and_replay(tmp_path):
         ("42", "42", True), (" 42\n", "42", True), ("42.0", "42", True), ("43", "42", False),
         ("1,000", "1000", True), ("2.5000000001", "2.5", True), ("2.52", "2.5", None), ("3.5", "2.5", False),
         ("٤٢", "42", False), ("Yes", "yes", True), ("yes no", "yes", False), ("", "0", False),
-        ("nan", "nan", True), ("inf", "1", False),
+        ("nan", "nan", True), ("inf", "1", False), ("[[1,2]]", "[[1, 2]]", None), ("127.9", "127.87°", None),
+        ("1 2 4", "1 2 3", False), ("5. 1", "5.0 1", None),
     ],
 )  # fmt: skip
 def test_the_same_answer(answer, stated, same):
@@ -120,6 +134,10 @@ WRONG = {
     "cryptarithm": ["", "A=1", "A=1,A=1"],
     "jugs": ["", "[]", '["fill Z"]', '["pour A->A"]'],
     "group_anagrams": ["", "[]", "[[]]"],
+    "coin_flip": ["0", "10", "nan", "1e999", "1/0"],
+    "complex_arithmetic": ["nan", "inf", "1+2i", "__import__('os')"],
+    "fraction_simplification": ["", "1/0", "1/1 or not", "$1/2$ $1/3$"],
+    "prime_factorization": ["", "1", "4 x 4", "-1 x -1"],
     "polynomial_equations": ["x", "1e9", "nan"],
 }
 

@@ -11,7 +11,7 @@ import re
 from functools import cache
 
 _INTEGER = r"-?(?:0|[1-9]\d*|[1-9]\d{0,2}(?:,\d{3})+)"
-_DECIMAL = r"[+-]?\d+(?:\.\d+)?(?:[eE][+-]?\d{1,3})?"
+_DECIMAL = r"[+-]?\d+(?:\.\d+)?(?:[eE][+-]?\d{1,2})?"
 _FUNCTION = r"(?:exp|log|sqrt|sin|cos|tan|sec|csc|cot|asin|acos|atan|sinh|cosh|tanh)(?=\()|E(?=\*\*\()"
 _POWER = r"\*\*(?:\d{1,2}|\(-?\d{1,2}(?:/\d{1,2})?\)|(?<=E\*\*)(?=\())(?!\d|\*\*)"
 _VARIABLE = r"[A-Za-z](?![A-Za-z(_])"

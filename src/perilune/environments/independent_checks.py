@@ -1,7 +1,8 @@
 """Whether a reasoning-gym answer is right, found without the family's own scorer.
 
 An audit of a scorer needs a second opinion that shares no code with it. Where one answer is right, that is
-the stated one; where several are, the puzzle's rules, written down again here; elsewhere nobody knows.
+the stated one; where several are, the puzzle's rules, written down again here; elsewhere nobody knows. Some
+scorers were found to pay for wrong answers in full: there the second opinion has the last word.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 # Families with several right answers. Those that `_RULES` lacks have no second opinion.
@@ -29,6 +31,14 @@ SEVERAL_ANSWERS = frozenset(
 
 _NUMBER = re.compile(r"[+-]?(?:(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?", re.ASCII)
 _EDGES = " .,;:!?\"'`°%$()[]{}"
+# Families whose scorer pays in full for answers that are wrong beyond doubt: other numbers than those given,
+# the answer among others, any number that begins alike, "nan", or anything where the answer is "False".
+DOUBTED = frozenset(
+    {
+        "coin_flip", "complex_arithmetic", "fraction_simplification", "game_of_life_halting", "letter_jumble",
+        "number_sorting", "polynomial_equations", "puzzle24",
+    }
+)  # fmt: skip
 SAME, APART = 1e-6, 0.05  # relative difference of numbers up to which, and from which on, they are judged
 LONGEST = 20_000  # characters beyond which no answer is right
 
@@ -52,18 +62,31 @@ def is_right(family: str, answer: str, data: Mapping[str, Any]) -> bool | None:
             return rules(answer, data["metadata"])
         except _NOT_AN_ANSWER:
             return False
-    if family in SEVERAL_ANSWERS or data["answer"] is None:
+    if data["answer"] is None:
         return None
-    return same_answer(answer, data["answer"])
+    same = same_answer(answer, data["answer"])
+    return same or (None if family in SEVERAL_ANSWERS else same)
 
 
 def same_answer(answer: str, stated: str) -> bool | None:
-    """Whether two answers say the same words, or the same number; None for what is close."""
+    """Whether two answers say the same; None when they differ in form only, or by little."""
     mine, theirs = (" ".join(text.split()).casefold() for text in (answer, stated))
     if mine == theirs:
         return True
-    if not (_NUMBER.fullmatch(mine) and _NUMBER.fullmatch(theirs)):
-        return None if mine.strip(_EDGES) == theirs.strip(_EDGES) != "" else False
+    if _NUMBER.fullmatch(mine) and _NUMBER.fullmatch(theirs):
+        return _same_number(mine, theirs)
+    parts = [[part.strip(_EDGES) for part in re.split(r"[\s,]+", text)] for text in (mine, theirs)]
+    first, second = ([part for part in some if part] for some in parts)
+    alike = len(first) == len(second) > 0 and all(map(_alike, first, second))
+    return None if alike else False
+
+
+def _alike(mine: str, theirs: str) -> bool:
+    numbers = _NUMBER.fullmatch(mine) and _NUMBER.fullmatch(theirs)
+    return mine == theirs or bool(numbers and _same_number(mine, theirs) is not False)
+
+
+def _same_number(mine: str, theirs: str) -> bool | None:
     a, b = (float(text.replace(",", "")) for text in (mine, theirs))
     if re.fullmatch(r"[+-]?\d+", theirs):
         return a == b
@@ -232,7 +255,7 @@ def _jugs(answer: str, metadata: Mapping[str, Any]) -> bool:
     room = metadata["puzzle"]["jug_capacities"]
     held = [0] * len(room)
     for move in json.loads(answer):
-        verb, _, rest = move.partition(" ")
+        verb, _, rest = move.strip().partition(" ")
         named = ["ABCDEFGHIJ".index(name) for name in rest.split("->")]
         if verb == "fill" and len(named) == 1:
             held[named[0]] = room[named[0]]
@@ -252,6 +275,31 @@ def _anagrams(answer: str, metadata: Mapping[str, Any]) -> bool:
     return sorted(groups) == sorted(sorted(group) for group in metadata["solution"])
 
 
+def _fraction(answer: str, metadata: Mapping[str, Any]) -> bool:
+    form = r"\$?\\[dt]?frac\{(\d+)\}\{(\d+)\}\$?|\$?(\d+)/(\d+)\$?"
+    found = re.fullmatch(form, answer.strip(), re.ASCII)
+    numbers = [int(digits) for digits in found.groups() if digits] if found else []
+    return numbers == [metadata["simplified_numerator"], metadata["simplified_denominator"]]
+
+
+def _factors(answer: str, metadata: Mapping[str, Any]) -> bool:
+    found = [int(part) for part in re.split(r"[×x*]", answer)]
+    return sorted(found) == sorted(metadata["factors"])
+
+
+def _probability(answer: str, metadata: Mapping[str, Any]) -> bool:
+    rational = metadata["rational"]
+    exact = Fraction(rational["numerator"], rational["denominator"])
+    return abs(Fraction(answer.strip()) - exact) <= exact / 1000
+
+
+def _complex(answer: str, metadata: Mapping[str, Any]) -> bool:
+    text = answer.strip().replace(" ", "").replace("i", "j")
+    if re.fullmatch(r"[-+.\dj]+", text, re.ASCII) is None:
+        return False
+    return abs(complex(text) - complex(*metadata["result"])) <= 1e-2
+
+
 def _roots(answer: str, metadata: Mapping[str, Any]) -> bool:
     found = sorted(float(part) for part in answer.split(",")) if answer.strip() else []
     expected = sorted(metadata["real_solutions"])
@@ -262,7 +310,10 @@ def _roots(answer: str, metadata: Mapping[str, Any]) -> bool:
 
 _RULES: Mapping[str, Callable[[str, Mapping[str, Any]], bool]] = {
     "countdown": _uses_the_numbers,
+    "coin_flip": _probability,
+    "complex_arithmetic": _complex,
     "cryptarithm": _cryptarithm,
+    "fraction_simplification": _fraction,
     "graph_color": _coloring,
     "group_anagrams": _anagrams,
     "intermediate_integration": _antiderivative,
@@ -271,6 +322,7 @@ _RULES: Mapping[str, Callable[[str, Mapping[str, Any]], bool]] = {
     "palindrome_generation": _palindrome,
     "polynomial_equations": _roots,
     "polynomial_multiplication": _same_polynomial,
+    "prime_factorization": _factors,
     "puzzle24": _uses_the_numbers,
     "simple_integration": _antiderivative,
     "tower_of_hanoi": _hanoi,

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from perilune.environments import compact
 from perilune.environments.answer_form import well_formed
-from perilune.environments.independent_checks import is_right
+from perilune.environments.independent_checks import DOUBTED, is_right
 from perilune.environments.plotting import plotting_put_off
 from perilune.environments.protocol import Failure, Outcome, Score, Split, Task, Transcript
 from perilune.environments.registry import did_you_mean
@@ -124,7 +124,8 @@ class ReasoningGymEnvironment(SingleTurn):
         """Judge the final answer with the family's own scorer.
 
         Terms: "raw", the scorer's own figure, and "well_formed". A scorer that raises or returns no finite
-        number is a Failure of the verifier.
+        number is a Failure of the verifier. Where an audit found that a scorer pays for wrong answers, and
+        `strict` is on, what a second opinion rejects is worth nothing.
         """
         gold = task.data["answer"]
         answer = self._answer(transcript.text)
@@ -143,6 +144,8 @@ class ReasoningGymEnvironment(SingleTurn):
             )
         if not math.isfinite(raw):
             return Failure("verifier", f"{self.spec.task} scorer returned {raw}")
+        if self.spec.strict and self.spec.task in DOUBTED and self.is_right(task, transcript) is False:
+            raw = 0.0
         threshold = self.spec.threshold
         reward = raw if threshold is None else float(raw >= threshold)
         return Score(reward, {"raw": raw, "well_formed": float(formed)}, metrics)
