@@ -341,7 +341,7 @@ class Engine:
             logits = self._runner.run(step.batch)
             drawn = self._draw(logits, step)
             sources, targets = self._scheduler.commit(step, drawn.token_ids, drawn.logprobs, self.version)
-            if len(sources):
+            if sources.size:
                 self._runner.copy_blocks(sources, targets)
             for row, is_public in self._deliveries.take_note(step.rows, drawn, self.version):
                 self._scheduler.release(row, record=is_public)

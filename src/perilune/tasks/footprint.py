@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from bisect import bisect_right
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
@@ -11,7 +12,7 @@ from perilune.bundle.job import Job
 from perilune.errors import RequestError
 from perilune.files import read_json
 from perilune.models.config import PRESETS, DecoderConfig
-from perilune.models.memory import BLOCK, MemoryPlan, cache_bytes, plan_memory
+from perilune.models.memory import BLOCK, MemoryPlan, blocks_bytes, cache_bytes, plan_memory
 
 if TYPE_CHECKING:
     import torch
@@ -40,8 +41,7 @@ def slots_for(config: DecoderConfig, max_tokens: int, device: str) -> int:
     """
     room = CACHE_BYTES["cuda" if device == "cuda" else "cpu"]
     length = _length(config, max_tokens)
-    alone = cache_bytes(config, 0, length)
-    return max(1, min(SLOTS, (room - alone) // (cache_bytes(config, 1, length) - alone)))
+    return max(1, bisect_right(range(1, SLOTS + 1), room, key=lambda slots: cache_bytes(config, slots, length)))
 
 
 class EngineRoom(TypedDict):
@@ -58,12 +58,10 @@ def engine_room(config: DecoderConfig, max_tokens: int, device: str) -> EngineRo
     """
     slots = slots_for(config, max_tokens, device)
     planned = slots * -(-_length(config, max_tokens) // BLOCK) * BLOCK
-    room = CACHE_BYTES["cuda" if device == "cuda" else "cpu"] - cache_bytes(config, 0, 0)
-    one = min(
-        config.max_position_embeddings,
-        room // (cache_bytes(config, 1, 1) - cache_bytes(config, 0, 1)) * BLOCK,
-    )
-    return EngineRoom(slots=slots, cache_tokens=max(planned, one))
+    room = CACHE_BYTES["cuda" if device == "cuda" else "cpu"]
+    counts = range(1, 1 - (-config.max_position_embeddings // BLOCK))
+    one = BLOCK * bisect_right(counts, room, key=lambda count: blocks_bytes(config, 1 + count, slots))
+    return EngineRoom(slots=slots, cache_tokens=max(planned, min(config.max_position_embeddings, one)))
 
 
 def stage_memory(
