@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -136,6 +138,18 @@ def run_in(bundle: Path) -> Path:
     (bundle / "artifacts" / "summary.json").write_bytes(summary_document(summary))
     assert (bundle / plugin.output).exists()
     return bundle
+
+
+def run_on_a_slow_disk(bundle: Path) -> None:
+    """As `run_in`, and every file takes a few milliseconds more, so that kills hit while one is written."""
+    durable = os.fsync
+
+    def slowly(descriptor: int) -> None:
+        time.sleep(0.005)
+        durable(descriptor)
+
+    os.fsync = slowly
+    run_in(bundle)
 
 
 def run_task(root: Path, task: str, *, inputs: Mapping[str, Path] | None = None, **options: Any) -> Path:

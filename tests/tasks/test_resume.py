@@ -5,13 +5,24 @@ from __future__ import annotations
 import multiprocessing
 import random
 import shutil
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from task_cases import DIGITS, episodes, make_bundle, make_job, metrics, run_in, run_task, summary
+from task_cases import (
+    DIGITS,
+    episodes,
+    make_bundle,
+    make_job,
+    metrics,
+    run_in,
+    run_on_a_slow_disk,
+    run_task,
+    summary,
+)
 
 from perilune.bundle.compare import compare_artifacts
 from perilune.bundle.job import Job
@@ -19,7 +30,7 @@ from perilune.errors import WorkFailedError
 from perilune.execution.placements.local import carry_over
 from perilune.files import read_json_lines, sha256_file
 
-KILLS = 3
+STEPS = 30
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +62,12 @@ def final_weights(bundle: Path) -> str:
     return sha256_file(bundle / "artifacts" / "checkpoints" / "final" / "model.safetensors")
 
 
+def checkpoint_bytes(bundle: Path) -> dict[str, str]:
+    """Every file of the final checkpoint, the optimizer's state among them, by its digest."""
+    final = bundle / "artifacts" / "checkpoints" / "final"
+    return {str(path.relative_to(final)): sha256_file(path) for path in final.rglob("*") if path.is_file()}
+
+
 def next_attempt(job: Job, inputs: dict[str, Path], previous: Path | None, folder: Path) -> Path:
     """A working copy as the control plane makes it after an attempt has died."""
     number = int(previous.name) + 1 if previous else 1
@@ -60,36 +77,56 @@ def next_attempt(job: Job, inputs: dict[str, Path], previous: Path | None, folde
     return bundle
 
 
+def lines_of(bundle: Path) -> int:
+    path = bundle / "artifacts" / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def being_written(bundle: Path, pattern: str) -> bool:
+    return any((bundle / "artifacts" / "checkpoints").glob(pattern))
+
+
+# What is waited for before a kill, and seconds of which a random part passes until it.
+INSTANTS: dict[str, tuple[Callable[[Path], bool], float]] = {
+    "before the first step": (lambda bundle: (bundle / "runtime").exists(), 0.4),
+    "while a checkpoint is written": (lambda bundle: being_written(bundle, ".step-*.tmp"), 0.03),
+    "when half of the steps are done": (lambda bundle: lines_of(bundle) >= STEPS // 2, 0.3),
+    "while an old checkpoint is removed": (lambda bundle: being_written(bundle, ".step-*.old"), 0.003),
+    "while the final one is written": (lambda bundle: being_written(bundle, ".final.partial"), 0.03),
+}
+
+
 @pytest.mark.parametrize("task", ["sft", "rl"])
-def test_killed_at_random_instants(task: str, traces: Path, processes: Any, tmp_path: Path) -> None:
+def test_killed_at_any_instant_it_ends_as_if_never_killed(
+    task: str, traces: Path, processes: Any, tmp_path: Path
+) -> None:
+    """train(30) is train(15), SIGKILL, resume: weights, optimizer state, figures, episodes, to the byte."""
     inputs = {"data": traces} if task == "sft" else {}
-    options: dict[str, Any] = {"steps": 20, "save_every": 3} | ({"kl": 0.05} if task == "rl" else {})
+    options: dict[str, Any] = {"steps": STEPS, "save_every": 3} | ({"kl": 0.05} if task == "rl" else {})
     whole = run_task(tmp_path / "whole", task, inputs=inputs, **options)
     job = make_job(task, inputs=inputs, **options)
 
     attempt: Path | None = None
-    kills = 0
-    while kills < KILLS:
+    for instant, (come, within) in INSTANTS.items():
         attempt = next_attempt(job, inputs, attempt, tmp_path / "attempts")
-        carried = len(metrics(attempt))
-        process = processes.Process(target=run_in, args=(attempt,))
+        process = processes.Process(target=run_on_a_slow_disk, args=(attempt,))
         process.start()
-        while process.is_alive() and len(metrics(attempt)) <= carried:
-            time.sleep(0.005)
-        time.sleep(random.uniform(0.0, 0.2))
+        while process.is_alive() and not come(attempt):
+            time.sleep(0.001)
+        time.sleep(random.uniform(0.0, within))
         process.kill()
         process.join()
-        if process.exitcode == 0:
-            break
-        kills += 1
-    else:
-        attempt = run_in(next_attempt(job, inputs, attempt, tmp_path / "attempts"))
+        assert process.exitcode == -signal.SIGKILL, f"it ended before it could be killed {instant}"
+        assert not (attempt / "artifacts" / "summary.json").exists()
+    attempt = run_in(next_attempt(job, inputs, attempt, tmp_path / "attempts"))
 
-    assert kills > 0, "the first attempt ended before it could be killed"
-    assert attempt is not None
+    resumed = [event["step"] for event in read_json_lines(attempt / "runtime" / "events.jsonl")
+               if event["kind"] == "resumed"]  # fmt: skip
+    assert resumed[0] >= STEPS // 2, "the last attempt did not take up what the ones before had done"
     assert compare_artifacts(whole, attempt) == []
     assert metrics_bytes(whole) == metrics_bytes(attempt)
-    assert final_weights(whole) == final_weights(attempt)
+    assert checkpoint_bytes(whole) == checkpoint_bytes(attempt)
+    assert {"model.safetensors", "optimizer/second_moments.safetensors"} <= checkpoint_bytes(whole).keys()
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(climb: Path, tmp_path: Path) -> None:
