@@ -41,7 +41,8 @@ def slots_for(config: DecoderConfig, max_tokens: int, device: str) -> int:
     """
     room = CACHE_BYTES["cuda" if device == "cuda" else "cpu"]
     length = _length(config, max_tokens)
-    return max(1, bisect_right(range(1, SLOTS + 1), room, key=lambda slots: cache_bytes(config, slots, length)))
+    fitting = bisect_right(range(1, SLOTS + 1), room, key=lambda slots: cache_bytes(config, slots, length))
+    return max(1, fitting)
 
 
 class EngineRoom(TypedDict):
