@@ -1,6 +1,7 @@
 """The audit of rewards: what it finds in scorers that are wrong in one way each, and in a sound one."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -10,6 +11,7 @@ from perilune.environments import Transcript, make_environment
 from perilune.environments.independent_checks import is_right, same_answer
 from perilune.environments.reasoning_gym import decode
 from perilune.errors import WorkFailedError
+from perilune.tasks.reward_check import check_reward
 from perilune.verifiers.audit import Audit, audit_reward
 from perilune.verifiers.audit.audit import replay
 
@@ -153,3 +155,28 @@ def test_the_second_opinion_accepts_the_stated_answer_and_refuses_nonsense(famil
         if "Integral" not in task.data["answer"]:  # some stated answers are the question
             assert is_right(family, task.data["answer"], facts) is True
         assert not any(is_right(family, wrong, facts) for wrong in WRONG[family])
+
+
+class Run:
+    """As much of a workspace as the check before a run needs."""
+
+    def __init__(self, folder, scorer):
+        self.artifacts, self.lines, self.log = folder, [], lambda line: self.lines.append(line)
+        self.job = SimpleNamespace(environment={"id": "factory", "factory": FACTORY + scorer}, seed=0)
+
+
+@pytest.mark.parametrize(("scorer", "warned"), [("exact", False), ("pays_for_nothing", True)])
+def test_a_long_run_is_warned_of_a_failing_reward(scorer, warned, tmp_path):
+    run = Run(tmp_path, scorer)
+    check_reward(run, steps=20, first=0)
+    (line,) = run.lines
+    assert line.startswith("warning: reward audit: grade F (") == warned
+    kept = Audit.from_json(json.loads((tmp_path / "reward_audit.json").read_text()))
+    assert kept.grade == ("F" if warned else "A")
+
+
+def test_a_short_run_and_one_that_goes_on_are_not_audited(tmp_path):
+    run = Run(tmp_path, "pays_for_nothing")
+    check_reward(run, steps=19, first=0)
+    check_reward(run, steps=200, first=20)
+    assert run.lines == [] and not list(tmp_path.iterdir())

@@ -105,6 +105,7 @@ class RL:
         from perilune.tasks.policy_update import update_policy
         from perilune.tasks.process_rewards import ProcessRewards
         from perilune.tasks.publishing import Publisher
+        from perilune.tasks.reward_check import check_reward
         from perilune.tasks.rollouts import Rollouts, Stopwatch
         from perilune.tasks.session import load_policy, prepare_device
         from perilune.tasks.training import carry_optimizer, finish, resume, save_when_due
@@ -133,6 +134,7 @@ class RL:
 
             first = resume(workspace, learner)
             send_canary(workspace, spec, device, first)
+            check_reward(workspace, spec.steps, first)
             observer = Observer(
                 workspace, spec.steps,
                 GoldWatch(workspace, lambda: load_policy(workspace, device).decoder, spec.temperature),
