@@ -161,7 +161,8 @@ class Run:
     """As much of a workspace as the check before a run needs."""
 
     def __init__(self, folder, scorer):
-        self.artifacts, self.lines, self.log = folder, [], lambda line: self.lines.append(line)
+        self.artifacts, self.lines = folder, []
+        self.log = self.lines.append
         self.job = SimpleNamespace(environment={"id": "factory", "factory": FACTORY + scorer}, seed=0)
 
 

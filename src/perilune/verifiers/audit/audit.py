@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -149,12 +149,16 @@ def _cases(environment: Environment, count: int, seed: int) -> list[Case]:
     if not tasks:
         raise RequestError("the environment has no tasks to audit", where=environment.id)
     stated: Callable[[Task], Transcript | None] = getattr(environment, "gold", lambda task: None)
-    golds = [None if (gold := stated(task)) is None else gold.text for task in tasks]
+    golds = [stated(task) for task in tasks]
+    texts = [None if gold is None else gold.text for gold in golds]
     return [
         Case(
-            task, gold, tuple(dict.fromkeys(other for other in golds if other is not None and other != gold))
+            task,
+            text,
+            tuple(dict.fromkeys(other for other in texts if other is not None and other != text)),
+            gold or Transcript(""),
         )
-        for task, gold in zip(tasks, golds, strict=True)
+        for task, gold, text in zip(tasks, golds, texts, strict=True)
     ]
 
 
@@ -248,7 +252,7 @@ def _search(judged: Sequence[_Judged], bench: _Bench, found: _Findings, budget: 
     searched = 0
     for index, case in enumerate(bench.cases[:SEARCHED_TASKS]):
         task = case.task
-        if bench.opinion(task, Transcript("")) is None:
+        if bench.opinion(task, replace(case.before, text="")) is None:
             continue
 
         def judge(transcripts: Sequence[Transcript], task: Task = task) -> list[Outcome]:
@@ -264,7 +268,7 @@ def _search(judged: Sequence[_Judged], bench: _Bench, found: _Findings, budget: 
         )
         searched += tried
         for one in results:
-            example = Example(task, Transcript(one.text), one.reward)
+            example = Example(task, replace(case.before, text=one.text), one.reward)
             _paid_wrong("search", one.reward / full[task.task_id], one.knows, example, found)
     return searched
 

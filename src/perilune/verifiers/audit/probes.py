@@ -10,7 +10,7 @@ import random
 import re
 import string
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from perilune.environments.protocol import Task, Transcript
@@ -24,11 +24,15 @@ LONG = 100_000  # characters of a very long output
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One task to probe, with its gold output, and those of other tasks."""
+    """One task to probe, with its gold output, and those of other tasks.
+
+    Of several turns the last is probed; what came before is as the gold transcript has it.
+    """
 
     task: Task
     gold: str | None
     others: tuple[str, ...]
+    before: Transcript
 
     @property
     def prompt(self) -> str:
@@ -57,11 +61,13 @@ class Probe:
 
     def transcripts(self, case: Case, generator: random.Random) -> list[Transcript]:
         """What it writes for `case`."""
-        written = (
+        written = [
             each if isinstance(each, Transcript) else Transcript(each) for each in self.write(case, generator)
-        )
+        ]
         return [
-            each for each in written if each.text != case.gold or not each.finished or self.kind == "right"
+            replace(case.before, text=each.text, finished=each.finished)
+            for each in written
+            if each.text != case.gold or not each.finished or self.kind == "right"
         ]
 
 
@@ -75,11 +81,11 @@ def _of_gold(
 def _perturbed(gold: str, _: Case, generator: random.Random) -> list[str]:
     """The gold output with one thing changed."""
     changed = []
-    for kind, replace in ((str.isdigit, _next_digit), (str.isalpha, _next_letter)):
+    for kind, following in ((str.isdigit, _next_digit), (str.isalpha, _next_letter)):
         places = [index for index, character in enumerate(gold) if character.isascii() and kind(character)]
         if places:
             place = generator.choice(places)
-            changed.append(gold[:place] + replace(gold[place]) + gold[place + 1 :])
+            changed.append(gold[:place] + following(gold[place]) + gold[place + 1 :])
     if len(gold) > 1:
         place = generator.randrange(len(gold) - 1)
         changed += [gold[1:], gold[:-1], gold[:place] + gold[place + 1] + gold[place] + gold[place + 2 :]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from perilune.environments.protocol import Outcome, Score, Transcript
 from perilune.verifiers.audit.probes import Case
@@ -57,8 +57,10 @@ def search(
         fresh = [child for child in children if child.text not in seen and len(child.text) <= LONGEST]
         seen.update(child.text for child in fresh)
         judged += len(children)
-        for child, outcome in zip(fresh, judge([Transcript(child.text) for child in fresh]), strict=True):
-            if not isinstance(outcome, Score) or is_right(Transcript(child.text)) is not False:
+        for child, outcome in zip(
+            fresh, judge([replace(case.before, text=child.text) for child in fresh]), strict=True
+        ):
+            if not isinstance(outcome, Score) or is_right(replace(case.before, text=child.text)) is not False:
                 continue
             found = Found(child.text, outcome.reward, child.knows)
             pool.append(found)
