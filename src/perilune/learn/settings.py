@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
 from perilune.learn.algorithms import RLAlgorithm
@@ -38,3 +40,42 @@ class OptimizerSettings(BaseModel):
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay, on matrices")
     grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
     token_budget: int = Field(4096, ge=1, description="tokens in one forward pass, a matter of memory")
+
+
+LoRATarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class LoRASettings(BaseModel):
+    """Low-rank adaptation: a frozen model, and a small adapter that learns.
+
+    There is no dropout: with it the policy that learns would not be the one that sampled, and the log-prob
+    gap that every step measures would not be zero.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rank: int = Field(16, ge=1, description="of the adapter's matrices")
+    alpha: float = Field(32.0, gt=0, description="the adapter counts alpha / rank times")
+    targets: tuple[LoRATarget, ...] = Field(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        min_length=1,
+        description="linear maps of every layer that get one",
+    )
+    base: Literal["float32", "bfloat16", "int8"] = Field(
+        "float32", description="how the frozen matrices are kept; rounding them changes where training starts"
+    )
+
+
+class LearnerSettings(OptimizerSettings):
+    """What of a policy learns, and how it is computed."""
+
+    lora: LoRASettings | None = Field(
+        None, description="learn an adapter beside the frozen model; {} takes the defaults"
+    )
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="of the products of learning and sampling; weights, moments and losses are float32",
+    )
+    activation_checkpointing: bool = Field(
+        False, description="compute each layer twice, and keep only what went into it: less memory"
+    )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from perilune.errors import RequestError
 from perilune.learn import checkpoints, losses
+from perilune.learn.adaptation import comparable, frozen_checksum, trainable
 from perilune.learn.batch import PackedBatch, round_up
 from perilune.learn.critic import Critic
 from perilune.learn.figures import Figures, merged_figures
@@ -71,7 +72,8 @@ class Learner:
         self.critic = critic
         self.version = 0
         self.memory: dict[str, Any] = {}
-        parameters = dict(decoder.named_parameters()) if self._sharded is None else self._sharded.parameters
+        self._frozen = frozen_checksum(decoder)
+        parameters = trainable(decoder) if self._sharded is None else self._sharded.parameters
         if critic is not None:
             parameters = parameters | {CRITIC + name: p for name, p in critic.named_parameters()}
         self.optimizer = AdamW(
@@ -217,6 +219,7 @@ class Learner:
             "version": self.version,
             "optimizer_step": self.optimizer.step,
             "memory": self.memory,
+            "frozen": self._frozen,
             "extra": dict(extra or {}),
         }
         tensors = {
@@ -233,9 +236,16 @@ class Learner:
         """Become the learner that was saved, bit for bit; return the `extra` it was saved with.
 
         Raises:
-            RequestError: when files are missing or damaged, or tensors are not those of this decoder.
+            RequestError: when files are missing or damaged, tensors are not those of this decoder, or the
+                frozen weights are not those that these were learned beside.
         """
         tensors, state = checkpoints.read(directory, ("weights", "first_moments", "second_moments"))
+        if state.get("frozen", "") != self._frozen:
+            raise RequestError(
+                f"learned beside frozen weights with checksum {state.get('frozen') or 'none'}, and those of"
+                f" this model have {self._frozen or 'none'}: another base, or one kept otherwise",
+                where=str(directory),
+            )
         if self._sharded is not None:
             tensors = {name: self._sharded.parts(whole) for name, whole in tensors.items()}
         checkpoints.copy_into(self.optimizer.parameters, tensors["weights"], directory)
@@ -248,8 +258,10 @@ class Learner:
         self.optimizer.step = int(state["optimizer_step"])
         return dict(state["extra"])
 
-    def carry_second_moments(self, directory: Path) -> None:
+    def carry_second_moments(self, directory: Path) -> bool:
         """Start from the second moments (and step count) of another run's state, first moments zero.
+
+        Where one of the two learned an adapter, and not both the same one, there is nothing to carry: False.
 
         The first steps of an AdamW that has seen no gradient are as long as lr allows in every direction,
         and were seen to destroy a policy in one update; scales learned in SFT keep them in proportion.
@@ -262,8 +274,11 @@ class Learner:
         theirs = {name: p for name, p in tensors["second_moments"].items() if not name.startswith(CRITIC)}
         if self._sharded is not None:
             theirs = self._sharded.parts(theirs)
+        if not comparable(decoder, theirs):
+            return False
         checkpoints.copy_into(decoder, theirs, directory)
         self.optimizer.step = int(state["optimizer_step"])
+        return True
 
     @property
     def _device(self) -> torch.device:
@@ -301,6 +316,12 @@ def predicting_states(decoder: Decoder, batch: PackedBatch) -> Tensor:
 def _cut(decoder: Decoder, processes: Processes) -> ShardedDecoder | None:
     if not processes.sharded:
         return None
+    if len(trainable(decoder)) < len(dict(decoder.named_parameters())):
+        raise RequestError(
+            "of a frozen model only the adapter is trained, which is too small to be cut",
+            where="resources.sharded",
+            remedy="leave sharded out: processes share the work all the same",
+        )
     from perilune.learn.sharding import ShardedDecoder
 
     return ShardedDecoder(decoder, processes)

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,6 +24,7 @@ from perilune.errors import RequestError
 from perilune.files import read_json, write_atomic, write_json
 from perilune.models.checksum import checksum
 from perilune.models.decoder import Decoder
+from perilune.models.loading import save_checkpoint
 from perilune.models.lora import (
     BaseKind,
     attach_pairs,
@@ -36,7 +38,11 @@ from perilune.models.lora import (
     shared,
 )
 
+if TYPE_CHECKING:
+    from perilune.models.tokenizer import Tokenizer
+
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+FOLDER = "adapter"  # in the folder of a checkpoint that it is merged into
 _KEY = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<part>[AB])\.weight")
 _BASE = "perilune_base"  # metadata: "KIND CHECKSUM" of the frozen weights
 
@@ -164,6 +170,17 @@ class Adapter:
         narrow_base(adapted, _kind(self.base))
         attach_pairs(adapted, self.pairs, self.scale)
         return merged(adapted)
+
+
+def save_policy(path: Path, decoder: Decoder, tokenizer: Tokenizer) -> None:
+    """Write a Hugging Face folder of the policy: with its adapter merged, and in `adapter/` that by itself.
+
+    So the folder is used as any other, and whoever has the base may fetch the adapter alone.
+    """
+    if pairs_of(decoder):
+        Adapter.of(decoder).save(path / FOLDER)
+        decoder = merged(decoder)
+    save_checkpoint(path, decoder, tokenizer)
 
 
 def _told(decoder: Decoder, base: str) -> str:

@@ -93,14 +93,19 @@ class ModelCard:
         looked_up = 0 if self.tied else self.table_parameters
         return 2 * (self.active_parameters - looked_up)
 
-    def kept_bytes(self, tokens: int, item_bytes: float) -> int:
+    def kept_bytes(self, tokens: int, item_bytes: float, *, recompute: bool = False) -> int:
         """What one token of a sequence of `tokens` keeps for its gradient, half of a layer's more while that
-        layer is computed; an estimate, without logits."""
+        layer is computed; an estimate, without logits.
+
+        Args:
+            recompute: whether of each layer only what went in is kept, and all of one while it is recomputed.
+        """
         of_layers = [
             4 * self.hidden_size + 3 * layer.feed_forward.width + layer.mixer.kept(tokens)
             for layer in self.layers
         ]
-        return round(item_bytes * (sum(of_layers) + 0.5 * max(of_layers)))
+        kept = self.hidden_size * len(of_layers) + max(of_layers) if recompute else sum(of_layers)
+        return round(item_bytes * (kept + 0.5 * max(of_layers)))
 
     def variants(self) -> list[tuple[str, str]]:
         """Runs of equal layers as ("0-3", "GQA 16/8 heads of 128; feed-forward 3,072"), in order."""

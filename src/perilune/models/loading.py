@@ -23,6 +23,7 @@ from perilune.errors import RequestError
 from perilune.files import fsync_directory, read_json, write_json
 from perilune.models.config import PRESETS, DecoderConfig
 from perilune.models.decoder import Decoder
+from perilune.models.lora import BaseKind, lay_over, narrow_part
 
 if TYPE_CHECKING:
     from perilune.models.tokenizer import Tokenizer
@@ -76,21 +77,27 @@ def save_checkpoint(path: Path, decoder: Decoder, tokenizer: Tokenizer) -> None:
     raw = decoder.config.to_hf()
     ends = {key: raw[key] for key in ("bos_token_id", "eos_token_id")}
     write_json(path / "generation_config.json", {**ends, "pad_token_id": tokenizer.pad_token_id})
-    dtype = str(decoder.model.embed_tokens.weight.dtype).removeprefix("torch.")
+    dtype = str(decoder.dtype).removeprefix("torch.")
     write_json(path / "config.json", {**raw, "pad_token_id": tokenizer.pad_token_id, "dtype": dtype})
 
 
 def load_checkpoint(
-    path: Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+    path: Path,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    base: BaseKind = "float32",
 ) -> tuple[Decoder, Tokenizer]:
     """Read the model and the tokenizer of a Hugging Face folder.
+
+    Args:
+        base: how matrices are kept, for a model that is to be frozen; each is narrowed as it is read.
 
     Raises:
         RequestError: naming the file, and the tensor or key, that is missing, malformed or not implemented.
     """
     from perilune.models.tokenizer import Tokenizer
 
-    decoder, tokenizer = load_decoder(path, device, dtype), Tokenizer.load(path)
+    decoder, tokenizer = load_as(Decoder, path, device, dtype, base), Tokenizer.load(path)
     if tokenizer.vocab_size > decoder.config.vocab_size:
         raise RequestError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model {decoder.config.vocab_size}",
@@ -111,7 +118,13 @@ def load_decoder(
     return load_as(Decoder, path, device, dtype)
 
 
-def load_as(kind: type[DecoderT], path: Path, device: str | torch.device, dtype: torch.dtype) -> DecoderT:
+def load_as(
+    kind: type[DecoderT],
+    path: Path,
+    device: str | torch.device,
+    dtype: torch.dtype,
+    base: BaseKind = "float32",
+) -> DecoderT:
     """Read the model of a Hugging Face folder as a `kind` of decoder, which says what tensors there are.
 
     Raises:
@@ -126,10 +139,12 @@ def load_as(kind: type[DecoderT], path: Path, device: str | torch.device, dtype:
     _compare(stored, shapes, path)
     decoder = _empty(kind, config, torch.device(device), dtype)
     parameters = decoder.state_dict()
-    for file in sorted({stored[name].file for name in parameters}):
+    for file in sorted({stored[name].file for name in parameters}):  # memory is taken as it is written to
         with safe_open(file, framework="pt") as tensors:
             for name in [name for name in parameters if stored[name].file == file]:
-                parameters[name].copy_(tensors.get_tensor(name))
+                parameters.pop(name).copy_(tensors.get_tensor(name))
+                narrow_part(decoder, name, base)
+    lay_over(decoder)
     if config.tie_word_embeddings and "lm_head.weight" in stored:
         _check_tied(stored["lm_head.weight"], decoder.model.embed_tokens.weight)
     return decoder

@@ -136,10 +136,11 @@ def narrow_part(decoder: Decoder, name: str, kind: BaseKind) -> None:
     Routers, norms and biases stay as they are. `lay_over` makes the decoder compute with it.
     """
     owner, _, attribute = name.rpartition(".")
+    if kind == "float32" or attribute != "weight":
+        return
     part = decoder.get_submodule(owner)
     of_layer = any(part is found for _, found in linear_maps(decoder))
-    is_table = part is decoder.model.embed_tokens or part in decoder.head.parts
-    if kind == "float32" or attribute != "weight" or not (of_layer or is_table):
+    if not of_layer and part is not decoder.model.embed_tokens and part not in decoder.head.parts:
         return
     narrow = narrowed(part.weight, kind if of_layer else "bfloat16")  # type: ignore[arg-type]
     part.weight = nn.Parameter(narrow.values, requires_grad=False)
@@ -197,8 +198,8 @@ def shared(decoder: Decoder) -> Decoder:
 
 def base_kind(decoder: Decoder) -> BaseKind:
     """How the matrices of layers are kept."""
-    dtypes = {part.weight.dtype for _, part in linear_maps(decoder)}
-    return "int8" if torch.int8 in dtypes else "bfloat16" if torch.bfloat16 in dtypes else "float32"
+    dtypes = {part.weight.dtype for _, part in linear_maps(decoder)} - {decoder.dtype}
+    return "int8" if torch.int8 in dtypes else "bfloat16" if dtypes else "float32"
 
 
 def base_of(decoder: Decoder) -> Decoder:
@@ -229,16 +230,20 @@ def merged(decoder: Decoder) -> Decoder:
     for projection in decoder.projections():
         if isinstance(projection, MergedProjection):
             weights |= {f"{names[id(part)]}.weight": projection.weight_of(part) for part in projection.parts}
-    kept = {name: weights[name] for name in plain.state_dict()}
+    kept = {name: weights[name].to(decoder.dtype) for name in plain.state_dict()}
     plain.load_state_dict(kept, assign=True)
     return plain
 
 
 def lay_over(decoder: Decoder, scale: float = 0.0) -> None:
     """Have products made with merged weights, wherever a matrix is narrow or has an A and a B."""
+
+    def is_special(part: nn.Linear | nn.Embedding) -> bool:
+        return bool(pair_of(part)) or part.weight.dtype != decoder.dtype
+
     for module in list(decoder.modules()):
         for attribute, projection in list(vars(module).items()):
-            if isinstance(projection, Projection) and any(map(_is_special, projection.parts)):
+            if isinstance(projection, Projection) and any(is_special(part) for part in projection.parts):
                 setattr(module, attribute, MergedProjection(projection, scale))
 
 
@@ -253,7 +258,3 @@ def linear_maps(decoder: Decoder) -> Iterator[tuple[str, nn.Linear]]:
     for name, part in decoder.named_modules():
         if id(part) in own and isinstance(part, nn.Linear):
             yield name, part
-
-
-def _is_special(part: nn.Linear | nn.Embedding) -> bool:
-    return bool(pair_of(part)) or part.weight.dtype in (torch.int8, torch.bfloat16)

@@ -17,15 +17,21 @@ Besides, one of these at a time:
   gradient, as the card says; logits, log-probs, probabilities and their gradient, 16 V for each row that is
   computed at a time (`perilune.models.logprobs.by_rows`), with a gradient of the head of their own;
 * an update: three temporaries of the largest tensor, or a second frozen copy beside the first.
+
+Where an adapter of A numbers learns beside frozen weights (`models.lora`), the weights take what their kind
+says (embedding and head 2 bytes a number at most, if matrices are narrow), gradients 4 A and moments 8 A.
+The engine's copy is merged, in float32. The reference is the base itself. What passes has besides one layer's
+widest product: its merged matrix, that in the kernels' order, and B A. At the end all matrices are merged, to
+be written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from perilune.models.card import ModelCard
+from perilune.models.card import ITEM_BYTES, ModelCard
 from perilune.models.card_config import model_card
 from perilune.models.config import DecoderConfig
 
@@ -81,6 +87,21 @@ class MemoryPlan:
         return size >= MENTIONED * self.total
 
 
+@dataclass(frozen=True, slots=True)
+class Frugality:
+    """What is done for learning to take less.
+
+    Attributes:
+        adapter: numbers of the adapter that learns; None where the whole model does.
+        base: how its frozen matrices are kept.
+        recompute: whether layers are computed again for their gradients.
+    """
+
+    adapter: int | None = None
+    base: str = "float32"
+    recompute: bool = False
+
+
 def plan_memory(
     model: Model,
     *,
@@ -88,6 +109,7 @@ def plan_memory(
     learning: tuple[int, int] | None = None,
     reference: bool = False,
     item_bytes: int = _FLOAT,
+    frugality: Frugality = Frugality(),
 ) -> MemoryPlan:
     """What a process takes that holds one model of this shape.
 
@@ -99,18 +121,26 @@ def plan_memory(
     """
     card = card_of(model)
     weights = item_bytes * card.parameters
-    standing = {"process": PROCESS_BYTES, "weights": weights}
+    standing = {"process": PROCESS_BYTES, "weights": base_bytes(card, frugality.base, item_bytes)}
+    trained = card.parameters if frugality.adapter is None else frugality.adapter
     passing = {}
     if sampling:
         standing["engine"] = weights + (item_bytes * card.table_parameters if card.tied else 0)
         standing["cache"] = cache_bytes(card, *sampling, item_bytes)
         passing["sampling"] = 24 * sampling[0] * card.vocab_size
-    if reference:
+    if frugality.adapter is not None:
+        standing["adapter"] = _FLOAT * trained
+        passing["merging"] = weights
+    elif reference:
         standing["reference"] = weights
     if learning:
-        standing["moments"] = 2 * _FLOAT * card.parameters
-        passing["learning"] = weights + learning_bytes(card, *learning, item_bytes)
-        passing["update"] = max(standing.get("engine", 0), 3 * _FLOAT * _largest(card))
+        standing["moments"] = 2 * _FLOAT * trained
+        passing["learning"] = item_bytes * trained + learning_bytes(
+            card, *learning, item_bytes, recompute=frugality.recompute
+        )
+        passing["update"] = max(standing.get("engine", 0), 3 * _FLOAT * min(trained, _largest(card)))
+        if frugality.adapter is not None:
+            passing["learning"] += 3 * _FLOAT * _widest(card)
     return MemoryPlan(standing, passing)
 
 
@@ -160,13 +190,48 @@ def blocks_in(tokens: int) -> int:
     return (tokens + BLOCK - 2) // BLOCK + 1
 
 
-def learning_bytes(model: Model, tokens: int, length: int, item_bytes: int = _FLOAT) -> int:
+def base_bytes(model: Model, kind: str, item_bytes: int = _FLOAT) -> int:
+    """A model whose matrices are kept in `kind`, in int8 with a scale for each output; norms count too."""
+    card = card_of(model)
+    if kind == "float32":
+        return item_bytes * card.parameters
+    tables = card.table_parameters * (1 if card.tied else 2)
+    matrices = card.parameters - tables
+    scales = _FLOAT * matrices // card.hidden_size if kind == "int8" else 0
+    return ITEM_BYTES[kind] * matrices + scales + 2 * tables
+
+
+def adapter_parameters(config: DecoderConfig, rank: int, targets: Collection[str]) -> int:
+    """Numbers of A and B of the linear maps called `targets`, in all layers."""
+    d, queries, keys = (
+        config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim,
+    )  # fmt: skip
+    attention = {"q_proj": d + queries, "k_proj": d + keys, "v_proj": d + keys, "o_proj": queries + d}
+    sides = config.num_layers * sum(size for name, size in attention.items() if name in targets)
+    for layer in range(config.num_layers):
+        sparse = config.experts is not None and config.is_sparse(layer)
+        count, inner = 1, config.intermediate_size
+        if sparse and config.experts is not None:
+            count, inner = config.experts.count, config.experts.intermediate_size
+        sides += count * (d + inner) * sum(name in targets for name in ("gate_proj", "up_proj", "down_proj"))
+    return rank * sides
+
+
+def learning_bytes(
+    model: Model, tokens: int, length: int, item_bytes: int = _FLOAT, *, recompute: bool = False
+) -> int:
     """What a forward pass over `tokens` tokens in sequences of `length` keeps for its backward pass."""
     card = card_of(model)
     rows = max(1, LOGITS_AT_ONCE // card.vocab_size)
     parts = item_bytes * card.table_parameters if tokens > rows else 0
     logits = 4 * _FLOAT * min(tokens, rows) * card.vocab_size
-    return tokens * card.kept_bytes(length, item_bytes) + logits + parts
+    return tokens * card.kept_bytes(length, item_bytes, recompute=recompute) + logits + parts
+
+
+def _widest(card: ModelCard) -> int:
+    """Numbers of the largest matrix that is merged at a time: of what attention reads, or of a network's."""
+    sizes = (max(one.mixer.parameters, one.feed_forward.expert_parameters // 3) for one in card.layers)
+    return max(sizes)
 
 
 def _largest(card: ModelCard) -> int:

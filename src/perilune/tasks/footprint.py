@@ -12,10 +12,20 @@ from perilune.bundle.job import Job
 from perilune.errors import RequestError
 from perilune.files import read_json
 from perilune.models.config import PRESETS, DecoderConfig
-from perilune.models.memory import BLOCK, MemoryPlan, blocks_bytes, cache_bytes, plan_memory
+from perilune.models.memory import (
+    BLOCK,
+    Frugality,
+    MemoryPlan,
+    adapter_parameters,
+    blocks_bytes,
+    cache_bytes,
+    plan_memory,
+)
 
 if TYPE_CHECKING:
     import torch
+
+    from perilune.learn.settings import LearnerSettings
 
 SLOTS = 256  # most samples in flight
 CACHE_BYTES = {"cpu": 4 << 30, "cuda": 32 << 30}  # room for their keys and values
@@ -72,6 +82,7 @@ def stage_memory(
     max_tokens: int = 0,
     token_budget: int = 0,
     reference: bool = False,
+    learner: LearnerSettings | None = None,
     device: str = "cpu",
 ) -> MemoryPlan:
     """Memory of a stage that samples `samples` answers, learns from `token_budget` tokens at once, or both.
@@ -90,7 +101,17 @@ def stage_memory(
         sampling=(slots, length) if samples else None,
         learning=(token_budget, min(length, token_budget)) if token_budget else None,
         reference=reference,
+        frugality=_frugality(config, learner),
     )
+
+
+def _frugality(config: DecoderConfig, learner: LearnerSettings | None) -> Frugality:
+    if learner is None:
+        return Frugality()
+    lora = learner.lora
+    adapter = None if lora is None else adapter_parameters(config, lora.rank, lora.targets)
+    base = "float32" if lora is None else lora.base
+    return Frugality(adapter, base, learner.activation_checkpointing)
 
 
 def _length(config: DecoderConfig, max_tokens: int) -> int:

@@ -13,17 +13,21 @@ from perilune.learn.trainer import Learner
 from perilune.models.attention import PackedAttention
 from perilune.models.checksum import checksum
 from perilune.models.decoder import Decoder
+from perilune.models.lora import base_of, base_state, pairs_of
 from perilune.tasks.rollouts import Groups
 
 # In nats; past this the sampler and the learner are not the same policy. On a CPU the gap is zero.
 GAP_LIMIT = {"cpu": 1e-4, "cuda": 1e-2}
+BFLOAT16_LIMIT = 0.1  # at least, where products round to bfloat16: a sum's last bit may turn over a rounding
 PLAIN_LIMIT = 1e-3  # at least, where one side was computed by `plain_logprobs`: its sums have another order
+ALONE = "alone: the adapter did not reach it"
 _PROBE = 16  # tokens that are scored to see with which weights the engine computes
 
 
 def gap_limit(decoder: Decoder) -> float:
-    """The largest difference in nats that counts as rounding, on the decoder's device."""
-    return GAP_LIMIT.get(next(decoder.parameters()).device.type, max(GAP_LIMIT.values()))
+    """The largest difference in nats that counts as rounding, on the decoder's device, in its precision."""
+    limit = GAP_LIMIT.get(next(decoder.parameters()).device.type, max(GAP_LIMIT.values()))
+    return max(limit, BFLOAT16_LIMIT) if decoder.precision == "bfloat16" else limit
 
 
 def plain_limit(decoder: Decoder) -> float:
@@ -56,7 +60,7 @@ class Publisher:
     def _check_reference(self) -> None:
         if self._start is None:
             return
-        weights = checksum(self._learner.decoder.state_dict())
+        weights = checksum(base_state(self._learner.decoder))  # an adapter begins with nothing
         began = weights if self._learner.version == 0 else self._learner.memory.get("start", self._start)
         self._learner.memory["start"] = began
         if began != self._start:
@@ -86,9 +90,10 @@ class Publisher:
             )
         gap = self._probe_gap(decoder)
         if not gap <= plain_limit(decoder):
+            alone = bool(pairs_of(decoder)) and self._probe_gap(base_of(decoder)) <= plain_limit(decoder)
             raise WorkFailedError(
                 f"on {_PROBE} fixed tokens engine and learner differ by {gap:.3g} nats: the engine took"
-                f" version {version} and computes with other weights",
+                f" version {version} and computes with {f'the base {ALONE}' if alone else 'other weights'}",
                 where=f"version {version}",
                 remedy=DEFECT,
             )

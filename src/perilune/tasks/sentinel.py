@@ -21,7 +21,8 @@ from perilune.learn.batch import PackedBatch
 from perilune.learn.checks import DEFECT
 from perilune.learn.trainer import Learner, token_logprobs
 from perilune.models.decoder import Decoder
-from perilune.tasks.publishing import gap_limit, plain_limit, plain_logprobs
+from perilune.models.lora import base_of, pairs_of
+from perilune.tasks.publishing import ALONE, gap_limit, plain_limit, plain_logprobs
 from perilune.tasks.rollouts import Groups
 
 EPISODES = 4  # scored again at each step
@@ -104,14 +105,23 @@ def explain(
     limit = plain_limit(decoder)
     right = rescored(decoder, episode, temperature)
     if _gap(logprobs, right) <= limit:
-        return f"the {whose}'s are right, so the other's are not"
+        return f"the {whose}'s are right, so the other's are not{_of_the_base(episode, decoder, temperature)}"
     if _gap(logprobs, rescored(decoder, episode, 1.0)) <= limit:
         return f"the temperature {temperature:g} is missing from the {whose}'s log-probs"
     if _gap(logprobs, rescored(decoder, episode, temperature**2)) <= limit:
         return f"the temperature {temperature:g} is twice in the {whose}'s log-probs"
     if len(right) > 1 and min(_gap(logprobs[1:], right[:-1]), _gap(logprobs[:-1], right[1:])) <= limit:
         return f"the {whose}'s log-probs are off by one token"
-    return f"temperature and places are right, so the {whose} has other weights, tokens or arithmetic"
+    told = _of_the_base(episode, decoder, temperature)
+    return f"temperature and places are right, so the {whose} has other weights, tokens or arithmetic{told}"
+
+
+def _of_the_base(episode: Episode, decoder: Decoder, temperature: float) -> str:
+    """Says so where the sampler computed without the learner's adapter."""
+    if not pairs_of(decoder):
+        return ""
+    gap = _gap(episode.logprobs, rescored(base_of(decoder), episode, temperature))
+    return f"; it sampled with the base {ALONE}" if gap <= gap_limit(decoder) else ""
 
 
 def _gap(mine: NDArray[np.float32], other: NDArray[np.float32]) -> float:

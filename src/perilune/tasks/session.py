@@ -11,9 +11,12 @@ import torch
 from perilune.bundle.workspace import Workspace
 from perilune.environments.protocol import Environment, Task
 from perilune.errors import RequestError
+from perilune.learn.adaptation import adapt
 from perilune.learn.processes import Processes, join
+from perilune.learn.settings import LearnerSettings
 from perilune.models.decoder import Decoder
 from perilune.models.loading import load_checkpoint, new_model
+from perilune.models.lora import BaseKind, base_of, narrow_base
 from perilune.models.tokenizer import Tokenizer
 
 MODEL = "model"  # the input that holds the weights the recipe's model section names
@@ -64,21 +67,46 @@ def join_processes(workspace: Workspace, device: torch.device) -> Processes:
     return processes
 
 
-def load_policy(workspace: Workspace, device: torch.device) -> Policy:
-    """The checkpoint that the stage consumes; else the recipe's own model."""
+def load_policy(
+    workspace: Workspace, device: torch.device, settings: LearnerSettings | None = None
+) -> Policy:
+    """The checkpoint that the stage consumes; else the recipe's own model.
+
+    Args:
+        settings: how it is to learn, where it is.
+    """
+    base: BaseKind = settings.lora.base if settings and settings.lora else "float32"
     if workspace.has_input("checkpoint"):
-        return Policy(*load_checkpoint(workspace.input("checkpoint"), device))
-    return start_model(workspace, device)
+        policy = Policy(*load_checkpoint(workspace.input("checkpoint"), device, base=base))
+    else:
+        policy = start_model(workspace, device, base)
+    if settings is not None:
+        adapt(policy.decoder, settings, workspace.job.seed)
+    return policy
 
 
-def start_model(workspace: Workspace, device: torch.device) -> Policy:
-    """The recipe's model section: the staged Hugging Face folder, or a fresh preset from the seed."""
+def load_reference(
+    workspace: Workspace, device: torch.device, policy: Policy, settings: LearnerSettings
+) -> Decoder:
+    """The policy that training begins with, computed as `policy` is: its base, or the same loaded again."""
+    if settings.lora is not None:
+        return base_of(policy.decoder)
+    return load_policy(workspace, device, settings).decoder
+
+
+def start_model(workspace: Workspace, device: torch.device, base: BaseKind = "float32") -> Policy:
+    """The recipe's model section: the staged Hugging Face folder, or a fresh preset from the seed.
+
+    Args:
+        base: how matrices are kept, for a model that is to be frozen.
+    """
     model = workspace.job.model
     if workspace.has_input(MODEL):
-        decoder, tokenizer = load_checkpoint(workspace.input(MODEL), device)
+        decoder, tokenizer = load_checkpoint(workspace.input(MODEL), device, base=base)
     else:
         tokenizer = Tokenizer.characters()
         decoder = new_model(model["preset"], tokenizer, workspace.job.seed).to(device)
+        narrow_base(decoder, base)
     if model.get("chat_template"):
         tokenizer = tokenizer.with_chat_template(model["chat_template"], where="model.chat_template")
     # A base model may name another end than its tokenizer, whose token training ends every answer with.
