@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes
-from perilune.learn.settings import OptimizerSettings
+from perilune.learn.settings import LearnerSettings
 from perilune.tasks.keeping import Saving
 from perilune.tasks.sampler import SamplingSpec
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from perilune.models.memory import MemoryPlan
 
 
-class DistillSpec(Saving, OptimizerSettings, SamplingSpec):
+class DistillSpec(Saving, LearnerSettings, SamplingSpec):
     """Fields of a distill stage."""
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(description="where the student starts")
@@ -104,6 +104,7 @@ def distill_memory(spec: DistillSpec, config: DecoderConfig, device: str) -> Mem
         max_tokens=spec.max_tokens,
         token_budget=spec.token_budget,
         reference=True,
+        learner=spec,
         device=device,
     )
 

@@ -40,7 +40,7 @@ def run(
     seed = workspace.job.seed
     loss = Distillation(spec.loss, spec.k, spec.beta, spec.coefficient, spec.temperature)
     total_watch = Stopwatch()
-    with open_player(workspace, spec.max_tokens) as player:
+    with open_player(workspace, spec.max_tokens, spec) as player:
         student, device = player.policy, player.device
         if workspace.has_input("teacher"):
             teacher = Policy(*load_checkpoint(workspace.input("teacher"), device))

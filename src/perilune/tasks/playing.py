@@ -16,6 +16,7 @@ from perilune.engine.request import SamplingParams
 from perilune.environments.protocol import Environment, Task
 from perilune.environments.registry import make_environment
 from perilune.errors import WorkFailedError
+from perilune.learn.settings import LearnerSettings
 from perilune.tasks.evaluation import passed, strategies
 from perilune.tasks.footprint import engine_room, require_room
 from perilune.tasks.rollouts import Groups, Rollouts, Stopwatch
@@ -64,15 +65,20 @@ class Player:
 
 
 @contextmanager
-def open_player(workspace: Workspace, max_tokens: int) -> Iterator[Player]:
+def open_player(
+    workspace: Workspace, max_tokens: int, settings: LearnerSettings | None = None
+) -> Iterator[Player]:
     """Load the stage's checkpoint and open its environment.
+
+    Args:
+        settings: how the policy is to learn, where it is.
 
     Raises:
         RequestError: when the answers leave no room for a prompt.
     """
     with Scorer(workspace.job.environment) as scorer:  # its process warms up while the model loads
         device = prepare_device(workspace)
-        policy = load_policy(workspace, device)
+        policy = load_policy(workspace, device, settings)
         require_room(policy.decoder.config, max_tokens)
         environment = make_environment(workspace.job.environment)
         engine = Engine(policy.decoder, **engine_room(policy.decoder.config, max_tokens, device.type))

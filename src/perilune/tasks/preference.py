@@ -9,7 +9,7 @@ from pydantic import Field
 
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes
-from perilune.learn.settings import OptimizerSettings
+from perilune.learn.settings import LearnerSettings
 from perilune.tasks.keeping import Saving
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ COLLAPSE_PATIENCE = 5  # steps in a row before the alarm: a single batch may loo
 REFERENCE_LIMIT = 1e-2  # nats a token between two forwards of the same weights
 
 
-class PreferenceSpec(Saving, OptimizerSettings):
+class PreferenceSpec(Saving, LearnerSettings):
     """Fields of a preference stage."""
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(
@@ -58,7 +58,7 @@ class Preference:
         from perilune.tasks.footprint import model_config, stage_memory
 
         spec = PreferenceSpec.model_validate(job.spec)
-        memory = stage_memory(model_config(job), token_budget=spec.token_budget)
+        memory = stage_memory(model_config(job), token_budget=spec.token_budget, learner=spec)
         return {
             "pairs seen": f"{spec.steps} steps x {spec.batch_size} = {spec.steps * spec.batch_size:,}",
             "loss": f"{spec.loss}, beta {spec.beta:g}, the reference scored once",
@@ -81,8 +81,8 @@ class Preference:
 
         spec = PreferenceSpec.model_validate(workspace.job.spec)
         device = prepare_device(workspace)
-        policy = load_policy(workspace, device)
-        memory = stage_memory(policy.decoder.config, token_budget=spec.token_budget)
+        policy = load_policy(workspace, device, spec)
+        memory = stage_memory(policy.decoder.config, token_budget=spec.token_budget, learner=spec)
         data = PreferenceData.load(
             [workspace.input("data")], policy.tokenizer, workspace.job.seed,
             policy.decoder.config.max_position_embeddings, spec.validation,

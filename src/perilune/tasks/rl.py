@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, model_validator
@@ -10,7 +11,7 @@ from pydantic import Field, model_validator
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes
 from perilune.learn.process import Process
-from perilune.learn.settings import AlgorithmSettings, OptimizerSettings
+from perilune.learn.settings import AlgorithmSettings, LearnerSettings
 from perilune.tasks.keeping import Saving
 from perilune.tasks.sampler import SamplingSpec
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from perilune.tasks.rollouts import Groups
 
 
-class RLSpec(Saving, AlgorithmSettings, OptimizerSettings, SamplingSpec):
+class RLSpec(Saving, AlgorithmSettings, LearnerSettings, SamplingSpec):
     """Fields of an rl stage."""
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(description="where the policy starts")
@@ -107,7 +108,7 @@ class RL:
         from perilune.tasks.publishing import Publisher
         from perilune.tasks.reward_check import check_reward
         from perilune.tasks.rollouts import Rollouts, Stopwatch
-        from perilune.tasks.session import load_policy, prepare_device
+        from perilune.tasks.session import load_policy, load_reference, prepare_device
         from perilune.tasks.training import carry_optimizer, finish, resume, save_when_due
         from perilune.tasks.training_tasks import TrainingTasks
         from perilune.verifiers import Scorer
@@ -115,8 +116,9 @@ class RL:
         spec = RLSpec.model_validate(workspace.job.spec)
         with Scorer(workspace.job.environment) as scorer:
             device = prepare_device(workspace)
-            policy = load_policy(workspace, device)
-            reference = load_policy(workspace, device).decoder if _has_reference(spec) else None
+            policy = load_policy(workspace, device, spec)
+            start = partial(load_reference, workspace, device, policy, spec)
+            reference = start() if _has_reference(spec) else None
             memory = _memory(spec, policy.decoder.config, device.type)
             environment = make_environment(workspace.job.environment)
             config = policy.decoder.config
@@ -135,10 +137,7 @@ class RL:
             first = resume(workspace, learner)
             send_canary(workspace, spec, device, first)
             check_reward(workspace, spec.steps, first)
-            observer = Observer(
-                workspace, spec.steps,
-                GoldWatch(workspace, lambda: load_policy(workspace, device).decoder, spec.temperature),
-            )  # fmt: skip
+            observer = Observer(workspace, spec.steps, GoldWatch(workspace, start, spec.temperature))
             publisher = Publisher(engine, learner, reference)
             tasks = TrainingTasks(environment, workspace, skip=learner.memory.get("tasks", 0))
             for step in range(first, spec.steps):
@@ -186,6 +185,7 @@ def _memory(spec: RLSpec, config: DecoderConfig, device: str) -> MemoryPlan:
         max_tokens=spec.max_tokens,
         token_budget=spec.token_budget,
         reference=_has_reference(spec),
+        learner=spec,
         device=device,
     )
 

@@ -9,14 +9,14 @@ from pydantic import Field
 
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes
-from perilune.learn.settings import OptimizerSettings
+from perilune.learn.settings import LearnerSettings
 from perilune.tasks.keeping import Saving
 
 if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace
 
 
-class SFTSpec(Saving, OptimizerSettings):
+class SFTSpec(Saving, LearnerSettings):
     """Fields of an sft stage."""
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field("model", description="where the weights start")
@@ -42,7 +42,7 @@ class SFT:
         from perilune.tasks.footprint import model_config, stage_memory
 
         spec = SFTSpec.model_validate(job.spec)
-        memory = stage_memory(model_config(job), token_budget=spec.token_budget)
+        memory = stage_memory(model_config(job), token_budget=spec.token_budget, learner=spec)
         return {
             "traces seen": f"{spec.steps} steps x {spec.batch_size} = {spec.steps * spec.batch_size:,}",
             "learning rate": f"{spec.lr:g} after {spec.warmup} steps, cosine to {spec.lr * spec.final_lr:g}",
@@ -63,8 +63,8 @@ class SFT:
 
         spec = SFTSpec.model_validate(workspace.job.spec)
         device = prepare_device(workspace)
-        policy = load_policy(workspace, device)
-        memory = stage_memory(policy.decoder.config, token_budget=spec.token_budget)
+        policy = load_policy(workspace, device, spec)
+        memory = stage_memory(policy.decoder.config, token_budget=spec.token_budget, learner=spec)
         learner = Learner(policy.decoder, spec)
         demonstrations = Demonstrations.load(
             workspace.input("data"), policy.tokenizer, workspace.job.seed,

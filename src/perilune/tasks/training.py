@@ -12,8 +12,8 @@ from perilune.bundle.workspace import Workspace
 from perilune.files import fsync_directory
 from perilune.learn.checkpoints import is_complete, latest_complete
 from perilune.learn.trainer import Learner
+from perilune.models.adapters import save_policy
 from perilune.models.decoder import Decoder
-from perilune.models.loading import save_checkpoint
 from perilune.models.tokenizer import Tokenizer
 from perilune.tasks.keeping import (
     BEST,
@@ -78,7 +78,7 @@ def finish(
     policy: Policy,
     learner: Learner,
     spec: Saving,
-    write: Callable[[Path, Decoder, Tokenizer], None] = save_checkpoint,
+    write: Callable[[Path, Decoder, Tokenizer], None] = save_policy,
 ) -> dict[str, Any]:
     """Write the final checkpoint (Hugging Face format, the optimizer's state beside it), and the best one.
 
@@ -137,5 +137,4 @@ def carry_optimizer(workspace: Workspace, learner: Learner) -> bool:
     state = workspace.input("checkpoint") / OPTIMIZER
     if not state.is_dir():
         return False
-    learner.carry_second_moments(state)
-    return True
+    return learner.carry_second_moments(state)
