@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -49,7 +49,8 @@ def sections() -> dict[str, tuple[Key, ...]]:
 def user_keys() -> tuple[str, ...]:
     """All keys, sections that only hold other keys left out: what a user can be asked to know.
 
-    Of the options of what is chosen by name, such as an algorithm, a user meets those of one.
+    Of the options of what is chosen by name, such as an algorithm, a user meets those of one; and those of a
+    section that is absent unless somebody asks for it, such as `lora`, only whoever does.
     """
     holders = {"model", "environment", "resources", "stages"}
     choices = _choices()
@@ -58,7 +59,13 @@ def user_keys() -> tuple[str, ...]:
         for section, keys in sections().items()
         for key in keys
         if not (section in choices or (section == "recipe" and key.name in holders))
+        and not _is_in_a_section_of(keys, key)
     )
+
+
+def _is_in_a_section_of(keys: Sequence[Key], key: Key) -> bool:
+    """Whether a key is one of a section that has a key of its own, as sections that may be absent have."""
+    return any(key.name.startswith(f"{other.name}.") for other in keys)
 
 
 def recipe_schema() -> dict[str, Any]:
