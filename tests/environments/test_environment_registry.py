@@ -13,7 +13,9 @@ from perilune.errors import RequestError
 
 def test_reasoning_gym_is_known_and_shows_its_section():
     assert "reasoning_gym" in environment_ids()
-    assert environment_spec("reasoning_gym") is ReasoningGymSpec
+    model = environment_spec("reasoning_gym")
+    assert issubclass(model, ReasoningGymSpec)
+    assert set(model.model_fields) - set(ReasoningGymSpec.model_fields) == {"episodes"}
     assert isinstance(make_environment(gym("chain_sum")), ReasoningGymEnvironment)
 
 
@@ -50,3 +52,22 @@ def test_a_factory_can_be_named_directly():
     for wrong in ("", "no_such_module:f", "json:no_such_function"):
         with pytest.raises(RequestError, match="cannot load"):
             make_environment({"id": "factory", "factory": wrong})
+
+
+@pytest.mark.parametrize(
+    ("episodes", "where"),
+    [
+        ({"max_turn": 3}, "environment.episodes.max_turn"),
+        ({"max_failures": 2}, "environment.episodes.max_failures"),
+        ({"on_failure": "shrug"}, "environment.episodes.on_failure"),
+    ],
+)
+def test_what_is_said_of_episodes_is_checked_for_every_environment(episodes, where):
+    for section in (
+        {"id": "reasoning_gym", "task": "chain_sum"},
+        {"id": "factory", "factory": "builtins:dict"},
+    ):
+        with pytest.raises(RequestError) as caught:
+            make_environment(section | {"episodes": episodes})
+        assert caught.value.where == where
+    assert "episodes" not in make_environment({"id": "factory", "factory": "builtins:dict", "episodes": {}})

@@ -58,7 +58,12 @@ def test_every_default_is_filled_in(dinner: Path) -> None:
     assert recipe.stage("bread").spec == {
         "flour": "model", "eggs": None, "minutes": 30, "heat": 0.1, "style": "plain", "tags": [],
     }  # fmt: skip
-    assert recipe.environment == {"id": "kitchen", "meal": "lunch", "guests": 2}
+    assert recipe.environment == {
+        "id": "kitchen", "meal": "lunch", "guests": 2,
+        "episodes": {
+            "max_turns": None, "max_tokens": None, "seconds": 10.0, "on_failure": "drop", "max_failures": 0.5,
+        },
+    }  # fmt: skip
     assert recipe.resources.threads == 0
 
 

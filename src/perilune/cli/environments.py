@@ -48,6 +48,8 @@ def list_environments(as_json: AsJson = False) -> None:
 @app.command(epilog="Example: perilune environments show reasoning_gym/chain_sum")
 def show(name: Name, as_json: AsJson = False) -> None:
     """Show what a recipe can set for an environment: its fields, and the settings of its family."""
+    from pydantic import BaseModel
+
     from perilune.environments.registry import environment_spec
 
     section = _section(name, [])
@@ -56,7 +58,7 @@ def show(name: Name, as_json: AsJson = False) -> None:
     for field, info in (model.model_fields if model else {}).items():
         default = None if info.is_required() else info.get_default(call_default_factory=True)
         fields[field] = {
-            "default": default,
+            "default": default.model_dump(mode="json") if isinstance(default, BaseModel) else default,
             "required": info.is_required(),
             "description": info.description or "",
         }

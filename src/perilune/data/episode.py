@@ -23,22 +23,25 @@ class Episode:
     `failure` set and no `reward`, and leaves its group instead of counting as zero.
 
     Attributes:
-        episode_id: unique within a run: "{step}/{group}/{sample}".
-        group_id: episodes that answer the same prompt in the same step share it.
+        episode_id: unique within a run: "{step}/{group}/{sample}", or "{step}/{group}/p{player}/{sample}" for
+            players but the first.
+        group_id: episodes that answer the same prompt in the same step, as the same player, share it.
         task_id: the problem instance, stable across runs and machines.
         environment: id of the environment, e.g. "reasoning_gym/basic_arithmetic".
         seed: seed of the random numbers that sampled it.
         messages: the conversation as text, a view of the tokens: ({"role", "content"}, ...).
         prompt_ids: int32[P].
-        token_ids: int32[T], what followed the prompt; includes the end-of-sequence token when reached.
+        token_ids: int32[T], what followed the prompt, turn by turn, with the end-of-sequence tokens that were
+            reached; what the environment said between two turns is among them.
         loss_mask: bool[T], False on tokens the policy did not choose (tool output).
-        logprobs: float32[T], of the sampling policy, after temperature.
-        policy_version: int32[T], version of the weights that sampled each token.
+        logprobs: float32[T], of the sampling policy, after temperature; 0 where it did not choose.
+        policy_version: int32[T], version of the weights that sampled each token; -1 where none did.
         reward: what the episode is worth, or None when the verifier failed.
         reward_terms: the named parts of the reward.
         step_rewards: float32[T] or None, process rewards: at the last token of each segment what it earned,
             NaN at the others.
-        finish_reason: "stop" (end-of-sequence or stop token), "length" (token limit) or "aborted".
+        finish_reason: "stop" (end-of-sequence or stop token), "length" (a limit on tokens or turns) or
+            "aborted".
         failure: "" or "boundary: reason", boundary in {environment, verifier, model, sandbox}.
         metrics: further figures; "strategy/NAME": 1.0 marks the strategy an environment recognised.
         routed_experts: uint8 or uint16 [T, layers, experts a token], or None for dense models.
@@ -80,5 +83,19 @@ class Episode:
 
     @property
     def text(self) -> str:
-        """What the policy wrote, without special tokens."""
-        return self.messages[-1]["content"] if self.messages else ""
+        """What the policy wrote last, without special tokens."""
+        said = (one["content"] for one in reversed(self.messages) if one["role"] == "assistant")
+        return next(said, "")
+
+    @property
+    def opening(self) -> tuple[Mapping[str, str], ...]:
+        """The messages of the prompt, before the policy's first word."""
+        if self.loss_mask.all():  # one turn; a prompt may hold examples of the assistant's
+            return self.messages[:-1] if len(self.loss_mask) else self.messages
+        first = next(place for place, one in enumerate(self.messages) if one["role"] == "assistant")
+        return self.messages[:first]
+
+    @property
+    def sampled(self) -> int:
+        """How many tokens the policy chose."""
+        return int(self.loss_mask.sum())

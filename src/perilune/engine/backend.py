@@ -15,6 +15,11 @@ class SamplingBackend(Protocol):
     is made of them (episodes, advantages, figures) does not depend on who sampled.
     """
 
+    @property
+    def positions(self) -> int | None:
+        """Most tokens of prompt and sample together; None when that is not known."""
+        ...
+
     def sample(
         self,
         prompts: Sequence[Prompt],

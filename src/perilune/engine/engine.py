@@ -187,6 +187,11 @@ class Engine:
         return self._scheduler.unfinished or bool(self._deliveries.undelivered)
 
     @property
+    def positions(self) -> int:
+        """Most tokens of prompt and sample together."""
+        return self._config.max_position_embeddings
+
+    @property
     def waiting(self) -> int:
         """Requests with samples that have not begun."""
         return len(self._scheduler.waiting)

@@ -79,6 +79,11 @@ class RemoteEngine:
         )
         self._reported = reported or self._dialect.reported
 
+    @property
+    def positions(self) -> None:
+        """A server does not say how long its model's sequences may be."""
+        return None
+
     def close(self) -> None:
         """Let go of the connections."""
         self._client.close()

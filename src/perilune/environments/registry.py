@@ -17,6 +17,13 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from perilune.environments.protocol import Environment
+from perilune.environments.settings import (
+    KEY,
+    EpisodeSettings,
+    episode_settings,
+    with_settings,
+    without_settings,
+)
 from perilune.errors import RequestError
 
 ENVIRONMENT_GROUP = "perilune.environments"
@@ -31,13 +38,13 @@ def environment_ids() -> tuple[str, ...]:
 
 
 def environment_spec(name: str) -> type[BaseModel] | None:
-    """Model of the section of the environment `name`, or None when it shows none.
+    """Model of the section of the environment `name`, settings of episodes included; None when it shows none.
 
     Raises:
         RequestError: when no such environment is installed.
     """
     model: type[BaseModel] | None = getattr(_factory({"id": name}), "Spec", None)
-    return model
+    return None if model is None else with_settings(model)
 
 
 def environment_families(name: str) -> tuple[str, ...]:
@@ -53,6 +60,8 @@ def environment_families(name: str) -> tuple[str, ...]:
 def make_environment(spec: Mapping[str, Any]) -> Environment:
     """Build the environment that `spec` describes: its `id`, and the fields that this id takes.
 
+    What the section says of episodes (`EpisodeSettings`) is checked here, and heeded by who plays them.
+
     `{"id": "factory", "factory": "module:function", ...}` calls a function that is not installed as an
     entry point, for tests and notebooks.
 
@@ -61,8 +70,13 @@ def make_environment(spec: Mapping[str, Any]) -> Environment:
     """
     factory = _factory(spec)
     model: type[BaseModel] | None = getattr(factory, "Spec", None)
+    own = without_settings(spec)
     try:
-        environment: Environment = factory(model.model_validate(dict(spec)) if model else spec)
+        episode_settings(spec)
+    except ValidationError as error:
+        raise _explained(error, EpisodeSettings, f"{KEY}.") from None
+    try:
+        environment: Environment = factory(model.model_validate(own) if model else own)
     except ValidationError as error:
         if model is None:
             raise
@@ -107,10 +121,14 @@ def _load(reference: str) -> Any:
         ) from None
 
 
-def _explained(error: ValidationError, model: type[BaseModel]) -> RequestError:
+def _explained(error: ValidationError, model: type[BaseModel], prefix: str = "") -> RequestError:
     first = error.errors()[0]
-    key = ".".join(map(str, first["loc"]))
+    key = prefix + ".".join(map(str, first["loc"]))
     where = f"environment.{key}" if key else "environment"
     if first["type"] == "extra_forbidden":
-        return RequestError(f"no field '{key}'", where=where, remedy=did_you_mean(key, model.model_fields))
+        return RequestError(
+            f"no field '{key}'",
+            where=where,
+            remedy=did_you_mean(key.removeprefix(prefix), model.model_fields),
+        )
     return RequestError(f"{key}: {first['msg']}", where=where)

@@ -150,6 +150,10 @@ class Tokenizer:
         """`encode` of many texts at once, several times faster than one by one."""
         return self._encode(texts, special_tokens_are_text=True)
 
+    def encode_rendered(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of texts that a chat template wrote: here, and only here, special tokens are tokens."""
+        return self._encode(texts, special_tokens_are_text=False)
+
     def has_tokens_of(self, other: Tokenizer) -> bool:
         """Whether every token id is the same text in both, and ends an answer in both or neither."""
         return self._vocabulary() == other._vocabulary() and self.eos_token_id == other.eos_token_id
@@ -203,8 +207,7 @@ class Tokenizer:
         texts = [self.render_prompt(messages, **variables) for messages in conversations]
         if self.chat_template is None:
             return [self._prompt_prefix + ids for ids in self.encode_batch(texts)]
-        # A template writes its control tokens (and BOS) as text: here, and only here, they are tokens.
-        return self._encode(texts, special_tokens_are_text=False)
+        return self.encode_rendered(texts)  # the template writes BOS too
 
     def encode_text_prompt(self, text: str) -> list[int]:
         """Token ids of a text to be continued as it stands, with BOS before it where the folder says so."""

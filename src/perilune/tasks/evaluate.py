@@ -80,7 +80,7 @@ class Evaluate:
             _sampler(spec, workspace) as (sampler, figures),
         ):
             environment = make_environment(workspace.job.environment)
-            rollouts = Rollouts(sampler.engine, sampler.tokenizer, scorer, environment.id, seed)
+            rollouts = Rollouts(sampler.engine, sampler.tokenizer, scorer, environment, seed)
             tasks = hinted(heldout_tasks(environment, spec.tasks, seed), spec.system)
             total = spec.tasks * (spec.samples + 1)
             watch = Stopwatch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 from bisect import bisect_right
@@ -25,6 +26,8 @@ from perilune.models.memory import (
 if TYPE_CHECKING:
     import torch
 
+    from perilune.environments.protocol import Environment
+    from perilune.environments.settings import EpisodeSettings
     from perilune.learn.settings import LearnerSettings
 
 SLOTS = 256  # most samples in flight
@@ -42,6 +45,12 @@ def model_config(job: Job) -> DecoderConfig:
         return PRESETS[job.model["preset"]]
     file = Path(job.model["path"]) / "config.json"
     return DecoderConfig.from_hf(read_json(file), where=str(file))
+
+
+def episode_tokens(environment: Environment, settings: EpisodeSettings, max_tokens: int) -> int:
+    """Most tokens of an episode after its prompt, when a turn has at most `max_tokens`."""
+    turns = min(getattr(environment, "max_turns", 1), settings.max_turns or math.inf)
+    return settings.max_tokens or (max_tokens if turns == 1 else int(2 * turns * max_tokens))
 
 
 def slots_for(config: DecoderConfig, max_tokens: int, device: str) -> int:

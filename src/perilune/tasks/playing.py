@@ -82,7 +82,7 @@ def open_player(
         require_room(policy.decoder.config, max_tokens)
         environment = make_environment(workspace.job.environment)
         engine = Engine(policy.decoder, **engine_room(policy.decoder.config, max_tokens, device.type))
-        rollouts = Rollouts(engine, policy.tokenizer, scorer, environment.id, workspace.job.seed)
+        rollouts = Rollouts(engine, policy.tokenizer, scorer, environment, workspace.job.seed)
         yield Player(workspace, device, policy, environment, engine, rollouts, max_tokens)
 
 

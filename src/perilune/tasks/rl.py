@@ -129,7 +129,7 @@ class RL:
             learned = LearnedReward.of(
                 workspace, device, policy.tokenizer, spec.verifier_weight, spec.token_budget
             )
-            rollouts = Rollouts(engine, policy.tokenizer, scorer, environment.id, workspace.job.seed, learned)
+            rollouts = Rollouts(engine, policy.tokenizer, scorer, environment, workspace.job.seed, learned)
             process = ProcessRewards(
                 spec.process, policy.decoder, rollouts, environment, spec, spec.token_budget
             )

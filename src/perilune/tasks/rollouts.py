@@ -1,7 +1,9 @@
-"""From tasks to scored episodes: sample with the engine, judge with the scorer, keep every token."""
+"""From tasks to scored episodes: sample with the engine, let the environment answer, keep every token."""
 
 from __future__ import annotations
 
+import hashlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,10 +14,15 @@ import numpy as np
 from perilune.data.episode import Episode
 from perilune.engine.backend import SamplingBackend
 from perilune.engine.request import Completion, Prompt, SamplingParams
-from perilune.environments.protocol import Failure, Outcome, Task, Transcript
+from perilune.environments.protocol import Environment, Failure, Outcome, Task
+from perilune.errors import RequestError
 from perilune.models.tokenizer import Tokenizer
 from perilune.tasks.as_sampled import check_group
+from perilune.tasks.failing import require_few_failures
+from perilune.tasks.footprint import episode_tokens
+from perilune.tasks.games import Game, Seat
 from perilune.verifiers import Scorer
+from perilune.verifiers.sessions import Sessions
 from perilune.watchdog import STALL, Waiting
 
 if TYPE_CHECKING:
@@ -71,16 +78,17 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Plays tasks: one group of `samples` episodes a task.
+    """Plays tasks: one group of `samples` episodes a task and player.
 
-    The random numbers of a sample are keyed by (seed, step, task's place in the step, sample, position), so
-    an episode does not depend on what else is in the batch.
+    Episodes advance together: the turns that are due are sampled in one batch, the environment takes them
+    all, and so on until none is due. The random numbers of a turn are keyed by (seed, step, task's place in the
+    step, sample, turn), so an episode does not depend on what else is in the batch.
     """
 
     engine: SamplingBackend
     tokenizer: Tokenizer
     scorer: Scorer
-    environment: str
+    environment: Environment
     seed: int
     learned: LearnedReward | None = None
 
@@ -95,75 +103,165 @@ class Rollouts:
         first: int = 0,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> Groups:
-        """Sample and score; groups come in the order of `tasks`, whose place in the step is from `first`."""
-        begun = time.perf_counter()
-        prompts = [
-            Prompt(self.tokenizer.encode_prompt(task.prompt), (self.seed, step, index))
-            for index, task in enumerate(tasks, first)
-        ]
-        with Waiting("sampling") as wait:
+        """Sample and score; groups come in the order of `tasks`, whose place in the step is from `first`.
 
-            def progress(finished: int, total: int) -> None:
-                wait.progress()
+        Raises:
+            WorkFailedError: when sampling fails, or more episodes do than the recipe allows.
+        """
+        begun = time.perf_counter()
+        sessions = Sessions(self.scorer, self.environment)
+        with self._scoring(len(tasks) * samples):
+            games = self._open(sessions, tasks, samples, step, first)
+            self._listen(games, params)
+        watch.scoring += time.perf_counter() - begun
+        try:
+            while due := [game for game in games if not game.is_over]:
+                self._turn(sessions, due, samples, params, watch, on_progress)
                 if on_progress is not None:
-                    on_progress(finished, total)
-
-            completions = self.engine.sample(prompts, samples, params, progress)
-        watch.sampling += time.perf_counter() - begun
-        watch.tokens += sum(len(one.token_ids) for group in completions for one in group)
-
+                    on_progress(sum(game.is_over for game in games), len(games))
+        finally:
+            sessions.close([game.session for game in games])
         begun = time.perf_counter()
-        texts = [[self._text(one) for one in group] for group in completions]
-        transcripts = [
-            (task, Transcript(text, finished=one.finish_reason == "stop"))
-            for task, group, row in zip(tasks, completions, texts, strict=True)
-            for one, text in zip(group, row, strict=True)
-        ]
-        with Waiting("scoring", STALL + 2 * len(transcripts) * self.scorer.item_seconds):
-            outcomes = self.scorer.score(transcripts)
-        judged = [outcomes[i * samples : (i + 1) * samples] for i in range(len(tasks))]
         groups = [
-            tuple(
-                self._episode(task, prompt, one, text, outcome, f"{step}/{index}/{sample}")
-                for sample, (one, text, outcome) in enumerate(zip(group, row, verdicts, strict=True))
-            )
-            for index, (task, prompt, group, row, verdicts) in enumerate(
-                zip(tasks, prompts, completions, texts, judged, strict=True), first
-            )
+            group
+            for start in range(0, len(games), samples)
+            for player in range(games[start].players)
+            if (group := self._group(games[start : start + samples], player))
         ]
-        for group, sampled, verdicts in zip(groups, completions, judged, strict=True):
-            check_group(group, sampled, verdicts)
+        require_few_failures([one for group in groups for one in group], self.scorer.settings, f"step {step}")
         if self.learned is not None:
             groups = self.learned.rescore(groups)
         watch.scoring += time.perf_counter() - begun
         return groups
 
+    def _open(
+        self, sessions: Sessions, tasks: Sequence[Task], samples: int, step: int, first: int
+    ) -> list[Game]:
+        """All sessions of a group have one seed, so that all its episodes have one prompt."""
+        keys = [(self.seed, step, index) for index in range(first, first + len(tasks))]
+        opened = sessions.open(
+            [(task, session_seed(key)) for task, key in zip(tasks, keys, strict=True) for _ in range(samples)]
+        )
+        players = getattr(self.environment, "players", 1)
+        games = [
+            Game(one.task, keys[place // samples], place % samples, one, players)
+            for place, one in enumerate(opened)
+        ]
+        for game in games:
+            game.advance()
+        return games
+
+    def _turn(  # noqa: PLR0917
+        self,
+        sessions: Sessions,
+        due: Sequence[Game],
+        samples: int,
+        params: SamplingParams,
+        watch: Stopwatch,
+        on_progress: Callable[[int, int], None] | None,
+    ) -> None:
+        """One turn of the policy in each of these games, and what the environment makes of it."""
+        begun = time.perf_counter()
+        with Waiting("sampling") as wait:
+
+            def progress(finished: int, total: int) -> None:
+                wait.progress()
+                if on_progress is not None and len(due) == total and due[0].is_single_turn:
+                    on_progress(finished, total)
+
+            asked = [game.seat.context() for game in due]
+            if due[0].actions:
+                prompts = [Prompt(ids, game.turn_key) for ids, game in zip(asked, due, strict=True)]
+                completions = [one for (one,) in self.engine.sample(prompts, 1, params, progress)]
+            else:
+                first = {game.key: Prompt(ids, game.key) for ids, game in zip(asked, due, strict=True)}
+                groups = self.engine.sample(list(first.values()), samples, params, progress)
+                of_key = dict(zip(first, groups, strict=True))
+                completions = [of_key[game.key][game.sample] for game in due]
+        watch.sampling += time.perf_counter() - begun
+        watch.tokens += sum(len(one.token_ids) for one in completions)
+
+        begun = time.perf_counter()
+        moves = []
+        for game, ids, one in zip(due, asked, completions, strict=True):
+            text = self._text(one)
+            game.say(ids, one, text)
+            if not game.is_over:
+                moves.append((game.session, text, one.finish_reason == "stop"))
+        with self._scoring(len(moves)):
+            sessions.step(moves)
+            for game in due:
+                if not game.is_over:
+                    game.advance()
+            self._listen([game for game in due if not game.is_over], params)
+        watch.scoring += time.perf_counter() - begun
+
+    def _listen(self, games: Sequence[Game], params: SamplingParams) -> None:
+        """Let the players to move take in what is new to them; end games that have no room for a turn."""
+        known: dict[tuple[tuple[str, str], ...], list[int]] = {}
+        began: dict[tuple[int, int, int], list[int]] = {}
+        for game in games:
+            if game.is_over:
+                continue
+            seat, new = game.seat, game.news
+            if seat.prompt_ids:
+                try:
+                    seat.hear(self.tokenizer, new)
+                except RequestError as error:  # it says what no token can
+                    game.fail("environment", error.what)
+            else:
+                opening = (*game.task.prompt, *new)
+                key = tuple((message["role"], message["content"]) for message in opening)
+                if key not in known:
+                    known[key] = self.tokenizer.encode_prompt(opening)
+                seat.begin(opening, known[key])
+                if not game.actions and began.setdefault(game.key, seat.prompt_ids) != seat.prompt_ids:
+                    game.fail("environment", "the same task and seed began differently")
+            if game.actions and not game.is_over and not self._has_room(game, params):
+                game.cut()
+
+    def _has_room(self, game: Game, params: SamplingParams) -> bool:
+        settings = self.scorer.settings
+        longest = episode_tokens(self.environment, settings, params.max_tokens)
+        positions = self.engine.positions
+        tokens = len(game.seat.token_ids) + params.max_tokens
+        return (
+            tokens <= longest
+            and len(game.actions) < (settings.max_turns or math.inf)
+            and (positions is None or len(game.seat.prompt_ids) + tokens <= positions)
+        )
+
+    def _scoring(self, moves: int) -> Waiting:
+        return Waiting("scoring", STALL + 2 * moves * self.scorer.item_seconds)
+
     def _text(self, completion: Completion) -> str:
         return self.tokenizer.decode(completion.token_ids.tolist())
 
-    def _episode(  # noqa: PLR0917
-        self,
-        task: Task,
-        prompt: Prompt,
-        completion: Completion,
-        text: str,
-        outcome: Outcome,
-        episode_id: str,
-    ) -> Episode:
+    def _group(self, games: Sequence[Game], player: int) -> tuple[Episode, ...]:
+        """The episodes of a player; one who never moved has none, unless it is there to tell of a failure."""
+        moved = [game for game in games if game.seats[player].turns or (game.failure and player == 0)]
+        group = tuple(self._episode(game, player) for game in moved)
+        check_group(group, moved, player)
+        return group
+
+    def _episode(self, game: Game, player: int) -> Episode:
+        seat, outcome = game.seats[player], game.outcome(player)
+        _, step, index = game.key
+        group_id = f"{step}/{index}/p{player}" if player else f"{step}/{index}"
         return Episode(
-            episode_id=episode_id,
-            group_id=episode_id.rpartition("/")[0],
-            task_id=task.task_id,
-            environment=self.environment,
+            episode_id=f"{group_id}/{game.sample}",
+            group_id=group_id,
+            task_id=game.task.task_id,
+            environment=self.environment.id,
             seed=self.seed,
-            messages=(*task.prompt, {"role": "assistant", "content": text}),
-            prompt_ids=np.asarray(prompt.token_ids, dtype=np.int32),
-            token_ids=completion.token_ids,
-            loss_mask=np.ones(len(completion.token_ids), dtype=np.bool_),
-            logprobs=completion.logprobs,
-            policy_version=completion.policy_version,
-            finish_reason=completion.finish_reason,
-            metrics=_metrics(task, outcome),
+            messages=tuple(seat.messages or game.task.prompt),
+            prompt_ids=np.asarray(seat.prompt_ids, dtype=np.int32),
+            token_ids=np.asarray(seat.token_ids, dtype=np.int32),
+            loss_mask=seat.mask(),
+            logprobs=seat.sampled("logprobs", 0.0, np.float32),
+            policy_version=seat.sampled("policy_version", -1, np.int32),
+            finish_reason=game.finish_reason,
+            metrics=_metrics(game, seat, outcome),
             **_verdict(outcome),
         )
 
@@ -174,8 +272,15 @@ def _verdict(outcome: Outcome) -> dict[str, Any]:
     return {"reward": outcome.reward, "reward_terms": dict(outcome.terms)}
 
 
-def _metrics(task: Task, outcome: Outcome) -> dict[str, float]:
+def _metrics(game: Game, seat: Seat, outcome: Outcome) -> dict[str, float]:
     figures = {} if isinstance(outcome, Failure) else dict(outcome.metrics)
-    if task.difficulty is not None:
-        figures["difficulty"] = float(task.difficulty)
+    if not game.is_single_turn:
+        figures["turns"] = float(len(seat.turns))
+    if game.task.difficulty is not None:
+        figures["difficulty"] = float(game.task.difficulty)
     return figures
+
+
+def session_seed(key: tuple[int, int, int]) -> int:
+    """Seed of the sessions that play the task at (seed, step, place in the step); 48 bits."""
+    return int.from_bytes(hashlib.sha256("/".join(map(str, key)).encode()).digest()[:6], "big")

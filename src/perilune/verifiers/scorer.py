@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from perilune.environments.protocol import Failure, Outcome, Score, Task, Transcript
+from perilune.environments.settings import episode_settings
 from perilune.verifiers.confinement import Limits
 from perilune.verifiers.process import EnvironmentProcess
 
@@ -25,15 +26,17 @@ class Scorer:
 
     Args:
         spec: the environment section of a recipe; the environment is built in the process, not here.
-        limits: deadlines and resources.
+        limits: deadlines and resources; by default an item has the seconds that the section says.
         workers: processes that share a batch.
 
     Attributes:
+        settings: what the section says of episodes.
         processes: one a worker; sessions run in them too (`perilune.verifiers.sessions`).
     """
 
     def __init__(self, spec: Mapping[str, Any], limits: Limits | None = None, workers: int = 1) -> None:
-        self._limits = limits or Limits()
+        self.settings = episode_settings(spec)
+        self._limits = limits or Limits(item_seconds=self.settings.seconds)
         self.processes = [EnvironmentProcess(spec, self._limits) for _ in range(workers)]
 
     def __enter__(self) -> Scorer:

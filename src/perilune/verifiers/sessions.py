@@ -24,12 +24,14 @@ class LiveSession:
 
     Attributes:
         found: what its last step led to; a Failure ends it.
+        is_held: whether a process holds it; one of a single turn is but a transcript to be judged.
     """
 
     number: int
     task: Task
     seed: int
     process: EnvironmentProcess
+    is_held: bool
     found: Observation | Failure = field(default_factory=Observation)
     actions: list[str] = field(default_factory=list)
     generation: int = -1  # of the process that holds it
@@ -37,8 +39,6 @@ class LiveSession:
 
 class Sessions:
     """Opens, advances and closes sessions of `environment`, many at a time.
-
-    A session of one turn is but a transcript to be judged, so no process holds it.
 
     Args:
         scorer: whose processes run them.
@@ -55,7 +55,7 @@ class Sessions:
         sessions = []
         for task, seed in games:
             process = self._scorer.processes[self._count % len(self._scorer.processes)]
-            sessions.append(LiveSession(self._count, task, seed, process))
+            sessions.append(LiveSession(self._count, task, seed, process, self._is_held))
             self._count += 1
         if self._is_held:
             self._ask([_Begin(one, self._players) for one in sessions], sessions)

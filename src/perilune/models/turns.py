@@ -1,0 +1,65 @@
+"""What stands between two turns of a policy, in tokens: tokens that were sampled are never made again.
+
+The text of a conversation does not determine its tokens: a policy may have spelt a word in other pieces than
+its tokenizer would. So a conversation grows by its end alone: sampled tokens stay, and after them come the
+tokens of what others said, with whatever the chat template puts around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from perilune.errors import RequestError
+from perilune.files import canonical_json, sha256_bytes
+from perilune.models.tokenizer import Tokenizer
+
+Message = Mapping[str, str]
+
+
+def continuation(
+    tokenizer: Tokenizer, opening: Sequence[Message], messages: Sequence[Message], last_token: int
+) -> list[int]:
+    """Token ids to put after a turn of the policy, so that it may speak again.
+
+    Args:
+        opening: the messages that the conversation began with; a template may refuse others without them.
+        messages: what was said since the policy's turn.
+        last_token: that ended the turn; it is not repeated where the template would write it.
+
+    What `messages` say is text: a control token spelt in it does not become one.
+
+    Raises:
+        RequestError: when the template refuses the messages, or changes what the assistant says.
+    """
+    if tokenizer.chat_template is None:
+        return tokenizer.encode("".join(message["content"] for message in messages))
+    mark = sha256_bytes(canonical_json([[dict(one) for one in part] for part in (opening, messages)]))
+    contents = [message["content"] for message in messages]
+    if tokenizer.encode_batch(contents) == tokenizer.encode_rendered(contents):
+        (ids,) = tokenizer.encode_rendered([_after(tokenizer, opening, messages, mark)])
+    else:  # a control token is spelt out: encode what is said apart from what the template writes
+        marks = [f"{mark}{place}" for place in range(len(messages))]
+        marked = [{**message, "content": own} for message, own in zip(messages, marks, strict=True)]
+        rest = _after(tokenizer, opening, marked, mark + ":")
+        ids = []
+        for own, content in zip(marks, contents, strict=True):
+            before, rest = _split(rest, own)
+            ids += tokenizer.encode_rendered([before])[0] + tokenizer.encode(content)
+        ids += tokenizer.encode_rendered([rest])[0]
+    return ids[1:] if ids[:1] == [last_token] else ids
+
+
+def _after(tokenizer: Tokenizer, opening: Sequence[Message], messages: Sequence[Message], mark: str) -> str:
+    """What the template writes after an assistant that says `mark`, a text that nothing else holds."""
+    said = {"role": "assistant", "content": mark}
+    return _split(tokenizer.render_prompt([*opening, said, *messages]), mark)[1]
+
+
+def _split(text: str, mark: str) -> tuple[str, str]:
+    before, found, after = text.partition(mark)
+    if not found:
+        raise RequestError(
+            "the chat template does not repeat what a message says, so turns cannot be joined",
+            where="chat template",
+        )
+    return before, after
