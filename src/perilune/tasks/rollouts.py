@@ -81,8 +81,8 @@ class Rollouts:
     """Plays tasks: one group of `samples` episodes a task and player.
 
     Episodes advance together: the turns that are due are sampled in one batch, the environment takes them
-    all, and so on until none is due. The random numbers of a turn are keyed by (seed, step, task's place in the
-    step, sample, turn), so an episode does not depend on what else is in the batch.
+    all, and so on until none is due. The random numbers of a turn are keyed by (seed, step, task's place in
+    the step, sample, turn), so an episode does not depend on what else is in the batch.
     """
 
     engine: SamplingBackend
