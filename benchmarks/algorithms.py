@@ -25,7 +25,7 @@ from typing import Any
 import yaml
 
 from perilune.files import read_json, read_json_lines
-from recipe_runs import HERE, difference, document, run_recipe, write
+from recipe_runs import HERE, document, run_recipe, write
 
 FOLDER = HERE / "comparison"
 SETTINGS: dict[str, Any] = yaml.safe_load((FOLDER / "arms.yaml").read_text(encoding="utf-8"))
@@ -38,7 +38,7 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    parser.add_argument("--arms", nargs="+", help="of each setting; its first is always among them")
+    parser.add_argument("--arms", nargs="+", help="of each setting; all by default")
     parser.add_argument("--set", action="append", default=[], help="as of `perilune run`, for every arm")
     parser.add_argument(
         "--home",
@@ -66,11 +66,10 @@ def measured(
     """The records of one seed of a setting that are not held yet."""
     recipe = FOLDER / SETTINGS[setting]["recipe"]
     arms: dict[str, dict[str, Any]] = SETTINGS[setting]["arms"]
-    first = next(iter(arms))
     wanted = {
         arm: [*arguments.set, *(f"rl.{name}={json.dumps(value)}" for name, value in keys.items())]
         for arm, keys in arms.items()
-        if arm == first or not arguments.arms or arm in arguments.arms
+        if not arguments.arms or arm in arguments.arms
     }
     digests = {
         arm: hashlib.sha256(json.dumps([recipe.read_text(), keys]).encode()).hexdigest()[:16]
@@ -81,19 +80,14 @@ def measured(
         return
     with tempfile.TemporaryDirectory(prefix="perilune-benchmark-") as folder:
         home = arguments.home or Path(folder)
-        base = run_recipe(recipe, seed, wanted[first], home)
         for arm in missing:
             record = {"setting": setting, "arm": arm, "seed": seed, "digest": digests[arm]}
             try:
-                found = base if arm == first else run_recipe(recipe, seed, wanted[arm], home)
+                found = run_recipe(recipe, seed, wanted[arm], home)
             except subprocess.CalledProcessError:  # what the checks of a run stop is a result too
                 yield {**record, "failed": why(home)}
                 continue
-            yield {
-                **record,
-                **of_arm(found),
-                "difference": difference(base["after_rl"], found["after_rl"], seed),
-            }
+            yield {**record, **of_arm(found)}
 
 
 def of_arm(found: Mapping[str, Any]) -> Record:
@@ -104,6 +98,7 @@ def of_arm(found: Mapping[str, Any]) -> Record:
     return {
         "before": {"pass@1": before["pass@1"], "length": before["length"]["mean"]},
         **{name: after[name] for name in ("pass@1", "pass@8", "greedy")},
+        "correct": counts(after),
         "length": after["length"]["mean"],
         "strategies": after["strategies"],
         "seconds": found["rl"]["summary"]["seconds"],
@@ -114,6 +109,14 @@ def of_arm(found: Mapping[str, Any]) -> Record:
             "length": [round(one["length"], 2) for one in lines],
         },
     }
+
+
+def counts(evaluation: Mapping[str, Any]) -> str:
+    """Right answers of each task, a digit a task in the order of their ids."""
+    for task, n, _ in evaluation["correct_per_task"]:
+        if n != evaluation["samples"] or n > 9:
+            raise SystemExit(f"task {task} has {n} verdicts: its share does not fit a digit")
+    return "".join(str(c) for _, _, c in sorted(evaluation["correct_per_task"]))
 
 
 def why(home: Path) -> str:

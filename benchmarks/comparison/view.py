@@ -12,10 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from perilune.metrics.bootstrap import paired_difference
+
 from .across_seeds import holm, interval, p_value
 from .chart import panels
 
 WINDOW = 8  # steps whose pass rate is averaged where a curve is read
+SAMPLES = 8  # answers to a held-out task
 CLEAR = 0.05  # a corrected p value below it is a difference
 
 Record = Mapping[str, Any]
@@ -194,8 +197,16 @@ def _by_seed(arms: Arms, base: str, arm: str, question: str, differences: Sequen
     """The difference of each seed; of held-out tasks with its interval over tasks."""
     pairs = _pairs(arms, base, arm)
     if question == "at equal episodes":
-        return {f"seed {seed}": one["difference"] for seed, (_, one) in pairs.items()}
+        return {
+            f"seed {seed}": paired_difference(_rates(other), _rates(one), seed=seed)._asdict()
+            for seed, (other, one) in pairs.items()
+        }
     return {f"seed {seed}": value for seed, value in zip(pairs, differences, strict=True)}
+
+
+def _rates(record: Record) -> dict[str, float]:
+    """Share of right answers by a held-out task's place."""
+    return {str(place): int(count) / SAMPLES for place, count in enumerate(record["correct"])}
 
 
 def _chart(arms: Arms) -> str:

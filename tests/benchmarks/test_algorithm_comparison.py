@@ -55,7 +55,7 @@ def record(arm: str, seed: int, rate: float, seconds: float, length: float = 20.
         **{name: {"mean": rate, "low": rate, "high": rate} for name in ("pass@1", "pass@8", "greedy")},
         "length": length,
         "seconds": 2 * seconds,
-        "difference": {"mean": 0.0, "low": 0.0, "high": 0.0},
+        "correct": "".join(str(round(8 * rate) if place % 2 else 4) for place in range(64)),
         "curve": {
             "episodes": [256] * steps,
             "processor": list(accumulate([seconds / steps] * steps)),
@@ -96,7 +96,7 @@ def test_a_slow_arm_is_read_before_its_end_at_equal_seconds() -> None:
     assert page["A toy"]["compared at processor seconds"]["seed 0"] == pytest.approx(10.0)
     assert row["seed 0"] == pytest.approx(-0.25, abs=0.01)  # half of the way from 0.2 to 0.7 is missing
     (row,) = page["A toy"]["against grpo at equal episodes"]
-    assert row["over seeds"]["mean"] == 0
+    assert row["over seeds"]["mean"] == 0 and row["seed 0"] == {"mean": 0, "low": 0, "high": 0}
 
 
 def test_steps_with_more_episodes_weigh_more() -> None:
