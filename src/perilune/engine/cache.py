@@ -139,7 +139,7 @@ class Places:
     def __init__(self, blocks: Tensor, offsets: Tensor, heads: int) -> None:
         per_head = blocks[:, None] * heads + torch.arange(heads, device=blocks.device)
         self.blocks, self.offsets = blocks, offsets
-        self.value_rows = (per_head * BLOCK + offsets[:, None]).view(-1)
+        self.value_rows = (per_head * BLOCK + offsets[:, None]).reshape(-1)
 
 
 class Table:
@@ -150,7 +150,7 @@ class Table:
         per_head = blocks[:, None, :] * heads + head  # [S, KV, B]
         rows = per_head[:, :, None, :] * size + element  # [S, KV, D, B]
         self.columns = blocks.shape[1] * BLOCK
-        self.key_rows, self.value_blocks = rows.view(-1), per_head.view(-1)
+        self.key_rows, self.value_blocks = rows.reshape(-1), per_head.reshape(-1)
 
 
 @dataclass(slots=True, eq=False)
