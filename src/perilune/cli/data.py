@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,3 +51,53 @@ def _words(value: Any) -> str:
     if value is None:
         return "none"
     return f"{value:.4g}" if isinstance(value, float) else f"{value:,}"
+
+
+@app.command(
+    "filter", epilog="Example: perilune data filter traces.jsonl --evaluation heldout.jsonl --out clean"
+)
+def filter_records(
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="Records (.jsonl, or a folder of them).")
+    ],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where train.jsonl and the rest are written.")],
+    *,
+    evaluation: Annotated[
+        list[Path], typer.Option(metavar="FILE", help="Records that must not be trained on; repeatable.")
+    ] = [],  # noqa: B006  # typer reads the default and never changes it
+    min_score: Annotated[float | None, typer.Option(help="Least score.")] = None,
+    best: Annotated[int, typer.Option(min=0, help="Records of a task, by score; 0 for all.")] = 1,
+    near: Annotated[float | None, typer.Option(help="Similarity from which a text is a duplicate.")] = None,
+    min_characters: Annotated[int, typer.Option(min=0, help="Of the last answer.")] = 1,
+    max_characters: Annotated[int | None, typer.Option(min=1, help="Of the whole conversation.")] = None,
+    language: Annotated[
+        list[str], typer.Option(metavar="CODE", help="Keep these languages only; repeatable.")
+    ] = [],  # noqa: B006  # likewise
+    ngram: Annotated[int, typer.Option(min=2, help="Words in a row that contaminate.")] = 13,
+    validation: Annotated[float, typer.Option(min=0.0, help="Share of tasks for validation.jsonl.")] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Keep what is worth training on; what is not goes to rejected.jsonl with file, line and reason."""
+    from perilune.cli.console import stage_progress
+    from perilune.data.filtering import FilterSettings, filter_files
+
+    settings = FilterSettings(
+        min_score=min_score, best=best or None, near=near, min_characters=min_characters,
+        max_characters=max_characters, languages=tuple(language), ngram=ngram, validation=validation,
+    )  # fmt: skip
+    with stage_progress() as view:
+        view.started("filter", "")
+
+        def show(done: int, total: int, figures: Mapping[str, float]) -> None:
+            view.progressed("filter", done, total, "bytes", figures)
+
+        report = filter_files(files, evaluation, settings, out, show)
+        view.ended("filter", "done", "")
+    if as_json:
+        print_json(report)
+        return
+    kept = f"{report['train']:,} kept for training, {report['validation']:,} for validation"
+    echo(f"{report['read']:,} read, {kept}")
+    for reason, count in report["rejected"].items():
+        echo(f"  {reason:15} {count:,}")
+    echo(f"{out}: train.jsonl, rejected.jsonl with reasons, filter.json")

@@ -71,7 +71,9 @@ def read_records(path: Path) -> list[TraceRecord]:
     except OSError as error:
         raise RequestError(f"cannot read records: {error.strerror}", where=str(file)) from None
     return [
-        _parse(line, f"{file}:{number}") for number, line in enumerate(data.splitlines(), 1) if line.strip()
+        parse_record(line, f"{file}:{number}")
+        for number, line in enumerate(data.splitlines(), 1)
+        if line.strip()
     ]
 
 
@@ -96,20 +98,27 @@ def split_by_task(
         validation: share of the space of task ids that goes to validation, in [0, 1).
     """
 
-    def is_validation(record: TraceRecord) -> bool:
-        mixed = hashlib.sha256(f"validation:{record.task_id}".encode()).digest()
-        return int.from_bytes(mixed[:8], "big") < validation * 2**64
-
-    held = [is_validation(record) for record in records]
+    held = [is_validation(record.task_id, validation) for record in records]
     train = [record for record, out in zip(records, held, strict=True) if not out]
     return train, [record for record, out in zip(records, held, strict=True) if out]
+
+
+def is_validation(task_id: str, validation: float) -> bool:
+    """Whether a task belongs to the share `validation` of tasks that is held out of training."""
+    mixed = hashlib.sha256(f"validation:{task_id}".encode()).digest()
+    return int.from_bytes(mixed[:8], "big") < validation * 2**64
 
 
 def _digest(messages: Sequence[dict[str, str]]) -> str:
     return sha256_bytes(canonical_json(list(messages)))
 
 
-def _parse(line: bytes, where: str) -> TraceRecord:
+def parse_record(line: bytes, where: str) -> TraceRecord:
+    """The record that one line of a file holds.
+
+    Raises:
+        RequestError: when it holds none, naming `where` and the field.
+    """
     try:
         row = json.loads(line)
     except ValueError as error:

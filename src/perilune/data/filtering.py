@@ -1,0 +1,229 @@
+"""Filter records: broken, poor, repeated and contaminated ones out, each kept aside with its reason.
+
+Two passes over the lines. The first judges each line by itself and against what came before; the second
+writes what is left, once the best answers of each task are known. Memory does not grow with the input.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from perilune.data.records import TraceRecord, is_validation
+from perilune.data.seen import Seen
+from perilune.data.similarity import Contamination, language_of, signature_of
+from perilune.data.stream import Line, records_file, stream_lines
+from perilune.errors import RequestError
+from perilune.files import canonical_json, fsync_directory, sha256_file, write_json
+
+MOST_RAW = 2000  # characters of a rejected line that are kept
+REPORT_EVERY = 500  # lines
+
+Progress = Callable[[int, int, Mapping[str, float]], None]
+
+
+class FilterSettings(BaseModel):
+    """What is kept."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    min_score: float | None = Field(None, description="least score")
+    best: int | None = Field(1, ge=1, description="records of a task, those of the best score; null for all")
+    near: float | None = Field(
+        None, gt=0, le=1, description="similarity of texts (Jaccard) from which the later one is a duplicate"
+    )
+    min_characters: int = Field(1, ge=0, description="of the last answer")
+    max_characters: int | None = Field(None, ge=1, description="of the whole conversation")
+    languages: tuple[str, ...] = Field((), description="ISO codes; others are left out")
+    ngram: int = Field(13, ge=2, description="words in a row, shared with an evaluation, that contaminate")
+    validation: float = Field(0.0, ge=0, lt=1, description="share of tasks that goes to validation.jsonl")
+
+
+def filter_files(
+    inputs: Sequence[Path],
+    evaluations: Sequence[Path],
+    settings: FilterSettings,
+    out: Path,
+    on_progress: Progress = lambda done, total, figures: None,
+) -> dict[str, Any]:
+    """Filter files of records into the folder `out`: train.jsonl, rejected.jsonl, filter.json, and
+    validation.jsonl when asked for. Written under other names first, and renamed when all is done.
+
+    Args:
+        evaluations: files of records whose prompts and runs of words must not be trained on.
+        on_progress: told bytes read, bytes of all inputs, and lines read and left so far.
+
+    Returns:
+        what filter.json says: counts by reason, the inputs' digests, the settings.
+
+    Raises:
+        RequestError: when a file cannot be read, an evaluation is broken, `out` holds a filter's work, or a
+            package is missing that near duplicates or languages need.
+    """
+    if (out / "filter.json").exists():
+        raise RequestError(
+            "the folder holds filtered data already", where=str(out), remedy="name another one"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    names = ["train.jsonl", "rejected.jsonl"] + (["validation.jsonl"] if settings.validation else [])
+    with ExitStack() as stack:
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".filter-", dir=out)))
+        files = {name: stack.enter_context((work / name).open("wb")) for name in names}
+        seen = stack.enter_context(Seen(work / "seen.sqlite"))
+        judge = _Judge(settings, seen, _contamination(evaluations, settings.ngram))
+        counts = _judge_all(inputs, judge, work / "left.jsonl", files["rejected.jsonl"], on_progress)
+        counts += _write_best(inputs, work / "left.jsonl", seen, settings, files)
+        for name in names:
+            files[name].flush()
+            (work / name).replace(out / name)
+    report = _report(counts, inputs, evaluations, settings)
+    write_json(out / "filter.json", report)  # last: with it the folder is complete
+    fsync_directory(out)
+    return report
+
+
+class _Judge:
+    """Reasons to reject a line, the cheapest first."""
+
+    def __init__(self, settings: FilterSettings, seen: Seen, contamination: Contamination | None) -> None:
+        self._settings, self._seen, self._contamination = settings, seen, contamination
+
+    def reason(self, line: Line, place: int) -> tuple[str, str] | None:
+        """A reason and its details, or None; what is not rejected is noted as seen at `place`."""
+        record = line.record
+        if record is None:
+            return "broken", line.problem
+        reason = self._by_itself(record) or self._as_repeated(record, place)
+        if reason is None:
+            self._seen.keep(f"{record.environment}\0{record.task_id}".encode(), record.score, place)
+        return reason
+
+    def _by_itself(self, record: TraceRecord) -> tuple[str, str] | None:
+        settings = self._settings
+        if settings.min_score is not None and record.score < settings.min_score:
+            return "score", f"{record.score:g} is below {settings.min_score:g}"
+        answer, total = len(answer_of(record)), sum(len(message["content"]) for message in record.messages)
+        if answer < settings.min_characters:
+            return "too short", f"an answer of {answer} characters"
+        if settings.max_characters is not None and total > settings.max_characters:
+            return "too long", f"{total} characters"
+        if settings.languages and (language := language_of(answer_of(record))) not in settings.languages:
+            return "language", language
+        if self._contamination is None:
+            return None
+        found = self._contamination.found_in(prompt_of(record), answer_of(record))
+        return None if found is None else ("contaminated", found)
+
+    def _as_repeated(self, record: TraceRecord, place: int) -> tuple[str, str] | None:
+        earlier = self._seen.same(bytes.fromhex(record.digest), place)
+        if earlier is not None:
+            return "duplicate", f"of line {earlier + 1} of all"
+        if self._settings.near is not None:
+            signature = signature_of(f"{prompt_of(record)}\n{answer_of(record)}")
+            alike = self._seen.alike(signature, self._settings.near)
+            if alike is not None:
+                return "near duplicate", f"of line {alike[0] + 1} of all, similarity about {alike[1]:.2f}"
+            self._seen.note(signature, place)
+        return None
+
+
+def prompt_of(record: TraceRecord) -> str:
+    """All that was said before the last answer."""
+    return "\n".join(message["content"] for message in record.messages[:-1])
+
+
+def answer_of(record: TraceRecord) -> str:
+    """The last message."""
+    return record.messages[-1]["content"]
+
+
+def _contamination(evaluations: Sequence[Path], ngram: int) -> Contamination | None:
+    if not evaluations:
+        return None
+    known = Contamination(ngram)
+    for path in evaluations:
+        for line in stream_lines(path):
+            if line.record is None:
+                raise RequestError(
+                    line.problem, where=f"{line.file}:{line.number}", remedy="mend the evaluation"
+                )
+            known.add(prompt_of(line.record), answer_of(line.record))
+    return known
+
+
+def _judge_all(
+    inputs: Sequence[Path], judge: _Judge, left: Path, rejected: IO[bytes], on_progress: Progress
+) -> Counter[str]:
+    """First pass: what is not rejected goes to `left`, each line with its place, input and number."""
+    counts: Counter[str] = Counter()
+    done, total = 0, sum(records_file(path).stat().st_size for path in inputs)
+    lines = ((index, line) for index, path in enumerate(inputs) for line in stream_lines(path))
+    with left.open("wb") as file:
+        for place, (index, line) in enumerate(lines):
+            counts["read"] += 1
+            done += len(line.raw) + 1
+            reason = judge.reason(line, place)
+            if reason is None:
+                counts["left"] += 1
+                file.write(b"%d %d %d %s\n" % (place, index, line.number, line.raw))
+            else:
+                counts[reason[0]] += 1
+                rejected.write(_rejection(line.file, line.number, reason, line.raw))
+            if place % REPORT_EVERY == 0:
+                on_progress(done, total, {"lines": counts["read"], "left": counts["left"]})
+    del counts["left"]
+    return counts
+
+
+def _write_best(
+    inputs: Sequence[Path], left: Path, seen: Seen, settings: FilterSettings, files: Mapping[str, IO[bytes]]
+) -> Counter[str]:
+    """Second pass: the best of each task, into training or validation."""
+    counts: Counter[str] = Counter()
+    if settings.best is not None:
+        seen.drop_all_but_best(settings.best)
+    with left.open("rb") as lines:
+        for line in lines:
+            place, index, number, raw = line.rstrip(b"\n").split(b" ", 3)
+            if settings.best is not None and not seen.chosen(int(place)):
+                counts["not best"] += 1
+                reason = ("not best", f"of this task {settings.best} kept")
+                files["rejected.jsonl"].write(_rejection(inputs[int(index)], int(number), reason, raw))
+                continue
+            held_out = is_validation(json.loads(raw)["task_id"], settings.validation)
+            counts["validation" if held_out else "train"] += 1
+            files["validation.jsonl" if held_out else "train.jsonl"].write(raw + b"\n")
+    return counts
+
+
+def _rejection(file: Path, number: int, reason: tuple[str, str], raw: bytes) -> bytes:
+    shown = raw[:MOST_RAW].decode(errors="replace")
+    what, detail = reason
+    row = {"file": str(file), "line": number, "reason": what, "detail": detail, "row": shown}
+    return canonical_json(row) + b"\n"
+
+
+def _report(
+    counts: Mapping[str, int], inputs: Sequence[Path], evaluations: Sequence[Path], settings: FilterSettings
+) -> dict[str, Any]:
+    kept = ("read", "train", "validation")
+    return {
+        "read": counts["read"],
+        "train": counts.get("train", 0),
+        "validation": counts.get("validation", 0),
+        "rejected": {name: count for name, count in sorted(counts.items()) if name not in kept},
+        "settings": settings.model_dump(),
+        "inputs": _digests(inputs),
+        "evaluations": _digests(evaluations),
+    }
+
+
+def _digests(paths: Sequence[Path]) -> dict[str, str]:
+    return {str(file): sha256_file(file) for file in map(records_file, paths)}

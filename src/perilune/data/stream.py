@@ -1,0 +1,67 @@
+"""Records read one line at a time: a broken line is an item with its reason, not the end of the file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from perilune.data.records import TraceRecord, parse_record
+from perilune.errors import RequestError
+
+LONGEST_LINE = 16 << 20
+"""Bytes of a line beyond which it is broken, so that one line cannot fill the memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a file of records.
+
+    Attributes:
+        file, number: where it stands, from 1.
+        raw: its bytes without the end; of a line that is too long, the first 200.
+        record: what it says, or None when it is broken.
+        problem: why it is broken; empty otherwise.
+    """
+
+    file: Path
+    number: int
+    raw: bytes
+    record: TraceRecord | None
+    problem: str = ""
+
+
+def stream_lines(path: Path) -> Iterator[Line]:
+    """The lines of a file of records, or of a folder's records.jsonl, that are not blank; in bounded memory.
+
+    Raises:
+        RequestError: when the file cannot be read.
+    """
+    file = records_file(path)
+    try:
+        with file.open("rb") as lines:
+            number = 0
+            while raw := lines.readline(LONGEST_LINE + 1):
+                number += 1
+                if len(raw) > LONGEST_LINE:
+                    while (rest := lines.readline(LONGEST_LINE)) and not rest.endswith(b"\n"):
+                        pass
+                    yield Line(file, number, raw[:200], None, f"longer than {LONGEST_LINE:,} bytes")
+                elif raw.strip():
+                    yield _line(file, number, raw.rstrip(b"\r\n"))
+    except OSError as error:
+        raise RequestError(f"cannot read records: {error.strerror}", where=str(file)) from None
+
+
+def records_file(path: Path) -> Path:
+    """The file itself, or a folder's records.jsonl."""
+    return path / "records.jsonl" if path.is_dir() else path
+
+
+def _line(file: Path, number: int, raw: bytes) -> Line:
+    try:
+        return Line(file, number, raw, parse_record(raw, f"{file}:{number}"))
+    except RequestError as error:
+        return Line(file, number, raw, None, error.what)
+    except RecursionError:
+        return Line(file, number, raw, None, "nested too deeply")

@@ -1,0 +1,191 @@
+"""Filtering of records: what is rejected and why, and that nothing is lost."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from perilune.cli.data import app
+from perilune.data.filtering import FilterSettings, filter_files
+from perilune.data.records import make_record, read_records, write_records
+from perilune.data.similarity import Contamination, signature_of
+from perilune.errors import RequestError
+
+LONG = "The quick brown fox jumps over the lazy dog while seven wizards quietly brew coffee"
+
+
+def record(answer, *, prompt="What is it?", task="t", score=1.0):
+    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    return make_record(messages, environment="e", task_id=task, score=score, source="s", seed=0)
+
+
+def filtered(tmp_path, records, *, evaluation=(), **options):
+    write_records(tmp_path / "in.jsonl", records)
+    held = []
+    if evaluation:
+        write_records(tmp_path / "held.jsonl", evaluation)
+        held = [tmp_path / "held.jsonl"]
+    out = tmp_path / "out"
+    report = filter_files([tmp_path / "in.jsonl"], held, FilterSettings(**options), out)
+    rejected = [json.loads(line) for line in (out / "rejected.jsonl").read_text().splitlines()]
+    return read_records(out / "train.jsonl"), {row["line"]: row["reason"] for row in rejected}, report
+
+
+def test_each_reason_names_its_line(tmp_path):
+    records = [
+        record("good", task="1"), record("good", task="1"), record("poor", task="2", score=0.2),
+        record("", task="3"), record("x" * 300, task="4"), record("better", task="1", score=2.0),
+    ]  # fmt: skip
+    kept, reasons, report = filtered(tmp_path, records, min_score=0.5, max_characters=200)
+    assert [one.messages[-1]["content"] for one in kept] == ["better"]
+    assert reasons == {1: "not best", 2: "duplicate", 3: "score", 4: "too short", 5: "too long"}
+    assert report["read"] == 6 and report["train"] == 1
+    assert sum(report["rejected"].values()) == 5
+    assert json.loads((tmp_path / "out/filter.json").read_text()) == json.loads(json.dumps(report))
+
+
+def test_broken_lines_are_put_aside_whole_and_do_not_end_the_file(tmp_path):
+    good = [record(f"answer {index}", task=str(index)) for index in range(3)]
+    write_records(tmp_path / "in.jsonl", good)
+    lines = (tmp_path / "in.jsonl").read_bytes().splitlines()
+    changed = lines[1].replace(b"answer 1", b"answer 9")
+    broken = [b"{", b'{"messages": []}', b"\xff\xfe", b"[" * 100_000, changed, b"null"]
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join([lines[0], *broken, lines[2], b""]))
+    report = filter_files([tmp_path / "in.jsonl"], [], FilterSettings(), tmp_path / "out")
+    assert len(read_records(tmp_path / "out/train.jsonl")) == 2
+    rows = [json.loads(line) for line in (tmp_path / "out/rejected.jsonl").read_text().splitlines()]
+    assert [row["line"] for row in rows] == [2, 3, 4, 5, 6, 7] and report["rejected"] == {"broken": 6}
+    assert all(row["reason"] == "broken" and row["detail"] for row in rows)
+    assert rows[4]["row"] == changed.decode() and "changed" in rows[4]["detail"]
+
+
+def test_a_line_without_end_cannot_fill_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("perilune.data.stream.LONGEST_LINE", 1000)
+    write_records(tmp_path / "good.jsonl", [record("fine")])
+    good = (tmp_path / "good.jsonl").read_bytes()
+    (tmp_path / "in.jsonl").write_bytes(b"x" * 5000 + b"\n" + good)
+    report = filter_files([tmp_path / "in.jsonl"], [], FilterSettings(), tmp_path / "out")
+    assert report["train"] == 1 and report["rejected"] == {"broken": 1}
+
+
+def test_near_duplicates_are_found_and_others_left(tmp_path):
+    near = LONG.replace("lazy", "sleepy")
+    other = "Completely different words about tax law in the nineteenth century and its many consequences"
+    records = [record(LONG, task="1"), record(near, task="2"), record(other, task="3")]
+    kept, reasons, _ = filtered(tmp_path, records, near=0.7)
+    assert reasons == {2: "near duplicate"} and len(kept) == 2
+    (tmp_path / "again").mkdir()
+    assert len(filtered(tmp_path / "again", records)[0]) == 3
+
+
+def test_what_evaluations_hold_is_not_trained_on(tmp_path):
+    records = [
+        record("clean", task="1"),
+        record("an answer", prompt="The  HELD-OUT question, asked!", task="2"),
+        record(f"As somebody said: {LONG.upper()}.", task="3"),
+    ]
+    evaluation = [
+        record("42", prompt="the held out question asked", task="h"),
+        record(LONG, prompt="Say it", task="i"),
+    ]
+    kept, reasons, _ = filtered(tmp_path, records, evaluation=evaluation)
+    assert reasons == {2: "contaminated", 3: "contaminated"} and len(kept) == 1
+
+
+def test_languages(tmp_path):
+    records = [
+        record("This is an English sentence about the weather in London.", task="1"),
+        record("Ceci est une phrase française qui parle du temps qu'il fait à Paris.", task="2"),
+        record("12 + 34 = 46", task="3"),
+    ]
+    _, reasons, _ = filtered(tmp_path, records, languages=("en",))
+    assert reasons == {2: "language", 3: "language"}
+
+
+def test_validation_takes_whole_tasks_and_nothing_is_lost(tmp_path):
+    records = [record(f"answer {index}", task=str(index % 40)) for index in range(200)]
+    train, _, report = filtered(tmp_path, records, validation=0.3, best=None)
+    held = read_records(tmp_path / "out/validation.jsonl")
+    assert {one.task_id for one in train}.isdisjoint(one.task_id for one in held)
+    assert len(train) + len(held) == 200 and 20 < len(held) < 120
+    assert report["validation"] == len(held)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3)), max_size=30))
+@settings(max_examples=25, deadline=None)
+def test_every_line_ends_in_one_place_and_the_best_is_kept(tmp_path_factory, drawn):
+    records = [record(f"a{answer}", task=str(task), score=float(score)) for answer, task, score in drawn]
+    kept, reasons, report = filtered(tmp_path_factory.mktemp("f"), records, best=1)
+    assert len(kept) + len(reasons) == report["read"] == len(records)
+    distinct = {one.digest: one for one in reversed(records)}  # of equal conversations the first
+    best = {}
+    for one in records:
+        held = best.get(one.task_id)
+        if one is distinct[one.digest] and (held is None or one.score > held.score):
+            best[one.task_id] = one
+    assert [one.digest for one in kept] == [one.digest for one in records if best.get(one.task_id) is one]
+
+
+def test_a_folder_that_holds_filtered_data_is_left_alone(tmp_path):
+    filtered(tmp_path, [record("x")])
+    with pytest.raises(RequestError, match="already"):
+        filtered(tmp_path, [record("x")])
+
+
+def test_a_missing_package_is_named_with_its_remedy(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasketch", None)
+    with pytest.raises(RequestError, match="datasketch") as caught:
+        filtered(tmp_path, [record("x")], near=0.8)
+    assert "perilune[data]" in caught.value.remedy
+    assert not (tmp_path / "out/train.jsonl").exists()
+
+
+def test_signatures_estimate_similarity():
+    a, b = signature_of(LONG), signature_of(LONG.replace("coffee", "tea"))
+    assert (a == signature_of(LONG.upper() + "!")).all()
+    assert 0.6 < (a == b).mean() < 1.0
+    assert (a == signature_of("nothing of the kind here")).mean() < 0.2
+
+
+def test_contamination_needs_a_whole_run_of_words():
+    known = Contamination(ngram=4)
+    known.add("one two three four five", "six")
+    assert known.found_in("x two three four FIVE y", "") == "the same 4 words: 'two three four five'"
+    assert known.found_in("one two three", "four") is not None
+    assert known.found_in("two three four x five", "") is None
+
+
+def test_the_command_tells_what_became_of_the_lines(tmp_path):
+    write_records(
+        tmp_path / "in.jsonl", [record("x", task="1"), record("x", task="1"), record("y", task="2")]
+    )
+    out = str(tmp_path / "clean")
+    run = CliRunner().invoke(
+        app, ["filter", str(tmp_path / "in.jsonl"), "--out", out], catch_exceptions=False
+    )
+    assert run.exit_code == 0 and "3 read, 2 kept" in run.output and "duplicate" in run.output
+    shown = CliRunner().invoke(app, ["filter", str(tmp_path / "in.jsonl"), "--out", out + "2", "--json"])
+    assert json.loads(shown.stdout)["rejected"] == {"duplicate": 1}
+
+
+def test_memory_does_not_grow_with_the_input(tmp_path):
+    """Twenty times the lines take no more memory than their index's cache."""
+    script = """
+import resource, sys
+from pathlib import Path
+from perilune.data.filtering import FilterSettings, filter_files
+filter_files([Path(sys.argv[1])], [], FilterSettings(near=None), Path(sys.argv[2]))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+    def peak(count):
+        path = tmp_path / f"{count}.jsonl"
+        write_records(path, (record(f"{index} {'x' * 300}", task=str(index)) for index in range(count)))
+        command = [sys.executable, "-c", script, str(path), str(tmp_path / f"out{count}")]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    assert peak(20_000) - peak(1_000) < 12_000  # KiB; the lines alone are 9 MiB, parsed several times that
