@@ -2,13 +2,14 @@
 
 V(prefix) = mean over the answer's tokens of log P(token | prompt, prefix, lead, answer so far), where `lead`
 makes the policy answer at once and does not count itself. One forward pass without gradient gives it for
-every prefix of many episodes: an episode is fed once, lead and answer once for each prefix they continue.
+every prefix of many episodes: an episode is fed once, lead and answer once for each prefix they continue, and
+what several episodes have in common is asked once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ from perilune.data.episode import Episode
 from perilune.learn.batch import PackedBatch
 from perilune.learn.trainer import token_logprobs
 from perilune.models.decoder import Decoder
+
+Key = tuple[bytes, bytes, tuple[tuple[int, ...], ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +39,11 @@ class Probe:
     endings: Sequence[Sequence[int]]
     answers: Sequence[int]
 
+    def key(self, prefix: int) -> Key:
+        """The same for whatever has the same value."""
+        written = self.episode.token_ids[:prefix]
+        return self.episode.prompt_ids.tobytes(), written.tobytes(), tuple(map(tuple, self.endings))
+
     @property
     def fed(self) -> int:
         """Tokens that it takes."""
@@ -50,8 +58,14 @@ def prefix_values(
 
     Of several forms the sum of their probabilities counts, per token of the first.
     """
-    found: list[NDArray[np.float64]] = []
-    for batch in _batches(probes, token_budget):
+    known: dict[Key, float] = {}
+    fresh = []
+    for probe in probes:
+        new = {key: prefix for prefix in probe.prefixes if (key := probe.key(prefix)) not in known}
+        known |= dict.fromkeys(new, 0.0)
+        if new:
+            fresh.append(replace(probe, prefixes=list(new.values())))
+    for batch in _batches(fresh, token_budget):
         packed = _pack(batch, temperature)
         logprobs = token_logprobs(decoder, packed).cpu().numpy().astype(np.float64)
         start = 0
@@ -62,8 +76,9 @@ def prefix_values(
                 totals[place] = logprobs[start : start + count].sum()
                 start += count
             together = np.logaddexp.reduce(totals, axis=1) if len(probe.endings) > 1 else totals[:, 0]
-            found.append(np.minimum(together, 0.0) / probe.answers[0])
-    return found
+            values = np.minimum(together, 0.0) / probe.answers[0]
+            known |= dict(zip(map(probe.key, probe.prefixes), values.tolist(), strict=True))
+    return [np.array([known[probe.key(prefix)] for prefix in probe.prefixes]) for probe in probes]
 
 
 def _batches(probes: Sequence[Probe], token_budget: int) -> Iterator[list[Probe]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from perilune.environments.stated_answer import StatedAnswer, stated_answer
 from perilune.learn.prefix_values import Probe, prefix_values
 from perilune.learn.process import AnswerValues, MonteCarloValues, ProcessSettings
 from perilune.models.decoder import Decoder
+from perilune.models.tokenizer import Tokenizer
 from perilune.tasks.montecarlo import Position, play_on
 from perilune.tasks.rollouts import Groups, Rollouts, Stopwatch
 from perilune.tasks.sampler import SamplingSpec
@@ -148,25 +149,29 @@ class ProcessRewards:
         if walk.stated is None:
             return None
         lead = walk.stated.lead if settings.lead is None else settings.lead
-        endings = [self._ending(lead, form) for form in walk.stated.forms]
+        endings = _endings(self.rollouts.tokenizer, lead, walk.stated.forms)
         longest = walk.prefixes[-1] + max(len(ending) for ending, _ in endings)
         room = self.decoder.config.max_position_embeddings - len(walk.episode.prompt_ids)
         if longest > room or not all(answer for _, answer in endings):
             return None
         return Probe(walk.episode, walk.prefixes, [e for e, _ in endings], [answer for _, answer in endings])
 
-    def _ending(self, lead: str, form: str) -> tuple[list[int], int]:
-        """Lead and answer as the tokenizer joins them; a token that holds some of both is the answer's."""
-        before, whole = self.rollouts.tokenizer.encode_batch([lead, lead + form])
-        shared = next(
-            (at for at, pair in enumerate(zip(before, whole, strict=False)) if pair[0] != pair[1]),
-            min(len(before), len(whole)),
-        )
-        return whole, len(whole) - shared
-
     @cached_property
     def _bytes(self) -> list[bytes | None]:
         return self.rollouts.tokenizer.token_bytes()
+
+
+@lru_cache(maxsize=1024)
+def _endings(tokenizer: Tokenizer, lead: str, forms: tuple[str, ...]) -> list[tuple[list[int], int]]:
+    """Lead and answer as the tokenizer joins them; a token that holds some of both is the answer's."""
+    before, *wholes = tokenizer.encode_batch([lead, *(lead + form for form in forms)])
+    return [(whole, len(whole) - _shared(before, whole)) for whole in wholes]
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def potential(values: Values, settings: AnswerValues) -> Values | None:
