@@ -44,6 +44,9 @@ class TaskPlugin(Protocol):
         spec: pydantic model of the stage's own fields (frozen, unknown keys forbidden).
         produces: what other stages can take from it.
         output: where that lies in the bundle, e.g. "artifacts/checkpoints/final".
+
+    A plugin may also have `parallel = True`: several processes may then run it together, as the ones here do
+    through `perilune.learn.processes`.
     """
 
     name: str
@@ -84,6 +87,11 @@ def load_plugin(name: str) -> TaskPlugin:
             plugin: TaskPlugin = point.load()
             return plugin
     raise RequestError(f"no task called '{name}' is installed", remedy=f"one of: {', '.join(plugin_names())}")
+
+
+def runs_in_several(plugin: TaskPlugin) -> bool:
+    """Whether several processes may run the task together."""
+    return bool(getattr(plugin, "parallel", False))
 
 
 def consumed_fields(spec: type[BaseModel]) -> dict[str, OutputKind]:

@@ -94,6 +94,7 @@ CLASS_OF = {
     Cause.RUNNER_DIED: RetryClass.INFRASTRUCTURE,
     Cause.START_FAILED: RetryClass.INFRASTRUCTURE,
     Cause.KILLED: RetryClass.INFRASTRUCTURE,
+    Cause.PROCESS_LOST: RetryClass.INFRASTRUCTURE,
     Cause.STOPPED: RetryClass.PREEMPTION,
     Cause.UNREACHABLE: RetryClass.LOST,
 }  # everything else is the user's

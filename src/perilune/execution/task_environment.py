@@ -44,7 +44,8 @@ def task_environment(job: Job, mark: Mapping[str, str]) -> dict[str, str]:
             remedy=f"export {missing[0]} and submit again",
         )
     secrets = {name: os.environ[name] for name in job.secrets}
-    threads = str(job.resources.threads or usable_threads())
+    resources = job.resources
+    threads = str(resources.threads or max(1, usable_threads() // resources.processes))
     return {
         **kept,
         **dict.fromkeys(THREADS, threads),

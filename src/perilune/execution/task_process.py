@@ -1,23 +1,26 @@
-"""The process in which a task runs: `python -m perilune.execution.task_process BUNDLE SUPERVISOR_PID`.
+"""The process in which a task runs: `python -m perilune.execution.task_process BUNDLE [SUPERVISOR_PID]`.
 
 It dies with its supervisor, so that no attempt goes on unseen, and leaves its last words in
-runtime/failure.json when it has the time.
+runtime/failure.json when it has the time. Several may run a task together: RANK and WORLD_SIZE say so, which
+the worker sets, or torchrun.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import os
 import signal
 import sys
 import traceback
 from pathlib import Path
 from types import FrameType
 
-from perilune.bundle.plugin import load_plugin
+from perilune.bundle.plugin import load_plugin, runs_in_several
 from perilune.bundle.provenance import record_precheck
-from perilune.bundle.workspace import Workspace, summary_document
-from perilune.errors import PeriluneError, WorkFailedError
+from perilune.bundle.workspace import FollowerWorkspace, Workspace, summary_document
+from perilune.errors import PeriluneError, RequestError, WorkFailedError
 from perilune.execution.processes import die_with
+from perilune.execution.ranks import directory_of
 from perilune.execution.verdict import LAST_WORDS, RESERVE, Cause, cause_of
 from perilune.files import write_atomic, write_json
 
@@ -27,9 +30,19 @@ STOPPED_EXIT_CODE = 128 + signal.SIGTERM
 def run_task(bundle: Path) -> None:
     """Run the bundle's task and write what it observed: precheck, then the task's own, then the summary.
 
+    Of several processes, those beside the first write none of it.
+
     Raises:
         WorkFailedError: when the task returned without what it promises to produce.
+        RequestError: when it cannot run in several processes.
     """
+    if int(os.environ.get("RANK", "0")) > 0:
+        follower = FollowerWorkspace(bundle)
+        plugin = load_plugin(follower.job.task)
+        if not runs_in_several(plugin):
+            raise RequestError(f"the task {plugin.name} runs in one process", remedy="start one")
+        plugin.run(follower)
+        return
     workspace = Workspace(bundle)
     plugin = load_plugin(workspace.job.task)
     record_precheck(workspace)  # now, because the task may not live to its end
@@ -46,8 +59,8 @@ class _Missing(Exception):  # noqa: N818 - marks a cause, is never raised by its
 
 def main() -> None:
     """Run the task of the bundle named on the command line; the exit code is 0, 1 or 2."""
-    bundle, supervisor = Path(sys.argv[1]), int(sys.argv[2])
-    die_with(supervisor)
+    bundle = Path(sys.argv[1]).absolute()
+    die_with(int(sys.argv[2]) if len(sys.argv) > 2 else os.getppid())
     faulthandler.enable()
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to judge
@@ -59,7 +72,9 @@ def main() -> None:
             traceback.print_exc()
         message = str(error) if isinstance(error, PeriluneError) else _short(error)
         print(f"failed: {message}", file=sys.stderr, flush=True)
-        _leave_last_words(bundle / "runtime", {"cause": cause.value, "message": message})
+        _leave_last_words(
+            directory_of(bundle, int(os.environ.get("RANK", "0"))), {"cause": cause.value, "message": message}
+        )
         sys.exit(error.exit_code if isinstance(error, PeriluneError) else 1)
 
 

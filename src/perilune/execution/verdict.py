@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from perilune.errors import RequestError, WorkFailedError
+from perilune.errors import ProcessLostError, RequestError, WorkFailedError
 from perilune.files import read_json
 
 LAST_WORDS = "failure.json"  # in runtime/: why the task process gave up, in its own words
@@ -26,6 +26,7 @@ class Cause(StrEnum):
     CRASHED = "crashed"  # an exception nobody expected
     EXITED = "user_exit"  # the process left with a code of its own
     SIGNALLED = "signalled"  # SIGSEGV, SIGABRT and their like
+    PROCESS_LOST = "process_lost"  # one of several ended and left no word why
     KILLED = "killed"  # SIGKILL or SIGTERM from outside
     OUT_OF_MEMORY = "out_of_memory"
     DISK_FULL = "disk_full"
@@ -137,6 +138,8 @@ def cause_of(error: BaseException) -> Cause:
         return Cause.OUT_OF_MEMORY
     if isinstance(error, RequestError):
         return Cause.REQUEST
+    if isinstance(error, ProcessLostError):
+        return Cause.PROCESS_LOST
     return Cause.WORK if isinstance(error, WorkFailedError) else Cause.CRASHED
 
 

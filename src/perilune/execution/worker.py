@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -26,22 +25,17 @@ import psutil
 from perilune.bundle.hardware import HardwareSampler
 from perilune.bundle.job import Job
 from perilune.bundle.manifest import write_manifest
-from perilune.bundle.redaction import secret_values
 from perilune.bundle.verify import require_verified
 from perilune.errors import PeriluneError, RequestError
 from perilune.execution.claim import MARK, Claim, claimed
-from perilune.execution.log import write_whole_log
-from perilune.execution.output import LogPump
 from perilune.execution.processes import adopt_orphans, die_with, kill_all
-from perilune.execution.task_environment import task_environment
+from perilune.execution.ranks import Ranks, write_logs
 from perilune.execution.verdict import (
-    LAST_WORDS,
     RESERVE,
     Cause,
     Ending,
     Verdict,
     cause_of,
-    ending_of,
     memory_kills,
 )
 from perilune.files import canonical_json, fsync_directory, read_json, write_json
@@ -99,7 +93,6 @@ class _Supervisor:
     def _prepare(self) -> None:
         self.artifacts.mkdir(exist_ok=True)
         self.reserve.write_bytes(bytes(RESERVE_BYTES))
-        (self.runtime / LAST_WORDS).unlink(missing_ok=True)
         order = self.runtime / "run.json"
         expected = read_json(order)["bundle_digest"] if order.exists() else None
         try:
@@ -109,53 +102,24 @@ class _Supervisor:
         self.job = Job.model_validate(read_json(self.bundle / "job.json"))
 
     def _run_task(self) -> Ending:
-        environment = task_environment(self.job, {MARK: self.claim.nonce})
-        command = [
-            sys.executable,
-            "-m",
-            "perilune.execution.task_process",
-            str(self.bundle),
-            str(os.getpid()),
-        ]
+        ranks = Ranks(self.bundle, self.job, {MARK: self.claim.nonce}, echo=self.echo)
         kills_before = memory_kills()
-        pump = LogPump(self.runtime, secret_values(self.job), echo=self.echo)
         try:
-            task = subprocess.Popen(
-                command,
-                cwd=self.bundle,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=pump.writer,
-                stderr=pump.writer,
-                start_new_session=True,
-            )
-            with HardwareSampler(self.artifacts / "hardware.jsonl", task.pid):
-                status = self._wait(task)
+            ranks.start()
+            with HardwareSampler(self.artifacts / "hardware.jsonl", ranks.root):
+                if not ranks.wait(lambda: self.stopping):  # ask them and all their descendants, then insist
+                    kill_all(_descendants, grace=self.grace)
         finally:
             kill_all(_descendants, grace=0.0)
-            pump.close()
-        return ending_of(
-            status,
-            self.runtime / LAST_WORDS,
-            stopped=self.stopping,
-            memory_kill=memory_kills() > kills_before,
-        )
-
-    def _wait(self, task: subprocess.Popen[bytes]) -> int:
-        """Wait for the task; once we are asked to stop, ask it and all its descendants, then insist."""
-        while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return task.wait(timeout=0.1)
-            if self.stopping:
-                kill_all(_descendants, grace=self.grace)
-                return task.wait()
+            ranks.close()
+        return ranks.ending(stopped=self.stopping, memory_kill=memory_kills() > kills_before)
 
     def _conclude(self, ending: Ending) -> Verdict:
         """Make the evidence durable and whole, then write the verdict."""
         self.reserve.unlink(missing_ok=True)
         digest = None
         try:
-            write_whole_log(self.runtime, self.artifacts / "task.log")
+            write_logs(self.bundle)
             _make_durable(self.artifacts)
             digest = write_manifest(self.bundle)
         except (PeriluneError, OSError) as error:

@@ -320,7 +320,7 @@ def _cut(decoder: Decoder, processes: Processes) -> ShardedDecoder | None:
         raise RequestError(
             "of a frozen model only the adapter is trained, which is too small to be cut",
             where="resources.sharded",
-            remedy="leave sharded out: processes share the work all the same",
+            remedy="set sharded: false: processes share the work all the same",
         )
     from perilune.learn.sharding import ShardedDecoder
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from perilune.bundle.job import Frozen, Job, Resources
+from perilune.bundle.plugin import load_plugin, runs_in_several
 from perilune.tracking.sinks import SinkName
 
 MODEL = "model"  # the reserved stage name: the recipe's own model section
@@ -77,6 +78,9 @@ class Recipe(Frozen):
 
 def job_for(recipe: Recipe, stage: Stage) -> Job:
     """What one stage asks to be run; its inputs are filled in once the stages it consumes have finished."""
+    resources = recipe.resources
+    if not runs_in_several(load_plugin(stage.task)):
+        resources = resources.model_copy(update={"processes": 1})
     return Job(
         task=stage.task,
         stage=stage.name,
@@ -84,6 +88,6 @@ def job_for(recipe: Recipe, stage: Stage) -> Job:
         model=recipe.model.model_dump(),
         environment=recipe.environment,
         seed=recipe.seed,
-        resources=recipe.resources,
+        resources=resources,
         secrets=recipe.secrets,
     )

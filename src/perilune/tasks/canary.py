@@ -52,7 +52,7 @@ def send_canary(workspace: Workspace, spec: RLSpec, device: torch.device, first:
     Raises:
         WorkFailedError: as `solve_bandit`.
     """
-    if first == 0 and spec.steps >= LONG:
+    if first == 0 and spec.steps >= LONG and workspace.leads:
         with Waiting("canary"):
             workspace.log(solve_bandit(spec, device))
 

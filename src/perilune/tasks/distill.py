@@ -66,6 +66,7 @@ class Distill:
     spec = DistillSpec
     produces = "checkpoint"
     output = "artifacts/checkpoints/final"
+    parallel = True
 
     def plan(self, job: Job) -> Mapping[str, str]:
         """Answers, the loss, the schedule and memory."""

@@ -52,7 +52,7 @@ def run(
         if workspace.has_input("data"):
             longest = student.decoder.config.max_position_embeddings
             data = Demonstrations.load(workspace.input("data"), student.tokenizer, seed, longest)
-        learner = Learner(student.decoder, spec)
+        learner = Learner(student.decoder, spec, processes=player.rollouts.processes)
         carried = carry_optimizer(workspace, learner)
 
         first = resume(workspace, learner)
@@ -71,7 +71,8 @@ def run(
                 )  # fmt: skip
                 episodes = [one for group in groups for one in group]
                 figures |= outcome_figures(episodes, f"step {step + 1}")
-                write_episodes(workspace.episodes / f"step-{step + 1:06d}.parquet", episodes)
+                if workspace.leads:
+                    write_episodes(workspace.episodes / f"step-{step + 1:06d}.parquet", episodes)
                 gains = _advantages(groups, spec.task_reward)
             else:
                 episodes = data.batch(step, spec.prompts * spec.samples)

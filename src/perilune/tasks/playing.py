@@ -20,7 +20,7 @@ from perilune.learn.settings import LearnerSettings
 from perilune.tasks.evaluation import passed, strategies
 from perilune.tasks.footprint import engine_room, require_room
 from perilune.tasks.rollouts import Groups, Rollouts, Stopwatch
-from perilune.tasks.session import Policy, load_policy, prepare_device
+from perilune.tasks.session import Policy, join_processes, load_policy, prepare_device
 from perilune.tasks.training_tasks import TrainingTasks
 from perilune.verifiers import Scorer
 
@@ -82,7 +82,10 @@ def open_player(
         require_room(policy.decoder.config, max_tokens)
         environment = make_environment(workspace.job.environment)
         engine = Engine(policy.decoder, **engine_room(policy.decoder.config, max_tokens, device.type))
-        rollouts = Rollouts(engine, policy.tokenizer, scorer, environment, workspace.job.seed)
+        rollouts = Rollouts(
+            engine, policy.tokenizer, scorer, environment, workspace.job.seed,
+            processes=join_processes(workspace, device),
+        )  # fmt: skip
         yield Player(workspace, device, policy, environment, engine, rollouts, max_tokens)
 
 

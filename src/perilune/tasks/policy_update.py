@@ -58,7 +58,7 @@ def _update(
         names.add("logprobs")
     signals = observe(
         names, groups, learner.decoder, token_budget=spec.token_budget, temperature=spec.temperature,
-        reference=reference, critic=learner.critic,
+        reference=reference, critic=learner.critic, processes=learner.processes,
     )  # fmt: skip
     memory = learner.memory.setdefault("algorithm", {})
     context = StepContext(spec.max_tokens, spec.kl, spec.kl_estimator, step, signals, memory)
@@ -74,7 +74,7 @@ def _update(
         batches = pack(part, spec.token_budget, temperature=spec.temperature)
         check_packed(part, batches)
         if reference is not None and spec.kl:
-            batches = with_reference(batches, reference)
+            batches = with_reference(batches, reference, learner.processes)
         figures = learner.forward_backward(batches)
         gap = figures.get("logprob_gap_max", 0.0)
         sentinel.check_learner(gap, batches, [group.episodes for group in part])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -52,6 +52,7 @@ class Preference:
     spec = PreferenceSpec
     produces = "checkpoint"
     output = "artifacts/checkpoints/final"
+    parallel = True
 
     def plan(self, job: Job) -> Mapping[str, str]:
         """Pairs seen, the loss, the schedule and memory."""
@@ -71,12 +72,14 @@ class Preference:
         from perilune.errors import WorkFailedError
         from perilune.learn.packing import Pair, pack_pairs
         from perilune.learn.preference import PreferenceObjective, evaluate_pairs, with_reference_logprobs
+        from perilune.learn.processes import ALONE, Processes
         from perilune.learn.schedules import learning_rate
         from perilune.learn.trainer import Learner
+        from perilune.models.decoder import Decoder
         from perilune.tasks.footprint import memory_figures, stage_memory
         from perilune.tasks.preference_data import PreferenceData
         from perilune.tasks.rollouts import Stopwatch
-        from perilune.tasks.session import load_policy, prepare_device
+        from perilune.tasks.session import join_processes, load_policy, prepare_device
         from perilune.tasks.training import carry_optimizer, finish, first_and_last, resume, save_when_due
 
         spec = PreferenceSpec.model_validate(workspace.job.spec)
@@ -92,13 +95,12 @@ class Preference:
             with_reference_logprobs(data.validation, policy.decoder, spec.token_budget),
             data.seed,
         )
-        learner = Learner(policy.decoder, spec)
+        learner = Learner(policy.decoder, spec, processes=join_processes(workspace, device))
         carried = carry_optimizer(workspace, learner)
 
-        def objective(pairs: list[Pair] | None = None) -> PreferenceObjective:
-            count = len(data.validation if pairs is None else pairs)
+        def objective(pairs: Sequence[Pair], decoder: Decoder, processes: Processes) -> PreferenceObjective:
             return PreferenceObjective(
-                policy.decoder, spec.loss, spec.beta, count, nll=spec.nll, dpop=spec.dpop
+                decoder, spec.loss, spec.beta, len(pairs), nll=spec.nll, dpop=spec.dpop, processes=processes
             )
 
         first = resume(workspace, learner)
@@ -107,7 +109,7 @@ class Preference:
         for step in range(first, spec.steps):
             watch = Stopwatch()
             pairs = data.batch(step, spec.batch_size)
-            seen = objective(pairs)
+            seen = objective(pairs, learner.trained, learner.processes)
             figures = learner.forward_backward_custom(pack_pairs(pairs, spec.token_budget), seen)
             if step == 0 and seen.largest_shift > REFERENCE_LIMIT:
                 raise WorkFailedError(
@@ -117,7 +119,8 @@ class Preference:
                 )
             figures |= seen.figures() | learner.optim_step(learning_rate(spec, step, spec.steps))
             if data.validation and ((step + 1) % spec.validate_every == 0 or step + 1 == spec.steps):
-                held = evaluate_pairs(objective(), data.validation, spec.token_budget)
+                every = objective(data.validation, policy.decoder, ALONE)
+                held = evaluate_pairs(every, data.validation, spec.token_budget)
                 names = ("loss", "accuracy", "margin", "chosen_shift", "chosen_nll")
                 figures |= {f"validation_{name}": held[name] for name in names}
             watch.learning = watch.elapsed

@@ -44,6 +44,7 @@ class RewardModelTask:
     spec = RewardModelSpec
     produces = "reward_model"
     output = "artifacts/checkpoints/final"
+    parallel = True
 
     def plan(self, job: Job) -> Mapping[str, str]:
         """Pairs seen, the schedule and memory."""
@@ -68,7 +69,7 @@ class RewardModelTask:
         from perilune.tasks.footprint import memory_figures, stage_memory
         from perilune.tasks.preference_data import PreferenceData
         from perilune.tasks.rollouts import Stopwatch
-        from perilune.tasks.session import Policy, load_policy, prepare_device
+        from perilune.tasks.session import Policy, join_processes, load_policy, prepare_device
         from perilune.tasks.training import finish, first_and_last, resume, save_when_due
 
         spec = RewardModelSpec.model_validate(workspace.job.spec)
@@ -83,7 +84,9 @@ class RewardModelTask:
         data = PreferenceData.load(
             paths, policy.tokenizer, workspace.job.seed, model.config.max_position_embeddings, spec.validation
         )
-        learner = Learner(model, spec)
+        learner = Learner(model, spec, processes=join_processes(workspace, device))
+        trained = learner.trained
+        assert isinstance(trained, RewardModel)
         before = score_figures(score_pairs(model, data.train, spec.token_budget), data.train)
 
         first = resume(workspace, learner)
@@ -91,7 +94,7 @@ class RewardModelTask:
         for step in range(first, spec.steps):
             watch = Stopwatch()
             pairs = data.batch(step, spec.batch_size)
-            objective = RewardObjective(model, len(pairs), spec.centre)
+            objective = RewardObjective(trained, len(pairs), spec.centre, learner.processes)
             figures = learner.forward_backward_custom(
                 pack_pairs(as_read(pairs), spec.token_budget), objective
             )

@@ -73,6 +73,7 @@ class RL:
     spec = RLSpec
     produces = "checkpoint"
     output = "artifacts/checkpoints/final"
+    parallel = True
 
     def plan(self, job: Job) -> Mapping[str, str]:
         """Episodes, updates, the schedule and memory."""
@@ -108,7 +109,7 @@ class RL:
         from perilune.tasks.publishing import Publisher
         from perilune.tasks.reward_check import check_reward
         from perilune.tasks.rollouts import Rollouts, Stopwatch
-        from perilune.tasks.session import load_policy, load_reference, prepare_device
+        from perilune.tasks.session import join_processes, load_policy, load_reference, prepare_device
         from perilune.tasks.training import carry_optimizer, finish, resume, save_when_due
         from perilune.tasks.training_tasks import TrainingTasks
         from perilune.verifiers import Scorer
@@ -124,12 +125,17 @@ class RL:
             config = policy.decoder.config
             engine = Engine(policy.decoder, **engine_room(config, spec.max_tokens, device.type))
             critic = Critic(config.hidden_size).to(device) if "values" in spec.algorithm.needs else None
-            learner = Learner(policy.decoder, spec, critic=critic)
+            learner = Learner(
+                policy.decoder, spec, critic=critic, processes=join_processes(workspace, device)
+            )
             carried = carry_optimizer(workspace, learner)
             learned = LearnedReward.of(
                 workspace, device, policy.tokenizer, spec.verifier_weight, spec.token_budget
             )
-            rollouts = Rollouts(engine, policy.tokenizer, scorer, environment, workspace.job.seed, learned)
+            rollouts = Rollouts(
+                engine, policy.tokenizer, scorer, environment, workspace.job.seed, learned,
+                learner.processes,
+            )  # fmt: skip
             process = ProcessRewards(
                 spec.process, policy.decoder, rollouts, environment, spec, spec.token_budget
             )

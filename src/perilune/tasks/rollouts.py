@@ -7,15 +7,18 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from perilune.data.episode import Episode
+from perilune.data.episodes_file import from_bytes, to_bytes
 from perilune.engine.backend import SamplingBackend
 from perilune.engine.request import Completion, Prompt, SamplingParams
 from perilune.environments.protocol import Environment, Failure, Outcome, Task
 from perilune.errors import RequestError
+from perilune.learn.processes import ALONE, Processes
 from perilune.models.tokenizer import Tokenizer
 from perilune.tasks.as_sampled import check_group
 from perilune.tasks.failing import require_few_failures
@@ -78,7 +81,8 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Plays tasks: one group of `samples` episodes a task and player.
+    """Plays tasks: one group of `samples` episodes a task and player. Of several processes each plays some of
+    the tasks, and all are given all groups.
 
     Episodes advance together: the turns that are due are sampled in one batch, the environment takes them
     all, and so on until none is due. The random numbers of a turn are keyed by (seed, step, task's place in
@@ -91,6 +95,7 @@ class Rollouts:
     environment: Environment
     seed: int
     learned: LearnedReward | None = None
+    processes: Processes = ALONE
 
     def play(
         self,
@@ -108,10 +113,12 @@ class Rollouts:
         Raises:
             WorkFailedError: when sampling fails, or more episodes do than the recipe allows.
         """
+        places = self.processes.mine(range(first, first + len(tasks)))
+        tasks = self.processes.mine(tasks)
         begun = time.perf_counter()
         sessions = Sessions(self.scorer, self.environment)
         with self._scoring(len(tasks) * samples):
-            games = self._open(sessions, tasks, samples, step, first)
+            games = self._open(sessions, tasks, samples, step, places)
             self._listen(games, params)
         watch.scoring += time.perf_counter() - begun
         try:
@@ -128,17 +135,18 @@ class Rollouts:
             for player in range(games[start].players)
             if (group := self._group(games[start : start + samples], player))
         ]
-        require_few_failures([one for group in groups for one in group], self.scorer.settings, f"step {step}")
         if self.learned is not None:
             groups = self.learned.rescore(groups)
         watch.scoring += time.perf_counter() - begun
+        groups = exchanged(groups, self.processes, watch)
+        require_few_failures([one for group in groups for one in group], self.scorer.settings, f"step {step}")
         return groups
 
     def _open(
-        self, sessions: Sessions, tasks: Sequence[Task], samples: int, step: int, first: int
+        self, sessions: Sessions, tasks: Sequence[Task], samples: int, step: int, places: Sequence[int]
     ) -> list[Game]:
         """All sessions of a group have one seed, so that all its episodes have one prompt."""
-        keys = [(self.seed, step, index) for index in range(first, first + len(tasks))]
+        keys = [(self.seed, step, index) for index in places]
         opened = sessions.open(
             [(task, session_seed(key)) for task, key in zip(tasks, keys, strict=True) for _ in range(samples)]
         )
@@ -264,6 +272,23 @@ class Rollouts:
             metrics=_metrics(game, seat, outcome),
             **_verdict(outcome),
         )
+
+
+def exchanged(own: Groups, processes: Processes, watch: Stopwatch) -> Groups:
+    """All groups of a step, in the order of its tasks, from those that each process has played."""
+    if processes.count == 1:
+        return own
+    parts = processes.gather("the episodes", to_bytes(one for group in own for one in group))
+    played = (groupby(from_bytes(part), key=lambda one: one.group_id) for part in parts)
+    groups = [tuple(group) for some in played for _, group in some]
+    watch.tokens += _sampled(groups) - _sampled(own)
+    return sorted(
+        groups, key=lambda group: int(group[0].group_id.split("/")[1])
+    )  # "step/place", "step/place/p1"
+
+
+def _sampled(groups: Groups) -> int:
+    return sum(int(one.loss_mask.sum()) for group in groups for one in group)
 
 
 def _verdict(outcome: Outcome) -> dict[str, Any]:

@@ -36,6 +36,7 @@ class SFT:
     spec = SFTSpec
     produces = "checkpoint"
     output = "artifacts/checkpoints/final"
+    parallel = True
 
     def plan(self, job: Job) -> Mapping[str, str]:
         """Traces seen, the schedule and memory."""
@@ -58,14 +59,14 @@ class SFT:
         from perilune.tasks.demonstrations import Demonstrations
         from perilune.tasks.footprint import memory_figures, stage_memory
         from perilune.tasks.rollouts import Stopwatch
-        from perilune.tasks.session import load_policy, prepare_device
+        from perilune.tasks.session import join_processes, load_policy, prepare_device
         from perilune.tasks.training import finish, first_and_last, resume, save_when_due
 
         spec = SFTSpec.model_validate(workspace.job.spec)
         device = prepare_device(workspace)
         policy = load_policy(workspace, device, spec)
         memory = stage_memory(policy.decoder.config, token_budget=spec.token_budget, learner=spec)
-        learner = Learner(policy.decoder, spec)
+        learner = Learner(policy.decoder, spec, processes=join_processes(workspace, device))
         demonstrations = Demonstrations.load(
             workspace.input("data"), policy.tokenizer, workspace.job.seed,
             policy.decoder.config.max_position_embeddings,

@@ -38,25 +38,31 @@ def resume(workspace: Workspace, learner: Learner) -> int:
 
     What was being written when it died is removed.
     """
-    for unfinished in workspace.checkpoints.glob(".*"):
-        shutil.rmtree(unfinished)
-    final = workspace.checkpoints / FINAL
-    directory = latest_complete(workspace.checkpoints)
-    if is_complete(final / OPTIMIZER):  # all steps are done, and only the summary is missing
-        directory = final / OPTIMIZER
-    else:
-        for made in (final, workspace.checkpoints / BEST):
-            if made.exists():
-                forget(made)
-    step = 0 if directory is None else int(learner.load_state(directory)["step"])
-    for later in saved_steps(workspace):  # of no use: they are damaged
-        if later > step:
-            forget(step_directory(workspace, later))
+    found = _checkpoint_to_resume(workspace) if workspace.leads else None
+    name = learner.processes.first_says("checkpoint to resume", "" if found is None else str(found))
+    step = int(learner.load_state(Path(name))["step"]) if name else 0
+    if workspace.leads:
+        for later in saved_steps(workspace):  # of no use: they are damaged
+            if later > step:
+                forget(step_directory(workspace, later))
     workspace.rewind(step)
-    if directory is not None:
+    if name:
         workspace.event("resumed", step=step)
         workspace.log(f"resumed from step {step}")
     return step
+
+
+def _checkpoint_to_resume(workspace: Workspace) -> Path | None:
+    for unfinished in workspace.checkpoints.glob(".*"):
+        shutil.rmtree(unfinished)
+    final = workspace.checkpoints / FINAL
+    if is_complete(final / OPTIMIZER):  # all steps are done, and only the summary is missing
+        return final / OPTIMIZER
+    directory = latest_complete(workspace.checkpoints)
+    for made in (final, workspace.checkpoints / BEST):
+        if made.exists():
+            forget(made)
+    return directory
 
 
 def save_when_due(workspace: Workspace, learner: Learner, step: int, spec: Saving) -> None:
@@ -65,6 +71,8 @@ def save_when_due(workspace: Workspace, learner: Learner, step: int, spec: Savin
         return
     with Waiting("checkpoint"):
         learner.save_state(step_directory(workspace, step), {"step": step})
+    if not workspace.leads:
+        return
     prune(workspace, spec)
     held = disk_bytes(workspace)
     workspace.event("checkpoint", step=step, disk_bytes=held)
@@ -83,19 +91,31 @@ def finish(
     """Write the final checkpoint (Hugging Face format, the optimizer's state beside it), and the best one.
 
     The best is written as a model, and learner and policy are that one then; nothing may learn after this.
+
+    Returns:
+        what every summary of training begins with; nothing where another process is the one that writes.
     """
     with Waiting("final checkpoint"):
         if not (workspace.checkpoints / FINAL).exists():
             partial = workspace.checkpoints / f".{FINAL}.partial"
-            write(partial, policy.decoder, policy.tokenizer)
+            if workspace.leads:
+                write(partial, policy.decoder, policy.tokenizer)
             learner.save_state(partial / OPTIMIZER, {"step": spec.steps})
-            _put_in_place(partial, workspace.checkpoints / FINAL)
-        best = best_step(workspace, spec, [*saved_steps(workspace), spec.steps])
-        if best not in {None, spec.steps} and not (workspace.checkpoints / BEST).exists():
+            if workspace.leads:
+                _put_in_place(partial, workspace.checkpoints / FINAL)
+        best = best_step(workspace, spec, [*saved_steps(workspace), spec.steps]) if workspace.leads else None
+        if best == spec.steps or (workspace.checkpoints / BEST).exists():
+            best = None
+        chosen = learner.processes.first_says("best step", "" if best is None else str(best))
+        if chosen:
+            learner.load_state(step_directory(workspace, int(chosen)))
+        if best is not None:
             partial = workspace.checkpoints / f".{BEST}.partial"
-            learner.load_state(step_directory(workspace, best))
             write(partial, policy.decoder, policy.tokenizer)
             _put_in_place(partial, workspace.checkpoints / BEST)
+    learner.processes.check_same("last version", str(learner.version))
+    if not workspace.leads:
+        return {}
     prune(workspace, spec, beside=1)
     parameters = sum(parameter.numel() for parameter in policy.decoder.parameters())
     return {

@@ -1,0 +1,164 @@
+"""The processes in which a task runs: one, or several that work together and end together.
+
+The first leads: its log is the run's. A process beside it has a folder of its own in runtime/, for its log
+and its last words. What tells the processes apart has the names that torchrun uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from perilune.bundle.job import Job
+from perilune.bundle.redaction import secret_values
+from perilune.execution.log import write_whole_log
+from perilune.execution.output import LogPump
+from perilune.execution.task_environment import task_environment
+from perilune.execution.verdict import LAST_WORDS, Cause, Ending, ending_of
+
+RENDEZVOUS = "PERILUNE_RENDEZVOUS"  # a file through which they find each other
+POLL_SECONDS = 0.1
+LOST_SECONDS = 3.0  # for the process that was lost to say why, after another noticed
+
+
+class Ranks:
+    """The processes of one task.
+
+    Args:
+        bundle: whose task they run.
+        mark: variables that tell the attempt's processes from others.
+        echo: copy the leader's output to stdout.
+    """
+
+    def __init__(self, bundle: Path, job: Job, mark: dict[str, str], *, echo: bool = False) -> None:
+        self._bundle, self._job, self._mark, self._echo = bundle, job, mark, echo
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._pumps: list[LogPump] = []
+        self._statuses: list[int | None] = []
+        self._meeting: Path | None = None
+
+    @property
+    def root(self) -> int:
+        """The process below which all of them are."""
+        return self._processes[0].pid if len(self._processes) == 1 else os.getpid()
+
+    def start(self) -> None:
+        """Start them all.
+
+        Raises:
+            RequestError: when a secret that the job names is not set here.
+        """
+        count = self._job.resources.processes
+        environment = task_environment(self._job, self._mark)
+        if count > 1:
+            self._meeting = Path(tempfile.mkdtemp(prefix="perilune-"))
+            environment |= {"WORLD_SIZE": str(count), RENDEZVOUS: str(self._meeting / "processes")}
+        for rank in range(count):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {}
+            self._processes.append(self._start(rank, environment | own))
+
+    def _start(self, rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        directory = directory_of(self._bundle, rank)
+        directory.mkdir(exist_ok=True)
+        (directory / LAST_WORDS).unlink(missing_ok=True)
+        pump = LogPump(directory, secret_values(self._job), echo=self._echo and rank == 0)
+        self._pumps.append(pump)
+        module = "perilune.execution.task_process"
+        return subprocess.Popen(
+            [sys.executable, "-m", module, str(self._bundle), str(os.getpid())],
+            cwd=self._bundle,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=pump.writer,
+            stderr=pump.writer,
+            start_new_session=True,
+        )
+
+    def wait(self, is_stopping: Callable[[], bool]) -> bool:
+        """Wait until all have ended well or one has not; False when asked to stop before that."""
+        while not self._is_over():
+            if is_stopping():
+                return False
+            if self._statuses[0] is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._processes[0].wait(timeout=POLL_SECONDS)
+            else:
+                time.sleep(POLL_SECONDS)
+        until = time.monotonic() + LOST_SECONDS
+        while self._only_lost() and time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
+        self._is_over()
+        return True
+
+    def _is_over(self) -> bool:
+        self._statuses = [process.poll() for process in self._processes]
+        return any(self._statuses) or None not in self._statuses
+
+    def _only_lost(self) -> bool:
+        failures = self._failures(False)
+        return bool(failures) and all(ending.cause is Cause.PROCESS_LOST for _, ending in failures)
+
+    def _failures(self, memory_kill: bool) -> list[tuple[int, Ending]]:
+        """What is known of processes that have not ended well, or have said that they will not."""
+        found = []
+        for rank, status in enumerate(self._statuses):
+            words = directory_of(self._bundle, rank) / LAST_WORDS
+            if status or (status is None and words.exists()):
+                found.append((rank, ending_of(status or 1, words, stopped=False, memory_kill=memory_kill)))
+        return found
+
+    def ending(self, *, stopped: bool, memory_kill: bool) -> Ending:
+        """How the task ended. Of several processes that failed, the one with which the others fell.
+
+        Args:
+            stopped, memory_kill: as for `ending_of`.
+        """
+        if stopped:
+            words = directory_of(self._bundle, 0) / LAST_WORDS
+            return ending_of(self._processes[0].wait(), words, stopped=True, memory_kill=memory_kill)
+        failures = self._failures(memory_kill)
+        if not failures:
+            return Ending(0, None, Cause.NONE, "")
+        rank, ending = min(failures, key=_guilt)
+        if len(self._processes) == 1:
+            return ending
+        log = f", see {log_of(self._bundle, rank).relative_to(self._bundle)}" if rank else ""
+        told = f"process {rank} of {len(self._processes)}{log}: {ending.message}"
+        return Ending(ending.exit_code, ending.signal, ending.cause, told)
+
+    def close(self) -> None:
+        """Make their logs durable; call when all have ended."""
+        for pump in self._pumps:
+            pump.close()
+        if self._meeting is not None:
+            shutil.rmtree(self._meeting, ignore_errors=True)
+
+
+def directory_of(bundle: Path, rank: int) -> Path:
+    """Where a process's log and last words lie."""
+    return bundle / "runtime" / f"process-{rank}" if rank else bundle / "runtime"
+
+
+def write_logs(bundle: Path) -> None:
+    """Write what is kept of all processes' logs to artifacts/."""
+    for rank in range(1 + len(list((bundle / "runtime").glob("process-*")))):
+        write_whole_log(directory_of(bundle, rank), log_of(bundle, rank))
+
+
+def log_of(bundle: Path, rank: int) -> Path:
+    """Where its whole log lies in the end."""
+    return bundle / "artifacts" / (f"task.{rank}.log" if rank else "task.log")
+
+
+def _guilt(failure: tuple[int, Ending]) -> tuple[bool, bool, int]:
+    """First those that a signal ended, then those that say why, last those that lost another."""
+    rank, ending = failure
+    return ending.cause is Cause.PROCESS_LOST, ending.signal in {None, signal.SIGTERM}, rank

@@ -1,0 +1,21 @@
+"""What these tests share with those of learning and of tasks lies with them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+CASES = [str(Path(__file__).parents[1] / name) for name in ("learn", "tasks")]
+sys.path[:0] = CASES
+
+
+@pytest.fixture(scope="session", autouse=True)
+def found_everywhere() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(CASES), prepend=os.pathsep)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield

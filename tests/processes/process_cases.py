@@ -1,0 +1,66 @@
+"""Functions run by several processes at once, forked from one that has torch loaded."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from perilune.learn.processes import RENDEZVOUS, join
+
+PATIENCE = 60.0  # seconds; generous, because the machine may be busy
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch", "pandas", "perilune.tasks.observation", "perilune.learn.trainer"])
+
+
+def together(work: Callable[..., Any], *arguments: Any, count: int = 2, sharded: bool = False) -> list[Any]:
+    """What each of `count` processes gives for `work(processes, *arguments)`; an exception is given, too."""
+    return in_processes(_joined, count, sharded, work, arguments)
+
+
+def _joined(sharded: bool, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    return work(join(torch.device("cpu"), sharded), *arguments)
+
+
+def in_processes(work: Callable[..., Any], count: int, *arguments: Any) -> list[Any]:
+    """The same of `work(*arguments)`, which may join the others by itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = str(Path(folder) / "processes")
+        pipes = [context.Pipe(duplex=False) for _ in range(count)]
+        started = [
+            context.Process(target=_run, args=(sender, meeting, rank, count, work, arguments))
+            for rank, (_, sender) in enumerate(pipes)
+        ]
+        for process in started:
+            process.start()
+        try:
+            for _, sender in pipes:
+                sender.close()
+            return [_received(receiver) for receiver, _ in pipes]
+        finally:
+            for process in started:
+                process.kill()
+                process.join()
+
+
+def _received(receiver: Any) -> Any:
+    assert receiver.poll(PATIENCE), "nothing came of a process"
+    return receiver.recv()
+
+
+def _run(
+    sender: Any, meeting: str, rank: int, count: int, work: Callable[..., Any], arguments: Any
+) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), RENDEZVOUS: meeting}
+    try:
+        sender.send(work(*arguments))
+    except Exception as error:
+        sender.send(error)
+    sender.close()
