@@ -28,6 +28,7 @@ from perilune.errors import RequestError
 
 ENVIRONMENT_GROUP = "perilune.environments"
 FACTORY_ID = "factory"
+REWARDS = "rewards"  # of any section: names and weights, as `perilune.environments.rewards` has them
 
 _BUILT_IN = {"reasoning_gym": "perilune.environments.reasoning_gym:ReasoningGymEnvironment"}
 
@@ -63,14 +64,14 @@ def make_environment(spec: Mapping[str, Any]) -> Environment:
     What the section says of episodes (`EpisodeSettings`) is checked here, and heeded by who plays them.
 
     `{"id": "factory", "factory": "module:function", ...}` calls a function that is not installed as an
-    entry point, for tests and notebooks.
+    entry point, for tests and notebooks. `rewards` lays terms and functions by name and weight over it.
 
     Raises:
         RequestError: when the id is missing or unknown, or a field is unknown, missing or impossible.
     """
     factory = _factory(spec)
     model: type[BaseModel] | None = getattr(factory, "Spec", None)
-    own = without_settings(spec)
+    own = {name: value for name, value in without_settings(spec).items() if name != REWARDS}
     try:
         episode_settings(spec)
     except ValidationError as error:
@@ -81,6 +82,10 @@ def make_environment(spec: Mapping[str, Any]) -> Environment:
         if model is None:
             raise
         raise _explained(error, model) from None
+    if spec.get(REWARDS):
+        from perilune.environments.rewards import WithRewards
+
+        return WithRewards(environment, spec[REWARDS])
     return environment
 
 

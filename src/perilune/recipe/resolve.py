@@ -10,7 +10,8 @@ from perilune.bundle.plugin import OutputKind, consumed_fields, load_plugin, plu
 from perilune.errors import RequestError
 from perilune.recipe.model_files import find_model, read_chat_template
 from perilune.recipe.problems import Problem, ProblemsError, nearest, raise_first, validate
-from perilune.recipe.schema import MODEL, ModelSpec, Recipe, Stage
+from perilune.recipe.reward_files import with_source
+from perilune.recipe.schema import MODEL, VERIFIER, ModelSpec, Recipe, RewardFunction, Stage
 from perilune.recipe.source import Document, KeyPath
 
 _BLANK_STAGE = {"name": "blank", "task": "blank"}
@@ -37,7 +38,11 @@ def resolve(document: Document, folder: Path) -> Recipe:
                 value[section] = blank  # so that the rest is still checked
     try:
         recipe = validate(Recipe, value, (), "")
-        recipe = recipe.model_copy(update={"model": _located(recipe.model, document, folder)})
+        located = {
+            "model": _located(recipe.model, document, folder),
+            "rewards": _rewards(recipe, document, folder),
+        }
+        recipe = recipe.model_copy(update=located)
     except ProblemsError as found:
         problems += found.problems
     if problems or recipe is None:
@@ -62,15 +67,33 @@ def _order(place: str) -> tuple[bool, int, str]:
 def _located(model: ModelSpec, document: Document, folder: Path) -> ModelSpec:
     """The model with its files found; what `--set` says is relative to where the command runs."""
 
-    def base(key: str) -> Path:
-        return Path.cwd() if document.place(("model", key)).startswith("--set") else folder
-
     found: dict[str, str] = {}
     if model.path is not None:
-        found["path"] = str(find_model(model.path, base("path")))
+        found["path"] = str(find_model(model.path, _base(document, ("model", "path"), folder)))
     if model.chat_template is not None:
-        found["chat_template"] = read_chat_template(model.chat_template, base("chat_template"))
+        base = _base(document, ("model", "chat_template"), folder)
+        found["chat_template"] = read_chat_template(model.chat_template, base)
     return model.model_copy(update=found)
+
+
+def _rewards(recipe: Recipe, document: Document, folder: Path) -> dict[str, float | RewardFunction]:
+    """The rewards with the text of the functions' files."""
+    if isinstance(recipe.rewards.get(VERIFIER), RewardFunction):
+        what = (
+            f"rewards.{VERIFIER}: this is the environment's own verdict; give it a weight, or choose a name"
+        )
+        raise ProblemsError([Problem(("rewards", VERIFIER), what)])
+    return {
+        name: with_source(name, term, _base(document, ("rewards", name, "function"), folder))
+        if isinstance(term, RewardFunction)
+        else term
+        for name, term in recipe.rewards.items()
+    }
+
+
+def _base(document: Document, path: KeyPath, folder: Path) -> Path:
+    """What the file that a key names is relative to."""
+    return Path.cwd() if document.place(path).startswith("--set") else folder
 
 
 def _environment(value: Any) -> dict[str, Any]:

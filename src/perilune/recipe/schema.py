@@ -5,15 +5,15 @@ A stage's own fields belong to its task plugin, the environment's to its adapter
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from perilune.bundle.job import Frozen, Job, Resources
-from perilune.bundle.plugin import load_plugin, runs_in_several
 from perilune.tracking.sinks import SinkName
 
 MODEL = "model"  # the reserved stage name: the recipe's own model section
+VERIFIER = "verifier"  # the name of the environment's own verdict among rewards
 NAME_PATTERN = r"^[A-Za-z][A-Za-z0-9_-]{0,63}$"
 
 
@@ -34,6 +34,25 @@ class ModelSpec(Frozen):
         if (self.preset is None) == (self.path is None):
             raise ValueError("needs exactly one of preset and path")
         return self
+
+
+class RewardFunction(Frozen):
+    """A reward function as TRL has them: `def f(prompts, completions, **columns) -> list[float | None]`.
+
+    In a recipe that has been read, `source` is the text of the file that `function` names.
+    """
+
+    function: str = Field(
+        pattern=r"^[^:]+:[A-Za-z_]\w*$", description="module:name of an installed package, or file.py:name"
+    )
+    weight: float = Field(1.0, allow_inf_nan=False, description="how much its reward counts")
+    format: Literal["messages", "text"] = Field(
+        "messages", description="what it is given: lists of messages, or plain text"
+    )
+    source: str | None = Field(None, description="the function's file; filled in when the recipe is read")
+
+
+Weight = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Stage(Frozen):
@@ -59,6 +78,9 @@ class Recipe(Frozen):
     seed: int = Field(0, ge=0, lt=2**63, description="the one seed that every random number derives from")
     model: ModelSpec = Field(description="the model that training starts from")
     environment: dict[str, Any] = Field(description="where episodes happen")
+    rewards: dict[str, Weight | RewardFunction] = Field(
+        {}, description="what an answer is worth: terms by name, each a weight or a function; see the how-to"
+    )
     resources: Resources = Field(Resources(), description="what each stage may use")
     secrets: tuple[str, ...] = Field((), description="names, never values, of environment variables")
     tracking: tuple[SinkName, ...] = Field((), description="what figures are copied to while stages run")
@@ -78,16 +100,16 @@ class Recipe(Frozen):
 
 def job_for(recipe: Recipe, stage: Stage) -> Job:
     """What one stage asks to be run; its inputs are filled in once the stages it consumes have finished."""
-    resources = recipe.resources
-    if not runs_in_several(load_plugin(stage.task)):
-        resources = resources.model_copy(update={"processes": 1})
+    environment = dict(recipe.environment)
+    if recipe.rewards:
+        environment["rewards"] = recipe.model_dump(mode="json")["rewards"]
     return Job(
         task=stage.task,
         stage=stage.name,
         spec=stage.spec,
         model=recipe.model.model_dump(),
-        environment=recipe.environment,
+        environment=environment,
         seed=recipe.seed,
-        resources=resources,
+        resources=recipe.resources,
         secrets=recipe.secrets,
     )

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from perilune.data.episode import Episode
+from perilune.environments.rewards import GOLD
 from perilune.errors import WorkFailedError
 from perilune.metrics.bootstrap import bootstrap_problems
 from perilune.metrics.pass_at_k import pass_at_k
 
-GOLD = "gold"  # the metric that decides what is right where the reward is only a proxy
 CORRECT = 1.0  # a reward of at least this counts as a pass
 MOST = 0.9  # of the tasks must have k verdicts for pass@k to be given; the rest is left out of it
 STRATEGY = "strategy/"

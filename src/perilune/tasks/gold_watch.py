@@ -10,9 +10,9 @@ from typing import Any
 from perilune.bundle.workspace import Workspace
 from perilune.data.episode import Episode
 from perilune.engine.engine import Engine
+from perilune.environments.rewards import GOLD
 from perilune.metrics.overoptimisation import OveroptimisationWatch
 from perilune.models.decoder import Decoder
-from perilune.tasks.evaluation import GOLD
 from perilune.tasks.learned_reward import kl_from_start
 
 

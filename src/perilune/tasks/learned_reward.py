@@ -10,11 +10,11 @@ import torch
 
 from perilune.bundle.workspace import Workspace
 from perilune.data.episode import Episode
+from perilune.environments.rewards import GOLD, VERIFIER
 from perilune.errors import RequestError
 from perilune.learn.reward_model import score
 from perilune.models.reward_model import RewardModel, load_reward_model
 from perilune.models.tokenizer import Tokenizer
-from perilune.tasks.evaluation import GOLD
 from perilune.tasks.rollouts import Groups
 
 
@@ -63,8 +63,8 @@ class LearnedReward:
         return replace(
             episode,
             reward=learned + self.verifier_weight * verdict,
-            reward_terms={**episode.reward_terms, "verifier": verdict, "learned": learned},
-            metrics={**episode.metrics, GOLD: verdict},
+            reward_terms={VERIFIER: verdict, **episode.reward_terms, "learned": learned},
+            metrics={GOLD: verdict, **episode.metrics},
         )
 
 

@@ -44,13 +44,11 @@ class Observer:
     def record(
         self, step: int, groups: Sequence[GroupWeights], figures: Mapping[str, float], watch: Stopwatch
     ) -> None:
-        """Write one step down, where this process is the one that writes.
+        """Write one step down.
 
         Raises:
             WorkFailedError: when no episode was judged, or there has been nothing to learn from for too long.
         """
-        if not self._workspace.leads:
-            return
         episodes = [one for group in groups for one in group.episodes]
         rewards = [one.reward for one in episodes if one.reward is not None]
         if not rewards:
@@ -71,6 +69,7 @@ class Observer:
             **figures,
             **self._gold.look(step, episodes),
         }
+        line |= term_means(episodes)
         for name, found in strategies(episodes).items():
             line[f"strategy/{name}"] = found["share"]
             line[f"accuracy/{name}"] = found["accuracy"]
@@ -99,8 +98,6 @@ class Observer:
 
     def summary(self, algorithm: Algorithm, samples: int) -> dict[str, Any]:
         """First and last figures, and what the estimator climbs, if that can be said of groups alone."""
-        if not self._workspace.leads:
-            return {}
         lines = self._workspace.metrics()
         gaps = [line["logprob_gap_max"] for line in lines if "logprob_gap_max" in line]
         curve = objective_curve(algorithm, samples) if algorithm.compares == "group" else []
@@ -114,6 +111,15 @@ class Observer:
             "seconds": self._total.elapsed,
             **self._gold.summary(),
         }
+
+
+def term_means(episodes: Sequence[Episode]) -> dict[str, float]:
+    """`term/NAME`: mean of each reward term over the episodes that have it."""
+    found: dict[str, list[float]] = {}
+    for one in episodes:
+        for name, value in one.reward_terms.items():
+            found.setdefault(f"term/{name}", []).append(value)
+    return {name: math.fsum(values) / len(values) for name, values in sorted(found.items())}
 
 
 def lengths_over(workspace: Workspace) -> dict[str, Any]:

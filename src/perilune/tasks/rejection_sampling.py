@@ -142,14 +142,14 @@ def _reasons(
     Leaks and implausible answers are counted among the right ones only.
     """
     from perilune.data.leaks import leak
-    from perilune.tasks.evaluation import CORRECT
+    from perilune.tasks.evaluation import passed
 
     found: dict[str, str | None] = {}
     right: list[Episode] = []
     for one in (one for group in groups for one in group):
         if one.failure:
             found[one.episode_id] = f"failure: {one.failure}"
-        elif one.reward is None or one.reward < CORRECT:
+        elif not passed(one):
             found[one.episode_id] = f"wrong: score {one.reward:g}"
         elif one.truncated:
             found[one.episode_id] = "truncated: cut off"

@@ -39,7 +39,21 @@ def main() -> None:
     except RequestError as error:
         _answer(answers, {"refused": [error.what, error.where, error.remedy]})
         return
+    load = getattr(environment, "load_confined", None)  # brings in what is to see a confined process alone
+    loop = None
+    if load is not None:
+        import asyncio
+
+        loop = asyncio.new_event_loop()  # has a pair of sockets, which may not be opened later
     confinement = Confinement(Limits(**opening["limits"])) if getattr(environment, "confined", True) else None
+    if load is not None and confinement is not None:
+        confinement.armed = True
+        try:
+            load(loop)
+        except RequestError as error:
+            _answer(answers, {"refused": [error.what, error.where, error.remedy]})
+            return
+        confinement.armed = False
     host = Host(environment)
     _answer(answers, {"ready": True})
     for line in requests:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from perilune.data.records import TraceRecord, make_record
 from perilune.environments.protocol import Failure, Outcome, Task, Transcript
+from perilune.environments.rewards import GOLD
 
 BATCH = 512  # candidates verified together
 
@@ -72,10 +73,11 @@ def verified(
             if isinstance(outcome, Failure):
                 yield Rejected(candidate, f"{outcome.boundary}: {outcome.reason}")
                 continue
-            if outcome.reward < keep_from:
-                yield Rejected(candidate, f"score {outcome.reward:g} is below {keep_from:g}")
+            verdict = outcome.metrics.get(GOLD, outcome.reward)
+            if verdict < keep_from:
+                yield Rejected(candidate, f"score {verdict:g} is below {keep_from:g}")
                 continue
-            record = _record(candidate, outcome.reward, environment, seed)
+            record = _record(candidate, verdict, environment, seed)
             if record.digest in digests or record.task_id in tasks:
                 yield Rejected(candidate, "duplicate")
                 continue

@@ -1,0 +1,232 @@
+"""Reward functions as TRL has them, in the scorer's process: terms by name and weight, failures recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from task_cases import DIGITS, episodes, figures_of, metrics, run_task, summary
+
+from perilune.environments.protocol import Failure, Score, Task, Transcript
+from perilune.environments.registry import make_environment
+from perilune.errors import RequestError
+from perilune.recipe.load import load_recipe
+from perilune.recipe.schema import job_for
+from perilune.verifiers import Scorer
+
+FUNCTIONS = """
+import asyncio, math, os, socket
+
+def brevity(completions, **kwargs):
+    return [-len(completion[0]["content"]) / 10 for completion in completions]
+
+def plain(prompts, completions, answer, **kwargs):
+    assert isinstance(prompts[0], str) and isinstance(completions[0], str)
+    return [1.0 if right == completion else 0.5 for right, completion in zip(answer, completions)]
+
+async def slowly(completions):
+    await asyncio.sleep(0.001)
+    return [2 for _ in completions]
+
+def sometimes(completions, **kwargs):
+    return [None if completion[0]["content"].startswith("n") else 4.0 for completion in completions]
+
+def raises(completions, **kwargs):
+    raise ZeroDivisionError("of course")
+
+def nan(completions, **kwargs):
+    return [math.nan]
+
+def leaves(completions, **kwargs):
+    raise SystemExit(0)
+
+def a_number(completions, **kwargs):
+    return 1.0
+
+def two(completions, **kwargs):
+    return [1.0, 1.0]
+
+def calls_home(completions, **kwargs):
+    socket.socket()
+    return [1.0]
+
+def reads(completions, **kwargs):
+    return [float(open("/etc/hostname").read() != "")]
+
+def tells_secrets(completions, **kwargs):
+    return [float(len(os.environ.get("A_SECRET", "")))]
+"""
+TASK = Task("0a", ({"role": "user", "content": "17="},), {"answer": "71"})
+
+
+def section(**rewards: Any) -> dict[str, Any]:
+    def term(one: Any) -> Any:
+        if not isinstance(one, dict):
+            return one
+        return {"weight": 1.0, "format": "messages", "source": FUNCTIONS} | one
+
+    return {**DIGITS, "rewards": {name: term(one) for name, one in rewards.items()}}
+
+
+def function(name: str, **rest: Any) -> dict[str, Any]:
+    return {"function": f"rewards.py:{name}", **rest}
+
+
+def judged(environment: dict[str, Any], *texts: str) -> list[Score | Failure]:
+    with Scorer(environment) as scorer:
+        return scorer.score([(TASK, Transcript(text)) for text in texts])
+
+
+def test_terms_add_up_by_weight_and_the_verdict_stays_beside() -> None:
+    environment = section(
+        verifier=1.0,
+        digits=0.5,
+        brevity=function("brevity", weight=0.1),
+        plain=function("plain", format="text"),
+        slowly=function("slowly", weight=-1.0),
+    )
+    right, wrong = judged(environment, "71", "no")
+    assert isinstance(right, Score)
+    assert isinstance(wrong, Score)
+    assert right.terms == {"digits": 1.0, "verifier": 1.0, "brevity": -0.2, "plain": 1.0, "slowly": 2.0}
+    assert right.reward == pytest.approx(1.0 + 0.5 - 0.02 + 1.0 - 2.0)
+    assert wrong.reward == pytest.approx(0.0 + 0.0 - 0.02 + 0.5 - 2.0)
+    assert right.metrics["gold"] == 1.0
+    assert wrong.metrics["gold"] == 0.0
+
+
+def test_what_is_not_named_is_not_climbed() -> None:
+    (found,) = judged(section(brevity=function("brevity")), "71")
+    assert isinstance(found, Score)
+    assert found.reward == -0.2
+    assert found.terms["verifier"] == 1.0
+    (alone,) = judged(section(verifier=1.0), "71")
+    assert isinstance(alone, Score)
+    assert "gold" not in alone.metrics  # what is climbed is the verdict
+
+
+def test_none_does_not_apply() -> None:
+    here, away = judged(section(verifier=1.0, sometimes=function("sometimes")), "71", "no")
+    assert isinstance(here, Score)
+    assert here.reward == 5.0
+    assert isinstance(away, Score)
+    assert away.reward == 0.0
+    assert "sometimes" not in away.terms
+    (nothing,) = judged(section(sometimes=function("sometimes")), "no")
+    assert nothing == Failure("verifier", "no reward function applies to this task")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("raises", "reward function 'it' raised ZeroDivisionError: of course"),
+        ("nan", "reward function 'it' returned nan"),
+        ("leaves", "reward function 'it' raised SystemExit"),
+        ("a_number", "reward function 'it' returned float 1.0, no list of one reward"),
+        ("two", "no list of one reward"),
+        ("calls_home", "raised PermissionError"),
+        ("reads", "raised PermissionError"),
+    ],
+)  # fmt: skip
+def test_what_goes_wrong_is_a_failure_and_not_a_zero(name: str, said: str) -> None:
+    (found,) = judged(section(verifier=1.0, it=function(name)), "71")
+    assert isinstance(found, Failure)
+    assert said in found.reason
+
+
+def test_it_sees_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_SECRET", "12345")
+    (found,) = judged(section(it=function("tells_secrets")), "71")
+    assert isinstance(found, Score)
+    assert found.reward == 0.0
+
+
+def test_an_unknown_term_names_those_there_are() -> None:
+    (found,) = judged(section(raw=1.0), "71")
+    assert found == Failure("verifier", "no reward term 'raw'; there are digits, verifier")
+
+
+def test_a_function_that_cannot_be_loaded_is_named() -> None:
+    with pytest.raises(RequestError, match=r"rewards\.it\.function: cannot load 'no_such_module:f'"):
+        judged(section(it={"function": "no_such_module:f", "source": None}), "71")
+    with pytest.raises(RequestError, match="has more"):
+        environment = type("Long", (), {"id": "long", "max_turns": 3})()
+        from perilune.environments.rewards import WithRewards
+
+        WithRewards(environment, {"verifier": 1.0})  # type: ignore[arg-type]
+
+
+def test_nothing_is_run_where_an_environment_is_only_looked_at(tmp_path: Path) -> None:
+    source = f"open({str(tmp_path / 'ran')!r}, 'w').close()\ndef f(completions): return [1.0]"
+    environment = make_environment(section(it=function("f", source=source)))
+    next(iter(environment.tasks("train", 0)))
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(RequestError, match="PermissionError"):  # nor may it do that where it is run
+        judged(section(it=function("f", source=source)), "71")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_climb_is_paid_by_them(tmp_path: Path) -> None:
+    environment = section(verifier=1.0, brevity=function("brevity", weight=0.1))
+    bundle = run_task(tmp_path / "rl", "rl", steps=2, environment=environment)
+    line = metrics(bundle)[-1]
+    assert line["reward"] == pytest.approx(line["term/verifier"] + 0.1 * line["term/brevity"])
+    assert line["gold"] == pytest.approx(line["term/verifier"])
+    for _, one in episodes(bundle).iterrows():
+        terms = figures_of(one["reward_terms"])
+        assert one["reward"] == pytest.approx(terms["verifier"] + 0.1 * terms["brevity"])
+
+
+def test_what_is_right_is_the_verifier_s_to_say(tmp_path: Path) -> None:
+    """Traces are kept, and answers counted, by its verdict: neither pays nor forbids by the other terms."""
+    environment = section(verifier=1.0, digits=5.0, brevity=function("brevity", weight=-1.0))
+    bundle = run_task(tmp_path / "collect", "collect", environment=environment)
+    (traces,) = (bundle / "artifacts").rglob("records.jsonl")
+    assert '"score":1.0' in traces.read_text()
+    judgement = run_task(tmp_path / "evaluate", "evaluate", environment=environment)
+    plain = run_task(tmp_path / "plain", "evaluate")
+    assert summary(judgement)["correct_per_task"] == summary(plain)["correct_per_task"]
+
+
+RECIPE = """\
+name: paid
+model: {preset: tiny}
+environment: {id: reasoning_gym, task: basic_arithmetic, prompt: compact}
+rewards:
+  verifier: 1.0
+  well_formed: 0.1
+  brevity: {function: "mine.py:brevity", weight: 0.2}
+stages:
+  - {name: rl, task: rl, checkpoint: model}
+"""
+
+
+def test_a_recipe_carries_the_function_s_text(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    (tmp_path / "paid.yaml").write_text(RECIPE)
+    recipe = load_recipe(tmp_path / "paid.yaml")
+    job = job_for(recipe, recipe.stage("rl"))
+    assert job.environment["rewards"]["brevity"]["source"] == FUNCTIONS  # the bundle needs no other file
+    assert job.environment["rewards"]["well_formed"] == 0.1
+    for old, new, said in (
+        ("mine.py:brevity", "mine.py:brevty", "defines no 'brevty'(.|\\n)*brevity"),
+        ("mine.py", "yours.py", "yours.py cannot be read: No such file"),
+        ("brevity: {", "verifier: {", "verifier"),
+        ("0.2", ".nan", "finite"),
+    ):
+        (tmp_path / "paid.yaml").write_text(RECIPE.replace(old, new))
+        with pytest.raises(RequestError, match=f"paid.yaml:[0-9]+(.|\\n)*{said}"):
+            load_recipe(tmp_path / "paid.yaml")
+    (tmp_path / "mine.py").write_text("def brevity(:")
+    (tmp_path / "paid.yaml").write_text(RECIPE)
+    with pytest.raises(RequestError, match=r"mine\.py:1 is no Python"):
+        load_recipe(tmp_path / "paid.yaml")
+
+
+def test_the_audit_of_a_reward_is_of_the_whole(tmp_path: Path) -> None:
+    """What `environments audit` and the check before a run judge is what will be climbed."""
+    from perilune.verifiers.audit import audit_reward
+
+    audit = audit_reward(section(slowly=function("slowly")), tasks=2, search_budget=0, seed=0)
+    assert audit.findings, "a reward that pays everything alike was found sound"
