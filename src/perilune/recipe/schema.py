@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from perilune.bundle.job import Frozen, Job, Resources
+from perilune.bundle.plugin import load_plugin, runs_in_several
 from perilune.tracking.sinks import SinkName
 
 MODEL = "model"  # the reserved stage name: the recipe's own model section
@@ -103,6 +104,9 @@ def job_for(recipe: Recipe, stage: Stage) -> Job:
     environment = dict(recipe.environment)
     if recipe.rewards:
         environment["rewards"] = recipe.model_dump(mode="json")["rewards"]
+    resources = recipe.resources
+    if not runs_in_several(load_plugin(stage.task)):
+        resources = resources.model_copy(update={"processes": 1})
     return Job(
         task=stage.task,
         stage=stage.name,
@@ -110,6 +114,6 @@ def job_for(recipe: Recipe, stage: Stage) -> Job:
         model=recipe.model.model_dump(),
         environment=environment,
         seed=recipe.seed,
-        resources=recipe.resources,
+        resources=resources,
         secrets=recipe.secrets,
     )

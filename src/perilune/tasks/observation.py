@@ -44,11 +44,13 @@ class Observer:
     def record(
         self, step: int, groups: Sequence[GroupWeights], figures: Mapping[str, float], watch: Stopwatch
     ) -> None:
-        """Write one step down.
+        """Write one step down, where this process is the one that writes.
 
         Raises:
             WorkFailedError: when no episode was judged, or there has been nothing to learn from for too long.
         """
+        if not self._workspace.leads:
+            return
         episodes = [one for group in groups for one in group.episodes]
         rewards = [one.reward for one in episodes if one.reward is not None]
         if not rewards:
@@ -98,6 +100,8 @@ class Observer:
 
     def summary(self, algorithm: Algorithm, samples: int) -> dict[str, Any]:
         """First and last figures, and what the estimator climbs, if that can be said of groups alone."""
+        if not self._workspace.leads:
+            return {}
         lines = self._workspace.metrics()
         gaps = [line["logprob_gap_max"] for line in lines if "logprob_gap_max" in line]
         curve = objective_curve(algorithm, samples) if algorithm.compares == "group" else []
