@@ -52,6 +52,14 @@ def files(tmp_path):
     return tmp_path / "train.jsonl", tmp_path / "validation.jsonl"
 
 
+def test_lengths_scores_and_languages_are_drawn(files):
+    drawn = run(files[0], "--plot", "--languages")
+    assert "score:" in drawn and f"{'█' * 40} 2" in drawn
+    assert "und 2" in drawn.partition("languages")[2]
+    report = json.loads(run(files[0], "--json"))
+    assert sum(report["files"][0]["histograms"]["answer_characters"]["counts"]) == 3
+
+
 def test_records_are_counted_measured_and_compared(files):
     report = json.loads(run(*files, "--json"))
     train = report["files"][0]

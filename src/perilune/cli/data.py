@@ -11,6 +11,8 @@ import typer
 from perilune.cli.arguments import command_group
 from perilune.cli.output import echo, print_json
 
+BAR = 40  # characters
+
 app = command_group("Look into data: traces that stages train on, episodes that they leave.")
 
 
@@ -27,22 +29,36 @@ def inspect(
             metavar="FILE...", help="Records (.jsonl, or a folder of them) or episodes (.parquet)."
         ),
     ],
+    *,
+    plot: Annotated[bool, typer.Option("--plot", help="Draw lengths and scores.")] = False,
+    languages: Annotated[bool, typer.Option("--languages", help="Guess the answers' languages.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Check every row; print counts, lengths, scores, duplicates, and the tasks that files share."""
     from perilune.data.inspection import inspect_files
 
-    report = inspect_files(files)
+    report = inspect_files(files, languages=languages)
     if as_json:
         print_json(report)
         return
     for figures in report["files"]:
         echo(f"{figures['file']}: {figures['rows']} {figures['kind']}")
         for name, value in figures.items():
-            if name not in ("file", "kind", "rows"):
+            if name not in ("file", "kind", "rows", "histograms"):
                 echo(f"  {name.replace('_', ' '):18} {_words(value)}")
+        for name, bars in figures["histograms"].items() if plot else ():
+            echo(f"  {name.replace('_', ' ')}:\n{_bars(bars)}")
     for pair in report["shared_tasks"]:
         echo(f"{' and '.join(pair['files'])} share {pair['tasks']} tasks")
+
+
+def _bars(histogram: dict[str, list[float]]) -> str:
+    edges, counts = histogram["edges"], histogram["counts"]
+    most = max(counts)
+    return "\n".join(
+        f"    {low:10.4g} to {high:<10.4g} {'█' * round(BAR * count / most):{BAR}} {count:,}"
+        for low, high, count in zip(edges, edges[1:], counts, strict=False)
+    )
 
 
 def _words(value: Any) -> str:

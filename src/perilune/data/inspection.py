@@ -9,18 +9,26 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from perilune.data.episode import Episode
 from perilune.data.episodes_file import read_episodes
 from perilune.data.records import TraceRecord, deduplicate, read_records
+from perilune.data.similarity import language_of
+
+BINS = 12
 
 
-def inspect_files(paths: Sequence[Path]) -> dict[str, Any]:
+def inspect_files(paths: Sequence[Path], *, languages: bool = False) -> dict[str, Any]:
     """Figures of each file, and how many tasks each pair of files shares (0 where splits are clean).
 
     A .parquet file holds episodes; anything else holds trace records.
 
+    Args:
+        languages: also guess the language of each answer.
+
     Raises:
-        RequestError: when a file is missing or broken.
+        RequestError: when a file is missing or broken, or a package is missing that languages need.
     """
     files, tasks = [], {}
     for path in paths:
@@ -31,7 +39,9 @@ def inspect_files(paths: Sequence[Path]) -> dict[str, Any]:
         else:
             records = rows = read_records(path)
             figures = _of_records(records)
-        files.append({"file": str(path)} | figures)
+        if languages:
+            figures["languages"] = _counts(language_of(_answer(row)) for row in rows)
+        files.append({"file": str(path)} | figures | {"histograms": _histograms(rows)})
         tasks[str(path)] = {(row.environment, row.task_id) for row in rows}
     shared = [{"files": [a, b], "tasks": len(tasks[a] & tasks[b])} for a, b in combinations(tasks, 2)]
     return {"files": files, "shared_tasks": shared}
@@ -73,6 +83,25 @@ def _of_episodes(episodes: Sequence[Episode]) -> dict[str, Any]:
             "content": len(episodes) - len({(episode.task_id, episode.text) for episode in episodes})
         },
     }
+
+
+def _answer(row: Episode | TraceRecord) -> str:
+    return row.text if isinstance(row, Episode) else row.messages[-1]["content"]
+
+
+def _histograms(rows: Sequence[Episode | TraceRecord]) -> dict[str, dict[str, list[float]]]:
+    """Rows by length of the answer, and by score or reward."""
+    scores = [row.reward if isinstance(row, Episode) else row.score for row in rows]
+    values = {
+        "answer_characters": [float(len(_answer(row))) for row in rows],
+        "score": [score for score in scores if score is not None],
+    }
+    found = {}
+    for name, numbers in values.items():
+        if numbers:
+            counts, edges = np.histogram(numbers, bins=BINS)
+            found[name] = {"edges": edges.tolist(), "counts": counts.tolist()}
+    return found
 
 
 def _characters(messages: Iterable[dict[str, str]]) -> int:
