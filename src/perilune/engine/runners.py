@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from perilune.engine.graph_runner import GraphRunner
 from perilune.engine.native_runner import NativeRunner, weight_kind
 from perilune.engine.runner import Runner, TorchRunner
 from perilune.engine.transformers_runner import TransformersRunner
@@ -15,13 +16,18 @@ from perilune.models.transformers_model import TransformersModel
 
 
 def fastest_runner(decoder: Decoder | TransformersModel, num_blocks: Sequence[int]) -> Runner:
-    """The C kernels where they work: a dense decoder in float32 or bfloat16 on the CPU. Otherwise torch.
+    """On a GPU captured graphs; on a CPU the C kernels, for a dense decoder in float32 or bfloat16, else torch.
 
     What is no decoder of ours is computed by transformers.
+
+    Raises:
+        RequestError: on a GPU, when Triton is not installed.
     """
     if isinstance(decoder, TransformersModel):
         return TransformersRunner(decoder, num_blocks)
     weight = decoder.model.norm.weight
+    if weight.device.type == "cuda":
+        return GraphRunner(decoder, num_blocks)
     on_cpu = weight.device.type == "cpu" and decoder.dtype in {torch.float32, torch.bfloat16}
     if on_cpu and supports(decoder.config, weight_kind(decoder)):
         return NativeRunner(decoder, num_blocks)

@@ -173,7 +173,15 @@ def draw_plain(
         logprobs = log_distribution(_scaled(logits, temperature), 1.0)
         greedy = torch.from_numpy(temperature == 0).to(logits.device)
         picked = torch.where(greedy, logprobs.argmax(-1), draw(logprobs, uniform))
-    return picked.cpu().numpy(), chosen(logprobs, picked).cpu().numpy()
+    return _to_host(picked, chosen(logprobs, picked))
+
+
+def _to_host(tokens: Tensor, logprobs: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Both at once: a GPU is waited for a single time in a step. A float64 holds either exactly."""
+    if tokens.device.type == "cpu":
+        return tokens.numpy(), logprobs.numpy()
+    both = torch.stack([tokens.double(), logprobs.double()]).cpu().numpy()
+    return both[0].astype(np.int64), both[1].astype(np.float32)
 
 
 def _draw_natively(

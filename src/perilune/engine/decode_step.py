@@ -1,0 +1,163 @@
+"""A decoding step that can be captured: one token of each sample, over buffers that stay where they are.
+
+A captured CUDA graph is a list of kernels with the addresses they were called with. So what a step reads is
+copied into buffers of a fixed shape, padded rows and all, and everything else happens on the device. Nothing
+here needs a GPU, though: without a graph the same step is computed by calling it.
+
+W distinct windows of the model, R rows, B columns of a block table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.engine.blocks import BLOCK
+from perilune.engine.cache import PagedAttention, PagedCache, Places, Table
+from perilune.engine.step import StepBatch
+from perilune.models.attention import Attention, attend
+from perilune.models.decoder import Decoder
+
+DecodeAttention = Callable[[PagedCache, Sequence[Tensor], Tensor], Attention]
+"""Makes the attention of one token of each sequence, which it also stores, over a cache; from W block tables
+int32[R, B], whose rows need not be next to each other, and int32[R] positions, all on the cache's device."""
+
+
+class GatheredAttention:
+    """A `DecodeAttention` in torch: all that the tables name is gathered into the order of positions."""
+
+    def __init__(self, cache: PagedCache, tables: Sequence[Tensor], positions: Tensor) -> None:
+        self._cache, self._at = cache, positions.long()
+        blocks = [table.long() for table in tables]
+        column, within = (self._at // BLOCK)[:, None], self._at % BLOCK
+        self._places = [Places(of.gather(1, column)[:, 0], within, cache.heads) for of in blocks]
+        self._tables = [Table(of, cache.heads, cache.size) for of in blocks]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+        cache, index = self._cache, self._cache.table_of[layer]
+        cache.store(layer, self._places[index], k, v)
+        keys, values = cache.gather(layer, self._tables[index])
+        groups = q.reshape(len(keys), -1, cache.size)
+        return attend(groups, keys.to(q.dtype), values.to(q.dtype), self._mask(q, window)).reshape(q.shape)
+
+    def _mask(self, q: Tensor, window: int | None) -> Tensor:
+        """[R * KV, 1, T]: 0 on what a query sees, -inf elsewhere."""
+        at, column = self._at[:, None], torch.arange(self._tables[0].columns, device=q.device)
+        unseen = column > at
+        if window is not None:
+            unseen |= column <= at - window
+        mask = q.new_zeros(unseen.shape).masked_fill_(unseen, -torch.inf)
+        return mask.repeat_interleave(self._cache.heads, dim=0)[:, None]
+
+
+class TritonAttention:
+    """A `DecodeAttention` by our Triton kernels, which read blocks where they lie."""
+
+    def __init__(self, cache: PagedCache, tables: Sequence[Tensor], positions: Tensor) -> None:
+        from perilune.models import triton_attention as kernels
+
+        scales = cache.key_scales, cache.value_scales
+        self._kernels, self._table_of = kernels, cache.table_of
+        self._layers = [
+            kernels.LayerCache(*parts, *(of[layer] if of else None for of in scales))
+            for layer, parts in enumerate(zip(cache.keys, cache.values, strict=True))
+        ]
+        self._tables, self._positions = tables, positions
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+        where = self._layers[layer], self._tables[self._table_of[layer]], self._positions
+        self._kernels.keep(k, v, *where)
+        return self._kernels.attend(q, *where, window)
+
+
+class MixedAttention:
+    """Attention of a step in which some samples decode and others are fed more.
+
+    The former meet their keys as in a step in which all decode; the rest as in `PagedAttention`.
+    """
+
+    def __init__(self, cache: PagedCache, batch: StepBatch, tokens: int, decoding: DecodeAttention) -> None:
+        self._decodes = count = batch.decodes
+        tables, positions = (
+            torch.from_numpy(array).to(cache.device)
+            for array in (batch.block_tables[:, :count], batch.positions[:count].astype("int32"))
+        )
+        self._decoding = decoding(cache, list(tables), positions)
+        rest = StepBatch(
+            batch.token_ids[count:], batch.positions[count:], batch.cu_seqlens[count:] - count, 0,
+            batch.block_tables[:, count:], batch.logit_rows,
+        )  # fmt: skip
+        self._rest = PagedAttention(cache, rest, tokens - count)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+        count = self._decodes
+        decoded = self._decoding(layer, q[:count], k[:count], v[:count], window)
+        return torch.cat([decoded, self._rest(layer, q[count:], k[count:], v[count:], window)])
+
+
+class DecodeStep:
+    """The step of up to R samples whose block tables have up to B columns.
+
+    Args:
+        graphs: handle of the memory that captured graphs share; None to capture nothing.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: PagedCache,
+        shape: tuple[int, int],
+        attention: DecodeAttention,
+        graphs: Any = None,
+    ) -> None:
+        self._decoder, self._cache, self._attention, self._graphs = decoder, cache, attention, graphs
+        self._rows, self._columns = shape
+        self._graph: torch.cuda.CUDAGraph | None = None
+        # One row a sample: its token, its position, and its blocks for each window.
+        width = 2 + len(cache.num_blocks) * self._columns
+        self._inputs = torch.zeros(self._rows, width, dtype=torch.int32, device=cache.device)
+        self._hidden: Tensor | None = None
+
+    def __call__(self, batch: StepBatch) -> Tensor:
+        """Last hidden states float[S, d] of a batch in which all decode; valid until the next call."""
+        self._fill(batch)
+        if self._graph is None:
+            # The first time it is computed as it is, which compiles what is to be captured.
+            hidden = self._compute()
+            if self._graphs is not None:
+                self._capture(self._graphs)
+        else:
+            self._graph.replay()
+            assert self._hidden is not None
+            hidden = self._hidden
+        return hidden[: len(batch.token_ids)]
+
+    def _fill(self, batch: StepBatch) -> None:
+        """Rows without a sample feed token 0 into the null block, which nobody reads."""
+        on_gpu = self._inputs.device.type == "cuda"
+        # Pinned memory is not given out again before it has been read.
+        staged = torch.zeros(self._inputs.shape, dtype=torch.int32, pin_memory=on_gpu)
+        count, columns = batch.block_tables.shape[1:]
+        rows = staged[:count].numpy()
+        rows[:, 0], rows[:, 1] = batch.token_ids, batch.positions
+        for table, blocks in enumerate(batch.block_tables):
+            start = 2 + table * self._columns
+            rows[:, start : start + columns] = blocks
+        self._inputs.copy_(staged, non_blocking=on_gpu)
+
+    def _compute(self) -> Tensor:
+        """float[R, d], from the buffers alone."""
+        tokens, positions = self._inputs[:, 0], self._inputs[:, 1]
+        tables = torch.split(self._inputs[:, 2:], self._columns, dim=1)
+        attention = self._attention(self._cache, tables, positions)
+        hidden: Tensor = self._decoder(tokens.long(), positions.long(), attention)
+        return hidden
+
+    def _capture(self, graphs: Any) -> None:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=graphs):
+            self._hidden = self._compute()
+        self._graph = graph

@@ -1,0 +1,210 @@
+"""The runner for GPUs without a GPU: its step over fixed buffers, and what a graph of it would replay."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from perilune.engine import graph_runner
+from perilune.engine.decode_step import DecodeStep, GatheredAttention
+from perilune.engine.engine import Engine
+from perilune.engine.graph_runner import GraphRunner, bucket
+from perilune.engine.request import Prompt, Request, SamplingParams
+from perilune.engine.runner import TorchRunner
+from perilune.models.adapters import Adapter
+from perilune.models.config import PRESETS, DecoderConfig
+from perilune.models.decoder import Decoder
+from perilune.models.layer_kinds import Experts
+from perilune.models.native import ops
+
+TINY = PRESETS["tiny"].replace(initializer_range=0.15, num_layers=2, max_position_embeddings=512)
+GEMMA = TINY.replace(architecture="gemma3_text", windows=(20, None), num_heads=4, num_kv_heads=2)
+EXPERTS = TINY.replace(architecture="qwen3_moe", experts=Experts(4, 2, 32, normalised=True))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def by_torch_in_small_buckets() -> Iterator[None]:
+    """A GPU knows nothing of the C kernels, and a table of a few columns has all that a wide one has."""
+    with (
+        mock.patch.object(ops, "available", lambda: False),
+        mock.patch.object(graph_runner, "_FEWEST_COLUMNS", 2),
+    ):
+        yield
+
+
+def make(config: DecoderConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> Decoder:
+    decoder = Decoder(config)
+    decoder.initialize(seed)
+    return decoder.to(dtype)
+
+
+def graphed(decoder: Decoder, num_blocks: Any, **options: Any) -> GraphRunner:
+    return GraphRunner(decoder, num_blocks, attention=GatheredAttention, **options)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(98, size=length).tolist()  # type: ignore[no-any-return]
+
+
+def play(
+    engine: Engine, moves: list[tuple[str, int]]
+) -> dict[tuple[int, int], tuple[list[int], list[float]]]:
+    """Tokens and log-probs of every sample, after requests have come and gone as `moves` say."""
+    found: dict[tuple[int, int], tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
+
+    def step() -> None:
+        for delta in engine.step():
+            tokens, logprobs = found[delta.request_id, delta.sample]
+            tokens += delta.token_ids
+            logprobs += delta.logprobs
+
+    for index, (move, size) in enumerate(moves):
+        if move == "add":
+            engine.add(
+                Request(prompt(size, index), SamplingParams(8 + size % 20), (index, 0, 0), 1 + size % 3)
+            )
+        elif move == "abort":
+            engine.abort(size % max(1, index))
+        elif move == "learn":
+            engine.update_weights(make(engine._config, size).state_dict(), size + 1, recompute=size % 2 == 0)
+        else:
+            for _ in range(size % 6):
+                step()
+    while engine.unfinished:
+        step()
+    return dict(found)
+
+
+moves = st.lists(
+    st.tuples(st.sampled_from(["add", "add", "step", "step", "abort", "learn"]), st.integers(1, 70)),
+    min_size=2,
+    max_size=12,
+)
+
+
+@pytest.mark.parametrize("config", [TINY, GEMMA, EXPERTS], ids=["dense", "windows", "experts"])
+@settings(max_examples=5, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(moves=moves, room=st.sampled_from([{}, {"cache_tokens": 160}, {"slots": 3, "token_budget": 12}]))
+def test_a_step_over_buffers_is_the_step(
+    config: DecoderConfig, moves: list[tuple[str, int]], room: dict[str, int]
+) -> None:
+    def played(runner: Any) -> Any:
+        options = {"slots": 8, "cache_tokens": 2048, **room}
+        return play(Engine(make(config), runner=runner, **options), moves)
+
+    expected, found = played(TorchRunner), played(graphed)
+    assert found.keys() == expected.keys()
+    for sample, (tokens, logprobs) in expected.items():
+        assert found[sample][0] == tokens
+        np.testing.assert_allclose(found[sample][1], logprobs, atol=1e-6)
+
+
+class RecordedGraph:
+    """What a CUDA graph does, on a CPU: operations recorded with the tensors they were called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def replay(self) -> None:
+        for function, args, kwargs, out in self.calls:
+            again = function(*args, **kwargs)
+            if isinstance(out, Tensor) and again.data_ptr() != out.data_ptr():
+                out.copy_(again)
+            elif isinstance(out, list | tuple):
+                for held, one in zip(out, again, strict=True):
+                    if held.data_ptr() != one.data_ptr():
+                        held.copy_(one)
+
+
+class Recording(TorchDispatchMode):
+    """Takes the place of `torch.cuda.graph`."""
+
+    def __init__(self, graph: RecordedGraph, pool: Any) -> None:
+        super().__init__()
+        self._graph = graph
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a step waits for the device"
+        out = func(*args, **(kwargs or {}))
+        self._graph.calls.append((func, args, kwargs or {}, out))
+        return out
+
+
+@pytest.mark.parametrize("config", [TINY, GEMMA], ids=["dense", "windows"])
+@pytest.mark.parametrize("weights", [None, "bfloat16", "int8"])
+def test_a_captured_step_reads_nothing_but_its_buffers(
+    config: DecoderConfig, weights: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And reads weights where new ones come to lie. In float64 they are plain tensors, as on a GPU."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
+    monkeypatch.setattr(torch.cuda, "graph", Recording)
+    captured = []
+    capture = DecodeStep._capture
+    monkeypatch.setattr(
+        DecodeStep, "_capture", lambda self, graphs: (captured.append(self), capture(self, graphs))
+    )
+
+    def capturing(decoder: Decoder, num_blocks: Any) -> GraphRunner:
+        runner = graphed(decoder, num_blocks, weights=weights)
+        runner._graphs = (0, 0)
+        return runner
+
+    def plain(decoder: Decoder, num_blocks: Any) -> GraphRunner:
+        return graphed(decoder, num_blocks, weights=weights)
+
+    moves = [("add", 30), ("step", 5), ("add", 9), ("step", 5), ("add", 44), ("step", 3), ("abort", 1)]
+    moves += [("learn", 1), ("add", 3), ("step", 5), ("learn", 4), ("add", 61)]
+    found, expected = (
+        play(Engine(make(config, dtype=torch.float64), runner=runner, slots=8, cache_tokens=2048), moves)
+        for runner in (capturing, plain)
+    )
+    assert len(captured) > 3
+    assert found.keys() == expected.keys()
+    for sample, (tokens, logprobs) in expected.items():
+        assert found[sample][0] == tokens
+        np.testing.assert_allclose(found[sample][1], logprobs, atol=1e-6)
+
+
+def test_adapters_are_computed_as_they_come_and_leave_no_trace() -> None:
+    decoder = make(TINY)
+    name = "model.layers.0.self_attn.q_proj"
+    generator = torch.Generator().manual_seed(0)
+    shape = decoder.get_submodule(name).weight.shape
+    pairs = {
+        name: (torch.randn(2, shape[1], generator=generator), torch.randn(shape[0], 2, generator=generator))
+    }
+    params = SamplingParams(20)
+    found = []
+    for runner in (TorchRunner, graphed):
+        engine = Engine(decoder, runner=runner, slots=8, cache_tokens=2048)
+        plain = engine.sample([Prompt(prompt(20, 0), (0, 0, 0))], 2, params)[0]
+        for index in range(2):  # laid over the first, the second must not apply it twice
+            engine.add_adapter("own", Adapter(pairs, 1.0 + index))
+        engine.add(Request(prompt(20, 0), params, (0, 0, 0), 2, adapter="own"))
+        engine.add(Request(prompt(20, 0), SamplingParams(30), (0, 0, 0), 2))
+        deltas = []
+        while engine.unfinished:
+            deltas += [(one.request_id, one.sample, one.token_ids) for one in engine.step()]
+        again = engine.sample([Prompt(prompt(20, 0), (0, 0, 0))], 2, params)[0]
+        assert [one.token_ids.tolist() for one in again] == [one.token_ids.tolist() for one in plain]
+        found.append(deltas)
+    assert found[0] == found[1]
+    by_request = [[tokens for request, _, tokens in found[0] if request == index] for index in (1, 2)]
+    assert by_request[0] != by_request[1][: len(by_request[0])]
+
+
+def test_buckets() -> None:
+    rows = [bucket(count, 1)[0] for count in (1, 2, 3, 5, 8, 9, 17, 255, 256, 257, 321)]
+    assert rows == [1, 2, 4, 8, 8, 16, 24, 256, 256, 320, 384]
+    with mock.patch.object(graph_runner, "_FEWEST_COLUMNS", 64):
+        assert [bucket(1, columns)[1] for columns in (1, 64, 65, 256, 257)] == [64, 64, 256, 256, 1024]
