@@ -129,6 +129,17 @@ def test_more_terms_than_are_summed_at_once() -> None:
     check([450], None, (2, 1))
 
 
+@pytest.mark.parametrize("window", [None, 25])
+def test_a_library_s_fused_kernel_computes_the_same(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is what a GPU takes."""
+    monkeypatch.setattr(attention, "is_native", lambda *_: False)
+    monkeypatch.setattr(attention, "attend", attention.fused)
+    monkeypatch.setattr(attention, "_QUERY_BLOCK", 16)
+    check([35, 50, 7, 20, 1], [-1, -1, 0, 1, -1], (4, 2), window)
+
+
 @exact
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("heads", [(3, 1), (8, 2), (4, 4)])
