@@ -8,6 +8,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +35,7 @@ def signature_of(text: str) -> NDArray[np.uint32]:
     MinHash = _package("datasketch").MinHash
     plain = " ".join(words_of(text)) or text
     shingles = {plain[start : start + SHINGLE] for start in range(max(1, len(plain) - SHINGLE + 1))}
-    minhash = MinHash(num_perm=PERMUTATIONS, seed=1)
+    minhash = MinHash(num_perm=PERMUTATIONS, seed=1, hashfunc=crc32)
     minhash.update_batch([shingle.encode() for shingle in sorted(shingles)])
     return np.asarray(minhash.hashvalues, dtype=np.uint32)
 
