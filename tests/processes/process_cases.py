@@ -54,9 +54,7 @@ def _received(receiver: Any) -> Any:
     return receiver.recv()
 
 
-def _run(
-    sender: Any, meeting: str, rank: int, count: int, work: Callable[..., Any], arguments: Any
-) -> None:
+def _run(sender: Any, meeting: str, rank: int, count: int, work: Callable[..., Any], arguments: Any) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), RENDEZVOUS: meeting}
     try:

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
-from learning_cases import random_groups, small_decoder, weighed
+import pytest
+from learning_cases import random_groups, small_critic, small_decoder, weighed
 from process_cases import together
 
+from perilune.errors import WorkFailedError
 from perilune.learn.batch import PackedBatch, pack
+from perilune.learn.checkpoints import read
 from perilune.learn.processes import ALONE, Processes
 from perilune.learn.settings import OptimizerSettings
 from perilune.learn.trainer import Learner, with_reference
 from perilune.learn.weights import Aggregation, aggregate
 
 SETTINGS = OptimizerSettings(lr=1e-2, weight_decay=0.1, grad_clip=0.5)
+KINDS = ("weights", "first_moments", "second_moments")
 TOLERANCE = 1e-6  # of sharded training, relative to the largest number of a tensor
 
-Steps = list[list[PackedBatch]]
 Learned = tuple[list[dict[str, float]], dict[str, np.ndarray]]
 
 
-def steps_of(mode: Aggregation) -> Steps:
+def steps_of(mode: Aggregation) -> list[list[PackedBatch]]:
     """Three steps: eleven micro-batches, one (fewer than processes), and none."""
     made = []
     for seed, (groups, budget) in enumerate([(6, 14), (1, 1000), (0, 10)]):
@@ -41,12 +45,12 @@ def steps_of(mode: Aggregation) -> Steps:
     return made
 
 
-def learn(processes: Processes, steps: Steps) -> Learned:
+def learn(processes: Processes, mode: Aggregation) -> Learned:
     """Figures of every step, and weights and moments at the end."""
     learner = Learner(small_decoder(), SETTINGS, processes=processes)
     reference = small_decoder(1)
     figures = []
-    for batches in steps:
+    for batches in steps_of(mode):
         found = learner.forward_backward(with_reference(batches, reference, processes))
         figures.append(found | learner.optim_step(1e-2))
     return figures, state_of(learner)
@@ -68,7 +72,7 @@ def state_of(learner: Learner) -> dict[str, np.ndarray]:
 
 
 def every_mode(processes: Processes) -> dict[str, Learned]:
-    return {mode: learn(processes, steps_of(mode)) for mode in get_args(Aggregation)}
+    return {mode: learn(processes, mode) for mode in get_args(Aggregation)}
 
 
 def test_the_number_of_processes_changes_no_bit() -> None:
@@ -78,3 +82,61 @@ def test_the_number_of_processes_changes_no_bit() -> None:
             assert learned[mode][0] == figures, mode
             for name, tensor in state.items():
                 assert np.array_equal(learned[mode][1][name], tensor), (mode, name)
+
+
+def test_cut_over_processes_it_learns_the_same_to_rounding() -> None:
+    figures, state = learn(ALONE, "token-mean")
+    for theirs, learned in together(learn, "token-mean", sharded=True):
+        for mine, other in zip(figures, theirs, strict=True):
+            assert mine.keys() == other.keys()
+            for name, value in mine.items():
+                assert other[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
+        for name, tensor in state.items():
+            assert np.abs(learned[name] - tensor).max() <= TOLERANCE * np.abs(tensor).max(), name
+
+
+def save_and_load(processes: Processes, folder: Path) -> tuple[str, bool, dict[str, np.ndarray]]:
+    """A learner with a critic that learns, saves, and is loaded by a new one, which learns on."""
+    batches = pack(weighed("ppo", random_groups(3, 5)), 14)
+    learner = Learner(small_decoder(), SETTINGS, critic=small_critic(small_decoder()), processes=processes)
+    learner.forward_backward(batches)
+    learner.optim_step(1e-2)
+    directory = folder / f"{processes.count}-{processes.sharded}"
+    learner.save_state(directory, {"step": 1})
+    processes.check_same("save", "done")
+    again = Learner(small_decoder(3), SETTINGS, critic=small_critic(small_decoder()), processes=processes)
+    again.load_state(directory)
+    same = all(np.array_equal(tensor, state_of(again)[name]) for name, tensor in state_of(learner).items())
+    again.forward_backward(batches)
+    again.optim_step(1e-2)
+    return directory.name, same, state_of(again)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_checkpoint_is_that_of_one_process(sharded: bool, tmp_path: Path) -> None:
+    name, same, state = save_and_load(ALONE, tmp_path)
+    assert same
+    for directory, held, learned in together(save_and_load, tmp_path, sharded=sharded):
+        assert held
+        assert read(tmp_path / directory, KINDS)[0].keys() == read(tmp_path / name, KINDS)[0].keys()
+        for key, tensor in state.items():
+            limit = TOLERANCE * np.abs(tensor).max() if sharded else 0
+            assert np.abs(learned[key] - tensor).max() <= limit, key
+
+
+def learn_nonsense(processes: Processes) -> None:
+    """One micro-batch, the last, has a weight that is not a number: one process alone computes it."""
+    *good, last = steps_of("token-mean")[0]
+    assert last.policy_gradient is not None
+    broken = replace(last, policy_gradient=last.policy_gradient * float("nan"))
+    learner = Learner(small_decoder(), SETTINGS, processes=processes)
+    learner.forward_backward(with_reference([*good, broken], small_decoder(1), processes))
+    learner.optim_step(1e-2)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_is_not_finite_in_one_stops_all_with_one_message(sharded: bool) -> None:
+    with pytest.raises(WorkFailedError) as alone:
+        learn_nonsense(ALONE)
+    said = [str(error) for error in together(learn_nonsense, sharded=sharded)]
+    assert said == [str(alone.value)] * 2
