@@ -82,8 +82,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """The same by the library's kernel, which keeps no scores, and sums in float32 whatever the dtype."""
-    one_head = (x[:, None] for x in (q, k, v))
-    return F.scaled_dot_product_attention(*one_head, attn_mask=mask[:, None])[:, 0]
+    q, k, v, mask = (x[:, None] for x in (q, k, v, mask))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[:, 0]
 
 
 def padded(length: int) -> int:
