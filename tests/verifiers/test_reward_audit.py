@@ -72,13 +72,20 @@ def test_the_default_guards_make_a_hackable_scorer_sound():
 
 
 @pytest.mark.parametrize(
-    ("family", "wrong"), [("puzzle24", "6*8/(2*1)"), ("coin_flip", "0"), ("complex_arithmetic", "nan")]
+    ("family", "wrong"),
+    [
+        ("puzzle24", "6*8/(2*1)"),
+        ("spell_backward", "{gold} or not"),
+        ("coin_flip", "0"),
+        ("complex_arithmetic", "nan"),
+    ],
 )
 def test_a_wrong_answer_that_a_scorer_pays_for_is_worth_nothing_by_default(family, wrong):
     section = {"id": "reasoning_gym", "task": family}
     shipped = make_environment(section | {"strict": False, "threshold": None})
     task = next(one for one in shipped.tasks("train", 0) if one.data["answer"] not in ("0", "1"))
-    assert shipped.score(task, Transcript(wrong)).reward == 1.0
+    wrong = wrong.format(gold=task.data["answer"])
+    assert shipped.score(task, Transcript(wrong)).reward == pytest.approx(1.0)
     guarded = make_environment(section)
     assert guarded.score(task, Transcript(wrong)).reward == 0.0
     assert guarded.score(task, guarded.gold(task)).reward == 1.0
@@ -117,7 +124,7 @@ def test_commands_audit_keep_and_replay(tmp_path):
         ("1,000", "1000", True), ("2.5000000001", "2.5", True), ("2.52", "2.5", None), ("3.5", "2.5", False),
         ("٤٢", "42", False), ("Yes", "yes", True), ("yes no", "yes", False), ("", "0", False),
         ("nan", "nan", True), ("inf", "1", False), ("[[1,2]]", "[[1, 2]]", None), ("127.9", "127.87°", None),
-        ("1 2 4", "1 2 3", False), ("5. 1", "5.0 1", None),
+        ("1 2 4", "1 2 3", False), ("5. 1", "5.0 1", None), ("2:27:48", "02:27:48", None),
     ],
 )  # fmt: skip
 def test_the_same_answer(answer, stated, same):
@@ -130,7 +137,7 @@ WRONG = {
     "n_queens": ["Q", "_ _\n_ _"],
     "palindrome_generation": ["", "a", "gwicigw"],
     "tower_of_hanoi": ["", "Move disk 1 from Peg 1 to Peg 9", "Move disk 2 from Peg 1 to Peg 2"],
-    "simple_integration": ["", "C", "x", "__import__('os')"],
+    "simple_integration": ["", "C", "x", "Integral(x, x)", "__import__('os')"],
     "intermediate_integration": ["", "C"],
     "polynomial_multiplication": ["", "0", "z"],
     "cryptarithm": ["", "A=1", "A=1,A=1"],
@@ -152,8 +159,7 @@ def test_the_second_opinion_accepts_the_stated_answer_and_refuses_nonsense(famil
     for _ in range(4):
         task = next(tasks)
         facts = {"answer": task.data["answer"], "metadata": decode(task.data["metadata"])}
-        if "Integral" not in task.data["answer"]:  # some stated answers are the question
-            assert is_right(family, task.data["answer"], facts) is True
+        assert is_right(family, task.data["answer"], facts) is True
         assert not any(is_right(family, wrong, facts) for wrong in WRONG[family])
 
 

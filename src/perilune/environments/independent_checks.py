@@ -12,6 +12,7 @@ import json
 import math
 import operator
 import re
+import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
@@ -35,8 +36,9 @@ _EDGES = " .,;:!?\"'`°%$()[]{}"
 # the answer among others, any number that begins alike, "nan", or anything where the answer is "False".
 DOUBTED = frozenset(
     {
-        "coin_flip", "complex_arithmetic", "fraction_simplification", "game_of_life_halting", "letter_jumble",
-        "number_sorting", "polynomial_equations", "puzzle24",
+        "advanced_geometry", "coin_flip", "complex_arithmetic", "cryptarithm", "fraction_simplification",
+        "game_of_life", "game_of_life_halting", "gsm_symbolic", "letter_jumble", "number_sorting",
+        "polynomial_equations", "puzzle24", "spell_backward", "time_intervals", "tower_of_hanoi",
     }
 )  # fmt: skip
 SAME, APART = 1e-6, 0.05  # relative difference of numbers up to which, and from which on, they are judged
@@ -75,7 +77,7 @@ def same_answer(answer: str, stated: str) -> bool | None:
         return True
     if _NUMBER.fullmatch(mine) and _NUMBER.fullmatch(theirs):
         return _same_number(mine, theirs)
-    parts = [[part.strip(_EDGES) for part in re.split(r"[\s,]+", text)] for text in (mine, theirs)]
+    parts = [[part.strip(_EDGES) for part in re.split(r"[\s,:]+", text)] for text in (mine, theirs)]
     first, second = ([part for part in some if part] for some in parts)
     alike = len(first) == len(second) > 0 and all(map(_alike, first, second))
     return None if alike else False
@@ -158,7 +160,7 @@ def _same_function(
 def _antiderivative(answer: str, metadata: Mapping[str, Any]) -> bool:
     """Its slope, by central differences, is the integrand."""
     variable, (found, integrand) = metadata["variable"], map(_parsed, (answer, metadata["integrand"]))
-    constants = {"C": 0.5, "E": math.e, "pi": math.pi}
+    constants = dict.fromkeys(string.ascii_letters, 0.5) | {"E": math.e, "pi": math.pi}
 
     def slope(x: float, h: float = 1e-5) -> float:
         ends = (_value(found, constants | {variable: x + s}, []) for s in (h, -h))
