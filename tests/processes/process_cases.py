@@ -16,7 +16,9 @@ from perilune.learn.processes import RENDEZVOUS, join
 PATIENCE = 60.0  # seconds; generous, because the machine may be busy
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch", "pandas", "perilune.tasks.observation", "perilune.learn.trainer"])
+context.set_forkserver_preload(
+    ["torch.distributed.fsdp", "pandas", "perilune.tasks.observation", "perilune.learn.trainer"]
+)
 
 
 def together(work: Callable[..., Any], *arguments: Any, count: int = 2, sharded: bool = False) -> list[Any]:

@@ -72,7 +72,7 @@ class Processes:
         """
         if self.count == 1:
             return [payload]
-        with self._meeting(what):
+        with self.meeting(what):
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
             dist.all_gather(sizes, torch.tensor([len(payload)]))
             lengths = [int(size) for size in sizes]
@@ -129,7 +129,7 @@ class Processes:
                 _forget(parameters)
             yield batches[index]
             if index > 0:
-                with self._meeting(f"the gradient of micro-batch {index}"):
+                with self.meeting(f"the gradient of micro-batch {index}"):
                     dist.recv(self._room(parameters)[0], (index - 1) % self.count)
                 _add(self._inbox, parameters)
             if sending is not None:
@@ -137,9 +137,9 @@ class Processes:
                 sending = None
             if index < last:
                 _fill(self._room(parameters)[1], parameters)
-                with self._meeting(f"the gradient of micro-batch {index + 1}"):
+                with self.meeting(f"the gradient of micro-batch {index + 1}"):
                     sending = dist.isend(self._outbox, (index + 1) % self.count)
-        with self._meeting("the step's gradient"):
+        with self.meeting("the step's gradient"):
             if sending is not None:
                 sending.wait()
             owner = last % self.count
@@ -153,7 +153,7 @@ class Processes:
 
     def add_up(self, what: str, values: Tensor) -> Tensor:
         """The sum over processes of a tensor of one shape."""
-        with self._meeting(what):
+        with self.meeting(what):
             dist.all_reduce(values)
         return values
 
@@ -168,12 +168,18 @@ class Processes:
         return self._inbox, self._outbox
 
     @contextmanager
-    def _meeting(self, what: str) -> Iterator[None]:
-        """Wait for the others, who have about as much to do as we had."""
+    def meeting(self, what: str) -> Iterator[None]:
+        """Wait for the others, who have about as much to do as we had.
+
+        Raises:
+            ProcessLostError: when one of them has ended.
+        """
         with Waiting(f"{what}, of the other processes", STALL + time.monotonic() - self._met):
             try:
                 yield
             except RuntimeError as error:
+                if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+                    raise
                 reason = str(error).strip().partition("\n")[0]
                 raise ProcessLostError(
                     f"process {self.rank} waited for {what}, and another process has ended: {reason}"
@@ -200,7 +206,7 @@ def join(device: torch.device, sharded: bool | None = None) -> Processes:
     path = os.environ.get(RENDEZVOUS)
     if path:  # all are on this machine: nobody else shall be able to connect
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    with found._meeting("the start"):
+    with found.meeting("the start"):
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
             init_method=None if path else "env://",

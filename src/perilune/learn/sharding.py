@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from perilune.errors import RequestError
 from perilune.learn.processes import Processes
+from perilune.models.attention import PackedAttention
 from perilune.models.decoder import Decoder
 
 T = TypeVar("T")
@@ -26,6 +28,9 @@ T = TypeVar("T")
 
 class ShardedDecoder:
     """A twin of a decoder, cut over processes.
+
+    Raises:
+        RequestError: when it is a mixture of experts.
 
     Attributes:
         module: the twin, for forward passes that carry a gradient.
@@ -37,6 +42,12 @@ class ShardedDecoder:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
+        if decoder.config.experts is not None:
+            raise RequestError(
+                "a mixture of experts cannot be cut over processes: a micro-batch reaches some experts only",
+                where="resources.sharded",
+                remedy="set sharded: false: processes share the work all the same",
+            )
         self._processes = processes
         self.module = copy.deepcopy(decoder)
         device = next(decoder.parameters()).device.type
@@ -75,15 +86,15 @@ class ShardedDecoder:
             self._add_up(others)
 
     def _go_along(self) -> None:
-        from perilune.models.attention import PackedAttention
+        from torch.distributed.tensor import DTensor
 
         device = self._mesh.device_type
         one = torch.zeros(1, dtype=torch.int64, device=device)
         bounds = torch.tensor([0, 1], device=device)
-        states = self.module(one, one, PackedAttention(bounds))
-        loss = sum(
-            (p.sum() for p in self.module.parameters() if p.requires_grad and p.grad is None), states.sum()
-        )
+        loss = self.module(one, one, PackedAttention(bounds)).sum()
+        for parameter in self.module.parameters():
+            if not isinstance(parameter, DTensor):  # put together now: beside the layers, such as the head
+                loss = loss + parameter.sum()
         (loss * 0).backward()
 
     def _add_up(self, others: Sequence[nn.Parameter]) -> None:

@@ -9,6 +9,7 @@ A training step is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,24 +101,27 @@ class Learner:
             RequestError: when a batch has reference_kl weights and no reference log-probs, or values to
                 learn and no critic.
         """
-        seen: list[Figures] = []
-        for batch in self._own(batches):
-            if batch.reference_kl is not None and batch.reference_logprobs is None:
-                raise RequestError(
-                    "a KL to the reference without its log-probs",
-                    remedy="batch.with_reference(token_logprobs(reference, batch))",
-                )
-            figures = Figures()
-            states = predicting_states(self.trained, batch)
-            logprobs, entropy = target_logprobs(self.trained, batch, states)
-            loss = self._loss(batch, logprobs, figures) + self._value_loss(batch, states, figures)
-            loss.backward()  # type: ignore[no-untyped-call]
-            figures.add_total("loss", loss.detach())
-            figures.add_mean("entropy", entropy)
-            self._observe(batch, logprobs.detach(), figures)
-            seen.append(figures)
+        with self._in_step():
+            seen = [self._learn(batch) for batch in self._own(batches)]
         every = self.processes.figures_in_order("figures", [figures.told() for figures in seen])
         return merged_figures(every)
+
+    def _learn(self, batch: PackedBatch) -> Figures:
+        """Add the gradient of one micro-batch to the parameters."""
+        if batch.reference_kl is not None and batch.reference_logprobs is None:
+            raise RequestError(
+                "a KL to the reference without its log-probs",
+                remedy="batch.with_reference(token_logprobs(reference, batch))",
+            )
+        figures = Figures()
+        states = predicting_states(self.trained, batch)
+        logprobs, entropy = target_logprobs(self.trained, batch, states)
+        loss = self._loss(batch, logprobs, figures) + self._value_loss(batch, states, figures)
+        loss.backward()  # type: ignore[no-untyped-call]
+        figures.add_total("loss", loss.detach())
+        figures.add_mean("entropy", entropy)
+        self._observe(batch, logprobs.detach(), figures)
+        return figures
 
     def forward_backward_custom(
         self, batches: Sequence[PackedBatch], objective: Objective
@@ -129,11 +133,12 @@ class Learner:
         """
         seen: list[dict[str, Tensor]] = []
         tokens: list[int] = []
-        for batch in self._own(batches):
-            loss, sums = objective(batch, predicting_states(self.trained, batch))
-            loss.backward()  # type: ignore[no-untyped-call]
-            seen.append({"loss": loss.detach(), **sums})
-            tokens.append(len(batch.targets))
+        with self._in_step():
+            for batch in self._own(batches):
+                loss, sums = objective(batch, predicting_states(self.trained, batch))
+                loss.backward()  # type: ignore[no-untyped-call]
+                seen.append({"loss": loss.detach(), **sums})
+                tokens.append(len(batch.targets))
         own = [
             {name: float(value.double()) for name, value in sums.items()} | {"tokens": float(count)}
             for sums, count in zip(seen, tokens, strict=True)
@@ -143,6 +148,10 @@ class Learner:
             for name, value in found.items():
                 totals[name] = totals.get(name, 0.0) + value
         return totals
+
+    def _in_step(self) -> AbstractContextManager[None]:
+        """Where processes wait for each other inside of layers, the wait for a whole step."""
+        return nullcontext() if self._sharded is None else self.processes.meeting("the step's layers")
 
     def _own(self, batches: Sequence[PackedBatch]) -> Iterator[PackedBatch]:
         """The micro-batches that this process computes; after them the gradient is that of all."""
