@@ -14,18 +14,20 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from perilune.errors import WorkFailedError
+from perilune.execution.task_process import run_task
 from perilune.files import read_json, read_json_lines
-from recipe_runs import HERE, document, run_recipe, write
+from recipe_runs import HERE, document, evidence, run_recipe, write
 
 FOLDER = HERE / "comparison"
 SETTINGS: dict[str, Any] = yaml.safe_load((FOLDER / "arms.yaml").read_text(encoding="utf-8"))
@@ -43,7 +45,7 @@ def main() -> None:
     parser.add_argument(
         "--home",
         type=Path,
-        help="keep the runs there; what arms share is then made once, also in later calls",
+        help="keep there what arms share, so that later calls need not make it again",
     )
     parser.add_argument("--out", type=Path, default=HERE / "results" / "algorithms.json")
     arguments = parser.parse_args()
@@ -66,28 +68,43 @@ def measured(
     """The records of one seed of a setting that are not held yet."""
     recipe = FOLDER / SETTINGS[setting]["recipe"]
     arms: dict[str, dict[str, Any]] = SETTINGS[setting]["arms"]
-    wanted = {
-        arm: [*arguments.set, *(f"rl.{name}={json.dumps(value)}" for name, value in keys.items())]
+    digests = {
+        arm: hashlib.sha256(json.dumps([recipe.read_text(), arguments.set, keys]).encode()).hexdigest()[:16]
         for arm, keys in arms.items()
         if not arguments.arms or arm in arguments.arms
     }
-    digests = {
-        arm: hashlib.sha256(json.dumps([recipe.read_text(), keys]).encode()).hexdigest()[:16]
-        for arm, keys in wanted.items()
-    }
-    missing = [arm for arm in wanted if held.get((setting, arm, seed), {}).get("digest") != digests[arm]]
+    missing = [arm for arm in digests if held.get((setting, arm, seed), {}).get("digest") != digests[arm]]
     if not missing:
         return
     with tempfile.TemporaryDirectory(prefix="perilune-benchmark-") as folder:
-        home = arguments.home or Path(folder)
+        first = run_recipe(recipe, seed, arguments.set, arguments.home or Path(folder))
         for arm in missing:
             record = {"setting": setting, "arm": arm, "seed": seed, "digest": digests[arm]}
             try:
-                found = run_recipe(recipe, seed, wanted[arm], home)
-            except subprocess.CalledProcessError:  # what the checks of a run stop is a result too
-                yield {**record, "failed": why(home)}
+                alike = arm == next(iter(arms))  # the recipe as it stands is the first arm
+                found = {} if alike else branch(first, arms[arm], Path(folder) / arm)
+            except WorkFailedError as error:  # what the checks of a run stop is a result too
+                yield {**record, "failed": str(error)}
                 continue
-            yield {**record, **of_arm(found)}
+            yield {**record, **of_arm({**first, **found})}
+
+
+def branch(first: Mapping[str, Any], keys: Mapping[str, Any], folder: Path) -> dict[str, dict[str, Any]]:
+    """The stages `rl` and `after_rl` once more, with other keys: their bundles' jobs, run in this process."""
+    climb, answers = folder / "rl", folder / "after_rl"
+    rerun(first["rl"]["folder"], climb, keys, first["rl"]["folder"] / "inputs" / "checkpoint")
+    rerun(first["after_rl"]["folder"], answers, {}, climb / "artifacts" / "checkpoints" / "final")
+    return {"rl": evidence(climb), "after_rl": evidence(answers)}
+
+
+def rerun(bundle: Path, folder: Path, keys: Mapping[str, Any], checkpoint: Path) -> None:
+    """Run a bundle's job with some keys replaced, from another checkpoint."""
+    job = read_json(bundle / "job.json")
+    (folder / "inputs").mkdir(parents=True)
+    (folder / "inputs" / "checkpoint").symlink_to(checkpoint.resolve())
+    (folder / "job.json").write_text(json.dumps({**job, "spec": {**job["spec"], **keys}}), encoding="utf-8")
+    with (folder / "log.txt").open("w") as log, redirect_stdout(log):
+        run_task(folder)
 
 
 def of_arm(found: Mapping[str, Any]) -> Record:
@@ -117,14 +134,6 @@ def counts(evaluation: Mapping[str, Any]) -> str:
         if n != evaluation["samples"] or n > 9:
             raise SystemExit(f"task {task} has {n} verdicts: its share does not fit a digit")
     return "".join(str(c) for _, _, c in sorted(evaluation["correct_per_task"]))
-
-
-def why(home: Path) -> str:
-    """The message of the last run that ended."""
-    last = max(
-        (home / "runs").glob("*/attempts/*/runtime/result.json"), key=lambda path: path.stat().st_mtime
-    )
-    return str(read_json(last)["message"])
 
 
 def key(record: Mapping[str, Any]) -> tuple[str, str, int]:

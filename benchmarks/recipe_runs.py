@@ -50,7 +50,7 @@ def run_recipe(
     paths = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, "PERILUNE_HOME": str(home), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
-    return {stage: _evidence(Path(bundle)) for stage, bundle in json.loads(done.stdout)["bundles"].items()}
+    return {stage: evidence(Path(bundle)) for stage, bundle in json.loads(done.stdout)["bundles"].items()}
 
 
 def for_seeds(run: Callable[[int], Found], seeds: Sequence[int], jobs: int) -> list[Found]:
@@ -59,7 +59,8 @@ def for_seeds(run: Callable[[int], Found], seeds: Sequence[int], jobs: int) -> l
         return list(pool.map(run, seeds))
 
 
-def _evidence(bundle: Path) -> dict[str, Any]:
+def evidence(bundle: Path) -> dict[str, Any]:
+    """Summary, metrics and folder of a bundle that was run."""
     artifacts = bundle / "artifacts"
     lines = (
         (artifacts / "metrics.jsonl").read_text().splitlines()

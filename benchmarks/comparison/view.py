@@ -52,8 +52,8 @@ so that clips and ratios matter. Then it answers the same 512 held-out tasks, ei
 
 * *At equal episodes* compares pass@1 on the held-out tasks.
 * *At equal seconds* compares pass rates on training tasks, new at every step, over the last {WINDOW} steps
-  before the quickest arm of the seed had spent its episodes. Seconds are the processor's: what else the
-  machine did is not in them, and judging is not, which costs each answer the same.
+  before the quickest arm of the seed had spent its episodes. Seconds are the processor's from the end of the
+  first step on: waiting for others is not in them, and judging is not, which costs each answer the same.
 
 An interval over seeds is Student's, of differences between arms of one seed: what another cold start, other
 tasks and other draws change is in it. The intervals of single seeds resample held-out tasks, and say nothing
@@ -139,14 +139,16 @@ def seconds(arms: Arms) -> dict[int, float]:
     """Processor seconds after which the quickest arm of a seed had spent its episodes."""
     base = next(iter(arms))
     return {
-        seed: min(done[seed]["curve"]["processor"][-1] for arm in arms if seed in (done := _done(arms, arm)))
+        seed: min(
+            float(_times(done[seed]["curve"])[-1]) for arm in arms if seed in (done := _done(arms, arm))
+        )
         for seed in _done(arms, base)
     }
 
 
 def rate_at(curve: Mapping[str, Sequence[float]], budget: float) -> float:
     """Share of right answers among those of the last `WINDOW` steps that were over by then."""
-    over = max(1, sum(one <= budget + 1e-9 for one in curve["processor"]))
+    over = max(1, sum(one <= budget + 1e-9 for one in _times(curve)))
     part = slice(max(0, over - WINDOW), over)
     return float(np.average(curve["pass_rate"][part], weights=curve["episodes"][part]))
 
@@ -170,7 +172,7 @@ def _tables(arms: Arms) -> dict[str, Any]:
                 **{name: [one[name]["mean"] for one in done[arm].values()] for name in ("pass@8", "greedy")},
                 "length": [one["length"] for one in done[arm].values()],
                 "episodes": [sum(one["curve"]["episodes"]) for one in done[arm].values()],
-                "processor seconds": [one["curve"]["processor"][-1] for one in done[arm].values()],
+                "processor seconds": [float(_times(one["curve"])[-1]) for one in done[arm].values()],
                 "wall seconds": [one["seconds"] for one in done[arm].values()],
             }
             for arm in order
@@ -223,8 +225,13 @@ def _chart(arms: Arms) -> str:
 
 def _smooth(curve: Mapping[str, Sequence[float]]) -> tuple[np.ndarray, np.ndarray]:
     """Seconds, and the pass rate over the last `WINDOW` steps."""
-    times = np.array(curve["processor"])
+    times = _times(curve)
     return times, np.array([rate_at(curve, time) for time in times])
+
+
+def _times(curve: Mapping[str, Sequence[float]]) -> np.ndarray:
+    """Processor seconds at the end of each step, from the end of the first, in which a process warms up."""
+    return np.array(curve["processor"]) - curve["processor"][0]
 
 
 def _arms(records: Sequence[Record], setting: str, order: Sequence[str]) -> Arms:

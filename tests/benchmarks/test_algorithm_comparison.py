@@ -93,7 +93,7 @@ def test_a_difference_is_told_from_noise() -> None:
 def test_a_slow_arm_is_read_before_its_end_at_equal_seconds() -> None:
     page = shown(grpo=[(0.7, 10.0)] * 3, slow=[(0.7, 20.0)] * 3)
     (row,) = page["A toy"]["against grpo at equal seconds"]
-    assert page["A toy"]["compared at processor seconds"]["seed 0"] == pytest.approx(10.0)
+    assert page["A toy"]["compared at processor seconds"]["seed 0"] == pytest.approx(9.75)
     assert row["seed 0"] == pytest.approx(-0.25, abs=0.01)  # half of the way from 0.2 to 0.7 is missing
     (row,) = page["A toy"]["against grpo at equal episodes"]
     assert row["over seeds"]["mean"] == 0 and row["seed 0"] == {"mean": 0, "low": 0, "high": 0}
@@ -101,7 +101,7 @@ def test_a_slow_arm_is_read_before_its_end_at_equal_seconds() -> None:
 
 def test_steps_with_more_episodes_weigh_more() -> None:
     curve = {"processor": [1.0, 2.0, 3.0], "episodes": [100, 300, 100], "pass_rate": [0.0, 1.0, 0.0]}
-    assert rate_at(curve, 2.5) == 0.75
+    assert rate_at(curve, 1.5) == 0.75  # seconds from the end of the first step
     assert rate_at({**curve, "processor": [0.1, 0.2, 0.3]}, 9.0) == 0.6
     assert WINDOW >= 3
 
