@@ -36,6 +36,13 @@ ENDINGS: dict[str, tuple[str, int | None, int | None, str]] = {
     "request": ("request_error", 2, None, "data.jsonl:3"),
     "work": ("work_failed", 1, None, "nothing was learnt"),
     "exit7": ("user_exit", 7, None, "exit code 7"),
+    "stall": (
+        "stalled",
+        1,
+        None,
+        "a drill: nothing has happened for 0.3 s; the stacks of all threads are in runtime/stacks.txt",
+    ),
+    "stall_in_c": ("stalled", 1, None, "holds the interpreter's lock: nothing has happened; the stacks"),
     "quit0": ("artifact_missing", 0, None, "without a summary"),
     "segv": ("signalled", None, signal.SIGSEGV, "SIGSEGV"),
     "kill": ("killed", None, signal.SIGKILL, "SIGKILL"),

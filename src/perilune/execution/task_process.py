@@ -23,6 +23,7 @@ from perilune.execution.processes import die_with
 from perilune.execution.ranks import directory_of
 from perilune.execution.verdict import LAST_WORDS, RESERVE, Cause, cause_of
 from perilune.files import write_atomic, write_json
+from perilune.watchdog import leave_stacks_in
 
 STOPPED_EXIT_CODE = 128 + signal.SIGTERM
 
@@ -62,6 +63,7 @@ def main() -> None:
     bundle = Path(sys.argv[1]).absolute()
     die_with(int(sys.argv[2]) if len(sys.argv) > 2 else os.getppid())
     faulthandler.enable()
+    leave_stacks_in(bundle / "runtime")
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to judge
     try:

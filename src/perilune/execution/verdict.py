@@ -11,6 +11,7 @@ from typing import Any
 
 from perilune.errors import ProcessLostError, RequestError, WorkFailedError
 from perilune.files import read_json
+from perilune.watchdog import STACKS, stall_in
 
 LAST_WORDS = "failure.json"  # in runtime/: why the task process gave up, in its own words
 RESERVE = ".reserve"  # in runtime/: room kept for last words and verdict on a disk that the task fills
@@ -24,6 +25,7 @@ class Cause(StrEnum):
     REQUEST = "request_error"  # the task found the request wrong
     WORK = "work_failed"  # the task said why it could not go on
     CRASHED = "crashed"  # an exception nobody expected
+    STALLED = "stalled"  # nothing happened for too long, and the watchdog ended it
     EXITED = "user_exit"  # the process left with a code of its own
     SIGNALLED = "signalled"  # SIGSEGV, SIGABRT and their like
     PROCESS_LOST = "process_lost"  # one of several ended and left no word why
@@ -116,6 +118,9 @@ def ending_of(status: int, last_words: Path, *, stopped: bool, memory_kill: bool
     if last_words.exists():
         said = read_json(last_words)
         return Ending(code, None, Cause(said["cause"]), str(said["message"]))
+    if stall := stall_in(last_words.parent):
+        message = f"{stall}; the stacks of all threads are in {last_words.parent.name}/{STACKS}"
+        return Ending(code, None, Cause.STALLED, message)
     return Ending(code, None, Cause.EXITED, f"the task left with exit code {code}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from perilune import watchdog
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes, OutputKind
 from perilune.bundle.workspace import Workspace
@@ -21,7 +23,7 @@ from perilune.files import canonical_json, read_json, write_json
 
 How = Literal[
     "", "raise", "request", "work", "exit7", "quit0", "segv", "kill", "enospc", "memory", "hang", "stubborn",
-    "daemon", "nothing", "link", "fill",
+    "daemon", "nothing", "link", "fill", "stall", "stall_in_c",
 ]  # fmt: skip
 
 
@@ -122,6 +124,13 @@ class Drill:
             case "hang":
                 workspace.event("hangs")
                 time.sleep(600)
+            case "stall":
+                with watchdog.Waiting("a drill", 0.3):
+                    time.sleep(60)
+            case "stall_in_c":
+                watchdog.GRACE = 0.2
+                with watchdog.Waiting("a drill", 0.2):
+                    re.match("(a*)*b", "a" * 40)  # keeps the interpreter's lock
             case "stubborn":
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 workspace.event("hangs")
