@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from perilune.data.episode import Episode
 from perilune.engine.request import SamplingParams
-from perilune.environments.protocol import Environment, Task
+from perilune.environments.protocol import Task
 from perilune.environments.stated_answer import StatedAnswer, stated_answer
+from perilune.errors import RequestError
 from perilune.learn.prefix_values import Probe, prefix_values
 from perilune.learn.process import AnswerValues, MonteCarloValues, ProcessSettings
 from perilune.models.decoder import Decoder
@@ -53,14 +54,25 @@ class ProcessRewards:
         rollouts: who samples and judges, for values from play.
         sampling: how the episodes were sampled.
         token_budget: tokens of one forward pass.
+
+    Raises:
+        RequestError: when values from play are wanted of episodes of several turns.
     """
 
     settings: ProcessSettings | None
     decoder: Decoder
     rollouts: Rollouts
-    environment: Environment
     sampling: SamplingSpec
     token_budget: int
+
+    def __post_init__(self) -> None:
+        environment = self.rollouts.environment
+        if isinstance(self.settings, MonteCarloValues) and getattr(environment, "max_turns", 1) > 1:
+            raise RequestError(
+                f"an episode of {environment.id} has several turns, and play goes on within one",
+                where="process",
+                remedy="leave process: montecarlo to environments of one turn",
+            )
 
     def play(
         self,
@@ -79,7 +91,7 @@ class ProcessRewards:
         return groups if self.settings is None else self.reward(tasks, groups, step, watch)
 
     def reward(self, tasks: Sequence[Task], groups: Groups, step: int, watch: Stopwatch) -> Groups:
-        """The groups, one a task, with process rewards wherever there can be any."""
+        """The groups of these tasks, with process rewards wherever there can be any."""
         assert self.settings is not None
         begun = time.perf_counter()
         walks = self.walks(tasks, groups)
@@ -96,14 +108,14 @@ class ProcessRewards:
         ]
 
     def walks(self, tasks: Sequence[Task], groups: Groups) -> list[Walk]:
-        """The prefixes at which the judged episodes of each task are looked at."""
-        found = []
-        for task, group in zip(tasks, groups, strict=True):
-            stated = stated_answer(self.environment, task)
-            found += [
-                self._walk(task, one, stated) for one in group if not one.failure and len(one.token_ids)
-            ]
-        return found
+        """The prefixes at which the judged episodes are looked at."""
+        of_id = {task.task_id: (task, stated_answer(self.rollouts.environment, task)) for task in tasks}
+        return [
+            self._walk(*of_id[one.task_id], one)
+            for group in groups
+            for one in group
+            if not one.failure and one.loss_mask.any()
+        ]
 
     def potentials(self, walks: Sequence[Walk], step: int) -> list[Values | None]:
         """Phi of each prefix, float64[prefixes]; None where a walk can have no values."""
@@ -136,7 +148,7 @@ class ProcessRewards:
         verdicts = iter(play_on(self.rollouts, positions, count, params, step))
         return [np.array([next(verdicts) for _ in walk.prefixes]) for walk in walks]
 
-    def _walk(self, task: Task, episode: Episode, stated: StatedAnswer | None) -> Walk:
+    def _walk(self, task: Task, stated: StatedAnswer | None, episode: Episode) -> Walk:
         pieces = [self._bytes[token] or b"" for token in episode.token_ids.tolist()]
         opens = () if stated is None else stated.opens
         forms = stated.forms if stated is not None and isinstance(self.settings, AnswerValues) else ()

@@ -16,8 +16,11 @@ from perilune.tasks.keeping import Saving
 from perilune.tasks.sampler import SamplingSpec
 
 if TYPE_CHECKING:
+    import torch
+
     from perilune.bundle.workspace import Workspace
     from perilune.learn.algorithms import Algorithm
+    from perilune.learn.critic import Critic
     from perilune.models.config import DecoderConfig
     from perilune.models.memory import MemoryPlan
     from perilune.tasks.rollouts import Groups
@@ -96,7 +99,6 @@ class RL:
         """The loop."""
         from perilune.engine.engine import Engine
         from perilune.environments.registry import make_environment
-        from perilune.learn.critic import Critic
         from perilune.learn.trainer import Learner
         from perilune.tasks.canary import send_canary
         from perilune.tasks.dynamic_sampling import play_until_live
@@ -124,10 +126,10 @@ class RL:
             environment = make_environment(workspace.job.environment)
             config = policy.decoder.config
             engine = Engine(policy.decoder, **engine_room(config, spec.max_tokens, device.type))
-            critic = Critic(config.hidden_size).to(device) if "values" in spec.algorithm.needs else None
             learner = Learner(
-                policy.decoder, spec, critic=critic, processes=join_processes(workspace, device)
-            )
+                policy.decoder, spec, critic=_critic(spec, config, device),
+                processes=join_processes(workspace, device),
+            )  # fmt: skip
             carried = carry_optimizer(workspace, learner)
             learned = LearnedReward.of(
                 workspace, device, policy.tokenizer, spec.verifier_weight, spec.token_budget
@@ -136,9 +138,7 @@ class RL:
                 engine, policy.tokenizer, scorer, environment, workspace.job.seed, learned,
                 learner.processes,
             )  # fmt: skip
-            process = ProcessRewards(
-                spec.process, policy.decoder, rollouts, environment, spec, spec.token_budget
-            )
+            process = ProcessRewards(spec.process, policy.decoder, rollouts, spec, spec.token_budget)
 
             first = resume(workspace, learner)
             send_canary(workspace, spec, device, first)
@@ -169,6 +169,12 @@ class RL:
             "carried_second_moments": carried,
             "memory": memory_figures(memory, device),
         }
+
+
+def _critic(spec: RLSpec, config: DecoderConfig, device: torch.device) -> Critic | None:
+    from perilune.learn.critic import Critic
+
+    return Critic(config.hidden_size).to(device) if "values" in spec.algorithm.needs else None
 
 
 def _has_reference(spec: RLSpec) -> bool:

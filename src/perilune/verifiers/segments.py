@@ -121,4 +121,4 @@ def _thinned(places: Sequence[int], room: int, cut: str) -> list[int]:
     """The first `room` places where the first are the most wanted, else as many, evenly chosen."""
     if len(places) <= room or cut == "surprise":
         return list(places[:room])
-    return [places[index] for index in np.linspace(0, len(places) - 1, room).round().astype(int)]
+    return [places[index] for index in np.linspace(-1, len(places), room + 2)[1:-1].round().astype(int)]

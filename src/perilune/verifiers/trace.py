@@ -83,6 +83,8 @@ def judge_trace(
     """
     settings = settings or TraceSettings()
     count = len(potentials) - 1
+    if count < 1:
+        raise ValueError(f"a trace of {len(potentials)} potentials has no step")
     phi, g, e = (
         _finite(name, values, size)
         for name, values, size in (
@@ -102,8 +104,6 @@ def judge_trace(
 
 def shaping(potentials: Steps, bounds: tuple[float, float], gamma: float = 1.0) -> Steps:
     """float64[T]: gamma Phi(after) - Phi(before) of each step, from float64[T + 1] of Phi, 0 at the end."""
-    if len(potentials) < 2:
-        raise ValueError("a trace has at least one step")
     phi = np.clip(potentials, *bounds).astype(np.float64)
     phi[-1] = 0.0
     return np.asarray(gamma * phi[1:] - phi[:-1])
@@ -130,7 +130,7 @@ def similarity(expected: str, steps: Sequence[str]) -> list[float]:
 
 def _finite(name: str, values: Sequence[float], size: int) -> Steps:
     found = np.asarray(values, dtype=np.float64)
-    if found.shape != (size,) or size < 1:
+    if found.shape != (size,):
         raise ValueError(f"{name}: {found.shape} figures for {size}")
     if not np.isfinite(found).all():
         raise WorkFailedError(

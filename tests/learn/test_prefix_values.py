@@ -1,0 +1,93 @@
+"""Values of prefixes from one packed forward pass, against each computed alone."""
+
+import numpy as np
+import pytest
+from learning_cases import VOCABULARY, episode, plain_logprobs, small_decoder
+
+from perilune.learn import prefix_values as module
+from perilune.learn.prefix_values import Probe, prefix_values
+
+LEAD, ANSWER = [7, 8], [9, 10, 11]
+
+
+def probe(seed: int, prefixes: list[int], endings=(LEAD + ANSWER,), answers=(3,)) -> Probe:
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, VOCABULARY, 12)
+    made = episode(1.0, prompt=rng.integers(0, VOCABULARY, 3 + seed % 3), tokens=tokens, name=f"0/{seed}/0")
+    return Probe(made, prefixes, endings, answers)
+
+
+def alone(decoder, one: Probe, prefix: int) -> list[float]:
+    """Summed log-probs of each form's answer tokens, its whole sequence fed by itself."""
+    totals = []
+    for ending, answer in zip(one.endings, one.answers, strict=True):
+        sequence = episode(
+            prompt=one.episode.prompt_ids, tokens=[*one.episode.token_ids[:prefix], *ending], name="x/0/0"
+        )
+        totals.append(float(plain_logprobs(decoder, sequence)[-answer:].detach().double().sum()))
+    return totals
+
+
+@pytest.mark.parametrize("token_budget", [1, 60, 10_000])
+def test_one_pass_gives_what_each_prefix_gives_alone(token_budget: int) -> None:
+    decoder = small_decoder()
+    probes = [probe(0, [0, 4, 9]), probe(1, [0]), probe(2, [0, 1, 11])]
+    found = prefix_values(decoder, probes, token_budget=token_budget)
+    for one, values in zip(probes, found, strict=True):
+        expected = [alone(decoder, one, prefix)[0] / len(ANSWER) for prefix in one.prefixes]
+        np.testing.assert_allclose(values, expected, rtol=0, atol=2e-6)
+
+
+def test_only_the_answers_tokens_count_and_an_empty_lead_will_do() -> None:
+    decoder = small_decoder()
+    led, bare = (
+        prefix_values(decoder, [probe(0, [3], (ending,))], token_budget=999)[0][0]
+        for ending in (LEAD + ANSWER, ANSWER)
+    )
+    assert led == pytest.approx(alone(decoder, probe(0, [3]), 3)[0] / 3, abs=2e-6)
+    assert bare == pytest.approx(alone(decoder, probe(0, [3], (ANSWER,)), 3)[0] / 3, abs=2e-6)
+    single = prefix_values(decoder, [probe(0, [3], ([5],), (1,))], token_budget=999)[0][0]
+    assert single == pytest.approx(alone(decoder, probe(0, [3], ([5],), (1,)), 3)[0], abs=2e-6)
+
+
+def test_any_form_of_the_answer_will_do() -> None:
+    decoder = small_decoder()
+    forms = probe(0, [0, 5], (LEAD + ANSWER, [*LEAD, 9, 12]), (3, 2))
+    found = prefix_values(decoder, [forms], token_budget=999)[0]
+    for value, prefix in zip(found, forms.prefixes, strict=True):
+        probability = np.exp(alone(decoder, forms, prefix)).sum()
+        assert value == pytest.approx(np.log(probability) / 3, abs=2e-6)
+    first = prefix_values(decoder, [probe(0, [0, 5])], token_budget=999)[0]
+    assert (found > first).all()
+
+
+def test_forms_that_overlap_are_never_more_than_certain() -> None:
+    decoder = small_decoder()
+    many = probe(0, [2], tuple([[token] for token in range(VOCABULARY)] * 2), (1,) * 2 * VOCABULARY)
+    assert prefix_values(decoder, [many], token_budget=9999)[0][0] == 0.0
+
+
+def test_what_is_common_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = small_decoder()
+    asked = []
+    pack = module._pack
+    monkeypatch.setattr(module, "_pack", lambda probes, t: asked.extend(probes) or pack(probes, t))
+    same, other = probe(0, [0, 4, 9]), probe(0, [0, 4, 10])
+    found = prefix_values(decoder, [same, same, other], token_budget=999)
+    assert [list(one.prefixes) for one in asked] == [[0, 4, 9], [10]]
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[0][:2], found[2][:2])
+
+
+def test_at_the_temperature_of_sampling() -> None:
+    decoder = small_decoder()
+    cold, plain, hot = (
+        prefix_values(decoder, [probe(0, [3])], token_budget=999, temperature=t)[0][0]
+        for t in (0.5, 1.0, 1e6)
+    )
+    assert hot == pytest.approx(-np.log(VOCABULARY), abs=1e-4)
+    assert len({cold, plain, hot}) == 3
+
+
+def test_nothing_asked() -> None:
+    assert prefix_values(small_decoder(), [], token_budget=99) == []

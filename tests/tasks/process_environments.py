@@ -1,0 +1,16 @@
+"""Digits with a stated answer: {"id": "factory", "factory": "process_environments:Stated"}."""
+
+from task_environments import Digits
+
+from perilune.environments.protocol import Outcome, Score, Task, Transcript
+from perilune.environments.stated_answer import StatedAnswer
+
+
+class Stated(Digits):
+    """Worth 1 for an answer that has a digit; ";" begins it."""
+
+    def score(self, task: Task, transcript: Transcript) -> Outcome:
+        return Score(float(any(character.isdigit() for character in transcript.text)))
+
+    def stated_answer(self, task: Task) -> StatedAnswer:
+        return StatedAnswer(";", (task.data["answer"],), (";",))

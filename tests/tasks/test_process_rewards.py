@@ -1,0 +1,259 @@
+"""Process rewards in a climb: where they come from, and what they must not do."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from task_cases import episodes, metrics, run_task
+from tokenizers import models, pre_tokenizers
+
+from perilune.engine.engine import Engine
+from perilune.environments.protocol import Task
+from perilune.environments.registry import make_environment
+from perilune.environments.stated_answer import StatedAnswer
+from perilune.errors import RequestError
+from perilune.files import read_json_lines
+from perilune.learn.process import AnswerValues, MonteCarloValues
+from perilune.models.loading import new_model
+from perilune.models.tokenizer import Tokenizer
+from perilune.tasks import process_rewards as module
+from perilune.tasks.montecarlo import Position, play_on
+from perilune.tasks.process_rewards import ProcessRewards, Walk, means_of, potential, step_rewards
+from perilune.tasks.rl import RLSpec
+from perilune.tasks.rollouts import Rollouts, Stopwatch
+from perilune.verifiers import Scorer
+
+STATED = {"id": "factory", "factory": "process_environments:Stated"}
+SHORT = {"cut": "length", "least": 2}
+
+
+class Spy:
+    """A scorer that remembers what it was asked."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer, self.items = scorer, []
+
+    def score(self, items):
+        self.items += items
+        return self._scorer.score(items)
+
+    def __getattr__(self, name: str):
+        return getattr(self._scorer, name)
+
+
+@pytest.fixture(scope="module")
+def policy() -> Iterator[SimpleNamespace]:
+    tokenizer = Tokenizer.characters()
+    with Scorer(STATED) as scorer:
+        yield SimpleNamespace(
+            tokenizer=tokenizer, decoder=new_model("tiny", tokenizer, seed=3), scorer=scorer
+        )
+
+
+def process(policy, settings, max_tokens: int = 8) -> ProcessRewards:
+    environment = make_environment(STATED)
+    spec = RLSpec(checkpoint="model", max_tokens=max_tokens)
+    rollouts = Rollouts(Engine(policy.decoder), policy.tokenizer, Spy(policy.scorer), environment, 5)
+    return ProcessRewards(settings, policy.decoder, rollouts, spec, 512)
+
+
+def played(made: ProcessRewards, count: int = 3):
+    tasks = list(islice(made.rollouts.environment.tasks("train", 0), count))
+    params = made.sampling.params(made.decoder.config.eos_token_ids)
+    how = {"samples": 2, "params": params, "step": 1, "watch": Stopwatch(), "first": 0}
+    return tasks, how
+
+
+@given(st.lists(st.floats(0, 1, width=32), min_size=1, max_size=6), st.integers(0, 4))
+def test_more_segments_do_not_earn_more(values: list[float], detours: int) -> None:
+    """What the segments earn adds up to minus what the start was worth, however the answer is cut."""
+
+    def earned(path: list[float]) -> float:
+        one = SimpleNamespace(loss_mask=np.ones(len(path), bool))
+        walk = Walk(Task("", (), {}), one, tuple(range(len(path))), None)
+        return float(step_rewards(walk, np.array(path)).sum(dtype=np.float64))
+
+    longer = [values[0], *([0.9, 0.1] * detours), *values[1:]]
+    assert earned(values) == pytest.approx(-values[0], abs=1e-5)
+    assert earned(longer) == pytest.approx(-values[0], abs=1e-5)
+
+
+def test_what_is_earned_stands_at_the_last_token_that_the_policy_wrote() -> None:
+    one = SimpleNamespace(loss_mask=np.array([True, True, False, True, False]))
+    found = step_rewards(Walk(Task("", (), {}), one, (0, 3), None), np.array([0.25, 0.75]))
+    np.testing.assert_array_equal(found, np.array([np.nan, 0.5, np.nan, -0.75, np.nan], np.float32))
+
+
+def test_an_answer_that_is_easily_guessed_says_nothing_of_the_working() -> None:
+    likely, unlikely = np.log([0.6, 0.7]), np.log([0.4, 0.7])
+    assert potential(likely, AnswerValues()) is None
+    np.testing.assert_allclose(potential(unlikely, AnswerValues()), [0.4, 0.7])
+    assert potential(likely, AnswerValues(guessable=0.9)) is not None
+    np.testing.assert_allclose(potential(np.array([-5, -1]), AnswerValues(floor=-2)), [-1, -0.5])
+
+
+def test_the_answer_is_joined_to_the_lead_as_the_tokenizer_would() -> None:
+    vocabulary = {token: index for index, token in enumerate(["<eos>", "i", "s", ":", "6", "1", ":6", "is"])}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, [("i", "s"), (":", "6")]))
+    backend.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
+    tokenizer = Tokenizer(backend, {"eos_token": "<eos>"})
+    assert tokenizer.encode("is:") == [7, 3]
+    assert module._endings(tokenizer, "is:", ("61", "1")) == [([7, 6, 5], 2), ([7, 3, 5], 1)]
+
+
+def test_values_are_the_sampling_policys_and_of_its_own_tokens(policy) -> None:
+    made = process(policy, AnswerValues(segments=SHORT, guessable=1.0))
+    tasks, how = played(made)
+    plain = made.rollouts.play(tasks, **how)
+    groups = made.play(tasks, **how)
+    for task, group, before in zip(tasks, groups, plain, strict=True):
+        for one, other in zip(group, before, strict=True):
+            assert one.messages == other.messages  # nothing of the answer reaches what is learned from
+            np.testing.assert_array_equal(one.token_ids, other.token_ids)
+            np.testing.assert_array_equal(one.prompt_ids, other.prompt_ids)
+            walk = made._walk(task, made.rollouts.environment.stated_answer(task), one)
+            lead, answer = policy.tokenizer.encode(";"), policy.tokenizer.encode(task.data["answer"])
+            value = [
+                np.exp(
+                    made.rollouts.engine.score([[*one.prompt_ids, *one.token_ids[:prefix], *lead]], [answer])[
+                        0
+                    ].mean(dtype=np.float64)
+                )
+                for prefix in walk.prefixes
+            ]
+            ends = np.flatnonzero(~np.isnan(one.step_rewards))
+            assert ends.tolist() == [*(prefix - 1 for prefix in walk.prefixes[1:]), len(one.token_ids) - 1]
+            np.testing.assert_allclose(one.step_rewards[ends], np.diff([*value, 0.0]), atol=1e-6)
+    assert how["watch"].process > 0
+
+
+def test_writing_the_answer_down_again_earns_nothing(policy) -> None:
+    made = process(policy, AnswerValues(segments={"separators": ["\n"], "least": 1}))
+    tasks, how = played(made, 1)
+    one = made.rollouts.play(tasks, **how)[0][0]
+    gold = tasks[0].data["answer"]
+
+    def prefixes(text: str) -> tuple[int, ...]:
+        ids = np.array(policy.tokenizer.encode_completion(text), np.int32)
+        blank = np.zeros(len(ids), np.float32)
+        written = replace(
+            one, token_ids=ids, logprobs=blank, loss_mask=np.ones(len(ids), bool),
+            policy_version=np.zeros(len(ids), np.int32),
+        )  # fmt: skip
+        return made._walk(tasks[0], made.rollouts.environment.stated_answer(tasks[0]), written).prefixes
+
+    assert prefixes("so\nthen\n;0") == (0, 3, 8)
+    assert prefixes(f"so\nit is {gold}\n{gold}\n{gold};0") == (0, 3, 9)
+    assert prefixes(f"{gold}\n{gold}\n;{gold}") == (0,)
+
+
+def test_no_answer_no_room_no_process_rewards(policy) -> None:
+    made = process(policy, AnswerValues(segments=SHORT, guessable=1.0))
+    tasks, how = played(made, 2)
+    silent = {tasks[0].task_id: None, tasks[1].task_id: StatedAnswer(";", ("9" * 5000,), (";",))}
+    made.rollouts.environment.stated_answer = lambda task: silent[task.task_id]
+    groups = made.play(tasks, **how)
+    assert [one.step_rewards for group in groups for one in group] == [None] * 4
+
+
+def test_play_goes_on_from_where_an_answer_stands(policy) -> None:
+    made = process(policy, MonteCarloValues())
+    (task,), how = played(made, 1)
+    scorer = made.rollouts.scorer
+    prompt = np.array(policy.tokenizer.encode_prompt(task.prompt), np.int32)
+    written = np.array(policy.tokenizer.encode("ab"), np.int32)
+    start = Position(task, prompt, written[:0])
+    drawn = []
+    sample = made.rollouts.engine.sample
+    made.rollouts.engine.sample = lambda prompts, *rest: drawn.append(prompts) or sample(prompts, *rest)
+    params = replace(how["params"], max_tokens=4)
+    positions = [start, Position(task, prompt, written), start]
+    first, middle, again = play_on(made.rollouts, positions, 40, params, 1)
+    assert len(drawn[0]) == 2  # equal positions are played once
+    assert first is again
+    texts = [transcript.text for _, transcript in scorer.items[40:]]
+    assert all(text.startswith("ab") and len(text) <= 4 for text in texts)
+    assert len(set(texts)) > 20
+    expected = [float(any(character.isdigit() for character in text)) for text in texts]
+    assert middle.tolist() == expected
+    assert 0 < np.mean(expected) < 1
+    cut = [transcript for _, transcript in scorer.items[40:] if len(transcript.text) == 4]
+    assert cut and not all(transcript.finished for transcript in cut)
+
+
+def test_continuations_are_other_draws_than_the_episodes(policy) -> None:
+    made = process(policy, MonteCarloValues(continuations=2, segments=SHORT))
+    tasks, how = played(made, 1)
+    texts = {one.text for one in made.rollouts.play(tasks, **how)[0]}
+    made.rollouts.scorer.items.clear()
+    prompt = np.array(policy.tokenizer.encode_prompt(tasks[0].prompt), np.int32)
+    play_on(made.rollouts, [Position(tasks[0], prompt, prompt[:0])], 2, how["params"], 1)
+    assert texts.isdisjoint(transcript.text for _, transcript in made.rollouts.scorer.items)
+
+
+def test_play_is_within_one_turn(policy) -> None:
+    made = process(policy, AnswerValues())
+    made.rollouts.environment.max_turns = 3
+    with pytest.raises(RequestError, match="several turns"):
+        replace(made, settings=MonteCarloValues())
+
+
+def test_a_prefix_without_a_verdict_has_no_value() -> None:
+    np.testing.assert_array_equal(means_of(np.array([[1, 0, np.nan], [1, 1, 1]])), [0.5, 1.0])
+    assert means_of(np.array([[1.0, 0.0], [np.nan, np.nan]])) is None
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [
+        ("grpo", {"name": "answer"}),
+        ("dapo", {"name": "answer", "role": "trace"}),
+        ("ppo", {"name": "answer", "role": "reward"}),
+        ("grpo", {"name": "montecarlo", "continuations": 2}),
+        ("reinforce_pp", {"name": "montecarlo", "role": "reward", "continuations": 2}),
+    ],
+)
+def test_climbs_with_process_rewards(tmp_path, algorithm: str, settings: dict) -> None:
+    made = run_task(
+        tmp_path / "b", "rl", environment=STATED, algorithm=algorithm, steps=2,
+        process={**settings, "segments": SHORT}, prompts=3, samples=3,
+    )  # fmt: skip
+    assert all(line["process/segments"] > 1 for line in metrics(made))
+    table = episodes(made)
+    assert table["step_rewards"].notna().any()
+    timings = list(read_json_lines(made / "artifacts" / "timings.jsonl"))
+    assert all(0 < line["process"] <= line["other"] for line in timings)
+
+
+def test_values_are_frozen_while_a_batch_is_learned_from(tmp_path) -> None:
+    """A step's process rewards are of the weights that sampled, however many updates are made of it."""
+    seen = {}
+    for updates in (1, 3):
+        made = run_task(
+            tmp_path / str(updates), "rl", environment=STATED, steps=1, warmup=0, lr=0.1,
+            process={"name": "answer", "segments": SHORT}, updates_per_batch=updates,
+        )  # fmt: skip
+        seen[updates] = [row.tolist() for row in episodes(made)["step_rewards"]]
+    np.testing.assert_array_equal(np.concatenate(seen[1]), np.concatenate(seen[3]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"algorithm": "ppo", "process": "answer"}, "takes process rewards as reward"),
+        ({"process": {"name": "answer", "role": "reward"}}, "bonus, advantage or trace"),
+        ({"process": "montecarlo", "reward_model": "judge"}, "plays for the verifier's verdict"),
+        ({"process": "oracle"}, "answer"),
+        ({"process": {"name": "answer", "continuations": 3}}, "continuations"),
+    ],
+)
+def test_what_does_not_fit_is_refused(fields: dict, said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        RLSpec(checkpoint="model", **fields)
