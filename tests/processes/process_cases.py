@@ -22,7 +22,10 @@ context.set_forkserver_preload(
 
 
 def together(work: Callable[..., Any], *arguments: Any, count: int = 2, sharded: bool = False) -> list[Any]:
-    """What each of `count` processes gives for `work(processes, *arguments)`; an exception is given, too."""
+    """What each of `count` processes gives for `work(processes, *arguments)`; an exception is given, too.
+
+    EOFError stands for a process that ended without a word.
+    """
     return in_processes(_joined, count, sharded, work, arguments)
 
 
@@ -53,7 +56,10 @@ def in_processes(work: Callable[..., Any], count: int, *arguments: Any) -> list[
 
 def _received(receiver: Any) -> Any:
     assert receiver.poll(PATIENCE), "nothing came of a process"
-    return receiver.recv()
+    try:
+        return receiver.recv()
+    except EOFError as error:  # it was killed
+        return error
 
 
 def _run(sender: Any, meeting: str, rank: int, count: int, work: Callable[..., Any], arguments: Any) -> None:

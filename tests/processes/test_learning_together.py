@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -11,7 +14,7 @@ import pytest
 from learning_cases import random_groups, small_critic, small_decoder, weighed
 from process_cases import together
 
-from perilune.errors import WorkFailedError
+from perilune.errors import ProcessLostError, WorkFailedError
 from perilune.learn.batch import PackedBatch, pack
 from perilune.learn.checkpoints import read
 from perilune.learn.processes import ALONE, Processes
@@ -140,3 +143,30 @@ def test_what_is_not_finite_in_one_stops_all_with_one_message(sharded: bool) -> 
         learn_nonsense(ALONE)
     said = [str(error) for error in together(learn_nonsense, sharded=sharded)]
     assert said == [str(alone.value)] * 2
+
+
+def die_while_learning(processes: Processes) -> None:
+    """The second process is killed before it hands its gradient on, which the first waits for."""
+    learner = Learner(small_decoder(), SETTINGS, processes=processes)
+    for _ in learner._own(steps_of("token-mean")[0]):
+        if processes.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_who_waits_for_a_process_that_was_killed_says_so_at_once() -> None:
+    began = time.monotonic()
+    waited, killed = together(die_while_learning)
+    assert isinstance(killed, EOFError)
+    assert isinstance(waited, ProcessLostError)
+    assert "waited for the gradient of micro-batch 2, and another process has ended" in str(waited)
+    assert time.monotonic() - began < 20
+
+
+def check_what_differs(processes: Processes) -> None:
+    processes.check_same("weights", f"sum {processes.rank}")
+
+
+def test_processes_that_drift_apart_are_stopped() -> None:
+    for error in together(check_what_differs):
+        assert isinstance(error, WorkFailedError)
+        assert "no longer agree on the weights: process 0 has sum 0, process 1 has sum 1" in str(error)

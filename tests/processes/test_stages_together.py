@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from process_cases import in_processes
-from task_cases import make_bundle, make_job, run_in, run_task
+from drill_cases import family, start_worker, verdict_of, wait_for
+from process_cases import PATIENCE, in_processes
+from task_cases import make_bundle, make_job, metrics, run_in, run_task
 
 from perilune.bundle.compare import compare_artifacts
+from perilune.bundle.freeze import freeze
 from perilune.bundle.plugin import load_plugin
 from perilune.bundle.workspace import FollowerWorkspace
+from perilune.execution.placements.local import carry_over
 from perilune.files import sha256_file
 
 
@@ -64,3 +71,47 @@ def test_a_stage_in_two_processes_leaves_the_same_bytes(
     both = in_two(make_bundle(tmp_path / "both", job, given))
     assert compare_artifacts(alone, both) == []
     assert weights(alone) == weights(both)
+
+
+def test_a_step_with_fewer_tasks_than_processes(tmp_path: Path) -> None:
+    """The second process plays nothing and learns nothing, and knows all the same."""
+    job = make_job("rl", prompts=1, steps=2)
+    alone = run_in(make_bundle(tmp_path / "alone", job))
+    assert compare_artifacts(alone, in_two(make_bundle(tmp_path / "both", job))) == []
+
+
+def test_a_stage_goes_on_in_more_processes(tmp_path: Path) -> None:
+    job = make_job("rl", kl=0.05, keep={"last": 9})
+    whole = run_in(make_bundle(tmp_path / "whole", job))
+    rest = make_bundle(tmp_path / "rest", job)
+    carry_over(whole / "artifacts", rest / "artifacts")
+    for later in ("final", "step-000003"):
+        shutil.rmtree(rest / "artifacts" / "checkpoints" / later)
+    assert compare_artifacts(whole, in_two(rest)) == []
+    assert '"resumed","step":2' in (rest / "runtime" / "events.jsonl").read_text()
+
+
+def test_one_killed_process_ends_all_and_the_run_goes_on_in_fewer(tmp_path: Path) -> None:
+    """By the worker: the end is named, quick, and leaves nothing behind."""
+    alone = make_job("rl", steps=19, save_every=3)
+    resources = alone.resources.model_copy(update={"processes": 2})
+    freeze(alone.model_copy(update={"resources": resources}), {}, tmp_path / "1")
+    worker = start_worker(tmp_path / "1")
+    wait_for(lambda: len(metrics(tmp_path / "1")) > 3, "the fourth step")
+    ranks = {psutil.Process(pid).environ().get("RANK"): pid for pid in family(tmp_path / "1")}
+    os.kill(ranks["1"], signal.SIGKILL)
+    begun = time.monotonic()
+    assert worker.wait(timeout=PATIENCE) == 1
+    assert time.monotonic() - begun < 20
+    verdict = verdict_of(tmp_path / "1")
+    assert verdict["cause"] == "killed"
+    assert verdict["message"] == ("process 1 of 2, see artifacts/task.1.log: ended from outside by SIGKILL")
+    assert family(tmp_path / "1") == []
+    assert "process 1 of 2" in (tmp_path / "1" / "artifacts" / "task.1.log").read_text()
+    assert "process 0 of 2" in (tmp_path / "1" / "artifacts" / "task.log").read_text()
+
+    rest = make_bundle(tmp_path / "2", alone)
+    carry_over(tmp_path / "1" / "artifacts", rest / "artifacts")
+    whole = run_in(make_bundle(tmp_path / "whole", alone))
+    assert compare_artifacts(whole, run_in(rest)) == []
+    assert weights(whole) == weights(rest)
