@@ -3,17 +3,38 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from perilune.data.episode import Episode
 from perilune.errors import RequestError
 from perilune.metrics.pass_at_k import pass_at_k, pass_hat_k
+from perilune.tasks.evaluation import evaluation_summary
+
+
+def answer(reward: float, name: str) -> Episode:
+    none = np.zeros(1, np.int32)
+    return Episode(
+        name, name.partition("/")[0], name.partition("/")[0], "e", 0, (), none, none,
+        np.ones(1, np.bool_), np.zeros(1, np.float32), none, "stop", reward=reward,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("k", "expected"), [(1, 0.3), (2, 0.5333), (5, 0.91667)])
 def test_pass_at_k_worked_example(k: int, expected: float) -> None:
     assert pass_at_k(10, 3, k) == pytest.approx(expected, abs=5e-5)
+
+
+def test_completions_are_not_drawn_with_replacement() -> None:
+    """That would say too little of few samples: 0.832 of 3 right ones among 10, at k = 5."""
+    with_replacement = 1 - (1 - 3 / 10) ** 5
+    assert with_replacement == pytest.approx(0.832, abs=5e-4)
+    groups = [[answer(float(i < 3), f"{g}/{i}") for i in range(10)] for g in range(2)]
+    found = evaluation_summary("e", groups, [], seed=0)
+    assert found["pass@4"]["mean"] == pytest.approx(1 - math.comb(7, 4) / math.comb(10, 4))
+    assert found["pass@4"]["low"] == found["pass@4"]["high"]  # two tasks alike: nothing else is resampled
 
 
 def test_pass_hat_k_worked_example() -> None:

@@ -214,6 +214,7 @@ class _Gauge:
             "sequence_weight_max": float(sequences.max()),
             "weights_above": float((tokens > high).mean()),
             "weights_below": float((tokens < low).mean()),
+            "perplexity_ratio": float(np.exp(-log_w.mean())),
             "chi2_token": float((tokens**2).mean() - 1),
             "chi2_sequence_product": float((sequences**2).mean() - 1),
         }
