@@ -37,7 +37,7 @@ def run_task(bundle: Path) -> None:
         WorkFailedError: when the task returned without what it promises to produce.
         RequestError: when it cannot run in several processes.
     """
-    if int(os.environ.get("RANK", "0")) > 0:
+    if _rank() > 0:
         follower = FollowerWorkspace(bundle)
         plugin = load_plugin(follower.job.task)
         if not runs_in_several(plugin):
@@ -61,9 +61,11 @@ class _Missing(Exception):  # noqa: N818 - marks a cause, is never raised by its
 def main() -> None:
     """Run the task of the bundle named on the command line; the exit code is 0, 1 or 2."""
     bundle = Path(sys.argv[1]).absolute()
+    own = directory_of(bundle, _rank())
+    own.mkdir(parents=True, exist_ok=True)
     die_with(int(sys.argv[2]) if len(sys.argv) > 2 else os.getppid())
     faulthandler.enable()
-    leave_stacks_in(bundle / "runtime")
+    leave_stacks_in(own)
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to judge
     try:
@@ -74,10 +76,12 @@ def main() -> None:
             traceback.print_exc()
         message = str(error) if isinstance(error, PeriluneError) else _short(error)
         print(f"failed: {message}", file=sys.stderr, flush=True)
-        _leave_last_words(
-            directory_of(bundle, int(os.environ.get("RANK", "0"))), {"cause": cause.value, "message": message}
-        )
+        _leave_last_words(own, {"cause": cause.value, "message": message})
         sys.exit(error.exit_code if isinstance(error, PeriluneError) else 1)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
 
 
 def _leave_last_words(runtime: Path, words: dict[str, str]) -> None:
