@@ -120,8 +120,7 @@ class RL:
         with Scorer(workspace.job.environment) as scorer:
             device = prepare_device(workspace)
             policy = load_policy(workspace, device, spec)
-            start = partial(load_reference, workspace, device, policy, spec)
-            reference = start() if _has_reference(spec) else None
+            reference = load_reference(workspace, device, policy, spec) if _has_reference(spec) else None
             memory = _memory(spec, policy.decoder.config, device.type)
             environment = make_environment(workspace.job.environment)
             config = policy.decoder.config
@@ -143,7 +142,12 @@ class RL:
             first = resume(workspace, learner)
             send_canary(workspace, spec, device, first)
             check_reward(workspace, spec.steps, first)
-            observer = Observer(workspace, spec.steps, GoldWatch(workspace, start, spec.temperature))
+            observer = Observer(
+                workspace, spec.steps,
+                GoldWatch(
+                    workspace, partial(load_reference, workspace, device, policy, spec), spec.temperature
+                ),
+            )  # fmt: skip
             publisher = Publisher(engine, learner, reference)
             tasks = TrainingTasks(environment, workspace, skip=learner.memory.get("tasks", 0))
             for step in range(first, spec.steps):
