@@ -1,0 +1,184 @@
+"""LoRA: gradients by an independent definition in float64, merged to the last bit, over narrow bases too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from perilune.models.attention import PackedAttention
+from perilune.models.config import PRESETS, DecoderConfig
+from perilune.models.decoder import Decoder
+from perilune.models.layer_kinds import Experts
+from perilune.models.lora import (
+    BaseKind,
+    MergedProjection,
+    attach,
+    base_kind,
+    base_of,
+    base_state,
+    linear_maps,
+    merged,
+    narrow_base,
+    pairs_of,
+    widened,
+)
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TINY = PRESETS["tiny"].replace(num_layers=2)
+SIZES: dict[str, Any] = {
+    "vocab_size": 98, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 4,
+    "num_kv_heads": 2, "head_dim": 32, "initializer_range": 0.1,
+}  # fmt: skip
+MIXTURE = DecoderConfig(architecture="qwen3_moe", **SIZES, experts=Experts(4, 2, 48))
+BIASED = DecoderConfig(architecture="qwen2", **SIZES, tie_word_embeddings=False)
+TOKENS = torch.arange(40) * 7 % 98
+
+
+def make(config: DecoderConfig = TINY, base: BaseKind = "float32", rank: int = 4, seed: int = 0) -> Decoder:
+    """An adapted decoder that has learned something: B is not zero."""
+    decoder = Decoder(config)
+    decoder.initialize(seed)
+    narrow_base(decoder, base)
+    attach(decoder, TARGETS, rank, alpha=8.0, seed=seed)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for _, b in pairs_of(decoder).values():
+            b.copy_(torch.randn(b.shape, generator=generator) * 0.05)
+    return decoder
+
+
+def logits(decoder: Decoder) -> Tensor:
+    bounds = torch.tensor([0, 25, 40])
+    positions = torch.cat([torch.arange(25), torch.arange(15)])
+    return decoder.logits(decoder(TOKENS, positions, PackedAttention(bounds)))
+
+
+def loss(found: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(found[:-1].double(), TOKENS[1:])
+
+
+def by_definition(decoder: Decoder, scale: float) -> dict[str, Tensor]:
+    """Gradients in float64 of a plain decoder whose weights are W + s B A, by torch alone."""
+    plain = Decoder(decoder.config).double()
+    weights = {name: tensor.double() for name, tensor in base_state(decoder).items() if "scales" not in name}
+    weights |= {f"{name}.weight": widened(part).double() for name, part in linear_maps(decoder)}
+    pairs = {
+        name: tuple(half.detach().double().requires_grad_() for half in pair)
+        for name, pair in pairs_of(decoder).items()
+    }
+    for name, (a, b) in pairs.items():
+        weights[f"{name}.weight"] = weights[f"{name}.weight"] + scale * torch.einsum("or,ri->oi", b, a)
+
+    class Logits(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder = plain
+
+        def forward(self) -> Tensor:
+            return logits(self.decoder)
+
+    names = {f"decoder.{name}": tensor for name, tensor in weights.items()}
+    loss(torch.func.functional_call(Logits(), names, ())).backward()
+    return {
+        f"{name}.lora_{part}.weight": half.grad
+        for name, pair in pairs.items()
+        for part, half in zip("AB", pair, strict=True)
+        if half.grad is not None
+    }
+
+
+@pytest.mark.usefixtures("arithmetic")
+@pytest.mark.parametrize("base", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("config", [TINY, MIXTURE, BIASED], ids=["tied", "experts", "biases"])
+def test_gradients_are_those_of_the_definition(config: DecoderConfig, base: BaseKind) -> None:
+    decoder = make(config, base)
+    loss(logits(decoder)).backward()
+    expected = by_definition(decoder, scale=2.0)
+    trained = {name: p for name, p in decoder.named_parameters() if p.requires_grad}
+    assert trained.keys() == expected.keys()
+    for name, gradient in expected.items():
+        found = trained[name].grad
+        assert found is not None
+        assert (found - gradient).norm() <= 2e-5 * gradient.norm(), name
+    frozen = [p for p in decoder.parameters() if not p.requires_grad]
+    assert frozen
+    assert all(p.grad is None for p in frozen)
+
+
+@pytest.mark.usefixtures("arithmetic")
+@pytest.mark.parametrize("base", ["float32", "int8"])
+def test_it_begins_as_its_base_and_is_merged_to_the_last_bit(base: BaseKind) -> None:
+    decoder = Decoder(TINY)
+    decoder.initialize(0)
+    narrow_base(decoder, base)
+    with torch.no_grad():
+        start = logits(decoder)
+        attach(decoder, TARGETS, 4, alpha=8.0, seed=0)
+        assert torch.equal(logits(decoder), start)  # B is 0
+        adapted = make(TINY, base)
+        found = logits(adapted)
+        assert (found - start).abs().max() > 1e-3
+        assert torch.equal(logits(merged(adapted)), found)
+        assert torch.equal(logits(adapted.frozen()), found)
+        assert torch.equal(logits(base_of(adapted)), start)
+    assert not any(isinstance(one, MergedProjection) for one in merged(adapted).projections())
+    learning = logits(adapted)
+    assert torch.equal(learning, found)
+    assert learning.requires_grad
+
+
+def test_the_base_is_shared_and_kept_as_asked() -> None:
+    decoder = make(MIXTURE, "int8")
+    assert base_kind(decoder) == base_kind(base_of(decoder)) == "int8"
+    mine, its = decoder.state_dict(), base_of(decoder).state_dict()
+    assert its.keys() == base_state(decoder).keys() < mine.keys()
+    assert all(its[name].data_ptr() == mine[name].data_ptr() for name in its)
+    dtypes = {name.rpartition(".")[0].rpartition(".")[2]: tensor.dtype for name, tensor in its.items()}
+    assert dtypes["q_proj"] in (torch.int8, torch.float32)  # the map's own, or its scales
+    assert its["model.embed_tokens.weight"].dtype == torch.bfloat16
+    assert its["model.layers.0.mlp.gate.weight"].dtype == torch.float32  # a router's rounding moves tokens
+    assert its["model.layers.0.mlp.experts.0.up_proj.weight"].dtype == torch.int8
+    assert all(p.dtype == torch.float32 for p in decoder.parameters() if p.requires_grad)
+
+
+@pytest.mark.usefixtures("arithmetic")
+@pytest.mark.parametrize("adapted", [True, False])
+def test_products_in_bfloat16_are_near_and_sampled_from_alike(adapted: bool) -> None:
+    decoder = make() if adapted else Decoder(TINY)
+    if not adapted:
+        decoder.initialize(0)
+    exact = logits(decoder)
+    loss(exact).backward()
+    gradients = {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
+    decoder.zero_grad()
+    decoder.compute_in("bfloat16")
+    near = logits(decoder)
+    assert near.dtype == torch.float32
+    assert 1e-4 < (near - exact).norm() / exact.norm() < 0.02
+    loss(near).backward()
+    for name, parameter in decoder.named_parameters():
+        if name in gradients:
+            assert parameter.grad is not None
+            assert parameter.grad.dtype == torch.float32
+            assert (parameter.grad - gradients[name]).norm() < 0.05 * gradients[name].norm(), name
+    with torch.no_grad():
+        assert (logits(decoder.frozen()) - near).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("config", [TINY, MIXTURE], ids=["dense", "experts"])
+@pytest.mark.parametrize("adapted", [True, False])
+def test_recomputed_layers_give_the_same_gradient_bit_by_bit(config: DecoderConfig, adapted: bool) -> None:
+    def gradients(recompute: bool) -> dict[str, Tensor]:
+        decoder = make(config) if adapted else Decoder(config)
+        if not adapted:
+            decoder.initialize(0)
+        decoder.recompute = recompute
+        loss(logits(decoder)).backward()
+        return {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
+
+    expected, found = gradients(False), gradients(True)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
