@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from lora_cases import TARGETS, TINY, TOKENS, logits, make
 from torch import Tensor
 
-from perilune.models.attention import PackedAttention
-from perilune.models.config import PRESETS, DecoderConfig
+from perilune.models.config import DecoderConfig
 from perilune.models.decoder import Decoder
 from perilune.models.layer_kinds import Experts
 from perilune.models.lora import (
@@ -26,34 +26,12 @@ from perilune.models.lora import (
     widened,
 )
 
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-TINY = PRESETS["tiny"].replace(num_layers=2)
 SIZES: dict[str, Any] = {
     "vocab_size": 98, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 4,
     "num_kv_heads": 2, "head_dim": 32, "initializer_range": 0.1,
 }  # fmt: skip
 MIXTURE = DecoderConfig(architecture="qwen3_moe", **SIZES, experts=Experts(4, 2, 48))
 BIASED = DecoderConfig(architecture="qwen2", **SIZES, tie_word_embeddings=False)
-TOKENS = torch.arange(40) * 7 % 98
-
-
-def make(config: DecoderConfig = TINY, base: BaseKind = "float32", rank: int = 4, seed: int = 0) -> Decoder:
-    """An adapted decoder that has learned something: B is not zero."""
-    decoder = Decoder(config)
-    decoder.initialize(seed)
-    narrow_base(decoder, base)
-    attach(decoder, TARGETS, rank, alpha=8.0, seed=seed)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for _, b in pairs_of(decoder).values():
-            b.copy_(torch.randn(b.shape, generator=generator) * 0.05)
-    return decoder
-
-
-def logits(decoder: Decoder) -> Tensor:
-    bounds = torch.tensor([0, 25, 40])
-    positions = torch.cat([torch.arange(25), torch.arange(15)])
-    return decoder.logits(decoder(TOKENS, positions, PackedAttention(bounds)))
 
 
 def loss(found: Tensor) -> Tensor:

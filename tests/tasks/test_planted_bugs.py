@@ -27,6 +27,7 @@ from perilune.learn.algorithms.grpo import GRPO
 from perilune.learn.batch import PackedBatch
 from perilune.learn.weights import GroupWeights
 from perilune.models.decoder import Decoder
+from perilune.models.lora import base_of
 from perilune.tasks import policy_update, rollouts, session
 from perilune.tasks.rollouts import Rollouts
 
@@ -93,6 +94,17 @@ def weights_stop_at_the_runner(patch: Patch) -> None:
                 right(self, decoder)
 
         patch.setattr(runner, "take_weights", once)
+
+
+def adapter_stays_behind(patch: Patch) -> None:
+    """The engine copies the frozen matrices, and not what is learned beside them."""
+    for runner in (NativeRunner, TorchRunner):
+        right = runner.take_weights
+
+        def alone(self: Any, decoder: Decoder, right: Callable[..., None] = right) -> None:
+            right(self, base_of(decoder))
+
+        patch.setattr(runner, "take_weights", alone)
 
 
 def versions_relabelled(patch: Patch) -> None:
@@ -212,6 +224,8 @@ PLANTED: list[tuple[Callable[[Patch], None], dict[str, Any], str]] = [
     (stale_weights, {}, "its weights are stale"),
     (engine_of_another_model, {}, "its weights are stale, or another model's"),
     (weights_stop_at_the_runner, {}, "took version [1-3] and computes with other weights"),
+    (adapter_stays_behind, {"lora": {"rank": 4}}, "with the base alone: the adapter did not reach it"),
+    (adapter_stays_behind, {"lora": {"rank": 4, "base": "int8"}, "lr": 1e-5}, "the adapter did not reach it"),
     (versions_relabelled, {}, "other policy versions than sampled it"),
     (advantage_on_the_last_token, {}, "an advantage that reaches 1 of its"),
     (token_mean_a_micro_batch, {}, "a denominator is not the whole step's"),

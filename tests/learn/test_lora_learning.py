@@ -1,0 +1,109 @@
+"""Learning with LoRA, a narrow base or products in bfloat16: sampler and learner agree, and it resumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from perilune.data.episode import Episode
+from perilune.engine.engine import Engine
+from perilune.engine.request import Prompt, SamplingParams
+from perilune.errors import RequestError
+from perilune.learn.adaptation import adapt
+from perilune.learn.algorithms import algorithm
+from perilune.learn.batch import pack
+from perilune.learn.settings import LearnerSettings
+from perilune.learn.trainer import Learner
+from perilune.models.decoder import Decoder
+from perilune.models.loading import new_model
+from perilune.models.lora import narrow_base
+from perilune.models.native import ops
+from perilune.models.tokenizer import Tokenizer
+from perilune.tasks.publishing import gap_limit
+
+TOKENIZER = Tokenizer.characters()
+
+
+def make(seed: int = 3, **settings: Any) -> Decoder:
+    found = LearnerSettings.model_validate(settings)
+    decoder = new_model("tiny", TOKENIZER, seed=seed)
+    if found.lora is not None:
+        narrow_base(decoder, found.lora.base)
+    adapt(decoder, found, seed=0)
+    return decoder
+
+
+def step(learner: Learner, engine: Engine) -> dict[str, float]:
+    """Sample, and learn."""
+    prompts = [
+        Prompt(TOKENIZER.encode(text), (0, learner.version, i)) for i, text in enumerate(("12+7=", "a b"))
+    ]
+    engine.update_weights(None, learner.version)
+    sampled = engine.sample(prompts, 4, SamplingParams(24, 0.8, stop_token_ids=tuple(range(5))))
+    groups = [
+        [
+            Episode(
+                f"1/{i}/{j}", f"1/{i}", f"t{i}", "test", 0, (), np.array(prompt.token_ids, np.int32),
+                one.token_ids, np.ones(len(one.token_ids), np.bool_), one.logprobs, one.policy_version,
+                one.finish_reason, reward=float(j % 2),
+            )
+            for j, one in enumerate(answers)
+        ]
+        for i, (prompt, answers) in enumerate(zip(prompts, sampled, strict=True))
+    ]  # fmt: skip
+    weighed = [algorithm("grpo")(group, max_tokens=24) for group in groups]
+    return learner.forward_backward(pack(weighed, 60, temperature=0.8)) | learner.optim_step(1e-2)
+
+
+@pytest.mark.usefixtures("arithmetic")
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("base", ["", "float32", "bfloat16", "int8"])
+def test_engine_and_learner_agree(base: str, precision: str) -> None:
+    """To the last bit, but where torch alone computes products in bfloat16: there within the stated bound."""
+    lora = {"rank": 4, "base": base} if base else None
+    decoder = make(lora=lora, precision=precision)
+    learner = Learner(decoder)
+    engine = Engine(decoder, slots=8, cache_tokens=1024)
+    for _ in range(3):
+        gap = step(learner, engine)["logprob_gap_max"]
+        assert gap <= (0.0 if precision == "float32" or ops.available() else gap_limit(decoder) / 2)
+    if base:
+        assert all(".lora_" in name for name in learner.optimizer.parameters)
+    assert gap_limit(make()) < gap_limit(make(precision="bfloat16"))
+
+
+def test_it_resumes_beside_the_base_it_was_learned_on(tmp_path: Path) -> None:
+    lora = {"rank": 4, "base": "int8"}
+    decoder = make(lora=lora)
+    learner, engine = Learner(decoder), Engine(decoder, slots=8, cache_tokens=1024)
+    step(learner, engine)
+    learner.save_state(tmp_path / "saved")
+    expected = step(learner, engine)
+    written = sum(file.stat().st_size for file in (tmp_path / "saved").iterdir())
+    assert written < 1.1 * 12 * sum(p.numel() for p in learner.optimizer.parameters.values())
+
+    again = make(lora=lora)
+    resumed = Learner(again)
+    resumed.load_state(tmp_path / "saved")
+    assert step(resumed, Engine(again, slots=8, cache_tokens=1024)) == expected
+    assert all(
+        torch.equal(p, learner.optimizer.parameters[name]) for name, p in resumed.optimizer.parameters.items()
+    )
+    for other in (make(lora={"rank": 4}), make(seed=4, lora=lora)):
+        with pytest.raises(RequestError, match="learned beside frozen weights with checksum"):
+            Learner(other).load_state(tmp_path / "saved")
+
+
+def test_moments_are_carried_to_the_same_parameters_only(tmp_path: Path) -> None:
+    learner = Learner(make(lora={"rank": 4}))
+    learner.save_state(tmp_path / "adapter")
+    Learner(make()).save_state(tmp_path / "whole")
+    assert Learner(make(lora={"rank": 4})).carry_second_moments(tmp_path / "adapter")
+    assert Learner(make()).carry_second_moments(tmp_path / "whole")
+    assert not Learner(make(lora={"rank": 8})).carry_second_moments(tmp_path / "adapter")
+    assert not Learner(make(lora={"rank": 4})).carry_second_moments(tmp_path / "whole")
+    assert not Learner(make()).carry_second_moments(tmp_path / "adapter")

@@ -1,0 +1,162 @@
+"""Adapters as files: PEFT reads ours, we read PEFT's, and a hostile one is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lora_cases import TARGETS, TINY, TOKENS, logits, make
+from safetensors.torch import load_file, save_file
+
+from perilune.errors import RequestError
+from perilune.models.adapters import FOLDER, Adapter, save_policy
+from perilune.models.attention import PackedAttention
+from perilune.models.decoder import Decoder
+from perilune.models.loading import load_checkpoint, load_decoder, new_model, save_checkpoint
+from perilune.models.lora import BaseKind, attach, merged, narrow_base, pairs_of
+from perilune.models.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer.characters()
+IDS = TOKENS[:20]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that transformers loads."""
+    folder = tmp_path_factory.mktemp("base")
+    save_checkpoint(folder, new_model(TINY, TOKENIZER, seed=3), TOKENIZER)
+    return folder
+
+
+def learned(base: Path, kind: BaseKind = "float32") -> Decoder:
+    """The base with an adapter that has learned something."""
+    decoder, _ = load_checkpoint(base, base=kind)
+    attach(decoder, TARGETS, 4, alpha=8.0, seed=0)
+    with torch.no_grad():
+        for _, b in pairs_of(decoder).values():
+            b.copy_(torch.randn(b.shape, generator=torch.Generator().manual_seed(1)) * 0.05)
+    return decoder
+
+
+@torch.no_grad()
+def ours(decoder: Decoder) -> torch.Tensor:
+    return decoder.logits(decoder(IDS, torch.arange(20), PackedAttention(torch.tensor([0, 20]))))
+
+
+@torch.no_grad()
+def theirs(model: Any) -> torch.Tensor:
+    found: torch.Tensor = model(IDS[None]).logits[0]
+    return found
+
+
+def test_peft_reads_ours(base: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    decoder = learned(base)
+    Adapter.of(decoder).save(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    start = theirs(model)
+    found = theirs(PeftModel.from_pretrained(model, tmp_path))
+    torch.testing.assert_close(found, ours(decoder), rtol=1e-5, atol=1e-5)
+    assert (found - start).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("rank_stabilised", [False, True])
+def test_we_read_what_peft_writes(base: Path, tmp_path: Path, rank_stabilised: bool) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM",
+        init_lora_weights=False, use_rslora=rank_stabilised,
+    )  # fmt: skip
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    model.save_pretrained(tmp_path)
+    adapter, decoder = Adapter.load(tmp_path), load_decoder(base)
+    torch.testing.assert_close(ours(adapter.merge(decoder)), theirs(model), rtol=1e-5, atol=1e-5)
+    adapter.attach(decoder)  # and learning goes on from it
+    torch.testing.assert_close(ours(decoder), theirs(model), rtol=1e-5, atol=1e-5)
+    assert {name.rpartition(".")[2] for name in pairs_of(decoder)} == {"q_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+def test_base_and_adapter_are_the_merged_policy(base: Path, tmp_path: Path, kind: BaseKind) -> None:
+    decoder = learned(base, kind)
+    save_policy(tmp_path, decoder, TOKENIZER)
+    with torch.no_grad():
+        expected = logits(decoder)
+        again, _ = load_checkpoint(tmp_path)
+        assert torch.equal(logits(again), expected)
+        plain = load_decoder(base)
+        assert torch.equal(logits(Adapter.load(tmp_path / FOLDER).merge(plain)), expected)
+    assert all(p.requires_grad for p in plain.parameters())  # merging leaves what it is given alone
+
+
+def test_a_base_may_be_narrowed_as_it_is_read(base: Path) -> None:
+    read, _ = load_checkpoint(base, base="int8")
+    narrowed = load_decoder(base)
+    narrow_base(narrowed, "int8")
+    mine, its = read.state_dict(), narrowed.state_dict()
+    assert mine.keys() == its.keys()
+    assert all(torch.equal(mine[name], tensor) for name, tensor in its.items())
+    assert torch.equal(logits(merged(read)), logits(read))
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+def test_another_base_is_named(base: Path, tmp_path: Path, kind: BaseKind) -> None:
+    Adapter.of(learned(base, kind)).save(tmp_path)
+    adapter, other = Adapter.load(tmp_path), new_model(TINY, TOKENIZER, seed=4)
+    with pytest.raises(RequestError, match=f"beside a base with checksum {kind} .*, and this one has {kind}"):
+        adapter.merge(other)
+    adapter.check(load_decoder(base))
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda f: (f / "adapter_model.safetensors").unlink(), "no adapter_model.safetensors"),
+        (lambda f: (f / "adapter_model.safetensors").write_bytes(b"PK\x03\x04"), "not safetensors"),
+        (lambda f: edit(f, r=2), "lora_A.weight is .*, and r is 2"),
+        (lambda f: edit(f, use_dora=True), "only plain LoRA"),
+        (lambda f: edit(f, modules_to_save=["lm_head"]), "modules_to_save is not implemented"),
+        (lambda f: edit_tensors(f, lambda t: t.pop(KEY.format("B"))), "only half of its pair"),
+        (lambda f: edit_tensors(f, lambda t: t[KEY.format("B")].fill_(torch.nan)), "no finite numbers"),
+        (lambda f: edit_tensors(f, lambda t: t.update({KEY.format("A"): torch.zeros(4, 7)})), "do not fit"),
+        (lambda f: edit_tensors(f, lambda t: t.update(x=torch.zeros(1))), "x is no part of a LoRA pair"),
+    ],
+)
+def test_a_hostile_adapter_is_refused(
+    base: Path, tmp_path: Path, change: Callable[[Path], Any], said: str
+) -> None:
+    Adapter.of(learned(base)).save(tmp_path)
+    change(tmp_path)
+    with pytest.raises(RequestError, match=said):
+        Adapter.load(tmp_path).check(load_decoder(base))
+
+
+def test_a_router_and_a_head_have_no_adapter() -> None:
+    decoder = make()
+    for name in ("lm_head", "model.embed_tokens", "model.norm"):
+        with pytest.raises(RequestError, match="no such linear map"):
+            Adapter({name: (torch.zeros(1, 1), torch.zeros(1, 1))}, 1.0).check(decoder)
