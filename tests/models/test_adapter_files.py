@@ -138,6 +138,7 @@ KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
         (lambda f: (f / "adapter_model.safetensors").unlink(), "no adapter_model.safetensors"),
         (lambda f: (f / "adapter_model.safetensors").write_bytes(b"PK\x03\x04"), "not safetensors"),
         (lambda f: edit(f, r=2), "lora_A.weight is .*, and r is 2"),
+        (lambda f: (f / "base.json").write_text('{"kept": "int4"}'), "kept is not one of"),
         (lambda f: edit(f, use_dora=True), "only plain LoRA"),
         (lambda f: edit(f, modules_to_save=["lm_head"]), "modules_to_save is not implemented"),
         (lambda f: edit_tensors(f, lambda t: t.pop(KEY.format("B"))), "only half of its pair"),

@@ -4,7 +4,7 @@
     adapter_model.safetensors    base_model.model.NAME.lora_A.weight [r, I], ....lora_B.weight [O, r]
 
 An adapter comes from anywhere: it is read as safetensors or not at all, and held against the model before any
-of it is used. Those that we write also say, in the metadata of the second file, of which base they are.
+of it is used. Those that we write have a third file, base.json: beside which base they were learned.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from perilune.errors import RequestError
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 FOLDER = "adapter"  # in the folder of a checkpoint that it is merged into
 _KEY = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<part>[AB])\.weight")
-_BASE = "perilune_base"  # metadata: "KIND CHECKSUM" of the frozen weights
+_BASE = "base.json"  # how the frozen weights were kept, and their checksum
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,9 +83,7 @@ class Adapter:
                 )
         rank, scale = _rank_and_scale(read_json(config_file), str(config_file))
         try:
-            with safe_open(weights, framework="pt") as file:
-                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
-                base = (file.metadata() or {}).get(_BASE, "")
+            tensors = load_file(weights)
         except (SafetensorError, OSError) as error:
             raise RequestError(f"not safetensors: {error}", where=str(weights)) from None
         halves: dict[str, dict[str, Tensor]] = {}
@@ -97,7 +95,8 @@ class Adapter:
         lone = [name for name, parts in halves.items() if len(parts) != 2]
         if lone:
             raise RequestError(f"{lone[0]} has only half of its pair", where=str(weights))
-        return cls({name: (parts["A"], parts["B"]) for name, parts in halves.items()}, scale, base)
+        pairs = {name: (parts["A"], parts["B"]) for name, parts in halves.items()}
+        return cls(pairs, scale, _read_base(folder / _BASE))
 
     def save(self, path: Path) -> None:
         """Write the folder that PEFT reads; the configuration last, so that a folder that has it is whole."""
@@ -107,7 +106,10 @@ class Adapter:
             for part, tensor in zip("AB", pair, strict=True)
         }
         path.mkdir(parents=True, exist_ok=True)
-        write_atomic(path / _WEIGHTS, save(tensors, metadata={"format": "pt", _BASE: self.base}))
+        write_atomic(path / _WEIGHTS, save(tensors, metadata={"format": "pt"}))
+        if self.base:
+            kind, _, digest = self.base.partition(" ")
+            write_json(path / _BASE, {"kept": kind, "checksum": digest})
         rank = len(next(iter(self.pairs.values()))[0])
         document = {
             "peft_type": "LORA",
@@ -192,9 +194,17 @@ def _told(decoder: Decoder, base: str) -> str:
     return f"{kind} {checksum(base_state(decoder))}"
 
 
+def _read_base(file: Path) -> str:
+    if not file.is_file():
+        return ""
+    found = read_json(file)
+    if not (isinstance(found, Mapping) and {found.get("kept")} <= set(get_args(BaseKind))):
+        raise RequestError(f"kept is not one of {', '.join(get_args(BaseKind))}", where=str(file))
+    return f"{found['kept']} {found.get('checksum')}"
+
+
 def _kind(base: str) -> BaseKind:
-    kind = base.partition(" ")[0]
-    return kind if kind in ("bfloat16", "int8") else "float32"  # type: ignore[return-value]
+    return base.partition(" ")[0] or "float32"  # type: ignore[return-value]
 
 
 def _checked(key: str, tensor: Tensor, rank: int, file: Path) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 
 from perilune.bundle.workspace import Workspace
 from perilune.files import fsync_directory
+from perilune.learn.adaptation import trainable
 from perilune.learn.checkpoints import is_complete, latest_complete
 from perilune.learn.trainer import Learner
 from perilune.models.adapters import save_policy
@@ -122,6 +123,7 @@ def finish(
         "kind": "training",
         "steps": spec.steps,
         "parameters": parameters,
+        "trained_parameters": sum(one.numel() for one in trainable(policy.decoder).values()),
         "disk_bytes": disk_bytes(workspace),
         **best_summary(workspace, spec),
     }

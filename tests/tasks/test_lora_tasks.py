@@ -1,0 +1,102 @@
+"""Stages that learn an adapter: what they leave, what follows on them, and a kill that changes nothing."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from task_cases import make_bundle, make_job, metrics, run_in, run_task, summary
+
+from perilune.bundle.compare import compare_artifacts
+from perilune.execution.placements.local import carry_over
+from perilune.files import sha256_file
+from perilune.models.adapters import Adapter
+from perilune.models.loading import load_decoder
+
+FRUGAL: dict[str, Any] = {
+    "lora": {"rank": 4, "base": "int8"}, "precision": "bfloat16", "kl": 0.05, "lr": 1e-2,
+}  # fmt: skip
+
+
+def final(bundle: Path) -> Path:
+    return bundle / "artifacts" / "checkpoints" / "final"
+
+
+def run_until_killed(attempt: Path) -> None:
+    """Die in the third step, with two checkpoints written."""
+    from perilune.tasks import policy_update
+
+    right = policy_update._update
+
+    def update(spec: Any, learner: Any, groups: Any, step: int, *rest: Any) -> Any:
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return right(spec, learner, groups, step, *rest)
+
+    policy_update._update = update
+    run_in(attempt)
+
+
+def test_killed_it_ends_as_if_never_killed(tmp_path: Path) -> None:
+    whole = run_task(tmp_path / "whole", "rl", **FRUGAL)
+    attempt = make_bundle(tmp_path / "1", make_job("rl", **FRUGAL))
+    process = multiprocessing.get_context("fork").Process(target=run_until_killed, args=(attempt,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert (attempt / "artifacts" / "checkpoints" / "step-000002").is_dir()
+    again = make_bundle(tmp_path / "2", make_job("rl", **FRUGAL))
+    carry_over(attempt / "artifacts", again / "artifacts")
+    run_in(again)
+    assert compare_artifacts(whole, again) == []
+    files = {file.relative_to(final(whole)) for file in final(whole).rglob("*") if file.is_file()}
+    assert {Path("adapter/adapter_model.safetensors"), Path("optimizer/weights.safetensors")} <= files
+    assert all(sha256_file(final(whole) / file) == sha256_file(final(again) / file) for file in files)
+    assert [line["logprob_gap_max"] for line in metrics(whole)] == [0.0] * 4
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole model after a little sft with an adapter."""
+    folder = tmp_path_factory.mktemp("taught")
+    traces = run_task(folder / "collect", "collect") / "artifacts" / "traces"
+    return run_task(folder / "sft", "sft", inputs={"data": traces}, lora={"rank": 4}, lr=1e-2)
+
+
+def test_a_stage_leaves_the_merged_policy_and_the_adapter(taught: Path, tmp_path: Path) -> None:
+    from perilune.models.loading import new_model
+    from perilune.models.tokenizer import Tokenizer
+
+    base = new_model("tiny", Tokenizer.characters(), seed=1)
+    expected = Adapter.load(final(taught) / "adapter").merge(base).state_dict()
+    for name, tensor in load_decoder(final(taught)).state_dict().items():
+        assert torch.equal(tensor, expected[name])
+    moments = load_file(final(taught) / "optimizer" / "second_moments.safetensors")
+    assert all(".lora_" in name for name in moments)
+    assert summary(taught)["trained_parameters"] == sum(tensor.numel() for tensor in moments.values())
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "carried"),
+    [
+        ("rl", {"lora": {"rank": 4}, "kl": 0.05, "activation_checkpointing": True}, True),
+        ("rl", {"algorithm": "ppo"}, False),
+        ("distill", {"lora": {"rank": 2, "base": "bfloat16"}}, False),
+        ("evaluate", {}, None),
+    ],
+)
+def test_later_stages_begin_with_it(
+    taught: Path, tmp_path: Path, task: str, options: dict[str, Any], carried: bool | None
+) -> None:
+    inputs = {"checkpoint": final(taught)} | ({"teacher": final(taught)} if task == "distill" else {})
+    bundle = run_task(tmp_path / task, task, inputs=inputs, **options)
+    assert summary(bundle).get("carried_second_moments") == carried
+    if task == "rl":
+        assert all(line["logprob_gap_max"] == 0 for line in metrics(bundle))
+        assert metrics(bundle)[0].get("kl_reference", 0.0) == 0.0
