@@ -19,7 +19,7 @@ from perilune.tasks.rollouts import Groups
 # In nats; past this the sampler and the learner are not the same policy. On a CPU the gap is zero.
 GAP_LIMIT = {"cpu": 1e-4, "cuda": 1e-2}
 # The same where products round to bfloat16. Were every one of their roundings another, log-probs of the tiny
-# model would differ by 0.05; sums in another order turn a few of them over. On a CPU the gap is zero here too.
+# model would differ by 0.05; sums in another order turn a few of them over. On a CPU the gap is 0 here too.
 BFLOAT16_LIMIT = {"cpu": 0.02, "cuda": 0.1}
 PLAIN_LIMIT = 1e-3  # at least, where one side was computed by `plain_logprobs`: its sums have another order
 ALONE = "alone: the adapter did not reach it"
