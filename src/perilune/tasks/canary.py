@@ -72,7 +72,7 @@ def solve_bandit(spec: RLSpec, device: torch.device) -> str:
             "lr": 0.01, "warmup": 0, "final_lr": 1.0, "token_budget": 4, "kl": min(spec.kl, _KL),
         }
     )  # fmt: skip
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):  # weights are drawn on the CPU, wherever they go
         policy, reference = _decoder(device), _decoder(device)
         critic = Critic(policy.config.hidden_size).to(device) if "values" in spec.algorithm.needs else None
     learner = Learner(policy, own, critic=critic)

@@ -1,0 +1,112 @@
+"""A device that is none: tensors on it lie in the CPU's memory, and mixing them with the CPU's is an error.
+
+So code for a GPU is run, with right numbers, where there is no GPU, and fails where a GPU would fail: an
+operation on tensors of both, `numpy()` on the device. What it does not show is what kernels do there.
+
+Import it before anything of perilune, in a process of its own: it takes PyTorch's place for new backends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+_setup_privateuseone_for_python_backend("pretend")
+torch.pretend.get_amp_supported_dtype = lambda: [torch.bfloat16]  # asked for by recomputation
+DEVICE = torch.device("pretend", 0)
+
+_CROSSING = {"aten::copy_", "aten::_to_copy"}
+_INDEXED = {"aten::index", "aten::index_put_", "aten::_index_put_impl_"}  # an index may lie on the CPU
+
+
+class DeviceTensor(torch.Tensor):
+    """A tensor that says that it is on the device."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> DeviceTensor:
+        one = torch.Tensor._make_wrapper_subclass(
+            cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(),
+            dtype=inner.dtype, device=DEVICE,
+        )  # fmt: skip
+        one.inner = inner
+        return one
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(_indices(key))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(_indices(key), value)
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def numpy(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("can't convert a device's tensor to numpy")
+
+    __array__ = numpy
+
+
+class Device(TorchDispatchMode):
+    """Where the device is there."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    name = func._schema.name
+    tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+    there = [one for one in tensors if isinstance(one, DeviceTensor)]
+    here = [one for one in tensors if not isinstance(one, DeviceTensor) and one.dim() and not one.is_meta]
+    indexed_here = name in _INDEXED and not isinstance(args[0], DeviceTensor)
+    if there and (indexed_here or (here and name not in _CROSSING | _INDEXED)):
+        raise RuntimeError(f"{func}: tensors on the device and on the CPU")
+    on_device = bool(there)
+    wanted = kwargs.get("device")
+    if wanted is not None:
+        on_device = torch.device(wanted).type == DEVICE.type
+        kwargs = {**kwargs, "device": torch.device("cpu") if on_device else wanted}
+    inner_args, inner_kwargs = tree_map_only(DeviceTensor, lambda one: one.inner, (args, kwargs))
+    out = func(*inner_args, **inner_kwargs)
+    if func._schema.is_mutable and name.endswith("_"):
+        return args[0]
+    known = {id(one.inner): one for one in there}
+    if not on_device:
+        return out
+    return tree_map_only(Tensor, lambda one: known[id(one)] if id(one) in known else DeviceTensor(one), out)
+
+
+def _indices(key: Any) -> Any:
+    """Lists as tensors, which PyTorch would make behind our back."""
+    if isinstance(key, list):
+        return torch.tensor(key, dtype=torch.int64)
+    return tuple(map(_indices, key)) if isinstance(key, tuple) else key
+
+
+def _here_first(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same function, that makes a tensor where we see it and then moves it."""
+
+    def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+        one = make(data, *args, **kwargs)
+        return one if device is None else one.to(device)
+
+    return made
+
+
+torch.tensor, torch.as_tensor = _here_first(torch.tensor), _here_first(torch.as_tensor)
+# A wrapped tensor keeps count of its versions, and an inference tensor does not.
+torch.inference_mode = lambda mode=True: torch.no_grad()

@@ -1,0 +1,18 @@
+"""Engine, learner and tasks on another device than the CPU: nothing is left behind, or fetched in passing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_what_runs_on_a_gpu_runs_on_a_device_that_pretends_to_be_one() -> None:
+    cases = Path(__file__).parent / "pretend_device_cases.py"
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "COV_"))}
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0 and " passed" in ran.stdout, ran.stdout[-5000:] + ran.stderr
