@@ -1,11 +1,27 @@
 """An environment for these tests that starts in a moment: {"id": "factory", "factory": MODULE:Digits}."""
 
+import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from typing import Any
 
-from perilune.environments.protocol import Failure, Outcome, Score, Split, Task, Transcript
+from perilune.environments import (
+    Chance,
+    EpisodeFailedError,
+    Failure,
+    MultiTurn,
+    Observation,
+    Outcome,
+    Play,
+    Score,
+    Split,
+    Task,
+    Transcript,
+    ask,
+    over,
+)
 
 
 class Digits:
@@ -62,3 +78,50 @@ class Silent(Digits):
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
         for task in super().tasks(split, seed):
             yield Task(task.task_id, ({"role": "user", "content": ""},), task.data)
+
+
+class Talk(MultiTurn):
+    """Says how many characters an action has, three times; worth the share of actions that have a digit.
+
+    The section may say `players`; `turns`; `unsteady`: the prompt is another every time; and, by the first
+    character of an action, what happens after it: `raises`, `hangs`, `nan`, `stuck`, `dies`, `sandbox`.
+    """
+
+    id = "talk"
+
+    def __init__(self, section: Mapping[str, Any]) -> None:
+        self.section = dict(section)
+        self.players = section.get("players", 1)
+        self.turns = section.get("turns", 3)
+        self.max_turns = 1 + self.turns * self.players
+
+    tasks = Digits.tasks
+
+    def play(self, task: Task, chance: Chance) -> Play:
+        luck = chance.integer(1000, "luck") if "unsteady" not in self.section else time.perf_counter_ns()
+        worth = [0.0] * self.players
+        action = yield ask(f"luck {luck} ")
+        for turn in range(self.turns * self.players):
+            player = turn % self.players
+            worth[player] += any(character.isdigit() for character in action) / self.turns
+            if turn + 1 < self.turns * self.players:
+                action = yield self._answer(action, (turn + 1) % self.players)
+        yield over(*worth, terms={"digits": sum(worth)}, metrics={"strategy/talk": 1.0})
+
+    def _answer(self, action: str, player: int) -> Observation:
+        match next(
+            (what for what, on in self.section.items() if isinstance(on, list) and action[:1] in on), ""
+        ):
+            case "raises":
+                raise ValueError("no idea what this is")
+            case "hangs":
+                time.sleep(3600)
+            case "nan":
+                return ask("?", player=player, rewards=(math.nan,) * self.players)
+            case "stuck":
+                return ask("?", player=player, legal=())
+            case "dies":
+                os._exit(3)
+            case "sandbox":
+                raise EpisodeFailedError("sandbox", "no room")
+        return ask(f"[{len(action)}]", player=player, role="tool")

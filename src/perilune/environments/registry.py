@@ -30,7 +30,10 @@ ENVIRONMENT_GROUP = "perilune.environments"
 FACTORY_ID = "factory"
 REWARDS = "rewards"  # of any section: names and weights, as `perilune.environments.rewards` has them
 
-_BUILT_IN = {"reasoning_gym": "perilune.environments.reasoning_gym:ReasoningGymEnvironment"}
+_BUILT_IN = {
+    "calculator": "perilune.environments.calculator:CalculatorEnvironment",
+    "reasoning_gym": "perilune.environments.reasoning_gym:ReasoningGymEnvironment",
+}
 
 
 def environment_ids() -> tuple[str, ...]:

@@ -49,6 +49,39 @@ def continuation(
     return ids[1:] if ids[:1] == [last_token] else ids
 
 
+def encode_turns(
+    tokenizer: Tokenizer, messages: Sequence[Message]
+) -> tuple[list[int], list[int], list[bool]]:
+    """A conversation to be imitated, in the tokens that it would have grown in.
+
+    Returns:
+        the prompt's token ids; those of all that follows; and, for each of the latter, whether the assistant
+        says it, its end-of-sequence tokens included.
+
+    Raises:
+        RequestError: as `continuation`, and when the vocabulary lacks a character.
+    """
+    first = next(place for place, message in enumerate(messages) if message["role"] == "assistant")
+    opening = messages[:first]
+    prompt_ids = tokenizer.encode_prompt(opening)
+    token_ids: list[int] = []
+    mask: list[bool] = []
+    heard: list[Message] = []
+    for message in messages[first:]:
+        if message["role"] != "assistant":
+            heard.append(message)
+            continue
+        if token_ids:
+            between = continuation(tokenizer, opening, heard, token_ids[-1])
+            token_ids += between
+            mask += [False] * len(between)
+        said = tokenizer.encode_completion(message["content"])
+        token_ids += said
+        mask += [True] * len(said)
+        heard = []
+    return prompt_ids, token_ids, mask
+
+
 def _after(tokenizer: Tokenizer, opening: Sequence[Message], messages: Sequence[Message], mark: str) -> str:
     """What the template writes after an assistant that says `mark`, a text that nothing else holds."""
     said = {"role": "assistant", "content": mark}

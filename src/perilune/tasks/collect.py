@@ -63,6 +63,7 @@ class Collect:
     def run(self, workspace: Workspace) -> dict[str, Any]:
         """Teach, verify, write."""
         from collections import Counter
+        from functools import partial
         from itertools import islice
         from time import perf_counter
 
@@ -70,6 +71,7 @@ class Collect:
         from perilune.data.generators.teacher import Rejected, verified
         from perilune.data.records import TraceRecord, write_records
         from perilune.environments.registry import make_environment
+        from perilune.environments.replay import conversation
         from perilune.verifiers import Scorer
 
         spec = CollectSpec.model_validate(workspace.job.spec)
@@ -82,7 +84,10 @@ class Collect:
             environment = make_environment(workspace.job.environment)
             teacher = make_teacher(spec.teacher, spec.strategies)
             candidates = under_system(teacher.candidates(environment.tasks("train", seed), seed), spec.system)
-            for one in verified(candidates, scorer.score, environment=environment.id, seed=seed):
+            for one in verified(
+                candidates, scorer.score, environment=environment.id, seed=seed,
+                converse=partial(conversation, environment),
+            ):  # fmt: skip
                 if isinstance(one, Rejected):
                     rejected.append(one)
                 else:

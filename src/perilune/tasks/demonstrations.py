@@ -12,6 +12,7 @@ from perilune.data.episode import Episode
 from perilune.data.records import TraceRecord, read_records
 from perilune.errors import RequestError
 from perilune.models.tokenizer import Tokenizer
+from perilune.models.turns import encode_turns
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,8 @@ def places_of(seed: int, step: int, size: int, total: int) -> list[int]:
 
 
 def _episode(record: TraceRecord, tokenizer: Tokenizer, seed: int, where: str) -> Episode:
-    *prompt, answer = record.messages
     try:
-        prompt_ids = tokenizer.encode_prompt(prompt)
-        token_ids = np.asarray(tokenizer.encode_completion(answer["content"]), dtype=np.int32)
+        prompt_ids, token_ids, loss_mask = encode_turns(tokenizer, record.messages)
     except RequestError as error:
         raise RequestError(error.what, where=where, remedy=error.remedy) from None
     return Episode(
@@ -78,8 +77,8 @@ def _episode(record: TraceRecord, tokenizer: Tokenizer, seed: int, where: str) -
         seed=seed,
         messages=tuple(record.messages),
         prompt_ids=np.asarray(prompt_ids, dtype=np.int32),
-        token_ids=token_ids,
-        loss_mask=np.ones(len(token_ids), dtype=np.bool_),
+        token_ids=np.asarray(token_ids, dtype=np.int32),
+        loss_mask=np.asarray(loss_mask, dtype=np.bool_),
         logprobs=np.zeros(len(token_ids), dtype=np.float32),
         policy_version=np.full(len(token_ids), -1, dtype=np.int32),
         finish_reason="stop",

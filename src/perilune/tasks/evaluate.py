@@ -54,7 +54,7 @@ class Evaluate:
             check_server(spec.engine, job)
             needs = {"engine": spec.engine.url}
         else:
-            needs = {"memory": str(_memory(spec, model_config(job), job.resources.device))}
+            needs = {"memory": str(_memory(job, spec, model_config(job), job.resources.device))}
         return {
             "answers": f"{spec.tasks} held-out tasks x ({spec.samples} samples + 1 greedy)"
             f" = {spec.tasks * (spec.samples + 1):,}",
@@ -130,21 +130,24 @@ def _sampler(
         return
 
     from perilune.engine.engine import Engine
-    from perilune.tasks.footprint import engine_room, memory_figures
+    from perilune.tasks.footprint import engine_room, memory_figures, planned_tokens
     from perilune.tasks.session import load_policy, prepare_device
 
     device = prepare_device(workspace)
     policy = load_policy(workspace, device)
-    memory = _memory(spec, policy.decoder.config, device.type)
-    engine = Engine(policy.decoder, **engine_room(policy.decoder.config, spec.max_tokens, device.type))
+    config = policy.decoder.config
+    memory = _memory(workspace.job, spec, config, device.type)
+    longest = planned_tokens(workspace.job.environment, spec.max_tokens, config)
+    engine = Engine(policy.decoder, **engine_room(config, longest, device.type))
     sampler = Sampler(engine, policy.tokenizer, policy.stop_token_ids)
     yield sampler, lambda: {"memory": memory_figures(memory, device)}
 
 
-def _memory(spec: EvaluateSpec, config: DecoderConfig, device: str) -> MemoryPlan:
-    from perilune.tasks.footprint import stage_memory
+def _memory(job: Job, spec: EvaluateSpec, config: DecoderConfig, device: str) -> MemoryPlan:
+    from perilune.tasks.footprint import planned_tokens, stage_memory
 
-    return stage_memory(config, samples=spec.tasks * spec.samples, max_tokens=spec.max_tokens, device=device)
+    longest = planned_tokens(job.environment, spec.max_tokens, config)
+    return stage_memory(config, samples=spec.tasks * spec.samples, max_tokens=longest, device=device)
 
 
 plugin = Evaluate()

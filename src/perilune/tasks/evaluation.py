@@ -11,6 +11,7 @@ from perilune.environments.rewards import GOLD
 from perilune.errors import WorkFailedError
 from perilune.metrics.bootstrap import bootstrap_problems
 from perilune.metrics.pass_at_k import pass_at_k
+from perilune.tasks.failing import failure_figures
 
 CORRECT = 1.0  # a reward of at least this counts as a pass
 MOST = 0.9  # of the tasks must have k verdicts for pass@k to be given; the rest is left out of it
@@ -52,9 +53,9 @@ def evaluation_summary(
         "samples": most,
         **{f"pass@{k}": interval(found) for k, found in passes.items() if len(found) >= MOST * len(judged)},
         "greedy": interval(scored_greedy) if scored_greedy else None,
-        "length": {"mean": sum(len(one.token_ids) for one in samples) / len(samples)},
+        "length": {"mean": sum(one.sampled for one in samples) / len(samples)},
         "truncated": sum(one.truncated for one in samples) / len(samples),
-        "failures": sum(bool(one.failure) for one in [*samples, *greedy]),
+        **failure_figures([*samples, *greedy]),
         "tasks_without_verdict": len(counts) - len(judged),
         "by_difficulty": _by_difficulty(groups),
         "strategies": strategies(samples),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import resource
 import sys
 from bisect import bisect_right
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from perilune.bundle.job import Job
+from perilune.environments.registry import make_environment
+from perilune.environments.settings import episode_settings
 from perilune.errors import RequestError
 from perilune.files import read_json
 from perilune.models.config import PRESETS, DecoderConfig
@@ -49,8 +51,16 @@ def model_config(job: Job) -> DecoderConfig:
 
 def episode_tokens(environment: Environment, settings: EpisodeSettings, max_tokens: int) -> int:
     """Most tokens of an episode after its prompt, when a turn has at most `max_tokens`."""
-    turns = min(getattr(environment, "max_turns", 1), settings.max_turns or math.inf)
-    return settings.max_tokens or (max_tokens if turns == 1 else int(2 * turns * max_tokens))
+    turns = getattr(environment, "max_turns", 1)
+    if turns == 1:
+        return max_tokens
+    return settings.max_tokens or 2 * max_tokens * min(turns, settings.max_turns or turns)
+
+
+def planned_tokens(section: Mapping[str, Any], max_tokens: int, config: DecoderConfig) -> int:
+    """`episode_tokens` for the environment of a recipe, as far as the model has positions for them."""
+    found = episode_tokens(make_environment(section), episode_settings(section), max_tokens)
+    return found if found <= max_tokens else max(max_tokens, min(found, config.max_position_embeddings - 1))
 
 
 def slots_for(config: DecoderConfig, max_tokens: int, device: str) -> int:

@@ -16,6 +16,7 @@ from perilune.learn.weights import GroupWeights, step_figures
 from perilune.metrics.length_dynamics import length_dynamics
 from perilune.metrics.objective import objective_curve
 from perilune.tasks.evaluation import passed, strategies
+from perilune.tasks.failing import failure_figures
 from perilune.tasks.gold_watch import GoldWatch
 from perilune.tasks.rollouts import Stopwatch
 from perilune.tasks.training import first_and_last
@@ -64,8 +65,8 @@ class Observer:
             "reward_std": math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards)),
             "groups": len(groups),
             "dead_groups": dead,
-            "failures": sum(bool(one.failure) for one in episodes),
-            "length": sum(len(one.token_ids) for one in episodes) / len(episodes),
+            **failure_figures(episodes),
+            "length": sum(one.sampled for one in episodes) / len(episodes),
             "truncated": sum(one.truncated for one in episodes) / len(episodes),
             **step_figures(groups),
             **figures,

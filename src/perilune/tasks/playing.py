@@ -18,7 +18,8 @@ from perilune.environments.registry import make_environment
 from perilune.errors import WorkFailedError
 from perilune.learn.settings import LearnerSettings
 from perilune.tasks.evaluation import passed, strategies
-from perilune.tasks.footprint import engine_room, require_room
+from perilune.tasks.failing import failure_figures
+from perilune.tasks.footprint import engine_room, planned_tokens, require_room
 from perilune.tasks.rollouts import Groups, Rollouts, Stopwatch
 from perilune.tasks.session import Policy, join_processes, load_policy, prepare_device
 from perilune.tasks.training_tasks import TrainingTasks
@@ -81,7 +82,9 @@ def open_player(
         policy = load_policy(workspace, device, settings)
         require_room(policy.decoder.config, max_tokens)
         environment = make_environment(workspace.job.environment)
-        engine = Engine(policy.decoder, **engine_room(policy.decoder.config, max_tokens, device.type))
+        config = policy.decoder.config
+        longest = planned_tokens(workspace.job.environment, max_tokens, config)
+        engine = Engine(policy.decoder, **engine_room(config, longest, device.type))
         rollouts = Rollouts(
             engine, policy.tokenizer, scorer, environment, workspace.job.seed,
             processes=join_processes(workspace, device),
@@ -101,8 +104,8 @@ def outcome_figures(episodes: Sequence[Episode], where: str) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "reward": sum(rewards) / len(rewards),
         "pass_rate": sum(map(passed, episodes)) / len(rewards),
-        "failures": sum(bool(one.failure) for one in episodes),
-        "length": sum(len(one.token_ids) for one in episodes) / len(episodes),
+        **failure_figures(episodes),
+        "length": sum(one.sampled for one in episodes) / len(episodes),
         "truncated": sum(one.truncated for one in episodes) / len(episodes),
     }
     for name, found in strategies(episodes).items():

@@ -28,13 +28,20 @@ SECONDS_A_TOKEN = 1.0  # no machine on which anybody would train is slower
 
 
 def update_policy(
-    spec: RLSpec, learner: Learner, groups: Groups, step: int, reference: Decoder | None
+    spec: RLSpec,
+    learner: Learner,
+    groups: Groups,
+    step: int,
+    reference: Decoder | None,
+    *,
+    longest: int | None = None,
 ) -> tuple[list[GroupWeights], dict[str, float]]:
     """Weigh a batch of groups and make the step's updates of it.
 
     Args:
         step: steps done before this one.
         reference: the policy that training began with, where the spec asks for one.
+        longest: most tokens of an episode, where that is not the most of an answer.
 
     Raises:
         WorkFailedError: when a check says that the step cannot be right; nothing has been updated then.
@@ -44,11 +51,17 @@ def update_policy(
     """
     tokens = sum(len(one.prompt_ids) + len(one.token_ids) for group in groups for one in group)
     with Waiting("learning", STALL + tokens * SECONDS_A_TOKEN):
-        return _update(spec, learner, groups, step, reference)
+        return _update(spec, learner, groups, step, reference, longest=longest or spec.max_tokens)
 
 
 def _update(
-    spec: RLSpec, learner: Learner, groups: Groups, step: int, reference: Decoder | None
+    spec: RLSpec,
+    learner: Learner,
+    groups: Groups,
+    step: int,
+    reference: Decoder | None,
+    *,
+    longest: int,
 ) -> tuple[list[GroupWeights], dict[str, float]]:
     algorithm, off_policy = spec.algorithm, spec.off_policy
     sentinel = Sentinel(learner, spec.temperature, step)
@@ -61,7 +74,7 @@ def _update(
         reference=reference, critic=learner.critic, processes=learner.processes,
     )  # fmt: skip
     memory = learner.memory.setdefault("algorithm", {})
-    context = StepContext(spec.max_tokens, spec.kl, spec.kl_estimator, step, signals, memory)
+    context = StepContext(longest, spec.kl, spec.kl_estimator, step, signals, memory)
     weighed = algorithm.weigh(groups, context)
     centred = algorithm.centred and algorithm.compares == "group"
     check_weights(weighed, centred=centred, sparse=algorithm.sparse)

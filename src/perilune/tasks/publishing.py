@@ -114,7 +114,7 @@ class Publisher:
             WorkFailedError: naming the first episode of another.
         """
         for episode in (one for group in groups for one in group):
-            unknown = {*np.unique(episode.policy_version).tolist()} - self.published.keys()
+            unknown = {*np.unique(episode.policy_version[episode.loss_mask]).tolist()} - self.published.keys()
             if unknown:
                 raise WorkFailedError(
                     f"episode {episode.episode_id} was sampled by version {min(unknown)}, which the learner"

@@ -46,12 +46,16 @@ class RejectionSampling:
 
     def plan(self, job: Job) -> Mapping[str, str]:
         """Answers to sample."""
-        from perilune.tasks.footprint import model_config, stage_memory
+        from perilune.tasks.footprint import model_config, planned_tokens, stage_memory
 
         spec = RejectionSamplingSpec.model_validate(job.spec)
         answers = spec.tasks * spec.samples
+        config = model_config(job)
         memory = stage_memory(
-            model_config(job), samples=answers, max_tokens=spec.max_tokens, device=job.resources.device
+            config,
+            samples=answers,
+            max_tokens=planned_tokens(job.environment, spec.max_tokens, config),
+            device=job.resources.device,
         )
         told = f" under {spec.system[:40]!r}" if spec.system else ""
         return {

@@ -80,16 +80,18 @@ class RL:
 
     def plan(self, job: Job) -> Mapping[str, str]:
         """Episodes, updates, the schedule and memory."""
-        from perilune.tasks.footprint import model_config
+        from perilune.tasks.footprint import model_config, planned_tokens
 
         spec = RLSpec.model_validate(job.spec)
-        memory = _memory(spec, model_config(job), job.resources.device)
+        config = model_config(job)
+        longest = planned_tokens(job.environment, spec.max_tokens, config)
+        memory = _memory(spec, config, longest, job.resources.device)
         episodes = spec.steps * spec.prompts * spec.samples
         most = spec.algorithm.refills
         refills = f", and dead groups refilled up to {most} times a step" if most else ""
         return {
             "episodes": f"{spec.steps} steps x {spec.prompts} tasks x {spec.samples} = {episodes:,}{refills}",
-            "tokens at most": f"{episodes * (1 + most) * spec.max_tokens:,}",
+            "tokens at most": f"{episodes * (1 + most) * longest:,}",
             "algorithm": f"{_told(spec.algorithm)}, updates a step {spec.updates_per_batch}, KL {spec.kl:g}",
             "learning rate": f"{spec.lr:g} after {spec.warmup} steps, cosine to {spec.lr * spec.final_lr:g}",
             "memory": str(memory),
@@ -102,7 +104,7 @@ class RL:
         from perilune.learn.trainer import Learner
         from perilune.tasks.canary import send_canary
         from perilune.tasks.dynamic_sampling import play_until_live
-        from perilune.tasks.footprint import engine_room, memory_figures
+        from perilune.tasks.footprint import engine_room, memory_figures, planned_tokens
         from perilune.tasks.gold_watch import GoldWatch
         from perilune.tasks.learned_reward import LearnedReward
         from perilune.tasks.observation import Observer
@@ -121,10 +123,11 @@ class RL:
             device = prepare_device(workspace)
             policy = load_policy(workspace, device, spec)
             reference = load_reference(workspace, device, policy, spec) if _has_reference(spec) else None
-            memory = _memory(spec, policy.decoder.config, device.type)
-            environment = make_environment(workspace.job.environment)
             config = policy.decoder.config
-            engine = Engine(policy.decoder, **engine_room(config, spec.max_tokens, device.type))
+            environment = make_environment(workspace.job.environment)
+            longest = planned_tokens(workspace.job.environment, spec.max_tokens, config)
+            memory = _memory(spec, config, longest, device.type)
+            engine = Engine(policy.decoder, **engine_room(config, longest, device.type))
             learner = Learner(
                 policy.decoder, spec, critic=_critic(spec, config, device),
                 processes=join_processes(workspace, device),
@@ -161,9 +164,9 @@ class RL:
                     ))  # fmt: skip
 
                 groups = play_until_live(play, spec.prompts, spec.algorithm.refills)
-                learner.memory["tasks"] = learner.memory.get("tasks", 0) + len(groups)
+                learner.memory["tasks"] = tasks.taken
                 watch.start_learning()
-                weighed, figures = update_policy(spec, learner, groups, step, reference)
+                weighed, figures = update_policy(spec, learner, groups, step, reference, longest=longest)
                 watch.stop_learning()
                 observer.record(step + 1, weighed, figures | {"epoch": tasks.epoch}, watch)
                 save_when_due(workspace, learner, step + 1, spec)
@@ -192,13 +195,13 @@ def _told(algorithm: Algorithm) -> str:
     return f"{algorithm.name} ({listed})"
 
 
-def _memory(spec: RLSpec, config: DecoderConfig, device: str) -> MemoryPlan:
+def _memory(spec: RLSpec, config: DecoderConfig, longest: int, device: str) -> MemoryPlan:
     from perilune.tasks.footprint import stage_memory
 
     return stage_memory(
         config,
         samples=spec.prompts * spec.samples,
-        max_tokens=spec.max_tokens,
+        max_tokens=longest,
         token_budget=spec.token_budget,
         reference=_has_reference(spec),
         learner=spec,

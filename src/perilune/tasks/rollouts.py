@@ -229,12 +229,10 @@ class Rollouts:
                 game.cut()
 
     def _has_room(self, game: Game, params: SamplingParams) -> bool:
-        settings = self.scorer.settings
-        longest = episode_tokens(self.environment, settings, params.max_tokens)
-        positions = self.engine.positions
+        settings, positions = self.scorer.settings, self.engine.positions
         tokens = len(game.seat.token_ids) + params.max_tokens
         return (
-            tokens <= longest
+            tokens <= episode_tokens(self.environment, settings, params.max_tokens)
             and len(game.actions) < (settings.max_turns or math.inf)
             and (positions is None or len(game.seat.prompt_ids) + tokens <= positions)
         )

@@ -48,12 +48,13 @@ class Sentinel:
         Raises:
             WorkFailedError: when the sampler's log-probs are others, saying which difference explains them.
         """
-        fresh = [one for group in groups for one in group if len(one.token_ids) and self._is_own(one)]
+        fresh = [one for group in groups for one in group if one.sampled and self._is_own(one)]
         stride = max(1, len(fresh) // EPISODES)
         for episode in fresh[self.step % stride :: stride][:EPISODES]:
-            gap = _gap(episode.logprobs, rescored(self.learner.decoder, episode, self.temperature))
+            own = episode.logprobs[episode.loss_mask]
+            gap = _gap(own, rescored(self.learner.decoder, episode, self.temperature))
             if not gap <= plain_limit(self.learner.decoder):
-                raise self._differ(gap, episode, episode.logprobs, "sampler")
+                raise self._differ(gap, episode, own, "sampler")
 
     def check_learner(self, gap: float, batches: Sequence[PackedBatch], groups: Groups) -> None:
         """Judge the gap that the learner measured over all tokens of its own version, before it updates.
@@ -70,14 +71,14 @@ class Sentinel:
             parts = torch.split(token_logprobs(self.learner.decoder, batch).cpu(), lengths)
             for name, own in zip(batch.episode_ids, parts, strict=True):
                 episode = by_id[name]
-                if self._is_own(episode) and episode.loss_mask.all():
-                    worst = max(
-                        worst, (_gap(episode.logprobs, own.numpy()), episode, own.numpy()), key=_first
-                    )
+                if self._is_own(episode):
+                    mine = episode.logprobs[episode.loss_mask]
+                    worst = max(worst, (_gap(mine, own.numpy()), episode, own.numpy()), key=_first)
         raise self._differ(gap, worst[1], worst[2], "learner")
 
     def _is_own(self, episode: Episode) -> bool:
-        return bool((episode.policy_version == self.learner.version).all())
+        """Whether the learner's version sampled all of it; nobody sampled what others said."""
+        return bool((episode.policy_version == self.learner.version)[episode.loss_mask].all())
 
     def _differ(
         self, gap: float, episode: Episode | None, logprobs: NDArray[np.float32], whose: str
@@ -93,15 +94,15 @@ class Sentinel:
 
 
 def rescored(decoder: Decoder, episode: Episode, temperature: float) -> NDArray[np.float32]:
-    """float32[T] log-probs of an episode's tokens."""
+    """float32[] log-probs of the tokens of an episode that the policy chose."""
     ids = np.concatenate([episode.prompt_ids, episode.token_ids]).astype(np.int64)
-    return plain_logprobs(decoder, ids, len(episode.token_ids), temperature).cpu().numpy()
+    return plain_logprobs(decoder, ids, len(episode.token_ids), temperature).cpu().numpy()[episode.loss_mask]
 
 
 def explain(
     episode: Episode, logprobs: NDArray[np.float32], decoder: Decoder, temperature: float, whose: str
 ) -> str:
-    """Which known mistake turns the right log-probs of an episode into `logprobs` float32[T]."""
+    """Which known mistake turns the right log-probs of an episode into `logprobs`, of those it chose."""
     limit = plain_limit(decoder)
     right = rescored(decoder, episode, temperature)
     if _gap(logprobs, right) <= limit:
@@ -120,7 +121,7 @@ def _of_the_base(episode: Episode, decoder: Decoder, temperature: float) -> str:
     """Says so where the sampler computed without the learner's adapter."""
     if not pairs_of(decoder):
         return ""
-    gap = _gap(episode.logprobs, rescored(base_of(decoder), episode, temperature))
+    gap = _gap(episode.logprobs[episode.loss_mask], rescored(base_of(decoder), episode, temperature))
     return f"; it sampled with the base {ALONE}" if gap <= gap_limit(decoder) else ""
 
 

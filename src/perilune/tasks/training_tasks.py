@@ -21,11 +21,12 @@ class TrainingTasks:
 
     Attributes:
         epoch: how often every task had been used before the one that was taken last.
+        taken: how many were taken so far, by earlier attempts too.
     """
 
     def __init__(self, environment: Environment, workspace: Workspace, skip: int = 0) -> None:
         """Leave out the first `skip` tasks, which an earlier attempt has used."""
-        self.epoch = 0
+        self.epoch, self.taken = 0, skip
         self._environment, self._workspace = environment, workspace
         self._stream = islice(self._endless(), skip, None)
 
@@ -35,7 +36,9 @@ class TrainingTasks:
         Raises:
             RequestError: when the environment has no training tasks at all.
         """
-        return list(islice(self._stream, size))
+        tasks = list(islice(self._stream, size))
+        self.taken += len(tasks)
+        return tasks
 
     def _endless(self) -> Iterator[Task]:
         seed = self._workspace.job.seed

@@ -20,8 +20,12 @@ class GoldTeacher:
         self.shares = dict(shares)
 
     def candidates(self, tasks: Iterable[Task], seed: int) -> Iterator[Candidate]:
-        """One candidate for each task that states its answer."""
+        """One candidate for each task that states its answer, or its actions where it has several turns."""
         for task in tasks:
+            if task.data.get("actions"):
+                *earlier, last = task.data["actions"]
+                yield Candidate(task, last, "gold/direct", earlier=tuple(earlier))
+                continue
             answer = task.data.get("answer")
             if isinstance(answer, str):
                 compact = task.prompt[-1]["content"] == task.data.get("compact")

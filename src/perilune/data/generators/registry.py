@@ -20,6 +20,7 @@ TEACHER_GROUP = "perilune.teachers"
 
 _BUILT_IN = {
     "arithmetic": "perilune.data.generators.arithmetic:ArithmeticTeacher",
+    "calculator": "perilune.data.generators.calculator:CalculatorTeacher",
     "gold": "perilune.data.generators.gold:GoldTeacher",
 }
 

@@ -11,21 +11,38 @@ from itertools import islice
 from typing import Protocol
 
 from perilune.data.records import TraceRecord, make_record
-from perilune.environments.protocol import Failure, Outcome, Task, Transcript
+from perilune.environments.protocol import Failure, Message, Outcome, Task, Transcript
 from perilune.environments.rewards import GOLD
 
 BATCH = 512  # candidates verified together
 
 ScoreBatch = Callable[[Sequence[tuple[Task, Transcript]]], Sequence[Outcome]]
+Converse = Callable[[Task, Transcript], Sequence[Message]]
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A trace that nobody has verified yet; `source` names teacher and strategy ("arithmetic/direct")."""
+    """A trace that nobody has verified yet.
+
+    Attributes:
+        text: the answer, or the last action of an episode of several turns.
+        source: names teacher and strategy ("arithmetic/direct").
+        earlier: the actions before it, of all players in order.
+        seed: of the session.
+        player: who is imitated.
+    """
 
     task: Task
     text: str
     source: str
+    earlier: tuple[str, ...] = ()
+    seed: int = 0
+    player: int = 0
+
+    @property
+    def transcript(self) -> Transcript:
+        """What was done."""
+        return Transcript(self.text, earlier=self.earlier, seed=self.seed, player=self.player)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +72,13 @@ class Teacher(Protocol):
 
 
 def verified(
-    candidates: Iterable[Candidate], score: ScoreBatch, *, environment: str, seed: int, keep_from: float = 1.0
+    candidates: Iterable[Candidate],
+    score: ScoreBatch,
+    *,
+    environment: str,
+    seed: int,
+    keep_from: float = 1.0,
+    converse: Converse | None = None,
 ) -> Iterator[TraceRecord | Rejected]:
     """Each candidate in order, as a record when its score is at least `keep_from`, else rejected.
 
@@ -63,12 +86,14 @@ def verified(
 
     Args:
         score: scores a batch, normally `Scorer.score`.
+        converse: makes the conversation of a transcript, for environments of several turns, normally
+            `perilune.environments.replay.conversation`; by default it is prompt and answer.
     """
     pending = iter(candidates)
     digests: set[str] = set()
     tasks: set[str] = set()
     while batch := list(islice(pending, BATCH)):
-        outcomes = score([(candidate.task, Transcript(candidate.text)) for candidate in batch])
+        outcomes = score([(candidate.task, candidate.transcript) for candidate in batch])
         for candidate, outcome in zip(batch, outcomes, strict=True):
             if isinstance(outcome, Failure):
                 yield Rejected(candidate, f"{outcome.boundary}: {outcome.reason}")
@@ -77,7 +102,15 @@ def verified(
             if verdict < keep_from:
                 yield Rejected(candidate, f"score {verdict:g} is below {keep_from:g}")
                 continue
-            record = _record(candidate, verdict, environment, seed)
+            messages = (converse or _answered)(candidate.task, candidate.transcript)
+            record = make_record(
+                [dict(message) for message in messages],
+                environment=environment,
+                task_id=candidate.task.task_id,
+                score=verdict,
+                source=candidate.source,
+                seed=seed,
+            )
             if record.digest in digests or record.task_id in tasks:
                 yield Rejected(candidate, "duplicate")
                 continue
@@ -86,13 +119,5 @@ def verified(
             yield record
 
 
-def _record(candidate: Candidate, score: float, environment: str, seed: int) -> TraceRecord:
-    answer = {"role": "assistant", "content": candidate.text}
-    return make_record(
-        [*(dict(message) for message in candidate.task.prompt), answer],
-        environment=environment,
-        task_id=candidate.task.task_id,
-        score=score,
-        source=candidate.source,
-        seed=seed,
-    )
+def _answered(task: Task, transcript: Transcript) -> Sequence[Message]:
+    return [*task.prompt, {"role": "assistant", "content": transcript.text}]

@@ -1,0 +1,281 @@
+"""Episodes of several turns: their tokens only grow, and everything that can go wrong in one stays in it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from task_cases import episodes, figures_of, metrics, run_task, summary
+from task_environments import Talk
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from perilune.data.episode import Episode
+from perilune.engine.engine import Engine
+from perilune.engine.request import Completion, Prompt, SamplingParams
+from perilune.environments import Transcript
+from perilune.errors import WorkFailedError
+from perilune.models.config import PRESETS
+from perilune.models.decoder import Decoder
+from perilune.models.tokenizer import Tokenizer
+from perilune.tasks.games import Seat
+from perilune.tasks.rollouts import Groups, Rollouts, Stopwatch, session_seed
+from perilune.verifiers import Scorer
+
+TALK = {"id": "factory", "factory": "task_environments:Talk"}
+ENDS = tuple(range(1, 14))  # any of them ends a turn, so that even a fresh policy takes several
+PARAMS = SamplingParams(24, 1.0, ENDS)
+
+
+def many_spellings() -> Tokenizer:
+    """Of digits and spaces, where pairs of digits are tokens too: nearly nothing is spelt but in one way."""
+    symbols = ["<pad>", "<eos>", *"0123456789 luck[]=?"]
+    pairs = [(a, b) for a in "0123456789" for b in "0123456789"]
+    vocabulary = {token: place for place, token in enumerate([*symbols, *(a + b for a, b in pairs)])}
+    backend = Backend(models.BPE(vocabulary, pairs))
+    backend.pre_tokenizer = pre_tokenizers.Sequence([])
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(["<pad>", "<eos>"])
+    return Tokenizer(backend, {"eos_token": "<eos>", "pad_token": "<pad>"})
+
+
+TOKENIZER = many_spellings()
+
+
+class Recording(Engine):
+    """An engine that remembers what it was asked, and what it gave."""
+
+    log: list[tuple[Prompt, list[Completion]]]
+
+    def sample(self, prompts: Any, n: int, params: SamplingParams, on_progress: Any = None) -> Any:
+        found = super().sample(prompts, n, params, on_progress)
+        self.log += zip(prompts, found, strict=True)
+        return found
+
+
+def engine_of(tokenizer: Tokenizer, seed: int = 0) -> Recording:
+    config = PRESETS["tiny"].replace(
+        vocab_size=tokenizer.vocab_size, num_layers=1, hidden_size=32, eos_token_ids=(1,)
+    )
+    decoder = Decoder(config)
+    decoder.initialize(seed)
+    engine = Recording(decoder)
+    engine.log = []
+    return engine
+
+
+def play(
+    section: dict[str, Any], count: int = 6, *, engine: Engine | None = None, skip: int = 0, samples: int = 4
+) -> Groups:
+    spec = TALK | section
+    environment = Talk(spec)
+    tasks = list(islice(environment.tasks("train", 0), skip, skip + count))
+    with Scorer(spec) as scorer:
+        rollouts = Rollouts(engine or engine_of(TOKENIZER), TOKENIZER, scorer, environment, 7)
+        return rollouts.play(tasks, samples=samples, params=PARAMS, step=1, watch=Stopwatch(), first=skip)
+
+
+def runs(mask: np.ndarray) -> list[slice]:
+    """Where the policy's turns are."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(int), [0]])))
+    return [slice(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+
+
+def test_no_token_that_was_sampled_is_ever_made_again() -> None:
+    engine = engine_of(TOKENIZER)
+    groups = play({}, engine=engine)
+    everything = [one for group in groups for one in group]
+    given = [tuple(one.token_ids.tolist()) for _, completions in engine.log for one in completions]
+    asked = {tuple(prompt.token_ids) for prompt, _ in engine.log}
+    turns, respelt = [], 0
+    for one in everything:
+        for place in runs(one.loss_mask):
+            before = (*one.prompt_ids.tolist(), *one.token_ids[: place.start].tolist())
+            assert before in asked
+            turn = one.token_ids[place].tolist()
+            turns.append(tuple(turn))
+            respelt += TOKENIZER.encode_completion(TOKENIZER.decode(turn)) != turn
+        assert not one.logprobs[~one.loss_mask].any()
+        assert (one.policy_version[~one.loss_mask] == -1).all()
+    assert sorted(turns) == sorted(given)
+    assert sum(len(runs(one.loss_mask)) == 3 for one in everything) > 4
+    assert respelt > len(turns) / 2  # a tokenizer that would notice
+
+
+def test_what_is_said_between_turns_is_there_and_the_text_is_a_view_of_it() -> None:
+    one = next(one for group in play({}) for one in group if one.metrics["turns"] == 3)
+    turns = runs(one.loss_mask)
+    contents = [message["content"] for message in one.messages]
+    assert [message["role"] for message in one.messages] == [
+        "user", "user", "assistant", "tool", "assistant", "tool", "assistant",
+    ]  # fmt: skip
+    assert contents[2] == TOKENIZER.decode(one.token_ids[turns[0]].tolist())
+    assert contents[3] == f"[{len(contents[2])}]"
+    between = one.token_ids[turns[0].stop : turns[1].start].tolist()
+    assert between == TOKENIZER.encode(contents[3])
+    assert one.text == contents[-1] and len(one.opening) == 2
+    assert one.prompt_ids.tolist() == TOKENIZER.encode(contents[0] + contents[1])
+
+
+def test_log_probs_are_those_of_the_whole_context() -> None:
+    engine = engine_of(TOKENIZER)
+    everything = [one for group in play({}, engine=engine) for one in group]
+    scores = engine.score([one.prompt_ids for one in everything], [one.token_ids for one in everything])
+    for one, scored in zip(everything, scores, strict=True):
+        np.testing.assert_allclose(one.logprobs[one.loss_mask], scored[one.loss_mask], atol=1e-4)
+
+
+def test_an_episode_depends_on_its_place_alone() -> None:
+    whole, part = play({}), play({}, count=2, skip=3)
+    for group, again in zip(whole[3:5], part, strict=True):
+        for one, other in zip(group, again, strict=True):
+            assert one.episode_id == other.episode_id and one.messages == other.messages
+            assert np.array_equal(one.token_ids, other.token_ids)
+            assert np.array_equal(one.logprobs, other.logprobs)
+    texts = {one.text for group in whole for one in group}
+    assert len(texts) > 12  # turns draw random numbers of their own
+
+
+def test_the_reward_can_be_judged_again() -> None:
+    environment = Talk({})
+    tasks = {task.task_id: task for task in islice(environment.tasks("train", 0), 6)}
+    for group in play({}):
+        for one in group:
+            actions = [message["content"] for message in one.messages if message["role"] == "assistant"]
+            _, step, index = (0, *map(int, one.group_id.split("/")))
+            transcript = Transcript(
+                actions[-1],
+                finished=not one.truncated,
+                earlier=tuple(actions[:-1]),
+                seed=session_seed((one.seed, step, index)),
+            )
+            assert environment.score(tasks[one.task_id], transcript).reward == one.reward
+
+
+@pytest.mark.parametrize(
+    ("bounds", "turns"), [({"max_turns": 2}, 2), ({"max_tokens": 30}, 30), ({"max_tokens": 24}, 1)]
+)
+def test_bounds_cut_an_episode_short(bounds: dict[str, int], turns: int) -> None:
+    everything = [one for group in play({"episodes": bounds, "turns": 30}) for one in group]
+    assert max(one.metrics["turns"] for one in everything) <= turns
+    assert all(one.truncated and one.reward is not None and not one.failure for one in everything)
+    longest = bounds.get("max_tokens", 1000)
+    assert max(len(one.token_ids) for one in everything) <= longest + len("[48]")
+
+
+def test_an_unfinished_turn_ends_its_episode() -> None:
+    for group in play({}):
+        for one in group:
+            *_, last = runs(one.loss_mask)
+            assert one.truncated == (one.token_ids[last][-1] not in ENDS)
+            if one.truncated:
+                assert last.stop == len(one.token_ids)
+
+
+def test_every_player_has_an_episode_and_a_group_of_its_own() -> None:
+    groups = play({"players": 2}, count=3)
+    assert [group[0].group_id for group in groups] == ["1/0", "1/0/p1", "1/1", "1/1/p1", "1/2", "1/2/p1"]
+    for first, second in zip(groups[::2], groups[1::2], strict=True):
+        of_second = {one.episode_id.rpartition("/")[2]: one for one in second}
+        for one in first:
+            other = of_second.get(one.episode_id.rpartition("/")[2])
+            if other is None:  # the first player's first turn was cut off
+                assert one.truncated and one.metrics["turns"] == 1
+                continue
+            assert "luck" in one.messages[1]["content"] and "luck" not in other.messages[1]["content"]
+            said = [message["content"] for message in one.messages if message["role"] == "assistant"]
+            assert (
+                other.messages[1]["content"] == f"[{len(said[0])}]"
+            )  # hears of the first move, not its text
+    assert {one.reward for group in groups for one in group} - {0.0}
+
+
+ANY = [*"0123456789"]
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"raises": ANY}, "environment: ValueError: no idea what this is"),
+        ({"hangs": ["7"], "episodes": {"seconds": 0.5}}, "environment: no outcome within "),
+        ({"nan": ANY}, "environment: a figure is not finite"),
+        ({"stuck": ANY}, "environment: the player to move has no legal action"),
+        ({"dies": ["7"]}, "environment: the scorer's process ended with exit code 3"),
+        ({"sandbox": ANY}, "sandbox: no room"),
+        ({"unsteady": True}, "environment: the same task and seed began differently"),
+    ],
+)
+def test_what_goes_wrong_in_one_episode_stays_there(section: dict[str, Any], said: str) -> None:
+    section = {"episodes": {"max_failures": 1.0}} | section
+    section["episodes"] = {"max_failures": 1.0} | section["episodes"]
+    everything = [one for group in play(section, count=8) for one in group]
+    failed = [one for one in everything if one.failure]
+    assert 0 < len(failed) < len(everything) == 32
+    assert all(one.failure.startswith(said) for one in failed)
+    assert all(one.reward is None and not one.reward_terms for one in failed)
+    assert all(one.reward is not None for one in everything if not one.failure)
+
+
+def turns_tokenised_again(patch: pytest.MonkeyPatch) -> None:
+    """The next turn continues the tokens of the text."""
+    patch.setattr(
+        Seat,
+        "context",
+        lambda self: self.prompt_ids + TOKENIZER.encode(TOKENIZER.decode(self.token_ids)),
+    )
+
+
+def episode_tokenised_again(patch: pytest.MonkeyPatch) -> None:
+    """The tokens to learn from are those of the text."""
+    right = Rollouts._episode
+
+    def again(self: Rollouts, *args: Any) -> Episode:
+        one = right(self, *args)
+        ids = np.array([*TOKENIZER.encode(TOKENIZER.decode(one.token_ids)), *[1] * 99], np.int32)
+        return replace(one, token_ids=ids[: len(one.token_ids)])
+
+    patch.setattr(Rollouts, "_episode", again)
+
+
+def what_others_said_is_learned(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Seat, "mask", lambda self: np.ones(len(self.token_ids), np.bool_))
+
+
+@pytest.mark.parametrize(
+    ("plant", "said"),
+    [
+        (turns_tokenised_again, "continued other tokens: was its text tokenised again"),
+        (episode_tokenised_again, "was its text tokenised again"),
+        (what_others_said_is_learned, r"a loss mask with token \d+, which the policy did not choose"),
+    ],
+)
+def test_a_planted_mistake_is_named(plant: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises(WorkFailedError, match=said):
+        play({})
+
+
+def test_a_climb_over_several_turns_and_players_with_failures(tmp_path: Path) -> None:
+    """All checks of a step are on: sampler against learner, masks, weights, packing."""
+    environment = {**TALK, "players": 2, "raises": [*"abcdefghijklmnop"]}
+    bundle = run_task(tmp_path / "rl", "rl", environment=environment, steps=3, samples=6, max_tokens=80)
+    rows = episodes(bundle)
+    assert (rows["failure"] != "").any() and rows["group_id"].str.endswith("/p1").any()
+    lines = metrics(bundle)
+    assert len(lines) == 3
+    for line, (_, step) in zip(lines, rows.groupby("step"), strict=True):
+        assert line["failures"] == line.get("failures/environment", 0) == (step["failure"] != "").sum()
+        assert line["length"] == pytest.approx(step["loss_mask"].map(sum).mean())
+    assert summary(bundle)["logprob_gap_max"] < 1e-3
+    assert {figures_of(pairs)["turns"] for pairs in rows["metrics"]} > {1.0}
+
+
+def test_an_evaluation_over_several_turns(tmp_path: Path) -> None:
+    bundle = run_task(tmp_path / "evaluate", "evaluate", environment=TALK, tasks=4, samples=2, max_tokens=80)
+    told = summary(bundle)
+    assert told["tasks"] == 4 and "strategies" in told
+    assert any(len(messages) > 3 for messages in episodes(bundle)["messages"])
