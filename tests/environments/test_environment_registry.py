@@ -39,7 +39,7 @@ def test_a_package_offers_an_environment_as_an_entry_point(monkeypatch):
     monkeypatch.setattr(registry, "entry_points", lambda group: [point])
     registry._factories.cache_clear()
     try:
-        assert environment_ids() == ("reasoning_gym", "third_party")
+        assert {"reasoning_gym", "third_party"} < set(environment_ids())
         assert environment_spec("third_party") is None
         assert make_environment({"id": "third_party", "size": 3}).spec == {"id": "third_party", "size": 3}
     finally:
