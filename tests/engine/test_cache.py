@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perilune.engine.cache import PagedCache, Places, Table
+from perilune.errors import RequestError
 from perilune.models.config import PRESETS
 
 CONFIG = PRESETS["tiny"].replace(num_heads=4, num_kv_heads=2)
@@ -58,3 +59,12 @@ def test_its_memory_is_what_its_dtype_takes(dtype: torch.dtype) -> None:
     assert cache.nbytes == 10 * 16 * 2 * CONFIG.num_layers * 2 * 32 * dtype.itemsize
     assert {part.dtype for part in cache.keys} == {dtype}
     assert not any(part.any() for part in cache.keys)
+
+
+def test_a_gpu_that_is_too_small_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "zeros", full)
+    with pytest.raises(RequestError, match=r"the engine's cache on cuda.*GiB for keys"):
+        PagedCache(CONFIG, (1 << 20,), torch.float32, "cuda")

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from perilune.engine.blocks import BLOCK, NULL_BLOCK, Blocks
 from perilune.engine.step import StepBatch
+from perilune.errors import RequestError
 from perilune.models.attention import attend
 from perilune.models.config import DecoderConfig
 
@@ -121,9 +122,21 @@ def _in_steps(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Finite, and on a CPU without taking memory before it is used: torch would write the zeros."""
+    """Finite, and on a CPU without taking memory before it is used: torch would write the zeros.
+
+    Raises:
+        RequestError: when a GPU has not as much left.
+    """
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
+        try:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        except torch.OutOfMemoryError as error:
+            size = math.prod(shape) * dtype.itemsize
+            raise RequestError(
+                f"{size / (1 << 30):.1f} GiB for keys or values do not fit beside what is there: {error}",
+                where=f"the engine's cache on {device}",
+                remedy="ask for shorter answers (max_tokens) or fewer samples at once, or take a larger GPU",
+            ) from None
     untouched = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(untouched).view(dtype).view(shape)
 
