@@ -291,6 +291,7 @@ class SyntheticExperiment:
             "lr": 2e-4 * min(1.0, step / 10),
             "tokens": tokens,
         }
+        line["term/correct"] = float(np.mean(judged))
         for name, found in strategies(episodes).items():
             line |= {f"strategy/{name}": found["share"], f"accuracy/{name}": found["accuracy"]}
         append_json_line(root / "artifacts" / "metrics.jsonl", {"step": step, **line})

@@ -109,6 +109,7 @@ def test_it_is_drawn_without_an_error_and_without_the_network(window: Window, re
         ("lengths", "rect.mark", 3),
         ("sft-loss", "path.line", 1),
         ("rl-reward", "path.line", 1),
+        ("rl-terms", "path.line", 1),
         ("rl-shares", "path.line", 2),
         ("rl-gap", "path.line", 2),
         ("split", "rect.mark", 12),

@@ -173,9 +173,23 @@ const Course = ((data) => {
       [["reward", "reward", 1], ...(isSameCurve ? [] : [["pass_rate", "pass rate", 3]])],
       isSameCurve ? unit : percent,
     );
-    const strategies = Object.keys(training.columns).filter((key) => key.startsWith("strategy/"));
-    const names = strategies.map((key) => key.slice("strategy/".length));
     const hues = [1, 2, 3, 4, 5, 6];
+    const named = (prefix) =>
+      Object.keys(training.columns)
+        .filter((key) => key.startsWith(prefix))
+        .map((key) => key.slice(prefix.length));
+    add(
+      "terms",
+      "Reward terms",
+      "What the verifier and reward functions gave, each before its weight.",
+      named("term/")
+        .filter((name) => name !== "learned")
+        .map((name, index) => [`term/${name}`, name, hues[index % 6]]),
+    );
+    add("learned", "Learned reward", "The score of the reward model, before any weight.", [
+      ["term/learned", "learned", 1],
+    ]);
+    const names = named("strategy/");
     add(
       "shares",
       "Share of each strategy",
