@@ -36,6 +36,10 @@ RL: Mapping[str, Any] = {
     "lr": 1e-3, "warmup": 2, "save_every": 1,
 }  # fmt: skip
 EVALUATE: Mapping[str, Any] = {"checkpoint": "model", "tasks": 6, "samples": 4, "max_tokens": 6}
+CALIBRATE: Mapping[str, Any] = {
+    "checkpoint": "model", "tasks": 3, "samples": 2, "continuations": 4, "max_tokens": 8,
+    "process": {"name": "answer", "guessable": 1.0, "segments": {"cut": "length", "least": 2}},
+}  # fmt: skip
 
 PAIRS: Mapping[str, Any] = {
     "checkpoint": "model",
@@ -89,6 +93,7 @@ OPTIONS = {
     "sft": SFT,
     "rl": RL,
     "evaluate": EVALUATE,
+    "calibrate": CALIBRATE,
 }
 
 

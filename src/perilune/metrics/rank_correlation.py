@@ -1,0 +1,65 @@
+"""Whether two figures put things in the same order, with an interval, and how well they could at best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perilune.metrics.bootstrap import LEVEL, Interval
+
+Figures = NDArray[np.float64]
+
+RESAMPLES = 1000
+
+
+def spearman(a: Figures, b: Figures) -> float | None:
+    """Spearman's rank correlation, ties at their mean rank; None where one of the two does not vary."""
+    if not len(a):
+        return None
+    x, y = _ranks(a), _ranks(b)
+    x, y = x - x.mean(), y - y.mean()
+    scale = math.sqrt(float(x @ x) * float(y @ y))
+    return float(x @ y) / scale if scale > 0 else None
+
+
+def spearman_over_problems(
+    pairs: Sequence[tuple[Figures, Figures]], *, seed: int = 0, resamples: int = RESAMPLES
+) -> Interval | None:
+    """Spearman over everything, with the percentile interval over resampled problems.
+
+    Args:
+        pairs: for each problem the two figures of each thing in it, float64[n] each; n may be 0.
+
+    Returns:
+        None where there is nothing to correlate.
+    """
+    found = spearman(*_joined(pairs)) if pairs and sum(len(a) for a, _ in pairs) > 1 else None
+    if found is None:
+        return None
+    rng = np.random.default_rng(seed)
+    drawn = ([pairs[place] for place in rng.integers(len(pairs), size=len(pairs))] for _ in range(resamples))
+    values = [value for some in drawn if (value := spearman(*_joined(some))) is not None]
+    low, high = np.quantile(values or [found], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Interval(found, float(low), float(high))
+
+
+def ceiling(half: Figures, other_half: Figures) -> float | None:
+    """The correlation that a perfect figure would have with the mean of two noisy halves.
+
+    sqrt(2 r / (1 + r)), r the correlation of the halves (Spearman-Brown); None where they tell nothing.
+    """
+    r = spearman(half, other_half)
+    return None if r is None else math.sqrt(max(0.0, 2 * r / (1 + r))) if r > -1 else 0.0
+
+
+def _joined(pairs: Sequence[tuple[Figures, Figures]]) -> tuple[Figures, Figures]:
+    return np.concatenate([a for a, _ in pairs]), np.concatenate([b for _, b in pairs])
+
+
+def _ranks(values: Figures) -> Figures:
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    return np.asarray((last - (counts - 1) / 2)[place], dtype=np.float64)

@@ -1,0 +1,88 @@
+"""Calibration: are values of prefixes in the order that play gives them?"""
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+from task_cases import SUMS, episodes, make_job, metrics, run_task, summary
+
+from perilune.bundle.plugin import load_plugin
+from perilune.errors import WorkFailedError
+from perilune.tasks.calibrate import CalibrateSpec
+from perilune.tasks.calibration import Calibrated, calibration_summary, told
+
+STATED = {"id": "factory", "factory": "process_environments:Stated"}
+
+
+def answers(noise: float, sign: float = 1.0, tasks: int = 40, played: int = 16) -> list[Calibrated]:
+    """Answers whose prefixes are worth something, and values that are that with `noise`."""
+    rng = np.random.default_rng(0)
+    made = []
+    for task in range(tasks):
+        worth = rng.random((2, 4))
+        for one in worth:
+            values = sign * one + noise * rng.normal(size=4)
+            made.append(Calibrated(f"t{task}", values, (rng.random((4, played)) < one[:, None]) * 1.0))
+    return made
+
+
+def test_good_values_reach_the_ceiling_and_others_do_not() -> None:
+    good, noisy, none, turned = (
+        calibration_summary(answers(noise, sign), 0)["differences"]
+        for noise, sign in ((0.0, 1.0), (0.5, 1.0), (50.0, 1.0), (0.0, -1.0))
+    )
+    assert good["count"] == 40 * 2 * 3
+    assert good["spearman"]["mean"] == pytest.approx(good["ceiling"], abs=0.05)
+    assert 0.2 < noisy["spearman"]["mean"] < good["spearman"]["low"]
+    assert none["spearman"]["low"] < 0 < none["spearman"]["high"]
+    assert turned["spearman"]["high"] < -0.8
+
+
+def test_the_noise_of_play_is_told() -> None:
+    """K continuations give a standard error of at most 0.5 / sqrt(K) (0.167 for 9)."""
+    even = [Calibrated("t", np.zeros(2), np.array([[0.0, 1.0] * 8] * 2))]
+    assert calibration_summary(even, 0)["standard_error"] == pytest.approx(0.5 / 4)
+    nine = calibration_summary(answers(0, played=9), 0)
+    assert 0 < nine["standard_error"] <= 0.5 / 3
+    assert calibration_summary(answers(0, played=2), 0)["values"]["ceiling"] < nine["values"]["ceiling"] < 1
+
+
+def test_by_place_and_by_tenths() -> None:
+    found = calibration_summary(answers(0.0), 0)
+    assert [one["count"] for one in found["by_place"]] == [80] * 4
+    assert all(one["spearman"] > 0.8 for one in found["by_place"])
+    assert sum(part["count"] for part in found["reliability"]) == 320
+    assert [part["value"] for part in found["reliability"]] == sorted(
+        part["value"] for part in found["reliability"]
+    )
+    assert all(abs(part["value"] - part["played"]) < 0.15 for part in found["reliability"])
+
+
+def test_what_is_said() -> None:
+    trusted, not_trusted = (told(calibration_summary(answers(0, sign), 0)) for sign in (1.0, -1.0))
+    assert not any("do not trust" in line for line in trusted)
+    assert "do not trust" in not_trusted[-1]
+    single = [Calibrated("t", np.zeros(1), np.ones((1, 4)))]
+    assert "nothing to correlate" in told(calibration_summary(single, 0))[0]
+    assert "do not trust" in told(calibration_summary(single, 0))[-1]
+
+
+def test_a_stage(tmp_path) -> None:
+    made = run_task(tmp_path / "b", "calibrate", environment=STATED)
+    found = summary(made)
+    assert found["kind"] == "calibration"
+    assert found["values"]["count"] > found["differences"]["count"] > 0
+    assert len(episodes(made)) == 3 * 2
+    assert [set(line) >= {"step", "spearman_values"} for line in metrics(made)] == [True]
+
+
+def test_an_environment_without_answers(tmp_path) -> None:
+    with pytest.raises(WorkFailedError, match="no answer could be given values"):
+        run_task(tmp_path / "b", "calibrate")
+
+
+def test_the_plan_and_what_is_refused() -> None:
+    plan = load_plugin("calibrate").plan(make_job("calibrate", environment=SUMS))
+    assert plan["answers"] == "3 held-out tasks x 2 = 6"
+    for process in ("montecarlo", None):
+        with pytest.raises(ValidationError, match="give answer"):
+            CalibrateSpec(checkpoint="sft", process=process)
