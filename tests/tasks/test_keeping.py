@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 from task_cases import make_bundle, make_job, metrics, run_in, run_task, summary
 
+from perilune.bundle.plugin import load_plugin
 from perilune.bundle.workspace import Workspace
 from perilune.execution.placements.local import carry_over
 from perilune.files import read_json_lines
@@ -81,6 +83,16 @@ def test_the_newest_and_the_best_stay(kept: Path) -> None:
 def test_what_stays(tmp_path: Path, name: str, figures: list[float], last: int, stay: list[int]) -> None:
     spec = Saving(steps=100, save_every=2, keep=Keep(last=last, best=name))
     assert saved_steps(workspace_of(tmp_path, figures, spec, name)) == stay
+
+
+def test_the_plan_says_what_the_disk_must_hold(kept: Path) -> None:
+    options: dict[str, Any] = OPTIONS | {"keep": {"last": 2, "best": "entropy"}}
+    line = load_plugin("rl").plan(make_job("rl", **options))["checkpoints"]
+    said = re.fullmatch(
+        r"every 2 steps; the newest 2 and the best by entropy kept, about (\d+) MB at most", line
+    )
+    assert said is not None
+    assert summary(kept)["disk_bytes"] <= int(said[1]) * 1e6 <= 2 * summary(kept)["disk_bytes"]
 
 
 def test_a_figure_that_never_comes_keeps_the_newest_alone(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes
 from perilune.learn.settings import LearnerSettings
-from perilune.tasks.keeping import Saving
+from perilune.tasks.keeping import Saving, planned
 from perilune.tasks.sampler import SamplingSpec
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ class Distill:
             "answers": f"{spec.steps} steps x {spec.prompts} tasks x {spec.samples} = {answers:,}",
             "loss": f"{spec.loss}, {spec.on_policy:.0%} of steps on-policy{told}",
             "learning rate": f"{spec.lr:g} after {spec.warmup} steps, cosine to {spec.lr * spec.final_lr:g}",
+            "checkpoints": planned(spec, memory),
             "memory": str(memory),
         }
 

@@ -15,6 +15,7 @@ from perilune.bundle.job import Frozen
 if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace
     from perilune.metrics.bootstrap import Interval
+    from perilune.models.memory import MemoryPlan
 
 STEP = "step-"
 FINAL = "final"
@@ -110,6 +111,18 @@ def best_summary(workspace: Workspace, spec: Saving) -> dict[str, Any]:
             "checkpoint": step and (FINAL if step == spec.steps else BEST),
         }
     }
+
+
+def planned(spec: Saving, memory: MemoryPlan) -> str:
+    """What is kept, and about how much of the disk it takes at most: the plan's line of a stage that learns.
+
+    A checkpoint holds the weights and AdamW's two moments; one more is there while it is written.
+    """
+    one = memory.standing.get("weights", 0) + memory.standing.get("moments", 0)
+    kept = f"the newest {spec.keep.last}" if spec.keep.last > 1 else "the newest"
+    best = f" and the best by {spec.keep.best}" if spec.keep.best else ""
+    most = (spec.keep.last + 1 + (2 if best else 0)) * one
+    return f"every {spec.save_every} steps; {kept}{best} kept, about {most / 1e6:,.0f} MB at most"
 
 
 def disk_bytes(workspace: Workspace) -> int:

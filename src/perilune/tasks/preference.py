@@ -10,7 +10,7 @@ from pydantic import Field
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes
 from perilune.learn.settings import LearnerSettings
-from perilune.tasks.keeping import Saving
+from perilune.tasks.keeping import Saving, planned
 
 if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace
@@ -64,6 +64,7 @@ class Preference:
             "pairs seen": f"{spec.steps} steps x {spec.batch_size} = {spec.steps * spec.batch_size:,}",
             "loss": f"{spec.loss}, beta {spec.beta:g}, the reference scored once",
             "learning rate": f"{spec.lr:g} after {spec.warmup} steps, cosine to {spec.lr * spec.final_lr:g}",
+            "checkpoints": planned(spec, memory),
             "memory": str(memory),
         }
 

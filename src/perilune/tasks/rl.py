@@ -12,7 +12,7 @@ from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes
 from perilune.learn.process import Process
 from perilune.learn.settings import AlgorithmSettings, LearnerSettings
-from perilune.tasks.keeping import Saving
+from perilune.tasks.keeping import Saving, planned
 from perilune.tasks.sampler import SamplingSpec
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ class RL:
             "tokens at most": f"{episodes * (1 + most) * longest:,}",
             "algorithm": f"{_told(spec.algorithm)}, updates a step {spec.updates_per_batch}, KL {spec.kl:g}",
             "learning rate": f"{spec.lr:g} after {spec.warmup} steps, cosine to {spec.lr * spec.final_lr:g}",
+            "checkpoints": planned(spec, memory),
             "memory": str(memory),
         }
 
