@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perilune.errors import RequestError
-from perilune.metrics.flywheel import after_rounds, measured_gain, rounds_to
+from perilune.metrics.flywheel import after_rounds, gain_interval, likelihood_ratio, measured_gain, rounds_to
 
 
 def test_worked_examples() -> None:
@@ -27,3 +27,38 @@ def test_a_stall_never_arrives() -> None:
     assert rounds_to(0.3, 0.6, 1.0) == math.inf
     with pytest.raises(RequestError, match="at least two"):
         measured_gain([0.3, 1.0])
+
+
+def rates(share: float, tasks: int = 400) -> dict[str, float]:
+    """So many tasks, of which a share is solved."""
+    return {str(task): float((task * 7919) % tasks < share * tasks) for task in range(tasks)}
+
+
+def test_the_interval_of_a_gain_holds_it_and_narrows_with_tasks() -> None:
+    shares = [after_rounds(0.1, 2, t) for t in range(4)]
+    few, many = (gain_interval([rates(share, tasks) for share in shares]) for tasks in (100, 1000))
+    assert few.low < 2 < few.high and many.mean == pytest.approx(2, abs=0.05)
+    assert many.high - many.low < few.high - few.low
+
+
+def test_equal_rounds_gain_nothing_and_say_so() -> None:
+    same = rates(0.3)
+    assert gain_interval([same, same]) == (1.0, 1.0, 1.0)
+    assert gain_interval([rates(0.0), rates(1.0)]).low > 100  # finite, though no logit is
+
+
+def test_a_gain_needs_the_same_tasks() -> None:
+    with pytest.raises(RequestError, match="same tasks"):
+        gain_interval([rates(0.3, 10), rates(0.3, 11)])
+    with pytest.raises(RequestError, match="two rounds"):
+        gain_interval([rates(0.3)])
+
+
+def test_the_likelihood_ratio_of_a_verifier() -> None:
+    found = likelihood_ratio(900, 1000, 300, 1000)
+    assert found.mean == pytest.approx(3, rel=0.01) and found.low < 3 < found.high
+    assert likelihood_ratio(90, 100, 30, 100).low < found.low
+    perfect = likelihood_ratio(50, 50, 0, 200)
+    assert math.isfinite(perfect.high) and perfect.low > 10
+    with pytest.raises(RequestError, match="right and wrong"):
+        likelihood_ratio(5, 5, 0, 0)

@@ -80,6 +80,10 @@ DISTILL: Mapping[str, Any] = {
     "save_every": 2,
 }
 REJECTION_SAMPLING: Mapping[str, Any] = {"checkpoint": "model", "tasks": 12, "samples": 4, "max_tokens": 150}
+FLYWHEEL: Mapping[str, Any] = {
+    "checkpoint": "model", "steps": 2, "tasks": 24, "samples": 4, "updates": 16, "batch_size": 8,
+    "heldout": 48, "max_tokens": 60, "warmup": 2, "lr": 3e-3,
+}  # fmt: skip
 NEW_MODEL: Mapping[str, Any] = {"preset": "small"}
 
 OPTIONS = {
@@ -88,6 +92,7 @@ OPTIONS = {
     "reward_model": REWARD_MODEL,
     "distill": DISTILL,
     "rejection_sampling": REJECTION_SAMPLING,
+    "flywheel": FLYWHEEL,
     "new_model": NEW_MODEL,
     "collect": COLLECT,
     "sft": SFT,

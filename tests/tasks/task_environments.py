@@ -80,6 +80,13 @@ class Silent(Digits):
             yield Task(task.task_id, ({"role": "user", "content": ""},), task.data)
 
 
+class HalfRight(Ends):
+    """As Ends; a second opinion, which has nothing to do with the verdict, calls half of the tasks right."""
+
+    def is_right(self, task: Task, transcript: Transcript) -> bool:
+        return int(task.task_id[0], 16) % 2 == 0
+
+
 class Talk(MultiTurn):
     """Says how many characters an action has, three times; worth the share of actions that have a digit.
 

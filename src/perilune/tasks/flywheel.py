@@ -1,0 +1,83 @@
+"""flywheel: sample, verify, filter, train, evaluate, and again, while it still gains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from perilune.bundle.job import Job
+from perilune.bundle.plugin import Consumes
+from perilune.learn.settings import LearnerSettings
+from perilune.tasks.keeping import Saving
+from perilune.tasks.sampler import SamplingSpec
+
+if TYPE_CHECKING:
+    from perilune.bundle.workspace import Workspace
+
+
+class FlywheelSpec(Saving, LearnerSettings, SamplingSpec):
+    """Fields of a flywheel stage."""
+
+    checkpoint: Annotated[str, Consumes("checkpoint")] = Field(description="where the policy starts")
+    steps: int = Field(4, ge=1, description="rounds, unless it stops gaining before")
+    tasks: int = Field(1024, ge=1, description="fresh training tasks a round")
+    samples: int = Field(4, ge=1, description="answers a task, of which the likeliest right one is kept")
+    updates: int = Field(100, ge=1, description="optimizer steps a round, on the traces of all rounds")
+    batch_size: int = Field(64, ge=1, description="traces an optimizer step")
+    heldout: int = Field(256, ge=2, description="held-out tasks that each round is judged on")
+    lr: float = Field(1e-3, gt=0, description="learning rate after warm-up")
+    save_every: int = Field(1, ge=1, description="rounds between two checkpoints to resume from")
+
+
+class Flywheel:
+    """Rounds of learning one's own right answers."""
+
+    name = "flywheel"
+    spec = FlywheelSpec
+    produces = "checkpoint"
+    output = "artifacts/checkpoints/final"
+
+    def plan(self, job: Job) -> Mapping[str, str]:
+        """Answers, updates and memory."""
+        from perilune.tasks.footprint import model_config, stage_memory
+
+        spec = FlywheelSpec.model_validate(job.spec)
+        memory = stage_memory(
+            model_config(job), samples=spec.tasks * spec.samples, max_tokens=spec.max_tokens,
+            token_budget=spec.token_budget, device=job.resources.device, learner=spec,
+        )  # fmt: skip
+        answers = spec.tasks * spec.samples
+        return {
+            "answers": f"{spec.steps} x {spec.tasks} tasks x {spec.samples} = {spec.steps * answers:,}",
+            "updates": f"{spec.steps} x {spec.updates}, learning rate {spec.lr:g}",
+            "judged on": f"{spec.heldout} held-out tasks before the first round and after each",
+            "memory": str(memory),
+        }
+
+    def run(self, workspace: Workspace) -> dict[str, Any]:
+        """The loop."""
+        from perilune.learn.trainer import Learner
+        from perilune.tasks.flywheel_rounds import Rounds
+        from perilune.tasks.playing import open_player
+        from perilune.tasks.training import finish, resume
+
+        spec = FlywheelSpec.model_validate(workspace.job.spec)
+        with open_player(workspace, spec.max_tokens, spec) as player:
+            learner = Learner(player.policy.decoder, spec)
+            first = resume(workspace, learner)
+            rounds = Rounds(workspace, spec, player, learner)
+            if first == 0:
+                workspace.rewind(-1)
+                rounds.begin()
+            for number in range(first + 1, spec.steps + 1):
+                if rounds.stalled:
+                    break
+                traces = rounds.sample(number)
+                rounds.train(number)
+                rounds.judge(number, traces)
+        return {**finish(workspace, player.policy, learner, spec), **rounds.summary()}
+
+
+plugin = Flywheel()

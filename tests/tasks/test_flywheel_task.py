@@ -1,0 +1,87 @@
+"""flywheel as a stage: what rounds do, that they stop, and that a kill between them changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from task_cases import DIGITS, make_bundle, make_job, metrics, run_in, run_task, summary
+
+from perilune.data.records import read_records
+from perilune.errors import WorkFailedError
+from perilune.execution.placements.local import carry_over
+from perilune.files import sha256_file
+from perilune.tasks.flywheel_rounds import Rounds
+
+ENDS = {**DIGITS, "factory": "task_environments:Ends"}
+NEVER = {**DIGITS, "equal": 0.0}
+LABELLED = {**DIGITS, "factory": "task_environments:HalfRight"}
+WEIGHTS = "artifacts/checkpoints/final/model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def turned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_task(tmp_path_factory.mktemp("wheel") / "b", "flywheel", environment=ENDS)
+
+
+def test_each_round_learns_its_right_answers_and_the_yield_grows(turned: Path) -> None:
+    lines, told = metrics(turned), summary(turned)
+    assert [line["step"] for line in lines] == [0, 1, 2] and told["rounds"] == 2
+    assert lines[-1]["pass_rate"] > lines[0]["pass_rate"]
+    assert all(line["pass_rate_low"] <= line["pass_rate"] <= line["pass_rate_high"] for line in lines)
+    assert told["gain"]["mean"] > 1 and told["pass_rates"][0]["mean"] == lines[0]["pass_rate"]
+    for number in (1, 2):
+        records = read_records(turned / f"artifacts/traces/round-{number:03d}.jsonl")
+        assert len(records) == lines[number]["rows"]
+        assert len({one.task_id for one in records}) == len(records)
+        assert all(one.score >= 1 for one in records)
+    first, second = (
+        {one.task_id for one in read_records(turned / f"artifacts/traces/round-00{number}.jsonl")}
+        for number in (1, 2)
+    )
+    assert not first & second
+
+
+def test_a_kill_between_rounds_changes_nothing(
+    turned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job("flywheel", environment=ENDS)
+    broken = make_bundle(tmp_path / "one", job)
+    judge = Rounds.judge
+
+    def dies(self: Rounds, number: int, sampled: Any) -> None:
+        if number == 2:
+            raise KeyboardInterrupt
+        judge(self, number, sampled)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Rounds, "judge", dies)
+        run_in(broken)
+    again = make_bundle(tmp_path / "two", job)
+    carry_over(broken, again)
+    run_in(again)
+    assert (again / "artifacts/metrics.jsonl").read_bytes() == (
+        turned / "artifacts/metrics.jsonl"
+    ).read_bytes()
+    assert sha256_file(again / WEIGHTS) == sha256_file(turned / WEIGHTS)
+
+
+def test_it_stops_when_a_round_may_have_gained_nothing(tmp_path: Path) -> None:
+    bundle = run_task(tmp_path / "b", "flywheel", environment=ENDS, lr=1e-7, steps=5)
+    told = summary(bundle)
+    assert told["rounds"] < 5 and told["stopped"] == "a round may have gained nothing"
+    assert metrics(bundle)[-1]["gain_low"] <= 1
+    assert (bundle / WEIGHTS).exists()
+
+
+def test_nothing_right_is_an_error_that_says_so(tmp_path: Path) -> None:
+    with pytest.raises(WorkFailedError, match="none of 96 answers passed"):
+        run_task(tmp_path / "b", "flywheel", environment=NEVER)
+
+
+def test_the_verifier_is_measured_against_labels_that_are_not_the_reward(tmp_path: Path) -> None:
+    lines = metrics(run_task(tmp_path / "b", "flywheel", environment=LABELLED, tasks=64, steps=1))
+    assert (
+        lines[1]["verifier_ratio_low"] < 1 < lines[1]["verifier_ratio_high"]
+    )  # labels have nothing to do with it
