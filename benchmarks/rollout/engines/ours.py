@@ -19,7 +19,7 @@ from perilune.engine.native_runner import NativeRunner
 from perilune.engine.request import Request as EngineRequest
 from perilune.engine.request import SamplingParams
 from perilune.engine.runners import fastest_runner
-from perilune.models.loading import load_decoder
+from perilune.models.stored import open_decoder
 
 from ..outcome import Outcome
 from ..shapes import Request
@@ -39,13 +39,15 @@ class Adapter:
         cache: str | None = None,
     ) -> None:
         torch.set_num_threads(threads)
-        decoder = load_decoder(checkpoint, dtype=getattr(torch, dtype))
+        decoder = open_decoder(checkpoint, dtype=getattr(torch, dtype))
         runner = functools.partial(NativeRunner, cache=cache) if cache else fastest_runner
         self.kv_cache = cache or dtype
         self._engine = Engine(
             decoder,
             slots=sum(request.n for request in requests),
-            cache_tokens=sum(r.n * _whole_blocks(len(r.prompt) + r.new_tokens) for r in requests),
+            cache_tokens=sum(
+                _whole_blocks(len(r.prompt)) + r.n * _whole_blocks(r.new_tokens) for r in requests
+            ),
             runner=runner,
         )
 
@@ -98,7 +100,7 @@ class Adapter:
 
 
 def _whole_blocks(tokens: int) -> int:
-    """Tokens of as many blocks as a sample of so many takes, and of one more."""
+    """Tokens of as many blocks as so many take, and of one more."""
     return (blocks_for(tokens) + 1) * BLOCK
 
 

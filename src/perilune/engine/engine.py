@@ -309,8 +309,9 @@ class Engine:
         if state is not None:
             check_state(state, self._source)
             self._source.load_state_dict(state)
-        self._runner.take_weights(self._source)
-        self.checksum = checksum(self._source.state_dict())
+        with self._source.present():
+            self._runner.take_weights(self._source)
+            self.checksum = checksum(self._source.state_dict())
         self.version = version
         self._scheduler.new_weights(version, recompute=recompute)
 

@@ -48,7 +48,7 @@ class NativeRunner:
         self._config = decoder.config
         self._caches = describe_cache(self.cache)
         self._adapting: TorchRunner | None = None
-        self.take_weights(decoder)
+        self._decoder = native.NativeDecoder(decoder, self._kind)
 
     def run(self, batch: StepBatch) -> Tensor:
         if batch.adapters is not None and self._adapting is not None:
@@ -61,7 +61,7 @@ class NativeRunner:
         self.cache.copy(sources, targets)
 
     def take_weights(self, decoder: Decoder) -> None:
-        self._decoder = native.NativeDecoder(decoder, self._kind)
+        self._decoder.take(decoder)
         if self._adapting is not None:
             self._adapting.take_weights(decoder)
 

@@ -8,6 +8,8 @@ N tokens, d hidden size, H query heads, KV key-value heads, D head size, V vocab
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -187,6 +189,11 @@ class Decoder(nn.Module):
         for projection in self.projections():
             projection.precision = "float32" if projection.exact else precision
 
+    @contextmanager
+    def present(self, *parts: nn.Module) -> Iterator[None]:
+        """Have the weights of these parts, or of all, in memory meanwhile; here they always are."""
+        yield
+
     def to_hf(self) -> dict[str, Any]:
         """The content of its config.json."""
         return self.config.to_hf()
@@ -228,6 +235,10 @@ class Decoder(nn.Module):
         """
         if kind is None and source.precision == "bfloat16":
             kind = "bfloat16"
+        with source.present():
+            self._freeze(source, kind)
+
+    def _freeze(self, source: Decoder, kind: NarrowKind | None) -> None:
         for projection, its_projection in zip(source.projections(), self.projections(), strict=True):
             its_projection.freeze(projection, kind)
         table = source.model.embed_tokens.weight.detach()

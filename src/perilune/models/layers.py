@@ -66,8 +66,13 @@ class Projection:
 
     def joined_weight(self) -> Tensor:
         """The weight alone."""
-        weights: list[Tensor] = [part.weight for part in self.parts]
+        weights = [self.weight_of(part) for part in self.parts]
         return weights[0] if len(weights) == 1 else torch.cat(weights)
+
+    def weight_of(self, part: nn.Module) -> Tensor:
+        """float[O, I] of one part."""
+        weight: Tensor = part.weight  # type: ignore[assignment]
+        return weight
 
     def joined_bias(self) -> Tensor | None:
         """The bias alone, if there is one."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -32,6 +33,7 @@ DecoderT = TypeVar("DecoderT", bound=Decoder)
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_MAPPED_AT_ONCE = 1 << 26  # bytes
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -95,16 +97,26 @@ def load_checkpoint(
     Raises:
         RequestError: naming the file, and the tensor or key, that is missing, malformed or not implemented.
     """
+    decoder = load_as(Decoder, path, device, dtype, base)
+    return decoder, tokenizer_of(decoder, path)
+
+
+def tokenizer_of(decoder: Decoder, path: Path) -> Tokenizer:
+    """Read the tokenizer beside a model.
+
+    Raises:
+        RequestError: when it is missing, malformed, or has more tokens than the model.
+    """
     from perilune.models.tokenizer import Tokenizer
 
-    decoder, tokenizer = load_as(Decoder, path, device, dtype, base), Tokenizer.load(path)
+    tokenizer = Tokenizer.load(path)
     if tokenizer.vocab_size > decoder.config.vocab_size:
         raise RequestError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model {decoder.config.vocab_size}",
             where=str(path),
             remedy="the tokenizer belongs to another model",
         )
-    return decoder, tokenizer
+    return tokenizer
 
 
 def load_decoder(
@@ -130,6 +142,24 @@ def load_as(
     Raises:
         RequestError: as `load_checkpoint`.
     """
+    config, stored = checked_headers(kind, path)
+    decoder = _empty(kind, config, torch.device(device), dtype)
+    parameters = decoder.state_dict()
+    for name, tensor in read_tensors([stored[name] for name in parameters]):
+        parameters.pop(name).copy_(tensor)  # which is when memory is taken for it
+        narrow_part(decoder, name, base)
+    lay_over(decoder)
+    if config.tie_word_embeddings and "lm_head.weight" in stored:
+        check_tied(stored["lm_head.weight"], decoder.model.embed_tokens.weight)
+    return decoder
+
+
+def checked_headers(kind: type[Decoder], path: Path) -> tuple[DecoderConfig, dict[str, Stored]]:
+    """The configuration in a folder and its tensors by name, which are those that a `kind` of decoder has.
+
+    Raises:
+        RequestError: as `load_checkpoint`.
+    """
     folder = CheckpointFolder(Path(path))
     config = _config(folder)
     stored = stored_tensors(folder)
@@ -137,17 +167,28 @@ def load_as(
     with torch.device("meta"):
         shapes = {name: tuple(t.shape) for name, t in kind(config).state_dict().items()}
     _compare(stored, shapes, path)
-    decoder = _empty(kind, config, torch.device(device), dtype)
-    parameters = decoder.state_dict()
-    for file in sorted({stored[name].file for name in parameters}):  # memory is taken as it is written to
-        with safe_open(file, framework="pt") as tensors:
-            for name in [name for name in parameters if stored[name].file == file]:
-                parameters.pop(name).copy_(tensors.get_tensor(name))
-                narrow_part(decoder, name, base)
-    lay_over(decoder)
-    if config.tie_word_embeddings and "lm_head.weight" in stored:
-        _check_tied(stored["lm_head.weight"], decoder.model.embed_tokens.weight)
-    return decoder
+    return config, stored
+
+
+def read_tensors(stored: Iterable[Stored]) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors, file by file.
+
+    A file is mapped, and what was read of it is this process's memory until it is closed: after some of it
+    the file is opened anew.
+    """
+    for file, of_file in groupby(sorted(stored, key=lambda one: one.file), key=lambda one: one.file):
+        rest = list(of_file)
+        while rest:
+            read = 0
+            with safe_open(file, framework="pt") as tensors:
+                while rest and read < _MAPPED_AT_ONCE:
+                    one = rest.pop(0)
+                    tensor = tensors.get_tensor(one.name)
+                    if tuple(tensor.shape) != one.shape:
+                        raise RequestError(f"tensor {one.name} has changed meanwhile", where=str(file))
+                    yield one.name, tensor
+                    read += tensor.nbytes
+                    del tensor
 
 
 def _empty(kind: type[DecoderT], config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> DecoderT:
@@ -322,7 +363,8 @@ def _read(stored: Stored) -> Tensor:
         return tensors.get_tensor(stored.name)  # type: ignore[no-any-return]
 
 
-def _check_tied(head: Stored, embedding: Tensor) -> None:
+def check_tied(head: Stored, embedding: Tensor) -> None:
+    """Refuse a head that is stored although it is said to be the embedding, and is not."""
     if not torch.equal(_read(head).to(embedding), embedding):
         raise RequestError(
             f"tensor {head.name} differs from the embeddings that config.json says it shares",

@@ -5,7 +5,7 @@ size; b bytes of a number of the model, 4 in float32.
 
 Standing, from the beginning to the end:
 
-* weights b P; the engine's frozen copy b P, plus b V d where head and embedding are one tensor, for it keeps
+* weights b P; the engine's frozen copy b P, plus b V d where head and embedding are one tensor and it keeps
   each in the order that is fastest to read; a reference policy b P;
 * AdamW's two moments 8 P;
 * keys and values of S samples of T tokens, in whole blocks; behind a window only what is being fed.
@@ -16,7 +16,7 @@ Besides, one of these at a time:
 * learning from N fed tokens in sequences of T: gradients b P; what each layer keeps of a token for its
   gradient, as the card says; logits, log-probs, probabilities and their gradient, 16 V for each row that is
   computed at a time (`perilune.models.logprobs.by_rows`), with a gradient of the head of their own;
-* an update: three temporaries of the largest tensor, or a second frozen copy beside the first.
+* an update: three temporaries of the largest tensor.
 
 Where an adapter of A numbers learns beside frozen weights (`models.lora`), the weights take what their kind
 says (embedding and head 2 bytes a number at most, if matrices are narrow), gradients 4 A and moments 8 A.
@@ -138,7 +138,7 @@ def plan_memory(
         passing["learning"] = item_bytes * trained + learning_bytes(
             card, *learning, item_bytes, recompute=frugality.recompute
         )
-        passing["update"] = max(standing.get("engine", 0), 3 * _FLOAT * min(trained, _largest(card)))
+        passing["update"] = 3 * _FLOAT * min(trained, _largest(card))
         if frugality.adapter is not None:
             passing["learning"] += 3 * _FLOAT * _widest(card)
     return MemoryPlan(standing, passing)
@@ -156,7 +156,7 @@ def parameter_count(model: Model) -> int:
 
 
 def cache_bytes(model: Model, samples: int, length: int, item_bytes: int = _FLOAT) -> int:
-    """The KV cache of `samples` samples of `length` tokens with their prompts, in whole blocks and one more."""
+    """The KV cache of `samples` samples of `length` tokens with prompts, in whole blocks and one more."""
     return blocks_bytes(model, 1 + samples * -(-length // BLOCK), samples, item_bytes)
 
 

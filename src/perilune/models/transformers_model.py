@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,8 @@ from perilune.files import read_json
 from perilune.models.config import DecoderConfig
 from perilune.models.decoder import Decoder
 from perilune.models.hf_config import UnsupportedModelError
-from perilune.models.loading import CheckpointFolder, Stored, load_checkpoint, stored_tensors
+from perilune.models.loading import CheckpointFolder, Stored, stored_tensors, tokenizer_of
+from perilune.models.stored import open_decoder
 
 if TYPE_CHECKING:
     from perilune.models.tokenizer import Tokenizer
@@ -68,6 +70,10 @@ class TransformersModel:
         state: Mapping[str, Tensor] = self.module.state_dict()
         return state
 
+    def present(self) -> AbstractContextManager[None]:
+        """As of a decoder; weights are always in memory."""
+        return nullcontext()
+
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take other weights, by transformers' names."""
         self.module.load_state_dict(state)
@@ -90,9 +96,10 @@ class TransformersModel:
 def load_for_inference(
     path: Path | str, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[Decoder | TransformersModel, Tokenizer]:
-    """Read a model to sample from or to score with: the decoder where it computes it, else transformers.
+    """Read a model for an engine to sample from or to score with.
 
-    A `TransformersModel` says in its `notice` why it is one.
+    A `StoredDecoder` where the decoder computes it; otherwise a `TransformersModel`, which says in its
+    `notice` why it is one.
 
     Raises:
         RequestError: as `load_checkpoint` and `load_transformers_model`.
@@ -100,7 +107,8 @@ def load_for_inference(
     from perilune.models.tokenizer import Tokenizer
 
     try:
-        return load_checkpoint(Path(path), device, dtype)
+        decoder = open_decoder(Path(path), device, dtype)
+        return decoder, tokenizer_of(decoder, Path(path))
     except UnsupportedModelError as error:
         model = load_transformers_model(path, device, dtype)
         model.notice = (

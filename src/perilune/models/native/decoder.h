@@ -25,7 +25,7 @@ struct model {
     int64_t activation;
     int64_t embedding_kind;
     const struct layer *layer;
-    const void *embedding; /* [V][hidden] */
+    const void *embedding; /* [V][hidden]; null where it is the head */
     const float *final_norm;
     struct weight head;
     float eps, attention_scale, embedding_scale;
@@ -91,8 +91,9 @@ static void embed_rows(const struct part *part)
     for (int64_t row = part->from; row < part->to; row++) {
         int64_t token = part->job->step->tokens[row];
         float *x = part->job->x + row * part->job->stride;
+        if (!m->embedding) unpack_row(&m->head, token, x);
         for (int64_t i = 0; i < m->hidden; i += LANES) {
-            v16 value = load_element(m->embedding, token * m->hidden + i, (int)m->embedding_kind);
+            v16 value = m->embedding ? load_element(m->embedding, token * m->hidden + i, (int)m->embedding_kind) : load(x + i);
             store(x + i, m->embedding_scale == 1.0f ? value : value * splat(m->embedding_scale));
         }
     }

@@ -5,12 +5,12 @@ from __future__ import annotations
 from ctypes import POINTER, Array, Structure, addressof, byref, c_float, c_int64, c_void_p
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from perilune.models.config import DecoderConfig
 from perilune.models.decoder import NORM_NAMES, Block, Decoder
 from perilune.models.feed_forward import MLP
-from perilune.models.layers import RMSNorm
+from perilune.models.layers import Projection, RMSNorm
 from perilune.models.native import ops
 from perilune.models.native.attention import Cache, Step
 from perilune.models.native.ops import (
@@ -19,7 +19,7 @@ from perilune.models.native.ops import (
     PackedWeight,
     Weight,
     WeightKind,
-    pack_weight,
+    pack_parts,
 )
 from perilune.models.rope import Rope
 
@@ -53,7 +53,7 @@ class _Model(Structure):
 def supports(config: DecoderConfig, kind: WeightKind = "float32") -> bool:
     """Whether `NativeDecoder` computes such a model: dense, its sizes multiples of what registers hold."""
     even = kind != "bfloat16" or config.intermediate_size % 2 == 0
-    whole = config.hidden_size % LANES == 0 and config.head_dim % (2 * LANES) == 0
+    whole = config.hidden_size % LANES == 0 and config.head_dim % PANEL == 0
     return config.experts is None and whole and even and ops.available()
 
 
@@ -69,12 +69,22 @@ class NativeDecoder:
 
     def __init__(self, decoder: Decoder, kind: WeightKind) -> None:
         self.config = decoder.config
+        self._kind: WeightKind = kind
+        self._layers: Array[_Layer] = (_Layer * self.config.num_layers)()
+        self._matrices: list[Tensor] = []  # the memory that the structures point to
+        self._vectors: list[Tensor] = []
+        self.take(decoder)
+
+    def take(self, decoder: Decoder) -> None:
+        """Have the present weights of `decoder` from now on, matrices where those before them were."""
         self._decoder = decoder  # for its rotations, which are no weights
-        self._held: list[Tensor] = []  # the memory that the structures point to
-        self._layers: Array[_Layer] = (_Layer * self.config.num_layers)(
-            *(self._layer(block, kind) for block in decoder.model.layers)  # type: ignore[arg-type]
-        )
-        self._model = self._describe(decoder, kind)
+        self._rooms = iter(self._matrices)
+        self._matrices, self._vectors = [], []
+        for index, block in enumerate(decoder.model.layers):
+            with decoder.present(block):
+                self._layers[index] = self._layer(block)  # type: ignore[arg-type]
+        with decoder.present(decoder.model.embed_tokens, *decoder.head.parts):
+            self._model = self._describe(decoder)
         self._reach = 0
         self._reserve(1)
 
@@ -88,14 +98,13 @@ class NativeDecoder:
             "a decoding step",
         )
 
-    def _describe(self, decoder: Decoder, kind: WeightKind) -> _Model:
+    def _describe(self, decoder: Decoder) -> _Model:
         config, family = self.config, self.config.family
-        embedding = decoder.model.embed_tokens.weight.detach()
-        embedding = (
-            embedding.float().clone() if kind == "float32" else embedding.to(torch.bfloat16, copy=True)
-        )
-        self._held.append(embedding)
-        weight, bias = decoder.head.joined()
+        table = torch.float32 if self._kind == "float32" else torch.bfloat16
+        embedding = None
+        if self._kind == "int8" or not config.tie_word_embeddings:  # otherwise read from the packed head
+            embedding = decoder.model.embed_tokens.weight.detach().to(table, copy=True)
+            self._vectors.append(embedding)
         return _Model(
             layers=config.num_layers,
             hidden=config.hidden_size,
@@ -106,17 +115,17 @@ class NativeDecoder:
             vocabulary=config.vocab_size,
             qk_norm_whole=config.qk_norm == "full",
             activation=ops.ACTIVATIONS["silu" if family.activation == "silu" else "gelu_tanh"],
-            embedding_kind=ops.KINDS[embedding.dtype],
+            embedding_kind=ops.KINDS[table],
             layer=addressof(self._layers),
-            embedding=embedding.data_ptr(),
+            embedding=None if embedding is None else embedding.data_ptr(),
             final_norm=self._vector(decoder.model.norm.factor()),
-            head=self._weight(weight, bias, kind),
+            head=self._weight(decoder.head),
             eps=config.rms_norm_eps,
             attention_scale=config.head_dim**-0.5,
             embedding_scale=config.hidden_size**0.5 if family.scaled_embeddings else 1.0,
         )
 
-    def _layer(self, block: Block, kind: WeightKind) -> _Layer:
+    def _layer(self, block: Block) -> _Layer:
         attention, mlp, family = block.self_attn, block.mlp, self.config.family
         assert isinstance(mlp, MLP)
         before_attention, after_attention, before_mlp, after_mlp = (
@@ -130,10 +139,10 @@ class NativeDecoder:
         elif attention.qk_norm == "full":
             q_norm, k_norm = self._norm(attention.q_norm), self._norm(attention.k_norm)
         return _Layer(
-            qkv=self._weight(*attention.qkv.joined(), kind),
-            out=self._weight(*attention.out.joined(), kind),
-            gate_up=self._weight(*_in_whole_panels(mlp.gate.joined(), mlp.up.joined()), kind),
-            down=self._weight(*mlp.down.joined(), kind),
+            qkv=self._weight(attention.qkv),
+            out=self._weight(attention.out),
+            gate_up=self._weight(mlp.gate, mlp.up),
+            down=self._weight(mlp.down),
             attention_norm=before_attention,
             mlp_norm=before_mlp,
             attention_out_norm=after_attention,
@@ -143,9 +152,11 @@ class NativeDecoder:
             window=attention.window or 0,
         )
 
-    def _weight(self, weight: Tensor, bias: Tensor | None, kind: WeightKind) -> Weight:
-        packed: PackedWeight = pack_weight(weight, bias, kind)
-        self._held += packed.tensors
+    def _weight(self, *projections: Projection) -> Weight:
+        parts = [(one.weight_of(part), _bias(part)) for one in projections for part in one.parts]
+        packed: PackedWeight = pack_parts(parts, self._kind, next(self._rooms, None))
+        self._matrices.append(packed.tensors[0])
+        self._vectors += packed.tensors[1:]
         return packed.struct
 
     def _norm(self, norm: RMSNorm | None) -> int | None:
@@ -153,7 +164,7 @@ class NativeDecoder:
 
     def _vector(self, values: Tensor) -> int:
         vector = values.detach().float().clone()
-        self._held.append(vector)
+        self._vectors.append(vector)
         return vector.data_ptr()
 
     def _reserve(self, positions: int) -> None:
@@ -170,12 +181,5 @@ class NativeDecoder:
             layer.cosine, layer.sine = (table.data_ptr() for table in self._rotations[rope])
 
 
-def _in_whole_panels(
-    gate: tuple[Tensor, Tensor | None], up: tuple[Tensor, Tensor | None]
-) -> tuple[Tensor, Tensor | None]:
-    """Gate, rows of zeros up to a whole panel, then up."""
-    gap = -len(gate[0]) % PANEL
-    weight = torch.cat([gate[0], gate[0].new_zeros(gap, gate[0].shape[1]), up[0]])
-    if gate[1] is None or up[1] is None:
-        return weight, None
-    return weight, torch.cat([gate[1], gate[1].new_zeros(gap), up[1]])
+def _bias(part: nn.Module) -> Tensor | None:
+    return part.bias if isinstance(part, nn.Linear) else None

@@ -23,6 +23,19 @@ struct weight {
 
 INLINE int64_t panel_count(const struct weight *w) { return (w->outputs + PANEL - 1) / PANEL; }
 
+/* One row of float32 or bfloat16 panels as it was before it was packed. */
+static void unpack_row(const struct weight *w, int64_t row, float *out)
+{
+    int64_t start = row / PANEL * w->inputs * PANEL, c = row % PANEL;
+    if (w->kind == FLOAT32)
+        for (int64_t k = 0; k < w->inputs; k++) out[k] = ((const float *)w->panels)[start + k * PANEL + c];
+    else
+        for (int64_t k = 0; k < w->inputs; k++) {
+            uint32_t bits = (uint32_t)((const uint16_t *)w->panels)[start + k / 2 * 2 * PANEL + 2 * c + k % 2] << 16;
+            memcpy(out + k, &bits, sizeof bits);
+        }
+}
+
 typedef v16 tile[TILE_ROWS][2];
 
 INLINE void tile_float32(tile acc, const float *x, int64_t stride, const float *panel, int64_t inputs, const int rows)

@@ -6,6 +6,8 @@ shapes that belong together) are not checked again here.
 
 from __future__ import annotations
 
+import mmap
+from collections.abc import Iterator, Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +21,7 @@ from perilune.models.native.build import native
 
 PANEL = 32
 LANES = 16
+_PACKED_AT_ONCE = 1 << 20  # numbers of a weight, which are float32 while they are packed
 
 WeightKind = Literal["float32", "bfloat16", "int8"]
 Activation = Literal["silu", "gelu_tanh"]
@@ -87,6 +90,28 @@ def kernel(name: str, *types: Any) -> Any:
     return function
 
 
+def _rows_as_float32(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Where some rows of a float[O, I] begin, a multiple of a panel, and these rows."""
+    if weight.dtype == torch.float32 and weight.stride(1) == 1:
+        yield 0, weight
+        return
+    inputs = weight.shape[1]
+    at_once = max(1, _PACKED_AT_ONCE // (inputs * PANEL)) * PANEL
+    room = _pages(min(at_once, len(weight)) * inputs, torch.float32).view(-1, inputs)
+    for first in range(0, len(weight), at_once):
+        rows = weight[first : first + at_once]
+        yield first, room[: len(rows)].copy_(rows)
+
+
+def _pages(count: int, dtype: torch.dtype) -> Tensor:
+    """Memory of the system's own: what is kept for long leaves no holes among what comes and goes."""
+    size = count * dtype.itemsize
+    if size < mmap.PAGESIZE * 16:
+        return torch.empty(count, dtype=dtype)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
     """float[O, I] in the order the kernels read it, with its bias; made by `pack_weight`.
@@ -106,32 +131,45 @@ class PackedWeight:
 
 def pack_weight(weight: Tensor, bias: Tensor | None = None, kind: WeightKind = "float32") -> PackedWeight:
     """Lay out float[O, I]; `kind` is how it is kept. bfloat16 needs an even I."""
-    weight = weight.detach().float()
-    if weight.stride(1) != 1:
-        weight = weight.contiguous()
-    outputs, inputs = weight.shape
-    dtype = _DTYPES[kind]
-    count = -(-outputs // PANEL) * PANEL
-    panels = torch.empty(count * inputs, dtype=dtype)
+    return pack_parts([(weight, bias)], kind)
+
+
+def pack_parts(
+    parts: Sequence[tuple[Tensor, Tensor | None]], kind: WeightKind, room: Tensor | None = None
+) -> PackedWeight:
+    """Lay out weights float[O, I] of the same input, and biases, one below the other.
+
+    Each begins a panel of its own; rows of zeros fill up the one before.
+
+    Args:
+        room: the first of the `tensors` of one like it that is no longer needed, to be written over.
+    """
+    inputs, dtype = parts[0][0].shape[1], _DTYPES[kind]
+    starts = [0]
+    for weight, _ in parts:
+        starts.append(starts[-1] - -len(weight) // PANEL * PANEL)
+    count = starts[-1]
+    panels = _pages(count * inputs, dtype) if room is None else room
     scale = torch.empty(count if kind == "int8" else 0)
-    kernel("pack")(
-        weight.data_ptr(),
-        outputs,
-        inputs,
-        weight.stride(0),
-        KINDS[dtype],
-        panels.data_ptr(),
-        scale.data_ptr(),
-    )
-    padded = torch.zeros(0)
-    if bias is not None:
-        padded = torch.zeros(count)
-        padded[:outputs] = bias.detach()
+    padded = torch.zeros(0 if all(bias is None for _, bias in parts) else count)
+    for start, (weight, bias) in zip(starts, parts, strict=False):
+        if bias is not None:
+            padded[start : start + len(bias)] = bias.detach()
+        for first, rows in _rows_as_float32(weight.detach()):
+            kernel("pack")(
+                rows.data_ptr(),
+                len(rows),
+                inputs,
+                rows.stride(0),
+                KINDS[dtype],
+                panels[(start + first) * inputs :].data_ptr(),
+                scale[start + first :].data_ptr(),
+            )
     struct = Weight(
         panels.data_ptr(),
         scale.data_ptr() if kind == "int8" else None,
-        padded.data_ptr() if bias is not None else None,
-        outputs,
+        padded.data_ptr() if len(padded) else None,
+        starts[-2] + len(parts[-1][0]),
         inputs,
         KINDS[dtype],
     )
