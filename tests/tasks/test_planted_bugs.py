@@ -112,6 +112,17 @@ def versions_relabelled(patch: Patch) -> None:
     change_episodes(patch, lambda _, one: replace(one, policy_version=one.policy_version + 1))
 
 
+def versions_miscounted_by_the_engine(patch: Patch) -> None:
+    """It samples with the newest weights, and says of its tokens that they are of weights to come."""
+    right = Engine.sample
+
+    def reported(self: Engine, *args: Any, **options: Any) -> Any:
+        found = right(self, *args, **options)
+        return [[replace(one, policy_version=one.policy_version + 1) for one in group] for group in found]
+
+    patch.setattr(Engine, "sample", reported)
+
+
 def advantage_on_the_last_token(patch: Patch) -> None:
     """As when a reward at the end is taken for an advantage a token."""
     right = GRPO.component
@@ -227,6 +238,7 @@ PLANTED: list[tuple[Callable[[Patch], None], dict[str, Any], str]] = [
     (adapter_stays_behind, {"lora": {"rank": 4}}, "with the base alone: the adapter did not reach it"),
     (adapter_stays_behind, {"lora": {"rank": 4, "base": "int8"}, "lr": 1e-5}, "the adapter did not reach it"),
     (versions_relabelled, {}, "other policy versions than sampled it"),
+    (versions_miscounted_by_the_engine, {}, "was sampled by version 1, which the learner never published"),
     (advantage_on_the_last_token, {}, "an advantage that reaches 1 of its"),
     (token_mean_a_micro_batch, {}, "a denominator is not the whole step's"),
     (temperature_missing, {}, "the temperature 0.8 is missing from the learner's log-probs"),
