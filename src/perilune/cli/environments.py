@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +13,7 @@ import typer
 from perilune.cli.arguments import command_group
 from perilune.cli.environment_audit import audit_environments, replay
 from perilune.cli.output import echo, print_json
-from perilune.errors import RequestError
+from perilune.errors import RequestError, WorkFailedError
 
 if TYPE_CHECKING:
     from perilune.environments import Environment, Split, Task
@@ -62,12 +63,17 @@ def show(name: Name, as_json: AsJson = False) -> None:
             "required": info.is_required(),
             "description": info.description or "",
         }
-    family = "task" in section
-    settings = _settings(_open(section)) if family or model is None else {}
+    missing = {field for field, facts in fields.items() if facts["required"]} - set(section)
+    environment = None if missing else _open(section)
+    settings = _settings(environment)
+    players, turns = getattr(environment, "players", None), getattr(environment, "max_turns", None)
     if as_json:
-        print_json({"name": name, "fields": fields, "config": settings})
+        form = {"players": players, "max_turns": turns}
+        print_json({"name": name, **form, "fields": fields, "config": settings})
         return
     echo(f"environment: {json.dumps(section)}")
+    if turns is not None and (turns > 1 or players != 1):
+        echo(f"  {players} player{'s' * (players != 1)}, at most {turns} turns")
     for field, facts in fields.items():
         shown = "required" if facts["required"] else json.dumps(facts["default"])
         echo(f"  {field:10} {shown:14} {facts['description']}")
@@ -88,7 +94,10 @@ def sample(
     seed: Annotated[int, typer.Option(help="Fixes which tasks come, and their order.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Print tasks with prompt, answer, difficulty, and what the scorer gives for that answer."""
+    """Print tasks with prompt, answer, difficulty, and what the scorer gives for that answer.
+
+    Of an environment of several turns, the whole episode of a right answer is printed.
+    """
     if split not in ("train", "heldout"):
         raise RequestError(f"no split called '{split}'", where="--split", remedy="train or heldout")
     environment = _open(_section(name, settings))
@@ -101,7 +110,39 @@ def sample(
         difficulty = "" if row["difficulty"] is None else f", difficulty {row['difficulty']:g}"
         echo(f"{row['task_id']}{difficulty}")
         echo(f"  prompt  {_indented(row['prompt'])}")
+        for message in row["turns"]:
+            echo(f"  {message['role']:9} {_indented(message['content'].rstrip())}")
         echo(f"  answer  {_indented(row['answer'])}   scores {row['score']}")
+
+
+@app.command(epilog="Example: perilune environments check calculator")
+def check(
+    name: Name,
+    settings: Settings = [],  # noqa: B006  # typer reads the default and never changes it
+    *,
+    tasks: Annotated[int, typer.Option(min=1, help="How many tasks to play.")] = 4,
+    seed: Annotated[int, typer.Option(help="Fixes tasks and play.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Play an environment and say whether it does what every environment must."""
+    from perilune.verifiers.conformance import check_environment
+
+    found = check_environment(_section(name, settings), tasks=tasks, seed=seed)
+    if as_json:
+        print_json(
+            {"name": name, "checked": found.checked, "findings": [asdict(one) for one in found.findings]}
+        )
+    for looked, times in () if as_json else found.checked.items():
+        wrong = [one for one in found.findings if one.check == looked]
+        echo(f"{'FAILS ' if wrong else 'holds '} {looked} ({times - len(wrong)} of {times})")
+        for one in wrong[:3]:
+            echo(f"         {one.what}{f', task {one.task_id}' if one.task_id else ''}")
+    if found.findings:
+        raise WorkFailedError(
+            f"{name} does not do {len({one.check for one in found.findings})} of the"
+            f" {len(found.checked)} things that every environment must",
+            where=found.findings[0].check,
+        )
 
 
 @app.command(
@@ -131,6 +172,7 @@ app.command(epilog="Example: perilune environments replay audit.json")(replay)
 
 def _row(environment: Environment, task: Task) -> dict[str, Any]:
     from perilune.environments import Failure
+    from perilune.environments.replay import conversation
 
     stated = getattr(environment, "gold", lambda task: None)(task)
     outcome = None if stated is None else environment.score(task, stated)
@@ -138,6 +180,9 @@ def _row(environment: Environment, task: Task) -> dict[str, Any]:
     return {
         "task_id": task.task_id,
         "prompt": "\n".join(message["content"] for message in task.prompt),
+        "turns": []
+        if stated is None or not stated.earlier
+        else [dict(one) for one in conversation(environment, task, stated)[len(task.prompt) : -1]],
         "answer": None if stated is None else stated.text,
         "difficulty": task.difficulty,
         "score": scored,
@@ -173,7 +218,7 @@ def _open(section: dict[str, Any]) -> Environment:
     return make_environment(section)
 
 
-def _settings(environment: Environment) -> dict[str, Any]:
+def _settings(environment: Environment | None) -> dict[str, Any]:
     settings: dict[str, Any] = getattr(environment, "settings", dict)()
     return settings
 

@@ -1,0 +1,133 @@
+"""Environments that break one rule each: {"id": "factory", "factory": "broken_environments:Name"}."""
+
+import itertools
+import time
+
+from perilune.environments import MultiTurn, Task, Transcript, ask, over
+
+
+class Sound(MultiTurn):
+    """Say "left" or "right" as the coin fell, twice; breaks no rule."""
+
+    id = "sound"
+    max_turns = 2
+
+    def __init__(self, section):
+        pass
+
+    def tasks(self, split, seed):
+        for number in range(seed, seed + 500):
+            yield Task(f"{split}{number}", ({"role": "user", "content": f"coin {number}?"},), {"n": number})
+
+    def play(self, task, chance):
+        coin = chance.choice(("left", "right"), "coin")
+        first = yield ask(coin, legal=("left", "right"))
+        second = yield ask("again", legal=("left", "right"), rewards=(0.5 * (first == coin),))
+        yield over(0.5 * (second == coin), terms={"last": float(second == coin)})
+
+    def gold(self, task):
+        coin = self.reset(task, 5).observation.messages[0]["content"]
+        return Transcript(coin, earlier=(coin,), seed=5)
+
+
+class TwoPlayers(Sound):
+    id, players = "two", 2
+
+    def play(self, task, chance):
+        first = yield ask("hide", player=0)
+        second = yield ask("hide", player=1)
+        yield over(float(first > second), float(second > first))
+
+    gold = None
+
+
+class Unseeded(Sound):
+    """The coin falls as it likes."""
+
+    def play(self, task, chance):
+        coin = str(time.perf_counter_ns())
+        yield ask(coin)
+        yield over(0.0)
+
+    gold = None
+
+
+class OtherTasks(Sound):
+    calls = itertools.count()
+
+    def tasks(self, split, seed):
+        return super().tasks(split, seed + 1000 * next(self.calls))
+
+
+class SameTask(Sound):
+    def tasks(self, split, seed):
+        yield from [next(super().tasks(split, seed))] * 9
+
+
+class Leaky(Sound):
+    def tasks(self, split, seed):
+        return super().tasks("train", seed)
+
+
+class NoTasks(Sound):
+    def tasks(self, split, seed):
+        return iter(())
+
+
+class Tuples(Sound):
+    def tasks(self, split, seed):
+        for task in super().tasks(split, seed):
+            yield Task(task.task_id, task.prompt, {"pair": (1, 2)})
+
+
+class WrongGold(Sound):
+    def gold(self, task):
+        return Transcript("left", earlier=("up",), seed=5)
+
+
+class Generous(Sound):
+    def play(self, task, chance):
+        yield ask()
+        yield over(1.0)
+
+    gold = None
+
+
+class Miserly(Sound):
+    """Pays otherwise when it is asked again."""
+
+    def score(self, task, transcript):
+        score = super().score(task, transcript)
+        return type(score)(score.reward / 2, score.terms, score.metrics)
+
+
+class Endless(Sound):
+    def reset(self, task, seed):
+        session = super().reset(task, seed)
+        session._left = 10**6
+        return session
+
+    def play(self, task, chance):
+        while True:
+            yield ask("on")
+
+    def score(self, task, transcript):
+        return super().score(task, transcript)
+
+    gold = None
+
+
+class Raising(Sound):
+    def play(self, task, chance):
+        action = yield ask()
+        yield over(float(int(action)))
+
+    gold = None
+
+
+class NoSecondClose(Sound):
+    closed = False
+
+    def close(self):
+        assert not self.closed
+        self.closed = True

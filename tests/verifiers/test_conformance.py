@@ -1,0 +1,77 @@
+"""The conformance suite passes what is sound, and finds each thing that is not."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from perilune.cli.environments import app
+from perilune.errors import WorkFailedError
+from perilune.verifiers import Limits
+from perilune.verifiers.conformance import check_environment
+
+EVERYTHING = 12  # different things that are looked at
+
+
+def broken(name):
+    return {"id": "factory", "factory": f"broken_environments:{name}"}
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"id": "calculator"},
+        {"id": "calculator", "digits": 4, "products": 3, "turns": 9},
+        {"id": "reasoning_gym", "task": "chain_sum", "prompt": "compact"},
+        {"id": "reasoning_gym", "task": "graph_color"},
+        broken("Sound"),
+        broken("TwoPlayers"),
+    ],
+    ids=lambda section: "-".join(map(str, section.values())),
+)
+def test_what_is_sound_passes(section):
+    found = check_environment(section, tasks=2)
+    assert found.findings == []
+    assert len(found.checked) >= EVERYTHING - 1
+
+
+@pytest.mark.parametrize(
+    ("name", "checks"),
+    [
+        ("Unseeded", {"the same seed gives the same episode"}),
+        ("OtherTasks", {"the same seed gives the same tasks"}),
+        ("SameTask", {"tasks are distinct"}),
+        ("Leaky", {"no task is in both splits"}),
+        ("NoTasks", {"there are tasks"}),
+        ("Tuples", {"a task's data survive JSON"}),
+        ("WrongGold", {"the stated answer is accepted"}),
+        ("Generous", {"what is worthless is refused"}),
+        ("Miserly", {"score says what stepping gave"}),
+        ("Endless", {"an episode ends within max_turns"}),
+        ("Raising", {"nothing fails"}),
+        ("NoSecondClose", {"close may be called again"}),
+    ],
+)
+def test_each_broken_rule_is_found_and_no_other(name, checks):
+    found = check_environment(broken(name), tasks=1, limits=Limits(item_seconds=2.0))
+    assert {one.check for one in found.findings} == checks
+
+
+def test_the_command_says_what_holds_and_what_fails():
+    told = CliRunner().invoke(app, ["check", "calculator", "--tasks", "1", "--json"], catch_exceptions=False)
+    document = json.loads(told.output)
+    assert document["findings"] == [] and len(document["checked"]) == EVERYTHING
+    with pytest.raises(WorkFailedError, match="does not do 1 of the") as caught:
+        CliRunner().invoke(
+            app,
+            ["check", "factory", "--set", "factory=broken_environments:Generous", "--tasks", "1"],
+            catch_exceptions=False,
+        )
+    assert caught.value.where == "what is worthless is refused"
+
+
+def test_sample_shows_an_episode_turn_by_turn():
+    text = CliRunner().invoke(app, ["sample", "calculator", "-n", "1", "--set", "products=2"]).output
+    lines = [line.split()[0] for line in text.splitlines()[1:]]
+    assert lines == ["prompt", *["assistant", "tool"] * 4, "answer"] and "scores 1.0" in text
+    assert "1 player, at most 6 turns" in CliRunner().invoke(app, ["show", "calculator"]).output
