@@ -21,7 +21,7 @@ from pathlib import Path
 
 from .environments import ENGINES
 from .run import run
-from .shapes import DTYPES, SHAPES, WORKLOADS, Case
+from .shapes import DTYPES, WORK, WORKLOADS, Case
 from .store import Store, line
 
 OUT = Path("benchmarks/results/rollout.json")
@@ -34,7 +34,7 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    models = [name for name in SHAPES if name != "smoke"]
+    models = [name for name in WORK if name != "smoke"]
     cores = [count for count in (1, 2) if count <= len(os.sched_getaffinity(0))]
     parser.add_argument("--models", nargs="+", choices=models, default=models)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))

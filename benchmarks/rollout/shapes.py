@@ -52,6 +52,10 @@ SHAPES = MappingProxyType(
         "M": Shape(
             layers=28, hidden=1024, heads=16, kv_heads=8, head_dim=128, inner=3072, vocab=151936, theta=1e6
         ),
+        # Qwen3-1.7B, for GPUs
+        "L": Shape(
+            layers=28, hidden=2048, heads=16, kv_heads=8, head_dim=128, inner=6144, vocab=151936, theta=1e6
+        ),
         "smoke": Shape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, inner=128, vocab=128),
     }
 )
@@ -122,19 +126,23 @@ class Case:
 
     def requests(self) -> list[Request]:
         """The work: the same for every engine and in every round."""
-        work, random = WORK[self.model], np.random.default_rng(0)
-        if self.workload == "group":
-            sizes = [(work.prompt, work.samples, work.new)] * work.groups
-        elif self.workload == "ragged":
-            lengths = random.integers(work.shortest, work.longest + 1, size=work.requests)
-            sizes = [(work.prompt, 1, int(length)) for length in lengths]
-        else:
-            sizes = [(work.context, 1, work.answer)]
-        vocab = SHAPES[self.model].vocab
-        return [
-            Request(random.integers(vocab, size=prompt).tolist(), n, new_tokens)
-            for prompt, n, new_tokens in sizes
-        ]
+        return requests_of(WORK[self.model], self.workload, SHAPES[self.model].vocab)
+
+
+def requests_of(work: Work, workload: str, vocab: int) -> list[Request]:
+    """The requests of one workload."""
+    random = np.random.default_rng(0)
+    if workload == "group":
+        sizes = [(work.prompt, work.samples, work.new)] * work.groups
+    elif workload == "ragged":
+        lengths = random.integers(work.shortest, work.longest + 1, size=work.requests)
+        sizes = [(work.prompt, 1, int(length)) for length in lengths]
+    else:
+        sizes = [(work.context, 1, work.answer)]
+    return [
+        Request(random.integers(vocab, size=prompt).tolist(), n, new_tokens)
+        for prompt, n, new_tokens in sizes
+    ]
 
 
 def greedy_requests(model: str) -> list[Request]:

@@ -40,7 +40,7 @@ class Store:
             "title": "Rollouts on CPU cores",
             "about": ABOUT,
             "command": "python -m benchmarks.rollout",
-            "models": {name: _described(name) for name in SHAPES},
+            "models": {name: _described(name) for name in WORK},
             "machine": {"processor": _processor(), "cores": os.cpu_count(), "system": platform.system()},
             "records": sorted(self._records.values(), key=_order),
         }

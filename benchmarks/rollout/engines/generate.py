@@ -1,4 +1,4 @@
-"""`generate` of transformers, with the cache that grows or with the static one."""
+"""`generate` of transformers, with the cache that grows or with the static one; on a GPU that is compiled."""
 
 from __future__ import annotations
 
@@ -29,13 +29,21 @@ class Adapter:
     log_probs = "every token, from its logits"
 
     def __init__(
-        self, checkpoint: Path, dtype: str, threads: int, requests: Sequence[Request], cache: str | None
+        self,
+        checkpoint: Path,
+        dtype: str,
+        threads: int,
+        requests: Sequence[Request],
+        cache: str | None,
+        device: str = "cpu",
     ) -> None:
         torch.set_num_threads(threads)
+        self._device = device
         transformers.logging.set_verbosity_error()
         self.kv_cache = dtype
         self._cache = cache
-        self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).eval()
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype))
+        self._model = model.eval().to(device)
 
     def versions(self) -> dict[str, str]:
         """Of what takes part."""
@@ -51,15 +59,15 @@ class Adapter:
         inputs = torch.tensor([[0] * pad + list(r.prompt) for pad, r in zip(pads, requests, strict=True)])
         mask = (torch.arange(longest) >= torch.tensor(pads)[:, None]).long()
         limits = [request.new_tokens for request in requests for _ in range(request.n)]
-        progress = _Progress(torch.tensor(limits))
+        progress = _Progress(torch.tensor(limits, device=self._device))
         settings: dict[str, Any] = {"do_sample": False}
         if temperature:
             settings = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         if self._cache:
-            settings |= {"cache_implementation": self._cache, "disable_compile": True}
+            settings |= {"cache_implementation": self._cache, "disable_compile": self._device == "cpu"}
         out = self._model.generate(
-            inputs,
-            attention_mask=mask,
+            inputs.to(self._device),
+            attention_mask=mask.to(self._device),
             num_return_sequences=requests[0].n,
             max_new_tokens=max(limits),
             eos_token_id=None,
@@ -68,7 +76,7 @@ class Adapter:
             stopping_criteria=StoppingCriteriaList([progress]),
             **settings,
         )
-        tokens, logprobs = out[:, longest:].numpy(), torch.stack(progress.logprobs, 1).numpy()
+        tokens, logprobs = out[:, longest:].cpu().numpy(), torch.stack(progress.logprobs, 1).cpu().numpy()
         return Outcome(
             [row[:wanted] for row, wanted in zip(tokens, limits, strict=True)],
             [row[:wanted] for row, wanted in zip(logprobs, limits, strict=True)],
