@@ -11,7 +11,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from task_cases import episodes, metrics, run_task
+from task_cases import episodes, metrics, run_task, summary
 from tokenizers import models, pre_tokenizers
 
 from perilune.engine.engine import Engine
@@ -23,6 +23,7 @@ from perilune.files import read_json_lines
 from perilune.learn.process import AnswerValues, MonteCarloValues
 from perilune.models.loading import new_model
 from perilune.models.tokenizer import Tokenizer
+from perilune.recipe.load import bundled_recipe, load_recipe
 from perilune.tasks import process_rewards as module
 from perilune.tasks.montecarlo import Position, play_on
 from perilune.tasks.process_rewards import ProcessRewards, Walk, means_of, potential, step_rewards
@@ -257,3 +258,22 @@ def test_values_are_frozen_while_a_batch_is_learned_from(tmp_path) -> None:
 def test_what_does_not_fit_is_refused(fields: dict, said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         RLSpec(checkpoint="model", **fields)
+
+
+def test_the_bundled_recipe(tmp_path) -> None:
+    """Its stages with process rewards, made small, on a policy that has learned nothing."""
+    recipe = load_recipe(bundled_recipe("process_rewards"))
+    small = {"tasks": 3, "samples": 2, "continuations": 2}
+    for stage in recipe.stages:
+        if stage.task == "calibrate":
+            made = run_task(
+                tmp_path / stage.name, "calibrate", environment=recipe.environment,
+                **stage.spec | small | {"process": stage.spec["process"] | {"guessable": 1.0}},
+            )  # fmt: skip
+            assert summary(made)["said"]
+        if stage.task == "rl":
+            made = run_task(
+                tmp_path / stage.name, "rl", environment=recipe.environment,
+                **stage.spec | {"steps": 1, "prompts": 2, "samples": 2, "warmup": 0},
+            )  # fmt: skip
+            assert "process/without" in metrics(made)[0]

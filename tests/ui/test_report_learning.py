@@ -51,9 +51,23 @@ def test_length_dynamics_reach_the_page(tmp_path: Path) -> None:
     assert '"composition":1.0' in render(data).replace(" ", "")
 
 
+def test_a_calibration_reaches_the_page(tmp_path: Path) -> None:
+    made = made_with_rl(
+        tmp_path,
+        kind="calibration",
+        said=["what segments earn and play: Spearman -0.23", "do not trust these"],
+        by_place=[{"place": 0, "count": 4, "value": 0.25, "played": 0.5, "spearman": None}],
+        reliability=[{"count": 4, "value": 0.25, "played": 0.5}],
+    )
+    data = collect(made.view())
+    assert [one.stage for one in data.calibrations] == ["rl"]
+    assert "do not trust these" in render(data)
+
+
 def test_an_experiment_without_them_shows_none(tmp_path: Path) -> None:
     data = collect(made_with_rl(tmp_path).view())
     assert data.length_dynamics == []
+    assert data.calibrations == []
     assert "recommended" not in data.training[-1].description
 
 

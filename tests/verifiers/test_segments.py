@@ -33,7 +33,7 @@ def test_after_separators() -> None:
 
 def test_a_token_that_holds_more_than_the_separator_is_not_cut() -> None:
     pieces = [b"one", b"\n\nt", b"wo"]
-    found = cuts(pieces, np.zeros(3, np.float32), 3, SegmentSettings(separators=("\n\n",), least=1))
+    found = cuts(pieces, np.zeros(3, np.float32), 3, SegmentSettings(separators=["\n\n"], least=1))
     assert found == [2]
 
 

@@ -42,6 +42,11 @@ def results_document(
             for stage in recipe.stages
             if _is_evaluation(summaries[stage.name])
         ],
+        "calibrations": [
+            {"stage": one.name, **{key: one.summary[key] for key in ("said", "values", "differences")}}
+            for one in stages
+            if one.summary.get("kind") == "calibration"
+        ],
         "report": str(report) if report else None,
         "bundles": {one.name: str(one.attempt_dir) for one in stages if one.attempt_dir},
         "seconds": round(seconds, 3),
@@ -49,7 +54,7 @@ def results_document(
 
 
 def print_results(document: Mapping[str, Any]) -> None:
-    """Print the evaluations side by side, what was gained, and where everything lies, to stdout."""
+    """Print the evaluations side by side, what was gained and said, and where everything lies, to stdout."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -64,6 +69,9 @@ def print_results(document: Mapping[str, Any]) -> None:
                 f"{one['checkpoint']} gained {_points(gain['pass@1'])} of pass@1 over {gain['over']},"
                 f" on the same {gain['tasks']} tasks"
             )
+    for one in document["calibrations"]:
+        for sentence in one["said"]:
+            console.print(as_markup(f"{one['stage']}: {sentence}"))
     console.print(f"{document['recipe']}, seed {document['seed']}: {document['seconds']:.0f} s\n")
     for label, path in (("report", document["report"]), *document["bundles"].items()):
         if path:

@@ -117,9 +117,11 @@ class Calibrate:
         workspace.metric(0, **flat(summary))
         workspace.timing(0, **watch.figures() | {"values": valued - begun, "play": played - valued})
         workspace.progress(total, total, "answers")
-        for sentence in told(summary):
+        said = told(summary)
+        for sentence in said:
             workspace.log(sentence)
         return summary | {
+            "said": said,
             "seconds": watch.elapsed,
             "seconds_values": valued - begun,
             "seconds_play": played - valued,

@@ -65,6 +65,14 @@ class LengthDynamics:
 
 
 @dataclass(frozen=True, slots=True)
+class Calibration:
+    """Whether process rewards can be trusted: `found` is the summary of a calibrate stage."""
+
+    stage: str
+    found: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Identity:
     """What the report is of."""
 
@@ -88,6 +96,7 @@ class ReportData:
     lengths: Lengths
     rates: Rates
     length_dynamics: list[LengthDynamics]
+    calibrations: list[Calibration]
     objective: Objective | None
     training: list[Training]
     timed_evaluations: list[TimedEvaluation]
@@ -132,6 +141,11 @@ def collect(view: ExperimentView) -> ReportData:
             LengthDynamics(stage.name, found)
             for stage, attempt in pairs
             if isinstance(found := attempt.summary.get("length_dynamics"), Mapping)
+        ],
+        calibrations=[
+            Calibration(stage.name, attempt.summary)
+            for stage, attempt in pairs
+            if attempt.summary.get("kind") == "calibration"
         ],
         objective=_objective(pairs),
         training=trainings,

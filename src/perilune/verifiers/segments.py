@@ -31,7 +31,7 @@ class SegmentSettings(BaseModel):
     cut: Literal["text", "length", "surprise"] = Field(
         "text", description="after a separator, every so many tokens, or before the tokens least expected"
     )
-    separators: tuple[str, ...] = Field(("\n",), min_length=1, description="texts that end a segment")
+    separators: list[str] = Field(["\n"], min_length=1, description="texts that end a segment")
     least: int = Field(4, ge=1, description="tokens of a segment, at least; with cut: length, exactly")
     most: int = Field(24, ge=2, description="segments of an answer")
 

@@ -395,7 +395,8 @@ const Outcome = ((data) => {
       }),
     );
     const dynamics = data.length_dynamics.map(lengthDynamics);
-    if (!nodes.length && !lengths.length && !dynamics.length) return null;
+    const calibrated = data.calibrations.map(calibration);
+    if (!nodes.length && !lengths.length && !dynamics.length && !calibrated.length) return null;
     return section(
       "tasks",
       "Tasks and answers",
@@ -411,7 +412,55 @@ const Outcome = ((data) => {
           ]
         : null,
       dynamics,
+      calibrated,
     );
+  }
+
+  function calibration({ stage, found }) {
+    const sides = [
+      ["what the policy thinks", "value", 1],
+      ["what play says", "played", 2],
+    ];
+    const chart = (key, title, note, x, rows, at) =>
+      Charts.lines({
+        key: `${stage}-${key}`,
+        title,
+        note,
+        height: 230,
+        x,
+        y: { ...unit, domain: [0, 1] },
+        showLegend: true,
+        series: sides.map(([name, field, color]) => ({
+          name,
+          x: rows.map(at),
+          y: rows.map((row) => row[field]),
+          color,
+          points: true,
+        })),
+      });
+    return [
+      part(`Can process rewards be trusted? ${stage}`, `${found.said.map((one) => `${one}.`).join(" ")}`),
+      h(
+        "div",
+        { class: "tiles two" },
+        chart(
+          "places",
+          "Worth of an answer's beginnings",
+          "Mean over answers that have so many segments. A value that falls where play does not is asked at a point where the policy never answers.",
+          { label: "segments written", name: "after", format: Format.integer, integer: true },
+          found.by_place,
+          (row) => row.place,
+        ),
+        chart(
+          "reliability",
+          "Values and play, in tenths of the values",
+          "Where the two lines meet, a value can be read as a chance of being right.",
+          { label: "tenth of the values, from the lowest", name: "tenth", format: Format.integer, integer: true },
+          found.reliability,
+          (_, index) => index + 1,
+        ),
+      ),
+    ];
   }
 
   function lengthDynamics({ stage, found }) {
