@@ -33,6 +33,14 @@ def serve(
         str,
         typer.Option("--name", help="Name by which requests ask for the model; else the folder's or run's."),
     ] = "",
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter",
+            metavar="NAME=FOLDER",
+            help="A LoRA adapter as PEFT writes it; requests ask for it by this name. May be repeated.",
+        ),
+    ] = None,
     slots: Annotated[int, typer.Option("--slots", min=1, max=4096, help="Most samples in flight.")] = 64,
     max_queue: Annotated[
         int, typer.Option("--max-queue", min=0, help="Most samples that wait; more are refused with 429.")
@@ -77,12 +85,21 @@ def serve(
         dtype=dtype,
         drain=drain,
         stalled=stall,
+        adapters=dict(map(_adapter, adapter or [])),
     )
     run_server(
         settings,
         lambda url: echo(f"{settings.name} answers at {url}", err=True),
         lambda notice: echo(notice, err=True),
     )
+
+
+def _adapter(given: str) -> tuple[str, Path]:
+    """Name and folder."""
+    name, _, folder = given.partition("=")
+    if not name or not folder:
+        raise RequestError(f"{given!r} is not NAME=FOLDER", where="--adapter")
+    return name, Path(folder).expanduser()
 
 
 def _folder(checkpoint: str) -> Path:

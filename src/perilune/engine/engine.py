@@ -321,10 +321,11 @@ class Engine:
         Raises:
             RequestError: when it does not fit the decoder, or the runner cannot apply adapters.
         """
-        adapter.check(self._source)
         if not isinstance(self._runner, AdaptingRunner):
             raise RequestError(f"{type(self._runner).__name__} cannot apply adapters", where=name)
-        self._runner.take_adapters([*self._adapters, adapter], self._source)
+        with self._source.present():
+            adapter.check(self._source)
+            self._runner.take_adapters([*self._adapters, adapter], self._source)
         self._adapters.append(adapter)
         self._adapter_numbers[name] = len(self._adapters) - 1
 

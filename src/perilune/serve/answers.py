@@ -15,6 +15,10 @@ from perilune.engine.request import Delta
 
 DONE = b"data: [DONE]\n\n"
 
+# An answer that its format could not be gone on with is as incomplete as one that was cut off, and OpenAI's
+# clients know no word for it; "stop" would tell them that it is whole.
+_INCOMPLETE: dict[str | None, str] = {"aborted": "length"}
+
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode  # made once: it is half the cost
 
 
@@ -124,7 +128,7 @@ class Answer:
         choice: dict[str, Any] = {
             "index": index,
             "logprobs": self._logprob_document(index, gained) if self._logprobs else None,
-            "finish_reason": gained.finish_reason,
+            "finish_reason": _INCOMPLETE.get(gained.finish_reason, gained.finish_reason),
         }
         if self._with_ids:
             choice |= {"token_ids": gained.token_ids, "policy_version": gained.policy_version}

@@ -59,14 +59,19 @@ def make_app(service: Service, *, token: str | None, max_body: int) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        card = {
-            "id": service.model.name,
-            "object": "model",
-            "created": started,
-            "owned_by": "perilune",
-            "max_model_len": service.model.context,
-        }
-        return {"object": "list", "data": [card]}
+        base = service.model.name
+        cards = [
+            {
+                "id": name,
+                "object": "model",
+                "created": started,
+                "owned_by": "perilune",
+                "max_model_len": service.model.context,
+                "parent": None if name == base else base,
+            }
+            for name in service.model.names
+        ]
+        return {"object": "list", "data": cards}
 
     @app.get("/health", response_model=None)
     async def health() -> Response:

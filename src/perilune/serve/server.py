@@ -6,8 +6,8 @@ import asyncio
 import ipaddress
 import os
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -16,6 +16,7 @@ import uvicorn
 
 from perilune.engine.engine import Engine
 from perilune.errors import RequestError, WorkFailedError
+from perilune.models.adapters import Adapter
 from perilune.models.transformers_model import TransformersModel, load_for_inference
 from perilune.serve.app import make_app
 from perilune.serve.connection import patient_for
@@ -40,6 +41,7 @@ class Settings:
         max_body: bytes of a request's body.
         drain: seconds that answers have to be finished in once the server is told to end.
         stalled: seconds after which a reader that takes nothing is given up.
+        adapters: folders of LoRA adapters, as PEFT writes them, by the names that requests ask for them by.
     """
 
     checkpoint: Path
@@ -54,6 +56,7 @@ class Settings:
     dtype: str = "float32"
     drain: float = 30.0
     stalled: float = 60.0
+    adapters: Mapping[str, Path] = field(default_factory=dict)
 
 
 def serve(
@@ -85,12 +88,17 @@ def _service(settings: Settings, notify: Callable[[str], None]) -> Service:
         notify(loaded.notice)
     config = loaded.config
     engine = Engine(loaded, slots=settings.slots, tokenizer=tokenizer)
+    for name, folder in settings.adapters.items():
+        if name == settings.name:
+            raise RequestError(f"{name!r} is the model's own name", where="--adapter", remedy="give another")
+        engine.add_adapter(name, Adapter.load(folder))
     model = ServedModel(
         name=settings.name,
         tokenizer=tokenizer,
         vocab_size=config.vocab_size,
         context=config.max_position_embeddings,
         end_tokens=tuple(dict.fromkeys((*config.eos_token_ids, tokenizer.eos_token_id))),
+        adapters=tuple(settings.adapters),
     )
 
     def figures() -> dict[str, float]:

@@ -42,6 +42,7 @@ class ServedModel:
         name: by which requests ask for it.
         context: positions, for prompt and answer together.
         end_tokens: what ends an answer.
+        adapters: names of LoRA adapters; who asks for one by its name gets the model with it.
     """
 
     name: str
@@ -49,6 +50,12 @@ class ServedModel:
     vocab_size: int
     context: int
     end_tokens: tuple[int, ...]
+    adapters: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that can be asked for."""
+        return self.name, *self.adapters
 
 
 class Service:
@@ -112,7 +119,7 @@ class Service:
 
     def _answer(self, body: Sampling, *, chat: bool, logprobs: bool) -> Answer:
         return Answer(
-            self.model.name, self._spelling, chat=chat, logprobs=logprobs, with_ids=body.return_token_ids
+            body.model, self._spelling, chat=chat, logprobs=logprobs, with_ids=body.return_token_ids
         )
 
     async def _complete(  # noqa: PLR0917
@@ -163,8 +170,8 @@ class Service:
             self.metrics.disconnected()
 
     def _admit(self, body: Sampling) -> None:
-        if body.model != self.model.name:
-            told = f"there is no model {body.model!r} here; there is {self.model.name!r}"
+        if body.model not in self.model.names:
+            told = f"there is no model {body.model!r} here; there is {', '.join(map(repr, self.model.names))}"
             raise ApiError(404, told, param="model", code="model_not_found")
         busy = self.thread.open_samples + self._entering >= self._most_samples
         # An answer that is sampled and not yet read costs memory only.
@@ -192,9 +199,17 @@ class Service:
             )
         params = self._params(body, max_tokens or room, top_logprobs)
         seed, step, task = body.random_key or (secrets.randbits(64), 0, 0)
+        adapter = None if body.model == self.model.name else body.model
         return [
             # Prompts of one request are told apart by their place.
-            EngineRequest(prompt, params, (seed, step, (task + place) % 2**32), body.n, constraint=constraint)
+            EngineRequest(
+                prompt,
+                params,
+                (seed, step, (task + place) % 2**32),
+                body.n,
+                constraint=constraint,
+                adapter=adapter,
+            )
             for place, prompt in enumerate(prompts)
         ]
 

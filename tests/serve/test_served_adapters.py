@@ -1,0 +1,91 @@
+"""LoRA adapters behind a server: each is a model of its own name, listed, and answers as the engine does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from fastapi.testclient import TestClient
+from served import make_checkpoint
+
+from perilune.cli.serve import _adapter
+from perilune.engine.engine import Engine
+from perilune.engine.request import Delta, Prompt, SamplingParams
+from perilune.errors import RequestError
+from perilune.models.adapters import Adapter
+from perilune.models.loading import load_checkpoint
+from perilune.serve.answers import Answer, Spelling
+from perilune.serve.app import make_app
+from perilune.serve.server import Settings, _service
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint, and an adapter for it."""
+    root = tmp_path_factory.mktemp("adapters")
+    generator = torch.Generator().manual_seed(0)
+    pair = torch.randn(2, 96, generator=generator), torch.randn(128, 2, generator=generator)
+    Adapter({"model.layers.0.self_attn.q_proj": pair}, 2.0).save(root / "poet")
+    return make_checkpoint(root / "base"), root / "poet"
+
+
+@pytest.fixture(scope="module")
+def client(folders: tuple[Path, Path]) -> Iterator[TestClient]:
+    checkpoint, poet = folders
+    settings = Settings(checkpoint, "base", slots=8, adapters=dict([_adapter(f"poet={poet}")]))
+    app = make_app(_service(settings, print), token=None, max_body=1 << 20)
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        yield client
+
+
+def test_adapters_are_listed_as_models(client: TestClient) -> None:
+    listed = client.get("/v1/models").json()["data"]
+    assert [(one["id"], one["parent"]) for one in listed] == [("base", None), ("poet", "base")]
+
+
+def test_each_name_gets_its_own_answers(client: TestClient, folders: tuple[Path, Path]) -> None:
+    decoder, tokenizer = load_checkpoint(folders[0])
+    engine = Engine(decoder, slots=8, tokenizer=tokenizer)
+    engine.add_adapter("poet", Adapter.load(folders[1]))
+    prompt = tokenizer.encode("12+34=")
+    answers = {}
+    for name in ("base", "poet"):
+        body = {"model": name, "prompt": prompt, "max_tokens": 12, "seed": 3, "logprobs": 0, "n": 2}
+        answer = client.post("/v1/completions", json=body | {"return_token_ids": True}).json()
+        assert answer["model"] == name
+        answers[name] = [choice["token_ids"] for choice in answer["choices"]]
+        for choice in answer["choices"]:
+            scored = engine.score([prompt], [choice["token_ids"]], adapter=None if name == "base" else name)[
+                0
+            ].tolist()
+            assert scored == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-6)
+    assert answers["base"] != answers["poet"]
+    params = SamplingParams(12, stop_token_ids=(tokenizer.eos_token_id,))
+    direct = engine.sample([Prompt(prompt, (3, 0, 0))], 2, params)[0]
+    assert answers["base"] == [one.token_ids.tolist() for one in direct]
+
+
+def test_other_names_are_refused(client: TestClient) -> None:
+    refused = client.post("/v1/completions", json={"model": "bard", "prompt": "1", "max_tokens": 2})
+    assert refused.status_code == 404
+    assert "there is 'base', 'poet'" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("given", ["poet", "=folder", "poet="])
+def test_an_adapter_needs_a_name_and_a_folder(given: str) -> None:
+    with pytest.raises(RequestError, match="is not NAME=FOLDER"):
+        _adapter(given)
+
+
+def test_the_models_own_name_is_taken(folders: tuple[Path, Path]) -> None:
+    with pytest.raises(RequestError, match="the model's own name"):
+        _service(Settings(folders[0], "base", adapters={"base": folders[1]}), print)
+
+
+def test_an_answer_that_was_given_up_is_incomplete() -> None:
+    """OpenAI's clients know "length" and do not know "aborted"."""
+    answer = Answer("base", Spelling(str, []), chat=True, logprobs=False, with_ids=False)
+    gained = Delta(0, 0, [5], [-1.0], [0], "x", "aborted")
+    assert b'"finish_reason":"length"' in answer.piece(0, gained)
