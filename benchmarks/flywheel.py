@@ -46,7 +46,8 @@ def finding(seed: int, run: Mapping[str, Any]) -> str:
     still = "still gained" if last["gain_low"] > 1 else "may have gained nothing"
     return (
         f"Seed {seed}: {lines[0]['pass_rate']:.1%} to {last['pass_rate']:.1%} in {told['rounds']} rounds; "
-        f"the last one {still} (odds times {last['gain']:.2f}, {last['gain_low']:.2f} to {last['gain_high']:.2f})."
+        f"the last one {still} (odds times {last['gain']:.2f}, "
+        f"{last['gain_low']:.2f} to {last['gain_high']:.2f})."
     )
 
 
