@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -22,14 +23,24 @@ from perilune.models.triton_attention import PART, tile
 POINTER = {"float32": "*fp32", "bfloat16": "*bf16", "int8": "*i8"}
 
 
-def test_their_numbers_are_right_in_the_interpreter() -> None:
+def check_cases(**environment: str) -> None:
     cases = Path(__file__).parent / "triton_attention_cases.py"
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "COV_"))}
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "COV_"))}
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)],
-        env=environment | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
+        env=inherited | environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ran.returncode == 0 and " passed" in ran.stdout, ran.stdout[-5000:] + ran.stderr
+
+
+def test_their_numbers_are_right_in_the_interpreter() -> None:
+    check_cases(TRITON_INTERPRET="1")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_their_numbers_are_right_on_a_gpu() -> None:
+    check_cases(TRITON_INTERPRET="0")
 
 
 def compiled(kernel: Any, architecture: int, pointers: dict[str, str], constants: dict[str, Any]) -> Any:

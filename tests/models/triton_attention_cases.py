@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's own interpreter.
+"""The Triton kernels: in Triton's own interpreter where TRITON_INTERPRET=1, otherwise on a GPU.
 
 `test_triton_attention.py` runs this in a process of its own, as Triton chooses when it is imported.
 """
@@ -16,12 +16,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-if os.environ.get("TRITON_INTERPRET") != "1":
-    raise RuntimeError("set TRITON_INTERPRET=1")
-
 from perilune.models import triton_attention
 from perilune.models.triton_attention import LayerCache, attend, keep
 
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 PART = triton_attention.PART = 64  # so that many parts are not many keys
 LENGTHS = st.one_of(st.integers(1, 3 * PART), st.sampled_from([PART, PART + 1, 2 * PART, 17 * PART + 3]))
 few = settings(deadline=None, max_examples=8, derandomize=True, phases=[Phase.explicit, Phase.generate])
@@ -57,12 +55,17 @@ class Case:
         self.compute = torch.float32 if self.dtype == torch.int8 else self.dtype
         q = torch.randn(len(self.lengths), self.kv_heads * self.group, self.size, generator=generator)
         self.q = q.to(self.compute)
+        parts = (self.cache.keys, self.cache.values, self.cache.key_scales, self.cache.value_scales)
+        self.cache = LayerCache(*(None if part is None else part.to(DEVICE) for part in parts))
+        self.q, self.tables, self.positions = (
+            one.to(DEVICE) for one in (self.q, self.tables, self.positions)
+        )
 
     def expected(self, window: int | None) -> Tensor:
         """By the definition, in float64."""
-        out = torch.zeros(self.q.shape, dtype=torch.float64)
+        out = torch.zeros(self.q.shape, dtype=torch.float64, device=DEVICE)
         for sequence, length in enumerate(self.lengths):
-            at = torch.arange(max(0, length - window) if window else 0, length)
+            at = torch.arange(max(0, length - window) if window else 0, length, device=DEVICE)
             blocks, within = self.tables[sequence, at // 16].long(), at % 16
             k = self.cache.keys[blocks, :, :, within].double()
             v = self.cache.values[blocks, :, within].double()
@@ -123,7 +126,7 @@ def test_a_row_has_the_same_bits_alone_and_whatever_the_width_of_the_table(
 @few
 @given(cases(torch.float32, torch.bfloat16))
 def test_what_is_kept_is_where_it_belongs(case: Case) -> None:
-    k, v = torch.randn(2, len(case.lengths), case.kv_heads, case.size).to(case.compute)
+    k, v = torch.randn(2, len(case.lengths), case.kv_heads, case.size).to(DEVICE, case.compute)
     keys, values = case.cache.keys.clone(), case.cache.values.clone()
     keep(k, v, case.cache, case.tables, case.positions)
     for row, length in enumerate(case.lengths):
@@ -136,7 +139,7 @@ def test_what_is_kept_is_where_it_belongs(case: Case) -> None:
 @few
 @given(cases(torch.int8))
 def test_in_int8_an_element_is_off_by_half_a_step_at_most(case: Case) -> None:
-    k, v = torch.randn(2, len(case.lengths), case.kv_heads, case.size)
+    k, v = torch.randn(2, len(case.lengths), case.kv_heads, case.size).to(DEVICE)
     k[0, 0] = 0
     keep(k, v, case.cache, case.tables, case.positions)
     cache = case.cache
@@ -155,8 +158,9 @@ def test_in_int8_an_element_is_off_by_half_a_step_at_most(case: Case) -> None:
 def test_rows_of_one_table_of_inputs_can_be_given_as_they_lie() -> None:
     """A captured step keeps token, position and blocks of a sample in one row."""
     case = Case([40, 300], 2, 2, 32, torch.float32, 0)
-    inputs = torch.cat([torch.zeros(2, 1, dtype=torch.int32), case.positions[:, None], case.tables], dim=1)
-    packed = torch.randn(2, 8, 32)
+    tokens = torch.zeros_like(case.positions)[:, None]
+    inputs = torch.cat([tokens, case.positions[:, None], case.tables], dim=1)
+    packed = torch.randn(2, 8, 32).to(DEVICE)
     q, k, v = packed[:, :4], packed[:, 4:6], packed[:, 6:]
     keep(k, v, case.cache, inputs[:, 2:], inputs[:, 1])
     case.q = q

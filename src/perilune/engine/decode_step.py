@@ -158,6 +158,7 @@ class DecodeStep:
 
     def _capture(self, graphs: Any) -> None:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=graphs):
+        # Other threads of a server may go on to use the device meanwhile.
+        with torch.cuda.graph(graph, pool=graphs, capture_error_mode="thread_local"):
             self._hidden = self._compute()
         self._graph = graph
