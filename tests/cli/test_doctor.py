@@ -129,7 +129,11 @@ def test_a_gpu_asks_for_a_build_of_torch_that_knows_it(machine, monkeypatch):
     assert found.status == "advice"
     assert "torch<2.14,>=2.6" in found.remedy
     monkeypatch.setattr(readiness, "_torch_build", lambda: {"cuda": "12.8"})
+    monkeypatch.setattr(readiness, "_version", lambda name: "3.7.1")
     assert finding(examine(replace(machine, gpus=gpus)), "GPU").status == "ok"
+    monkeypatch.setattr(readiness, "_version", lambda name: None if name == "triton" else "1")
+    found = finding(examine(replace(machine, gpus=gpus)), "GPU")
+    assert found.status == "missing" and "Triton" in found.found and "perilune[gpu]" in found.remedy
 
 
 def test_torch_tells_its_build_without_being_imported():

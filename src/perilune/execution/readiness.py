@@ -142,7 +142,13 @@ def _gpu(machine: Machine) -> Finding:
     if machine.gpus:
         found = ", ".join(f"{gpu.name} ({gpu.memory / _GIB:.0f} GiB)" for gpu in machine.gpus)
         if build.get("cuda"):
-            return Finding("GPU", "ok", f"{found}; torch is built for CUDA {build['cuda']}")
+            found += f"; torch is built for CUDA {build['cuda']}"
+            if _version("triton") is None:
+                remedy = _pip_install("perilune[gpu]")
+                return Finding(
+                    "GPU", "missing", f"{found}; Triton, which sampling on it needs, is absent", remedy
+                )
+            return Finding("GPU", "ok", found)
         return Finding("GPU", "advice", f"{found}; this torch is built for the CPU alone", _cuda_torch())
     if Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi"):
         found = "an NVIDIA driver that cannot be asked for its devices"
