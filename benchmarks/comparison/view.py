@@ -29,10 +29,12 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
     """The document with its records as tables, with verdicts and charts."""
     shown: dict[str, Any] = {"title": "The algorithms compared", "command": document["command"]}
     about, charts = [ABOUT], {}
+    compared: list[Arms] = []
     for name, setting in document["settings"].items():
         arms = _arms(document["records"], name, list(setting["arms"]))
         if len(arms) < 2:
             continue
+        compared.append(arms)
         picture = f"algorithms_{name}.svg"
         charts[picture] = _chart(arms)
         about += [
@@ -41,6 +43,7 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
             f"![Pass rate against processor seconds, an arm a panel]({picture})",
         ]
         shown[setting["title"]] = _tables(arms)
+    about += together(compared)
     rest = {key: value for key, value in document.items() if key not in (*shown, "settings", "records")}
     return {**shown, "about": "\n\n".join(about), "charts": charts, **rest}
 
@@ -48,12 +51,13 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
 ABOUT = f"""\
 Every arm of a seed starts from the same cold start, is given the same training tasks in the same order, has
 as many episodes (`dapo` about as many: its refills decide), the same learning rate, and four updates a batch,
-so that clips and ratios matter. Then it answers the same 512 held-out tasks, eight times each.
+so that clips and ratios matter. Then it answers the same held-out tasks, eight times each.
 
 * *At equal episodes* compares pass@1 on the held-out tasks.
 * *At equal seconds* compares pass rates on training tasks, new at every step, over the last {WINDOW} steps
   before the quickest arm of the seed had spent its episodes. Seconds are the processor's from the end of the
-  first step on: waiting for others is not in them, and judging is not, which costs each answer the same.
+  first step on: waiting for others is not in them, and judging is not, which costs each answer the same. Each
+  step of an arm is priced at the least an episode took in any seed, since a busy machine adds to that too.
 
 An interval over seeds is Student's, of differences between arms of one seed: what another cold start, other
 tasks and other draws change is in it. The intervals of single seeds resample held-out tasks, and say nothing
@@ -88,6 +92,25 @@ def findings(arms: Arms) -> list[str]:
     return said
 
 
+def together(compared: Sequence[Arms]) -> list[str]:
+    """What all tasks say together of the arms that more than one has: twice the evidence, one test an arm."""
+    shared = [arms for arms in compared if any(arms.keys() > {next(iter(arms)), arm} for arm in arms)]
+    if len(shared) < 2:
+        return []
+    sentences = []
+    questions = {"episodes": at_equal_episodes, "seconds": at_equal_seconds}
+    told = {question: _joined([ask(arms) for arms in shared]) for question, ask in questions.items()}
+    for arm in told["episodes"]:
+        found = (f"at equal {question} {_told(arm, joined)}" for question, joined in told.items())
+        sentences.append(f"* `{arm}`: {'; '.join(found)}.")
+    return ["**All tasks together**, each seed of each task a pair", "\n".join(sentences)]
+
+
+def _joined(tasks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+    arms = [arm for arm in tasks[0] if all(arm in task for task in tasks)]
+    return {arm: [value for task in tasks for value in task[arm]] for arm in arms}
+
+
 def _told(arm: str, differences: Mapping[str, Sequence[float]]) -> str:
     found = interval(differences[arm])
     figures = " to ".join(f"{100 * found[end]:+.1f}" for end in ("low", "high"))
@@ -96,9 +119,9 @@ def _told(arm: str, differences: Mapping[str, Sequence[float]]) -> str:
         verdict = "better" if found["mean"] > 0 else "worse"
     elif all(value > 0 for value in differences[arm]) or all(value < 0 for value in differences[arm]):
         way = "higher" if found["mean"] > 0 else "lower"
-        verdict = f"{way} with every seed, but not clear of noise after the correction"
+        verdict = f"{way} every time, but not clear of noise after the correction"
     else:
-        verdict = f"no difference that {len(differences[arm])} seeds could show"
+        verdict = f"no difference that {len(differences[arm])} pairs could show"
     return f"{verdict} ({100 * found['mean']:+.1f} points, {figures})"
 
 
@@ -139,16 +162,14 @@ def seconds(arms: Arms) -> dict[int, float]:
     """Processor seconds after which the quickest arm of a seed had spent its episodes."""
     base = next(iter(arms))
     return {
-        seed: min(
-            float(_times(done[seed]["curve"])[-1]) for arm in arms if seed in (done := _done(arms, arm))
-        )
+        seed: min(done[seed]["curve"]["seconds"][-1] for arm in arms if seed in (done := _done(arms, arm)))
         for seed in _done(arms, base)
     }
 
 
 def rate_at(curve: Mapping[str, Sequence[float]], budget: float) -> float:
     """Share of right answers among those of the last `WINDOW` steps that were over by then."""
-    over = max(1, sum(one <= budget + 1e-9 for one in _times(curve)))
+    over = max(1, sum(one <= budget + 1e-9 for one in curve["seconds"]))
     part = slice(max(0, over - WINDOW), over)
     return float(np.average(curve["pass_rate"][part], weights=curve["episodes"][part]))
 
@@ -172,7 +193,7 @@ def _tables(arms: Arms) -> dict[str, Any]:
                 **{name: [one[name]["mean"] for one in done[arm].values()] for name in ("pass@8", "greedy")},
                 "length": [one["length"] for one in done[arm].values()],
                 "episodes": [sum(one["curve"]["episodes"]) for one in done[arm].values()],
-                "processor seconds": [float(_times(one["curve"])[-1]) for one in done[arm].values()],
+                "processor seconds": [one["curve"]["seconds"][-1] for one in done[arm].values()],
                 "wall seconds": [one["seconds"] for one in done[arm].values()],
             }
             for arm in order
@@ -225,13 +246,8 @@ def _chart(arms: Arms) -> str:
 
 def _smooth(curve: Mapping[str, Sequence[float]]) -> tuple[np.ndarray, np.ndarray]:
     """Seconds, and the pass rate over the last `WINDOW` steps."""
-    times = _times(curve)
+    times = np.array(curve["seconds"])
     return times, np.array([rate_at(curve, time) for time in times])
-
-
-def _times(curve: Mapping[str, Sequence[float]]) -> np.ndarray:
-    """Processor seconds at the end of each step, from the end of the first, in which a process warms up."""
-    return np.array(curve["processor"]) - curve["processor"][0]
 
 
 def _arms(records: Sequence[Record], setting: str, order: Sequence[str]) -> Arms:
@@ -239,7 +255,23 @@ def _arms(records: Sequence[Record], setting: str, order: Sequence[str]) -> Arms
     for record in records:
         if record["setting"] == setting and record["arm"] in found:
             found[record["arm"]][record["seed"]] = record
-    return {arm: runs for arm, runs in found.items() if runs}
+    return {arm: _priced(runs) for arm, runs in found.items() if runs}
+
+
+def _priced(runs: Mapping[int, Record]) -> dict[int, Record]:
+    """Runs of one arm, whose curves have the seconds at the end of each step, from the end of the first.
+
+    An episode of a step costs the least that it cost in any seed: what shares caches with a process adds to
+    its processor seconds, and takes nothing away.
+    """
+    curves = {seed: one["curve"] for seed, one in runs.items() if "failed" not in one}
+    spent = [np.diff(one["processor"]) / one["episodes"][1:] for one in curves.values()]
+    least = np.min(spent, axis=0) if spent else np.zeros(0)
+    priced = {}
+    for seed, curve in curves.items():
+        times = np.concatenate([[0.0], np.cumsum(least * curve["episodes"][1:])])
+        priced[seed] = {**runs[seed], "curve": {**curve, "seconds": times.tolist()}}
+    return {**runs, **priced}
 
 
 def _done(arms: Arms, arm: str) -> dict[int, Record]:

@@ -86,8 +86,8 @@ def test_a_difference_is_told_from_noise() -> None:
         leans=[(0.75, 10.0), (0.73, 10.0), (0.73, 10.0)],
     )["about"]
     assert "`better` against `grpo` at equal episodes: better (+10.1 points" in about
-    assert "`noise` against `grpo` at equal episodes: no difference that 3 seeds could show" in about
-    assert "`leans` against `grpo` at equal episodes: higher with every seed, but not clear of noise" in about
+    assert "`noise` against `grpo` at equal episodes: no difference that 3 pairs could show" in about
+    assert "`leans` against `grpo` at equal episodes: higher every time, but not clear of noise" in about
 
 
 def test_a_slow_arm_is_read_before_its_end_at_equal_seconds() -> None:
@@ -99,10 +99,16 @@ def test_a_slow_arm_is_read_before_its_end_at_equal_seconds() -> None:
     assert row["over seeds"]["mean"] == 0 and row["seed 0"] == {"mean": 0, "low": 0, "high": 0}
 
 
+def test_a_busy_machine_does_not_make_an_arm_slower() -> None:
+    page = shown(grpo=[(0.7, 10.0)] * 3, disturbed=[(0.7, 14.0), (0.7, 10.0), (0.7, 25.0)])
+    (row,) = page["A toy"]["against grpo at equal seconds"]
+    assert row["over seeds"]["mean"] == pytest.approx(0)
+
+
 def test_steps_with_more_episodes_weigh_more() -> None:
-    curve = {"processor": [1.0, 2.0, 3.0], "episodes": [100, 300, 100], "pass_rate": [0.0, 1.0, 0.0]}
-    assert rate_at(curve, 1.5) == 0.75  # seconds from the end of the first step
-    assert rate_at({**curve, "processor": [0.1, 0.2, 0.3]}, 9.0) == 0.6
+    curve = {"seconds": [1.0, 2.0, 3.0], "episodes": [100, 300, 100], "pass_rate": [0.0, 1.0, 0.0]}
+    assert rate_at(curve, 2.5) == 0.75
+    assert rate_at(curve, 9.0) == 0.6
     assert WINDOW >= 3
 
 
