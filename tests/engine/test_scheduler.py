@@ -216,6 +216,27 @@ def test_a_request_with_a_known_beginning_is_fed_the_rest_only() -> None:
     assert len(step.batch.token_ids) == 50
 
 
+def test_of_equal_prompts_that_come_together_one_is_fed() -> None:
+    life = Life(16, 100, 400, seed=0)
+    never_ending(life)
+    for ending in ([8], [9], [8]):
+        life.add([7] * 100 + ending, 1, 20)
+    life.add([1] * 5, 1, 20)  # and who came later is not overtaken, nor does it come before
+    fed = []
+    for _ in range(3):
+        step = life.step()
+        assert step is not None
+        fed.append([count for _, count in step.chunks])
+    assert fed == [[101], [5, 5, 5], []]
+    drain(life)
+    short = Life(16, 100, 400, seed=0)
+    for ending in ([8], [9]):
+        short.add([7] * 63 + ending, 1, 2)
+    step = short.step()
+    assert step is not None
+    assert [count for _, count in step.chunks] == [64, 64]  # less than it is worth to wait for
+
+
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 100])
 def test_less_than_a_block_of_a_sample_is_wasted(length: int) -> None:
     life = Life(8, 200, 400, seed=0)

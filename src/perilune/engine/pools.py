@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from perilune.engine.blocks import BLOCK, NULL_BLOCK, BlockPool, Blocks, blocks_for
+from perilune.engine.sequences import Rows, Sequences
 from perilune.models.memory import blocks_in
 
 Window = int | None
@@ -74,7 +75,7 @@ class BlockPools:
 
     def find(self, digests: Sequence[bytes]) -> Blocks:
         """int32[W, C] of the longest known beginning, one reference added to each; null behind a window."""
-        length = self._known_length(digests)
+        length = self.known_length(digests)
         found = np.full((len(self.pools), length), NULL_BLOCK, dtype=np.int32)
         for row, start, pool in zip(found, self.behind(length * BLOCK), self.pools, strict=True):
             row[start:] = pool.find(digests[start:length])
@@ -85,7 +86,7 @@ class BlockPools:
 
         `spare` blocks are to be left.
         """
-        known = self._known_length(digests)
+        known = self.known_length(digests)
         for window, start, pool in zip(self.windows, self.behind(known * BLOCK), self.pools, strict=True):
             need = blocks_for(length) - known
             if window is not None:
@@ -99,6 +100,19 @@ class BlockPools:
         """For each window, how many columns no query from position `computed` on sees."""
         return [0 if window is None else max(0, computed - window + 1) // BLOCK for window in self.windows]
 
+    def leave_behind(self, sequences: Sequences, rows: Rows) -> None:
+        """Give back the blocks that no query to come will see; tables name the null block there."""
+        tables = zip(self.windows, self.pools, sequences.blocks, sequences.left_behind, strict=True)
+        for window, pool, blocks, left in tables:
+            if window is None:
+                continue
+            behind = np.maximum(0, sequences.computed[rows] - window + 1) // BLOCK
+            due = np.flatnonzero(behind > left[rows])
+            for row, end in zip(rows[due].tolist(), behind[due].tolist(), strict=True):
+                pool.release(blocks[row, left[row] : end])
+                blocks[row, left[row] : end] = NULL_BLOCK
+                left[row] = end
+
     def record(self, table: Blocks, digests: Sequence[bytes]) -> None:
         """Let the full blocks of a table int32[W, C] be found by the digests of its first columns."""
         for pool, of_window in zip(self.pools, table, strict=True):
@@ -110,7 +124,7 @@ class BlockPools:
         for pool in self.pools:
             pool.forget_all()
 
-    def _known_length(self, digests: Sequence[bytes]) -> int:
+    def known_length(self, digests: Sequence[bytes]) -> int:
         """Columns of the longest beginning of which every layer still has what the next query sees."""
         lengths = np.arange(len(digests) + 1)
         possible = np.ones(len(lengths), dtype=np.bool_)

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from perilune.engine.blocks import (
     BLOCK,
-    NULL_BLOCK,
     Blocks,
     blocks_for,
 )
@@ -28,6 +27,7 @@ from perilune.engine.step import Counters, Step, StepBatch
 
 _REFILL_SHARE = 8  # free rows are refilled once they are 1/8 of all, so that prompts are computed in batches,
 _REFILL_STEPS = 8  # or after this many steps, so that nobody waits for long
+_WORTH_WAITING = 4  # blocks
 _RESERVE_SHARE = 2  # a prompt is admitted if a block remains for every second sample that decodes
 
 
@@ -189,7 +189,7 @@ class Scheduler:
         count = min(len(self._free_rows), entry.request.n - entry.admitted)
         row, *followers = (self._free_rows.pop() for _ in range(count))
         self.sequences.place(row, entry, entry.admitted)
-        if not self._has_room(row, len(followers)):
+        if self._is_being_computed(row) or not self._has_room(row, len(followers)):
             self.sequences.entries[row] = None
             self._free_rows += [*reversed(followers), row]
             return None
@@ -202,6 +202,19 @@ class Scheduler:
             self._followers[row] = followers
         self._begin(row)
         return row
+
+    def _is_being_computed(self, row: int) -> bool:
+        """Whether much of what `row` begins with is being fed to another: then it waits, and finds it."""
+        chain = self._chain(row, int(self.sequences.length[row]) - 1)
+        at = self.pools.known_length(chain) + _WORTH_WAITING - 1
+        if at >= len(chain):
+            return False
+        for other in self.prefilling:
+            its = self._chain(other, int(self.sequences.length[other]))
+            if at < len(its) and its[at] == chain[at]:  # and so is all before
+                self._steps_since_refill = _REFILL_STEPS
+                return True
+        return False
 
     def _has_room(self, row: int, followers: int) -> bool:
         """Whether all that `row` knows fits, with a block for each follower and some for others to grow."""
@@ -302,7 +315,8 @@ class Scheduler:
             sequences.computed[unplaced] = 0
             self.decoding = step.rows[~np.isin(step.rows, unplaced)]
             self.preempted = sorted([*self.preempted, *unplaced], key=sequences.arrival.__getitem__)
-        self._leave_behind()
+        running = np.concatenate([self.decoding, np.array(self.prefilling, dtype=np.int64)])
+        self.pools.leave_behind(sequences, running)
         none = np.zeros((len(self.pools.windows), 0), dtype=np.int32)
         sources, targets = zip((none, none), *copies, strict=True)
         return np.concatenate(sources, axis=1), np.concatenate(targets, axis=1)
@@ -339,22 +353,6 @@ class Scheduler:
         if self.sequences.stale[row]:
             return
         self.pools.record(self.sequences.table(row), self._chain(row, int(self.sequences.computed[row])))
-
-    def _leave_behind(self) -> None:
-        """Give back the blocks that no query to come will see; tables point to the null block there."""
-        sequences = self.sequences
-        rows = np.concatenate([self.decoding, np.array(self.prefilling, dtype=np.int64)])
-        for window, pool, blocks, left in zip(
-            self.pools.windows, self.pools.pools, sequences.blocks, sequences.left_behind, strict=True
-        ):
-            if window is None:
-                continue
-            behind = np.maximum(0, sequences.computed[rows] - window + 1) // BLOCK
-            due = np.flatnonzero(behind > left[rows])
-            for row, end in zip(rows[due].tolist(), behind[due].tolist(), strict=True):
-                pool.release(blocks[row, left[row] : end])
-                blocks[row, left[row] : end] = NULL_BLOCK
-                left[row] = end
 
     def lend(self, count: int) -> Blocks:
         """int32[W, count], blocks for something else, which gives them back before the next step."""
