@@ -9,7 +9,7 @@ JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && n=4; echo $$
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --retries 5 --timeout 60
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint types layers docs results wheel clean
+.PHONY: help quickstart test gpu lint types layers docs results wheel clean
 
 help: ## list what can be made
 	@sed -n 's/^\([a-z]*\):.*## /\1: /p' $(MAKEFILE_LIST) | column -t -s: 2>/dev/null || true
@@ -19,6 +19,11 @@ quickstart: $(VENV)/.installed ## install, then the whole story on this machine
 
 test: $(VENV)/.installed-dev lint types layers ## install what is needed and run every check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --cov --cov-report=term:skip-covered
+
+gpu: $(VENV)/.installed-dev ## on a CUDA machine: the tests that wait for one, then the benchmark
+	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python benchmarks/rollout_cuda.py
+	$(BIN)/python benchmarks/report.py
 
 lint: $(VENV)/.installed-dev ## formatting and rules
 	$(BIN)/ruff format --check .
