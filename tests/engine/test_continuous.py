@@ -377,6 +377,25 @@ def learned(decoder: Decoder, prompt: list[int], answer: list[int]) -> list[floa
         return token_logprobs(logits, torch.tensor(answer))[0].tolist()  # type: ignore[no-any-return]
 
 
+@exact
+def test_logits_of_a_long_answer_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [prompt(40), prompt(5, 1), prompt(9, 2)], [prompt(100, 3), prompt(7, 4), []]
+    expected = engine().score(*asked)
+    monkeypatch.setattr("perilune.engine.engine.MOST_LOGITS", CONFIG.vocab_size * 12)
+    one = engine()
+    run, rows = one._runner.run, []
+    monkeypatch.setattr(one._runner, "run", lambda batch: rows.append(len(batch.logit_rows)) or run(batch))
+    assert [scores.tolist() for scores in one.score(*asked)] == [scores.tolist() for scores in expected]
+    assert max(rows) <= 12
+    assert sum(rows) == 107
+    assert one.cache_use == 0
+
+
+def test_answers_are_looked_at_before_they_are_scored() -> None:
+    with pytest.raises(RequestError, match="outside"):
+        engine().score([[1]], [[2, CONFIG.vocab_size]])
+
+
 def test_blocks_in_use_are_bounded_by_the_window() -> None:
     decoder = Decoder(WINDOWS["gemma3_text"])
     decoder.initialize(0)

@@ -269,6 +269,7 @@ class Engine:
         pairs = []
         for index, (prompt, answer) in enumerate(zip(prompt_ids, token_ids, strict=True)):
             self._limits.check_tokens(prompt, len(answer), f"prompt {index}")
+            self._limits.check_tokens([*prompt[:1], *answer], 0, f"answer {index}")
             pairs.append(Pair(np.array([*prompt, *answer], dtype=np.int64), len(answer)))
         number = self._adapter_number(adapter, "score")
         rows = max(1, MOST_LOGITS // self._config.vocab_size)
