@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from task_cases import DIGITS, episodes, figures_of, metrics, run_task, summary
+from task_environments import Digits
 
 from perilune.environments.protocol import Failure, Score, Task, Transcript
 from perilune.environments.registry import make_environment
@@ -150,11 +152,29 @@ def test_an_unknown_term_names_those_there_are() -> None:
 def test_a_function_that_cannot_be_loaded_is_named() -> None:
     with pytest.raises(RequestError, match=r"rewards\.it\.function: cannot load 'no_such_module:f'"):
         judged(section(it={"function": "no_such_module:f", "source": None}), "71")
-    with pytest.raises(RequestError, match="has more"):
-        environment = type("Long", (), {"id": "long", "max_turns": 3})()
-        from perilune.environments.rewards import WithRewards
 
-        WithRewards(environment, {"verifier": 1.0})  # type: ignore[arg-type]
+
+class Long(Digits):
+    """As an environment of several turns says that it is one."""
+
+    max_turns = 3
+
+
+class Reaching(Digits):
+    """As one that needs what a confined process has not."""
+
+    confined = False
+
+
+@pytest.mark.parametrize(("kind", "said"), [("Long", "has more"), ("Reaching", "needs more than that")])
+def test_an_environment_that_they_do_not_fit_is_refused_with_the_recipe(
+    kind: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    other = f"environment: {{id: factory, factory: '{__name__}:{kind}'}}"
+    (tmp_path / "paid.yaml").write_text(re.sub("environment: .*", other, RECIPE))
+    with pytest.raises(RequestError, match=rf"paid.yaml:4(.|\n)*rewards: .*{said}"):
+        load_recipe(tmp_path / "paid.yaml")
 
 
 def test_nothing_is_run_where_an_environment_is_only_looked_at(tmp_path: Path) -> None:

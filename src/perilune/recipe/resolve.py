@@ -11,7 +11,15 @@ from perilune.errors import RequestError
 from perilune.recipe.model_files import find_model, read_chat_template
 from perilune.recipe.problems import Problem, ProblemsError, nearest, raise_first, validate
 from perilune.recipe.reward_files import with_source
-from perilune.recipe.schema import MODEL, VERIFIER, ModelSpec, Recipe, RewardFunction, Stage
+from perilune.recipe.schema import (
+    MODEL,
+    VERIFIER,
+    ModelSpec,
+    Recipe,
+    RewardFunction,
+    Stage,
+    with_rewards,
+)
 from perilune.recipe.source import Document, KeyPath
 
 _BLANK_STAGE = {"name": "blank", "task": "blank"}
@@ -83,12 +91,19 @@ def _rewards(recipe: Recipe, document: Document, folder: Path) -> dict[str, floa
             f"rewards.{VERIFIER}: this is the environment's own verdict; give it a weight, or choose a name"
         )
         raise ProblemsError([Problem(("rewards", VERIFIER), what)])
-    return {
+    found = {
         name: with_source(name, term, _base(document, ("rewards", name, "function"), folder))
         if isinstance(term, RewardFunction)
         else term
         for name, term in recipe.rewards.items()
     }
+    if not found or not recipe.environment:  # empty where it is wrong, which is told of by itself
+        return found
+    try:
+        environment_registry().make_environment(with_rewards(recipe.environment, found))
+    except RequestError as error:
+        raise ProblemsError([Problem(("rewards",), f"rewards: {error.what}", error.remedy)]) from None
+    return found
 
 
 def _base(document: Document, path: KeyPath, folder: Path) -> Path:

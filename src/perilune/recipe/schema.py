@@ -5,6 +5,7 @@ A stage's own fields belong to its task plugin, the environment's to its adapter
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -99,11 +100,19 @@ class Recipe(Frozen):
         raise KeyError(name)
 
 
+def with_rewards(
+    environment: Mapping[str, Any], rewards: Mapping[str, float | RewardFunction]
+) -> dict[str, Any]:
+    """The environment's section as a job has it: with the rewards, if there are any."""
+    terms = {
+        name: term.model_dump() if isinstance(term, RewardFunction) else term
+        for name, term in rewards.items()
+    }
+    return {**environment, "rewards": terms} if terms else dict(environment)
+
+
 def job_for(recipe: Recipe, stage: Stage) -> Job:
     """What one stage asks to be run; its inputs are filled in once the stages it consumes have finished."""
-    environment = dict(recipe.environment)
-    if recipe.rewards:
-        environment["rewards"] = recipe.model_dump(mode="json")["rewards"]
     resources = recipe.resources
     if not runs_in_several(load_plugin(stage.task)):
         resources = resources.model_copy(update={"processes": 1})
@@ -112,7 +121,7 @@ def job_for(recipe: Recipe, stage: Stage) -> Job:
         stage=stage.name,
         spec=stage.spec,
         model=recipe.model.model_dump(),
-        environment=environment,
+        environment=with_rewards(recipe.environment, recipe.rewards),
         seed=recipe.seed,
         resources=resources,
         secrets=recipe.secrets,
