@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,7 +17,16 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from perilune.engine.engine import Engine
+from perilune.engine.graph_runner import GraphRunner
+from perilune.engine.native_runner import CacheKind
+from perilune.engine.request import Prompt, SamplingParams
+from perilune.engine.runner import TorchRunner
+from perilune.errors import RequestError
 from perilune.models import triton_attention
+from perilune.models.config import PRESETS
+from perilune.models.decoder import Decoder
+from perilune.models.native import ops
 from perilune.models.triton_attention import LayerCache, attend, keep
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -168,5 +178,34 @@ def test_rows_of_one_table_of_inputs_can_be_given_as_they_lie() -> None:
     torch.testing.assert_close(found.double(), case.expected(None), atol=2e-5, rtol=2e-5)
 
 
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__]))
+@pytest.mark.parametrize("cache", [None, "int8"])
+def test_an_engine_decodes_by_them(cache: CacheKind | None) -> None:
+    """With windows, chunks of a prompt beside samples that decode, and blocks in any order."""
+    config = PRESETS["tiny"].replace(
+        architecture="gemma3_text", windows=(20, None), num_layers=2, initializer_range=0.15
+    )
+    decoder = Decoder(config)
+    decoder.initialize(0)
+
+    def captured(one: Decoder, num_blocks: tuple[int, ...]) -> GraphRunner:
+        return GraphRunner(one, num_blocks, cache=cache)
+
+    def gathered(one: Decoder, num_blocks: tuple[int, ...]) -> TorchRunner:
+        return TorchRunner(one, num_blocks, None if cache is None else torch.int8)
+
+    found = []
+    with mock.patch.object(ops, "available", lambda: False):
+        for runner in (gathered, captured):
+            engine = Engine(decoder.to(DEVICE), slots=4, cache_tokens=512, token_budget=12, runner=runner)
+            prompts = [Prompt(list(range(5, 5 + length)), (0, 0, length)) for length in (3, 26)]
+            groups = engine.sample(prompts, 1, SamplingParams(5))
+            found.append([one for group in groups for one in group])
+    for one, other in zip(*found, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4 if DEVICE == "cpu" else 5e-3)
+
+
+def test_the_runner_asks_for_triton_where_it_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("perilune.engine.graph_runner.find_spec", lambda name: None)
+    with pytest.raises(RequestError, match="Triton"):
+        GraphRunner(Decoder(PRESETS["tiny"]), (4,))
