@@ -5,12 +5,13 @@
 As shipped is the scorer's own figure for any text; as Perilune asks is the default of a recipe, where an
 answer must be finished and have the form of one, and is paid from the full score on. Each line names the
 grade, the gravest finding and an output that shows it; `perilune environments audit` gives all of them.
-Writes results/reward_audit.json after each family.
+Writes results/reward_audit.json after each family; families that are not asked for stay as they were.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -51,6 +52,8 @@ def main() -> None:
     arguments = parser.parse_args()
     began = time.monotonic()
     families: dict[str, dict[str, Any]] = {}
+    if arguments.out.exists():
+        families = json.loads(arguments.out.read_text(encoding="utf-8"))["families"]
     for family in arguments.families:
         sections = ({"id": "reasoning_gym", "task": family, **settings} for settings in WAYS.values())
         audits = [
@@ -58,7 +61,7 @@ def main() -> None:
         ]
         families[family] = row(*audits)
         print(family, families[family], file=sys.stderr, flush=True)
-        write(arguments.out, report(families) | document("reward_audit.py", sys.argv[1:], began))
+        write(arguments.out, report(families) | document("reward_audit.py", [], began))
 
 
 def without_cut_off(audit: Audit) -> Audit:

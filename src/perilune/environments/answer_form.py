@@ -12,6 +12,7 @@ from functools import cache
 
 _INTEGER = r"-?(?:0|[1-9]\d*|[1-9]\d{0,2}(?:,\d{3})+)"
 _DECIMAL = r"[+-]?\d+(?:\.\d+)?(?:[eE][+-]?\d{1,2})?"
+_HEXADECIMAL = r"-?0x[0-9a-fA-F]{1,64}"
 _FUNCTION = r"(?:exp|log|sqrt|sin|cos|tan|sec|csc|cot|asin|acos|atan|sinh|cosh|tanh)(?=\()|E(?=\*\*\()"
 _POWER = r"\*\*(?:\d{1,2}|\(-?\d{1,2}(?:/\d{1,2})?\)|(?<=E\*\*)(?=\())(?!\d|\*\*)"
 _VARIABLE = r"[A-Za-z](?![A-Za-z(_])"
@@ -59,6 +60,8 @@ def well_formed(family: str, answer: str, gold: str | None) -> bool:
     if gold is not None:
         if _compiled(_INTEGER).fullmatch(gold):
             return _compiled(_INTEGER).fullmatch(answer) is not None
+        if _compiled(_HEXADECIMAL).fullmatch(gold):
+            return _compiled(_HEXADECIMAL).fullmatch(answer) is not None
         if _compiled(_DECIMAL).fullmatch(gold):
             return _compiled(_DECIMAL).fullmatch(answer) is not None
         for choices in _CHOICES:
