@@ -15,14 +15,20 @@ from learning_cases import random_groups, small_critic, small_decoder, weighed
 from process_cases import together
 
 from perilune.errors import ProcessLostError, WorkFailedError
+from perilune.learn.adaptation import adapt
 from perilune.learn.batch import PackedBatch, pack
 from perilune.learn.checkpoints import read
 from perilune.learn.processes import ALONE, Processes
-from perilune.learn.settings import OptimizerSettings
+from perilune.learn.settings import LearnerSettings, OptimizerSettings
 from perilune.learn.trainer import Learner, with_reference
 from perilune.learn.weights import Aggregation, aggregate
 
 SETTINGS = OptimizerSettings(lr=1e-2, weight_decay=0.1, grad_clip=0.5)
+SETTINGS_OF_A_LEARNER = {
+    "lora": {"lora": {"rank": 2}},
+    "bfloat16": {"precision": "bfloat16"},
+    "recomputing": {"activation_checkpointing": True},
+}
 KINDS = ("weights", "first_moments", "second_moments")
 TOLERANCE = 5e-6  # of sharded training, relative to the largest number of a tensor
 
@@ -85,6 +91,26 @@ def test_the_number_of_processes_changes_no_bit() -> None:
             assert learned[mode][0] == figures, mode
             for name, tensor in state.items():
                 assert np.array_equal(learned[mode][1][name], tensor), (mode, name)
+
+
+def every_setting(processes: Processes) -> dict[str, dict[str, np.ndarray]]:
+    """The state that a step of each way to learn leaves."""
+    found = {}
+    for name, section in SETTINGS_OF_A_LEARNER.items():
+        decoder = small_decoder()
+        adapt(decoder, LearnerSettings.model_validate(section), seed=0)
+        learner = Learner(decoder, SETTINGS, processes=processes)
+        learner.forward_backward(pack(weighed("grpo", random_groups(0, 6)), 14))
+        learner.optim_step(1e-2)
+        found[name] = state_of(learner)
+    return found
+
+
+def test_so_it_is_with_adapters_rounding_and_recomputing() -> None:
+    alone = every_setting(ALONE)
+    for learned in together(every_setting):
+        for name, state in alone.items():
+            assert all(np.array_equal(learned[name][key], tensor) for key, tensor in state.items()), name
 
 
 def test_cut_over_processes_it_learns_the_same_to_rounding() -> None:

@@ -19,8 +19,11 @@ from perilune.bundle.compare import compare_artifacts
 from perilune.bundle.freeze import freeze
 from perilune.bundle.plugin import load_plugin
 from perilune.bundle.workspace import FollowerWorkspace
+from perilune.cli.plan import derive
 from perilune.execution.placements.local import carry_over
 from perilune.files import sha256_file
+from perilune.recipe.load import bundled_recipe, load_recipe
+from perilune.recipe.schema import job_for
 
 
 def run_as_one_of(bundle: Path) -> None:
@@ -60,6 +63,15 @@ STAGES: dict[str, dict[str, Any]] = {
 }
 
 
+def test_only_stages_that_can_are_given_several_processes() -> None:
+    recipe = load_recipe(bundled_recipe("quickstart"), ["resources.processes=2"])
+    given = {stage.name: job_for(recipe, stage).resources.processes for stage in recipe.stages}
+    assert given == {"traces": 1, "base": 1, "sft": 2, "after_sft": 1, "rl": 2, "after_rl": 1}
+    plan = {stage["name"]: stage["derived"].get("processes") for stage in derive(recipe)}
+    assert plan["rl"] == "2, each of which takes that memory"
+    assert plan["traces"] is None
+
+
 @pytest.mark.parametrize("task", STAGES)
 def test_a_stage_in_two_processes_leaves_the_same_bytes(
     task: str, inputs: dict[str, Path], tmp_path: Path
@@ -71,6 +83,18 @@ def test_a_stage_in_two_processes_leaves_the_same_bytes(
     both = in_two(make_bundle(tmp_path / "both", job, given))
     assert compare_artifacts(alone, both) == []
     assert weights(alone) == weights(both)
+
+
+def test_a_stage_cut_over_processes_learns_the_same_to_rounding(tmp_path: Path) -> None:
+    job = make_job("rl", **STAGES["rl"])
+    resources = job.resources.model_copy(update={"sharded": True})
+    alone = run_in(make_bundle(tmp_path / "alone", job))
+    both = in_two(make_bundle(tmp_path / "both", job.model_copy(update={"resources": resources})))
+    assert weights(alone) != weights(both)  # or nothing was cut
+    for mine, other in zip(metrics(alone), metrics(both), strict=True):
+        assert mine.keys() == other.keys()
+        for name, value in mine.items():
+            assert other[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
 def test_a_step_with_fewer_tasks_than_processes(tmp_path: Path) -> None:

@@ -23,10 +23,13 @@ def derive(recipe: Recipe) -> list[dict[str, Any]]:
     stages = []
     for stage in recipe.stages:
         try:
-            figures = dict(load_plugin(stage.task).plan(job_for(recipe, stage)))
+            job = job_for(recipe, stage)
+            figures = dict(load_plugin(stage.task).plan(job))
         except RequestError as error:
             where = f"stages.{stage.name}" + (f": {error.where}" if error.where else "")
             raise RequestError(error.what, where=where, remedy=error.remedy) from None
+        if job.resources.processes > 1:
+            figures["processes"] = f"{job.resources.processes}, each of which takes that memory"
         stages.append(
             {"name": stage.name, "task": stage.task, "consumes": stage.consumes, "derived": figures}
         )

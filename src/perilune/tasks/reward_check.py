@@ -22,7 +22,7 @@ def check_reward(workspace: Workspace, steps: int, first: int) -> None:
 
     A search is left to `perilune environments audit`. The findings are in `artifacts/reward_audit.json`.
     """
-    if first or steps < LONG:
+    if first or steps < LONG or not workspace.leads:
         return
     with Waiting("reward audit"):
         audit = audit_reward(workspace.job.environment, tasks=TASKS, search_budget=0, seed=workspace.job.seed)

@@ -1,0 +1,110 @@
+"""Do two processes of one thread beat one process of two threads? The RL stage of the quickstart.
+
+    python benchmarks/processes.py --rounds 3
+
+A cold start is made once. Then every round runs the first steps of the climb in each arm, one arm after the
+other, through `perilune worker`'s own code. Recorded are seconds a step, median over the steps after the
+first two, in all and by what they went to; the processor's seconds of the leading process; the machine's load
+before each run, without which seconds say little; and whether all arms wrote the same figures, byte for byte.
+Writes results/processes.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from perilune.bundle.freeze import freeze
+from perilune.bundle.job import InputReference, Job, Resources
+from perilune.bundle.machine import describe_machine
+from perilune.execution.worker import run_bundle
+from perilune.files import read_json_lines
+from perilune.recipe.load import bundled_recipe, load_recipe
+from perilune.recipe.schema import job_for
+
+HERE = Path(__file__).resolve().parent
+ARMS = {
+    "1 process x 1 thread": (1, 1),
+    "1 process x 2 threads": (1, 2),
+    "2 processes x 1 thread": (2, 1),
+}
+WARM = 2  # steps that are left out
+PARTS = ("sampling", "scoring", "learning", "other")
+OVERRIDES = ("traces.traces=6000", "sft.steps=150")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--token-budget", type=int, default=2048)
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "processes.json")
+    arguments = parser.parse_args()
+    overrides = (*OVERRIDES, f"rl.steps={arguments.steps}", f"rl.token_budget={arguments.token_budget}")
+    recipe = load_recipe(bundled_recipe("quickstart"), overrides)
+    jobs = {stage.name: job_for(recipe, stage) for stage in recipe.stages}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ARMS}
+    figures = set()
+    with tempfile.TemporaryDirectory(prefix="perilune-benchmark-") as folder:
+        root = Path(folder)
+        traces = run(jobs["traces"], {}, root / "traces") / "artifacts" / "traces"
+        sft = run(jobs["sft"], {"data": ("dataset", traces)}, root / "sft")
+        start = {"checkpoint": ("checkpoint", sft / "artifacts" / "checkpoints" / "final")}
+        for number in range(arguments.rounds):
+            for name, (processes, threads) in ARMS.items():
+                resources = Resources(device="cpu", threads=threads, processes=processes)
+                job = jobs["rl"].model_copy(update={"resources": resources})
+                load = os.getloadavg()[0]
+                bundle = run(job, start, root / f"{number}-{processes}-{threads}")
+                figures.add((bundle / "artifacts" / "metrics.jsonl").read_bytes())
+                runs[name].append({"load before": round(load, 1), **seconds(bundle)})
+    document = {
+        "title": "Processes and threads",
+        "about": " ".join((__doc__ or "").split("\n\n")[0].split()),
+        "command": shlex.join(["python", "benchmarks/processes.py", *sys.argv[1:]]),
+        "processor": describe_machine()["processor"]["model"],
+        "all arms wrote the same figures": len(figures) == 1,
+        "seconds a step": {
+            name: {
+                part: [one[part] for one in found] for part in ("load before", "whole", "processor", *PARTS)
+            }
+            for name, found in runs.items()
+        },
+    }
+    arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def run(job: Job, inputs: Mapping[str, tuple[Any, Path]], bundle: Path) -> Path:
+    """Freeze and run a job; its bundle."""
+    references = tuple(
+        InputReference(name=name, path=f"inputs/{name}", digest="", kind=kind)
+        for name, (kind, _) in inputs.items()
+    )
+    job = job.model_copy(update={"inputs": references})
+    freeze(job, {name: path for name, (_, path) in inputs.items()}, bundle)
+    verdict = run_bundle(bundle, 1)
+    if not verdict.succeeded:
+        raise SystemExit(f"{bundle.name}: {verdict.message}")
+    return bundle
+
+
+def seconds(bundle: Path) -> dict[str, float]:
+    """Medians over the steps of a run."""
+    lines = list(read_json_lines(bundle / "artifacts" / "timings.jsonl"))[WARM:]
+    found = {part: statistics.median(line[part] for line in lines) for part in ("processor", *PARTS)}
+    whole = statistics.median(sum(line[part] for part in PARTS) for line in lines)
+    return {name: round(value, 3) for name, value in {"whole": whole, **found}.items()}
+
+
+if __name__ == "__main__":
+    main()
