@@ -23,7 +23,6 @@ from perilune.models.lora import (
     merged,
     narrow_base,
     pairs_of,
-    widened,
 )
 
 SIZES: dict[str, Any] = {
@@ -42,7 +41,9 @@ def by_definition(decoder: Decoder, scale: float) -> dict[str, Tensor]:
     """Gradients in float64 of a plain decoder whose weights are W + s B A, by torch alone."""
     plain = Decoder(decoder.config).double()
     weights = {name: tensor.double() for name, tensor in base_state(decoder).items() if "scales" not in name}
-    weights |= {f"{name}.weight": widened(part).double() for name, part in linear_maps(decoder)}
+    for name, part in linear_maps(decoder):
+        scales = part.scales[:, None].double() if base_kind(decoder) == "int8" else 1.0
+        weights[f"{name}.weight"] = part.weight.double() * scales
     pairs = {
         name: tuple(half.detach().double().requires_grad_() for half in pair)
         for name, pair in pairs_of(decoder).items()

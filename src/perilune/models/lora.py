@@ -30,6 +30,7 @@ from perilune.models.decoder import Decoder
 from perilune.models.kernels import linear, product
 from perilune.models.layers import Projection
 from perilune.models.narrow import narrowed
+from perilune.models.room import room_for
 
 BaseKind = Literal["float32", "bfloat16", "int8"]
 """How the frozen matrices are kept."""
@@ -54,26 +55,39 @@ class MergedProjection(Projection):
     def __call__(self, x: Tensor) -> Tensor:
         pairs = [tensor for part in self.parts for tensor in pair_of(part)]
         if not (torch.is_grad_enabled() and (x.requires_grad or any(t.requires_grad for t in pairs))):
-            weight, bias = self.joined()
-            return linear(x, weight, bias, self.precision)
+            return linear(x, self.passing_weight(), self.joined_bias(), self.precision)
         out: Tensor = _Merged.apply(x, self, *pairs)  # type: ignore[no-untyped-call]
         bias = self.joined_bias()
         return out if bias is None else out + bias
 
-    @torch.no_grad()
     def joined_weight(self) -> Tensor:
         """float32[O, I], merged; no gradient reaches the parts through it."""
-        weights = [self.weight_of(part) for part in self.parts]
-        return weights[0] if len(weights) == 1 else torch.cat(weights)
+        return torch.cat([self.weight_of(part) for part in self.parts])
 
-    def weight_of(self, part: nn.Module) -> Tensor:
+    @torch.no_grad()
+    def passing_weight(self) -> Tensor:
+        """The same, in memory that the next such weight has too: for one product."""
+        first = self.parts[0].weight
+        rows = [part.weight.shape[0] for part in self.parts]
+        dtype = torch.promote_types(torch.float32, first.dtype)
+        out = room_for("merged", [sum(rows), first.shape[1]], dtype, first.device)
+        for part, its in zip(self.parts, torch.split(out, rows), strict=True):
+            self._write(part, its)
+        return out
+
+    @torch.no_grad()
+    def weight_of(self, part: nn.Linear | nn.Embedding) -> Tensor:
         """float32[O, I] of one part."""
-        base, pair = widened(part), pair_of(part)
-        if not pair:
-            return base
-        a, b = pair
-        # By the same kernel as every product, so that a sum over the rank has one order.
-        return base + product(b * self.scale, a.t())
+        out = torch.empty_like(part.weight, dtype=torch.promote_types(torch.float32, part.weight.dtype))
+        self._write(part, out)
+        return out
+
+    def _write(self, part: nn.Module, out: Tensor) -> None:
+        widen(part, out)
+        if pair := pair_of(part):
+            a, b = pair
+            # By the same kernel as every product, so that a sum over the rank has one order.
+            out.add_(product(b * self.scale, a.t()))
 
 
 class _Merged(torch.autograd.Function):
@@ -83,7 +97,7 @@ class _Merged(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, projection: MergedProjection, *pairs: Tensor) -> Tensor:
         ctx.save_for_backward(x, *pairs)
         ctx.projection = projection
-        return product(x, projection.joined_weight(), projection.precision)
+        return product(x, projection.passing_weight(), projection.precision)
 
     @staticmethod
     @once_differentiable
@@ -92,7 +106,7 @@ class _Merged(torch.autograd.Function):
         projection: MergedProjection = ctx.projection
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = product(grad, projection.joined_weight().t(), projection.precision)
+            grad_x = product(grad, projection.passing_weight().t(), projection.precision)
         gradients: list[Tensor] = []
         start = 0
         for part in projection.parts:
@@ -155,12 +169,13 @@ def narrow_base(decoder: Decoder, kind: BaseKind) -> None:
     lay_over(decoder)
 
 
-def widened(part: nn.Module) -> Tensor:
-    """float32[O, I] that the matrix of a part stands for."""
+def widen(part: nn.Module, out: Tensor) -> None:
+    """Write the float32[O, I] that the matrix of a part stands for."""
     weight: Tensor = part.weight  # type: ignore[assignment]
     scales: Tensor | None = getattr(part, _SCALES, None)
-    wide = weight.detach().float()
-    return wide if scales is None else wide * scales[:, None]
+    out.copy_(weight.detach())
+    if scales is not None:
+        out.mul_(scales[:, None])
 
 
 def pair_of(part: nn.Module) -> tuple[Tensor, ...]:

@@ -38,6 +38,9 @@ from perilune.models.config import DecoderConfig
 PROCESS_BYTES = 430 << 20
 """Python, torch and the other libraries, before there is a model: resident size as measured on Linux."""
 
+RECOMPUTING_BYTES = 160 << 20
+"""More, once something is computed again for its gradient: torch loads its compiler for that."""
+
 MENTIONED = 0.01  # smallest share of the total that is told apart
 
 LOGITS_AT_ONCE = 1 << 26
@@ -121,7 +124,8 @@ def plan_memory(
     """
     card = card_of(model)
     weights = item_bytes * card.parameters
-    standing = {"process": PROCESS_BYTES, "weights": base_bytes(card, frugality.base, item_bytes)}
+    process = PROCESS_BYTES + (RECOMPUTING_BYTES if frugality.recompute else 0)
+    standing = {"process": process, "weights": base_bytes(card, frugality.base, item_bytes)}
     trained = card.parameters if frugality.adapter is None else frugality.adapter
     passing = {}
     if sampling:

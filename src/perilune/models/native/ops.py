@@ -18,6 +18,7 @@ from torch import Tensor
 
 from perilune.errors import WorkFailedError
 from perilune.models.native.build import native
+from perilune.models.room import room_for
 
 PANEL = 32
 LANES = 16
@@ -129,9 +130,17 @@ class PackedWeight:
         return int(self.struct.outputs)
 
 
-def pack_weight(weight: Tensor, bias: Tensor | None = None, kind: WeightKind = "float32") -> PackedWeight:
-    """Lay out float[O, I]; `kind` is how it is kept. bfloat16 needs an even I."""
-    return pack_parts([(weight, bias)], kind)
+def pack_weight(
+    weight: Tensor, bias: Tensor | None = None, kind: WeightKind = "float32", *, passing: bool = False
+) -> PackedWeight:
+    """Lay out float[O, I]; `kind` is how it is kept. bfloat16 needs an even I.
+
+    Args:
+        passing: whether it is used before this thread packs another such, whose memory it has (`room_for`).
+    """
+    size = -(-len(weight) // PANEL) * PANEL * weight.shape[1]
+    room = room_for("panels", [size], _DTYPES[kind], weight.device) if passing else None
+    return pack_parts([(weight, bias)], kind, room)
 
 
 def pack_parts(
