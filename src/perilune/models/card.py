@@ -99,13 +99,13 @@ class ModelCard:
 
         Args:
             recompute: whether of each layer only what went in is kept; of one there is then besides what it
-                keeps, computes on the way and has as gradients, 3.5 times what it keeps, as measured.
+                keeps, computes on the way and has as gradients, 4.5 times what it keeps, as measured.
         """
         of_layers = [
             4 * self.hidden_size + 3 * layer.feed_forward.width + layer.mixer.kept(tokens)
             for layer in self.layers
         ]
-        kept = self.hidden_size * len(of_layers) + 3 * max(of_layers) if recompute else sum(of_layers)
+        kept = self.hidden_size * len(of_layers) + 4 * max(of_layers) if recompute else sum(of_layers)
         return round(item_bytes * (kept + 0.5 * max(of_layers)))
 
     def variants(self) -> list[tuple[str, str]]:

@@ -1,0 +1,129 @@
+"""What is planned for adapters, narrow bases and recomputed layers, held against what learning then takes."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from task_cases import make_job
+
+from perilune.bundle.plugin import load_plugin
+from perilune.data.episode import Episode
+from perilune.files import write_json
+from perilune.learn.adaptation import adapt
+from perilune.learn.algorithms import algorithm
+from perilune.learn.batch import pack
+from perilune.learn.settings import LearnerSettings
+from perilune.learn.trainer import Learner
+from perilune.models.config import PRESETS, DecoderConfig
+from perilune.models.decoder import Decoder
+from perilune.models.layer_kinds import Experts
+from perilune.models.lora import BaseKind, attach, narrow_base
+from perilune.models.memory import PROCESS_BYTES, RECOMPUTING_BYTES, adapter_parameters, base_bytes
+from perilune.tasks.footprint import peak_resident, stage_memory
+
+WIDE = DecoderConfig(
+    architecture="qwen3", vocab_size=98, hidden_size=384, intermediate_size=1024, num_layers=6, num_heads=6,
+    num_kv_heads=2, head_dim=64, max_position_embeddings=256,
+)  # fmt: skip
+MIXTURE = DecoderConfig(
+    architecture="qwen3_moe", vocab_size=98, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4,
+    num_kv_heads=2, head_dim=32, experts=Experts(4, 2, 48, dense_layers=(0,)), tie_word_embeddings=False,
+)  # fmt: skip
+TOKENS = 1024
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("o_proj", "gate_proj", "down_proj")])
+@pytest.mark.parametrize("config", [PRESETS["tiny"], MIXTURE])
+def test_numbers_of_an_adapter_are_counted(config: DecoderConfig, targets: tuple[str, ...]) -> None:
+    decoder = Decoder(config)
+    attach(decoder, targets, 4, alpha=8.0, seed=0)
+    counted = sum(p.numel() for p in decoder.parameters() if p.requires_grad)
+    assert adapter_parameters(config, 4, targets) == counted
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("config", [PRESETS["tiny"], WIDE])
+def test_a_narrow_base_takes_what_was_planned(config: DecoderConfig, kind: BaseKind) -> None:
+    decoder = Decoder(config)
+    narrow_base(decoder, kind)
+    held = sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
+    assert 0.97 * held < base_bytes(config, kind) < 1.03 * held
+
+
+def learn(options: dict[str, Any], sender: Any) -> None:
+    """A step; tell by how much this process has grown."""
+    torch.set_num_threads(1)
+    start = peak_resident()
+    settings = LearnerSettings.model_validate(options)
+    decoder = Decoder(WIDE)
+    decoder.initialize(0)
+    narrow_base(decoder, settings.lora.base if settings.lora else "float32")
+    adapt(decoder, settings, seed=0)
+    learner = Learner(decoder, settings)
+    random = np.random.default_rng(0)
+    episodes = [
+        Episode(
+            f"0/0/{i}", "0/0", "t", "test", 0, (), random.integers(98, size=8).astype(np.int32),
+            random.integers(98, size=248).astype(np.int32), np.ones(248, np.bool_), np.zeros(248, np.float32),
+            np.zeros(248, np.int32), "stop", reward=1.0,
+        )
+        for i in range(TOKENS // 256)
+    ]  # fmt: skip
+    batches = pack([algorithm("sft")(episodes, max_tokens=0)], TOKENS)
+    learner.forward_backward(batches)
+    learner.optim_step(1e-4)
+    sender.send(peak_resident() - start)
+
+
+def test_peaks_are_within_the_plan_and_in_its_order() -> None:
+    """Of processes forked from one that has everything loaded, so that only learning is measured."""
+    from torch.utils.checkpoint import checkpoint
+
+    one = torch.ones(1, requires_grad=True)
+    checkpoint(torch.sin, one, use_reentrant=False, preserve_rng_state=False).backward()
+    settings: dict[str, dict[str, Any]] = {
+        "whole": {},
+        "adapter": {"lora": {"base": "int8"}},
+        "recomputed": {"activation_checkpointing": True},
+        "both": {"lora": {"base": "int8"}, "activation_checkpointing": True},
+    }
+    peaks, plans = {}, {}
+    context = multiprocessing.get_context("fork")
+    for name, options in settings.items():
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=learn, args=(options, sender))
+        process.start()
+        peaks[name] = receiver.recv()
+        process.join()
+        plan = (
+            stage_memory(WIDE, token_budget=TOKENS, learner=LearnerSettings.model_validate(options)).total
+            - PROCESS_BYTES
+        )
+        plans[name] = plan - (RECOMPUTING_BYTES if "activation_checkpointing" in options else 0)
+    told = {name: (peaks[name] >> 20, plans[name] >> 20) for name in peaks}
+    assert all(0.4 * plans[name] < peak < plans[name] for name, peak in peaks.items()), told
+    assert peaks["both"] < peaks["recomputed"] < peaks["whole"], told
+    assert peaks["both"] < peaks["adapter"] < peaks["whole"], told
+
+
+def test_the_plan_of_a_stage_says_what_it_saves(tmp_path: Path) -> None:
+    large = {
+        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
+        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "tie_word_embeddings": True, "max_position_embeddings": 40960,
+    }  # fmt: skip
+    write_json(tmp_path / "config.json", large)
+
+    def memory(**options: Any) -> str:
+        job = make_job("rl", model={"path": str(tmp_path)}, max_tokens=256, kl=0.01, **options)
+        return dict(load_plugin("rl").plan(job))["memory"]
+
+    assert "reference 2.2 GiB, moments 4.4 GiB" in memory()
+    frugal = memory(lora={"base": "int8"}, activation_checkpointing=True)
+    assert "weights 718 MiB, engine 2.8 GiB" in frugal
+    assert "reference" not in frugal
