@@ -22,8 +22,10 @@ from perilune.learn.trainer import Learner
 from perilune.models.config import PRESETS, DecoderConfig
 from perilune.models.decoder import Decoder
 from perilune.models.layer_kinds import Experts
+from perilune.models.loading import load_checkpoint, new_model, save_checkpoint
 from perilune.models.lora import BaseKind, attach, narrow_base
 from perilune.models.memory import PROCESS_BYTES, RECOMPUTING_BYTES, adapter_parameters, base_bytes
+from perilune.models.tokenizer import Tokenizer
 from perilune.tasks.footprint import peak_resident, stage_memory
 
 WIDE = DecoderConfig(
@@ -55,14 +57,12 @@ def test_a_narrow_base_takes_what_was_planned(config: DecoderConfig, kind: BaseK
     assert 0.97 * held < base_bytes(config, kind) < 1.03 * held
 
 
-def learn(options: dict[str, Any], sender: Any) -> None:
+def learn(folder: Path, options: dict[str, Any], sender: Any) -> None:
     """A step; tell by how much this process has grown."""
     torch.set_num_threads(1)
     start = peak_resident()
     settings = LearnerSettings.model_validate(options)
-    decoder = Decoder(WIDE)
-    decoder.initialize(0)
-    narrow_base(decoder, settings.lora.base if settings.lora else "float32")
+    decoder, _ = load_checkpoint(folder, base=settings.lora.base if settings.lora else "float32")
     adapt(decoder, settings, seed=0)
     learner = Learner(decoder, settings)
     random = np.random.default_rng(0)
@@ -80,7 +80,7 @@ def learn(options: dict[str, Any], sender: Any) -> None:
     sender.send(peak_resident() - start)
 
 
-def test_peaks_are_within_the_plan_and_in_its_order() -> None:
+def test_peaks_are_within_the_plan_and_in_its_order(tmp_path: Path) -> None:
     """Of processes forked from one that has everything loaded, so that only learning is measured."""
     from torch.utils.checkpoint import checkpoint
 
@@ -92,11 +92,13 @@ def test_peaks_are_within_the_plan_and_in_its_order() -> None:
         "recomputed": {"activation_checkpointing": True},
         "both": {"lora": {"base": "int8"}, "activation_checkpointing": True},
     }
+    tokenizer = Tokenizer.characters()
+    save_checkpoint(tmp_path, new_model(WIDE, tokenizer, seed=0), tokenizer)
     peaks, plans = {}, {}
     context = multiprocessing.get_context("fork")
     for name, options in settings.items():
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=learn, args=(options, sender))
+        process = context.Process(target=learn, args=(tmp_path, options, sender))
         process.start()
         peaks[name] = receiver.recv()
         process.join()

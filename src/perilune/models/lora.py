@@ -60,13 +60,9 @@ class MergedProjection(Projection):
         bias = self.joined_bias()
         return out if bias is None else out + bias
 
-    def joined_weight(self) -> Tensor:
-        """float32[O, I], merged; no gradient reaches the parts through it."""
-        return torch.cat([self.weight_of(part) for part in self.parts])
-
     @torch.no_grad()
     def passing_weight(self) -> Tensor:
-        """The same, in memory that the next such weight has too: for one product."""
+        """float32[O, I] of all parts, in memory that the next such weight has too: for one product."""
         first = self.parts[0].weight
         rows = [part.weight.shape[0] for part in self.parts]
         dtype = torch.promote_types(torch.float32, first.dtype)
@@ -76,9 +72,10 @@ class MergedProjection(Projection):
         return out
 
     @torch.no_grad()
-    def weight_of(self, part: nn.Linear | nn.Embedding) -> Tensor:
-        """float32[O, I] of one part."""
-        out = torch.empty_like(part.weight, dtype=torch.promote_types(torch.float32, part.weight.dtype))
+    def weight_of(self, part: nn.Module) -> Tensor:
+        """float32[O, I] of one part, merged; no gradient reaches it through this."""
+        weight: Tensor = part.weight  # type: ignore[assignment]
+        out = torch.empty_like(weight, dtype=torch.promote_types(torch.float32, weight.dtype))
         self._write(part, out)
         return out
 

@@ -20,9 +20,9 @@ Besides, one of these at a time:
 
 Where an adapter of A numbers learns beside frozen weights (`models.lora`), the weights take what their kind
 says (embedding and head 2 bytes a number at most, if matrices are narrow), gradients 4 A and moments 8 A.
-The engine's copy is merged, in float32. The reference is the base itself. What passes has besides one layer's
-widest product: its merged matrix, that in the kernels' order, and B A. At the end all matrices are merged, to
-be written.
+The engine's copy is merged, in float32. The reference is the base itself. Learning makes every merged matrix
+anew, and what comes and goes leaves holes in the heap: b P at most, as measured. At the end all matrices are
+merged, to be written.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def plan_memory(
         )
         passing["update"] = 3 * _FLOAT * min(trained, _largest(card))
         if frugality.adapter is not None:
-            passing["learning"] += 3 * _FLOAT * _widest(card)
+            passing["learning"] += weights
     return MemoryPlan(standing, passing)
 
 
@@ -230,12 +230,6 @@ def learning_bytes(
     parts = item_bytes * card.table_parameters if tokens > rows else 0
     logits = 4 * _FLOAT * min(tokens, rows) * card.vocab_size
     return tokens * card.kept_bytes(length, item_bytes, recompute=recompute) + logits + parts
-
-
-def _widest(card: ModelCard) -> int:
-    """Numbers of the largest matrix that is merged at a time: of what attention reads, or of a network's."""
-    sizes = (max(one.mixer.parameters, one.feed_forward.expert_parameters // 3) for one in card.layers)
-    return max(sizes)
 
 
 def _largest(card: ModelCard) -> int:
