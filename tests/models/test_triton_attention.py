@@ -77,7 +77,7 @@ def test_attention_compiles_for_a_gpu_and_reads_sixteen_bytes_at_a_time(
         "positions_ptr": "*i32", "found_ptr": "*fp32", "totals_ptr": "*fp32",
     }  # fmt: skip
     constants = {
-        "HEADS": 16, "KV_HEADS": 8, "SIZE": size, "WIDTH": size, "ROWS": 16, "PART": PART, "PARTS": 16,
+        "HEADS": 16, "KV_HEADS": 8, "SIZE": size, "WIDTH": size, "ROWS": 16, "PART": PART,
         "TILE": tile(size, 2 if dtype == "bfloat16" else 4), "BLOCK": 16, "WINDOW": window,
         "IS_INT8": cache == "int8", "WIDENED": False,
     }  # fmt: skip
@@ -97,5 +97,5 @@ def test_the_other_kernels_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     constants = {"HEADS": 8, "SIZE": 128, "WIDTH": 128, "BLOCK": 16, "IS_INT8": True}
     compiled(triton_attention._keep, 90, kept | scales | where, constants)
     joined = {"found_ptr": "*fp32", "totals_ptr": "*fp32", "positions_ptr": "*i32", "out_ptr": "*bf16"}
-    shape = {"HEADS": 16, "SIZE": 128, "WIDTH": 128, "PART": PART, "PARTS": 16, "WINDOW": 0, "JOINED": 16}
+    shape = {"HEADS": 16, "SIZE": 128, "WIDTH": 128, "PART": PART, "WINDOW": 0, "JOINED": 16}
     compiled(triton_attention._join, 90, joined, shape)

@@ -34,6 +34,7 @@ PART = 256
 _TILE_BYTES = 1 << 14  # of keys that are read at a time: two tiles of each, and the next two, fit every GPU
 _JOINED = 16  # parts that are joined at a time
 _LOG2_E = 1.4426950408889634
+_VARYING = ["table_stride", "position_stride", "parts"]  # from step to step: not to be compiled for each
 _IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 """The interpreter cannot multiply in bfloat16; widened, the same products are exact in float32."""
 
@@ -100,20 +101,20 @@ def attend(
     totals = q.new_empty(sequences, heads, parts, dtype=torch.float32)
     common = {
         "HEADS": heads, "SIZE": size, "WIDTH": _width(size),
-        "PART": PART, "PARTS": parts, "WINDOW": window or 0,
+        "PART": PART, "WINDOW": window or 0,
     }  # fmt: skip
     is_int8 = cache.key_scales is not None
     scales = (part if part is not None else q for part in (cache.key_scales, cache.value_scales))
     _attend_to_part[(sequences, kv_heads, parts)](
         q, cache.keys, cache.values, *scales, tables, positions, found, totals,
-        q.stride(0), tables.stride(0), positions.stride(0), size**-0.5 * _LOG2_E,
+        q.stride(0), tables.stride(0), positions.stride(0), parts, size**-0.5 * _LOG2_E,
         KV_HEADS=kv_heads, ROWS=_width(heads // kv_heads), BLOCK=BLOCK,
         TILE=tile(size, q.element_size()), IS_INT8=is_int8, WIDENED=_IS_INTERPRETED,
         num_warps=4, num_stages=2 if is_int8 else 3, **common,
     )  # fmt: skip
     if parts > 1:
         _join[(sequences, heads)](
-            found, totals, positions, out, positions.stride(0), JOINED=_JOINED, num_warps=4, **common
+            found, totals, positions, out, positions.stride(0), parts, JOINED=_JOINED, num_warps=4, **common
         )
     return out
 
@@ -128,7 +129,7 @@ def _width(size: int) -> int:
     return 1 << max(4, (size - 1).bit_length())
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def _keep(  # noqa: PLR0917
     k_ptr, v_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, tables_ptr, positions_ptr,
     k_stride, v_stride, table_stride, position_stride,
@@ -158,12 +159,12 @@ def _keep(  # noqa: PLR0917
     tl.store(values_ptr + (place * BLOCK + at) * SIZE + element, v.to(kind), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def _attend_to_part(  # noqa: PLR0917
     q_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, tables_ptr, positions_ptr,
-    found_ptr, totals_ptr, q_stride, table_stride, position_stride, scale,
+    found_ptr, totals_ptr, q_stride, table_stride, position_stride, parts, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    PART: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    PART: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
     IS_INT8: tl.constexpr, WIDENED: tl.constexpr,
 ):  # fmt: skip
     """Queries of the heads that share a key-value head, over the keys of one part of their sequence.
@@ -213,8 +214,8 @@ def _attend_to_part(  # noqa: PLR0917
             top = higher
         out = out / total[:, None]
         head = sequence * HEADS + kv_head * group + row
-        tl.store(totals_ptr + head * PARTS + part, top + tl.log2(total), mask=real)
-        found_at = (head[:, None] * PARTS + part) * SIZE + element[None, :]
+        tl.store(totals_ptr + head * parts + part, top + tl.log2(total), mask=real)
+        found_at = (head[:, None] * parts + part) * SIZE + element[None, :]
         tl.store(found_ptr + found_at, out.to(found_ptr.dtype.element_ty), mask=held)
 
 
@@ -229,29 +230,29 @@ def _product(a, b, WIDENED: tl.constexpr):
     return tl.dot(a, b, input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def _join(  # noqa: PLR0917
-    found_ptr, totals_ptr, positions_ptr, out_ptr, position_stride,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
-    WINDOW: tl.constexpr, JOINED: tl.constexpr,
+    found_ptr, totals_ptr, positions_ptr, out_ptr, position_stride, parts,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, WINDOW: tl.constexpr,
+    JOINED: tl.constexpr,
 ):  # fmt: skip
     """One head's output of one sequence: the parts' outputs, each weighed by its sum of exponentials."""
     sequence = tl.program_id(0).to(tl.int64)
     head = sequence * HEADS + tl.program_id(1)
     position = tl.load(positions_ptr + sequence * position_stride)
     first = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
-    parts = position // PART - first // PART + 1
+    own = position // PART - first // PART + 1
     element, some = tl.arange(0, WIDTH), tl.arange(0, JOINED)
     inside = element < SIZE
     top = -float("inf")
     total = 0.0
     out = tl.zeros([WIDTH], tl.float32)
-    for at in range(0, parts, JOINED):
+    for at in range(0, own, JOINED):
         part = at + some
-        there = part < parts
-        sums = tl.load(totals_ptr + head * PARTS + part, mask=there, other=-float("inf"))
+        there = part < own
+        sums = tl.load(totals_ptr + head * parts + part, mask=there, other=-float("inf"))
         found = tl.load(
-            found_ptr + (head * PARTS + part[:, None]) * SIZE + element[None, :],
+            found_ptr + (head * parts + part[:, None]) * SIZE + element[None, :],
             mask=there[:, None] & inside[None, :], other=0.0,
         )  # fmt: skip
         higher = tl.maximum(top, tl.max(sums, 0))
