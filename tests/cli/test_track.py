@@ -142,7 +142,12 @@ def test_what_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_run_is_tracked_and_a_tracker_that_fails_is_only_told_of(tmp_path: Path) -> None:
-    recipe = LIGHT.replace("stages:\n", "tracking: [wandb, tensorboard]\nstages:\n").replace(
+    rewards = "{verifier: 1.0, mine: {function: 'mine.py:f', weight: 0.5}}"
+    head = f"tracking: [wandb, tensorboard]\nrewards: {rewards}\n"
+    (tmp_path / "mine.py").write_text(
+        "def f(completions):\n    return [1.0]  # what nobody else shall read\n"
+    )
+    recipe = LIGHT.replace("stages:\n", f"{head}stages:\n").replace(
         "{name: base, task: evaluate, checkpoint: model, tasks: 3, samples: 2, max_tokens: 8}",
         "{name: sft, task: sft, data: traces, steps: 12, batch_size: 4}",
     )
@@ -168,6 +173,16 @@ def test_a_run_is_tracked_and_a_tracker_that_fails_is_only_told_of(tmp_path: Pat
     read = EventAccumulator(str(there))
     read.Reload()
     assert [one.value for one in read.Scalars("loss")] == pytest.approx([row["loss"] for row in rows])
+
+    command = [SCRIPT, "track", "sft", "--to", "mlflow", "--out", "there"]
+    here = environment(tmp_path / "home")
+    copied = subprocess.run(command, cwd=tmp_path, env=here, capture_output=True, text=True, check=True)
+    assert copied.stdout.startswith("sft: 12 steps; MLFLOW_ALLOW_FILE_STORE=true mlflow ui")
+    (told_rewards,) = (tmp_path / "there").rglob("params/rewards")
+    assert told_rewards.read_text() == "{'mine': 0.5, 'verifier': 1.0}"
+    told = [path.read_text(errors="replace") for path in (tmp_path / "there").rglob("*") if path.is_file()]
+    assert not any("nobody else" in text for text in told)
+
     key = "0" * 40
     holders = [
         path for path in tmp_path.rglob("*") if path.is_file() and key in path.read_text(errors="replace")

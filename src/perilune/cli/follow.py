@@ -38,7 +38,7 @@ def follow(control: Control, experiment: str, recipe: Recipe) -> PeriluneError |
                     running = event
                     trackers.begin(event.stage, event.run_id)
                 elif isinstance(event, events.StageReused):
-                    trackers.begin_missing(event.stage, event.run_id)
+                    trackers.begin(event.stage, event.run_id, ended=True)
                 elif isinstance(event, events.StageFailed):
                     failure = explain_failure(event)
                 show(event, view)

@@ -85,7 +85,7 @@ def _copy(control: Control, run: Run, sink: Sink, *, follow: bool) -> int:
             sink.close(failed=state in {RunState.FAILED, RunState.CANCELLED})
             return steps
         time.sleep(LOOK_SECONDS)
-        control.reconciler.all(act=False)
+        control.reconciler.one(run.id, act=False)
 
 
 def _tracked(control: Control, run: Run) -> TrackedRun:
@@ -95,7 +95,13 @@ def _tracked(control: Control, run: Run) -> TrackedRun:
     from perilune.tracking import TrackedRun
 
     job = Job.model_validate(read_json(control.home.bundle(run.id) / "job.json"))
-    config = {"task": job.task, "seed": job.seed, "environment": job.environment, "model": job.model}
+    environment = {name: value for name, value in job.environment.items() if name != "rewards"}
+    terms = job.environment.get("rewards", {})  # of functions the weight alone: their text is nobody's
+    rewards = {
+        name: term if isinstance(term, float | int) else term["weight"] for name, term in terms.items()
+    }
+    config = {"task": job.task, "seed": job.seed, "environment": environment, "model": job.model}
+    config |= {"rewards": rewards} if rewards else {}
     experiment = run_document(control, run)["experiment"]
     return TrackedRun(run.id, experiment, run.stage, run.created, config | job.spec)
 
@@ -111,10 +117,12 @@ class Trackers:
         self._control, self._names = control, list(names)
         self._going: list[tuple[str, str, Path, subprocess.Popen[bytes]]] = []
 
-    def begin(self, stage: str, run_id: str) -> None:
-        """Track a run to its end."""
+    def begin(self, stage: str, run_id: str, *, ended: bool = False) -> None:
+        """Track a run to its end; one that has `ended` before only where that was not done."""
         for name in self._names:
             log = _marker(self._control, run_id, name) / "log"
+            if ended and log.exists():
+                continue
             log.parent.mkdir(parents=True, exist_ok=True)
             command = [sys.executable, "-m", "perilune.cli.main", "track", run_id, "--to", name]
             with log.open("wb") as out:
@@ -123,11 +131,6 @@ class Trackers:
                     stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
                 )  # fmt: skip
             self._going.append((stage, name, log, process))
-
-    def begin_missing(self, stage: str, run_id: str) -> None:
-        """Track a run that had ended before, unless that was done."""
-        if any(not _marker(self._control, run_id, name).exists() for name in self._names):
-            self.begin(stage, run_id)
 
     def warnings(self, seconds: float = 0.0) -> Iterator[str]:
         """Which trackers have failed since the last call; waits so long for those that still go on."""
