@@ -37,9 +37,9 @@ CLIMBS = {
 ABOUT = """\
 The quickstart's three-digit sums. `values` are of the prefixes of answers, `differences` of what segments \
 before the last earned, which is what would be learned from; each is Spearman's correlation of the forward \
-pass with play, its 95% interval over tasks, and the ceiling that a perfect value would reach beside 16 noisy \
-continuations. Prices are medians over a climb of 24 steps; processor seconds are the figure to compare, for \
-the machine had other work.\
+pass with play, its 95% interval over tasks, and the ceiling that a perfect value would reach beside 16 \
+noisy continuations. Prices are medians over a climb of 24 steps; processor seconds are the figure to \
+compare, for the machine had other work.\
 """
 
 
