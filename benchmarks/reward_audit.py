@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from perilune.environments.independent_checks import DOUBTED
 from perilune.environments.registry import environment_families
 from perilune.verifiers.audit import Audit, Finding, audit_reward
 from recipe_runs import HERE, document, write
@@ -37,7 +38,9 @@ ABOUT = (
     "pays in part without the answer, or gives wrong outputs no verdict; D pays in full for wrong outputs "
     "made from right ones; F pays in full without the answer, refuses right answers, or changes its mind. "
     "An output is wrong when it is so for any task, or when a second opinion that shares no code with the "
-    "scorer says so. That an answer was cut off is nothing a shipped scorer could know, and is not counted."
+    "scorer says so. That an answer was cut off is nothing a shipped scorer could know, and is not counted. "
+    f"In {len(DOUBTED)} families that the audit found paying in full for wrong answers, a recipe now pays "
+    "nothing for what the second opinion rejects: their A says that this is kept, not that the opinion is right."
 )
 
 
@@ -53,7 +56,8 @@ def main() -> None:
     began = time.monotonic()
     families: dict[str, dict[str, Any]] = {}
     if arguments.out.exists():
-        families = json.loads(arguments.out.read_text(encoding="utf-8"))["families"]
+        earlier = json.loads(arguments.out.read_text(encoding="utf-8"))
+        families, began = earlier["families"], began - 60 * earlier["minutes"]
     for family in arguments.families:
         sections = ({"id": "reasoning_gym", "task": family, **settings} for settings in WAYS.values())
         audits = [

@@ -58,12 +58,9 @@ def well_formed(family: str, answer: str, gold: str | None) -> bool:
     if family in _PATTERNS:
         return _compiled(_PATTERNS[family]).fullmatch(answer) is not None
     if gold is not None:
-        if _compiled(_INTEGER).fullmatch(gold):
-            return _compiled(_INTEGER).fullmatch(answer) is not None
-        if _compiled(_HEXADECIMAL).fullmatch(gold):
-            return _compiled(_HEXADECIMAL).fullmatch(answer) is not None
-        if _compiled(_DECIMAL).fullmatch(gold):
-            return _compiled(_DECIMAL).fullmatch(answer) is not None
+        for form in (_INTEGER, _HEXADECIMAL, _DECIMAL):
+            if _compiled(form).fullmatch(gold):
+                return _compiled(form).fullmatch(answer) is not None
         for choices in _CHOICES:
             if gold.lower() in choices:
                 return answer.lower() in choices

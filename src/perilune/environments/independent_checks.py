@@ -38,7 +38,8 @@ DOUBTED = frozenset(
     {
         "advanced_geometry", "coin_flip", "complex_arithmetic", "cryptarithm", "fraction_simplification",
         "game_of_life", "game_of_life_halting", "gsm_symbolic", "intermediate_integration", "letter_jumble",
-        "number_sorting", "polynomial_equations", "puzzle24", "spell_backward", "time_intervals", "tower_of_hanoi",
+        "number_sorting", "polynomial_equations", "puzzle24", "spell_backward", "time_intervals",
+        "tower_of_hanoi",
     }
 )  # fmt: skip
 SAME, APART = 1e-6, 0.05  # relative difference of numbers up to which, and from which on, they are judged
