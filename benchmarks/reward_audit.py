@@ -40,7 +40,8 @@ ABOUT = (
     "An output is wrong when it is so for any task, or when a second opinion that shares no code with the "
     "scorer says so. That an answer was cut off is nothing a shipped scorer could know, and is not counted. "
     f"In {len(DOUBTED)} families that the audit found paying in full for wrong answers, a recipe now pays "
-    "nothing for what the second opinion rejects: their A says that this is kept, not that the opinion is right."
+    "nothing for what the second opinion rejects: their A says that this is kept, not that the opinion is "
+    "right."
 )
 
 
