@@ -50,9 +50,9 @@ def test_the_newest_and_the_best_stay(kept: Path) -> None:
     means = {end: (figures[end - 1] + figures[end]) / 2 for end in (2, 4, 6, 8)}
     assert best["step"] == max(means, key=lambda end: means[end])
     assert best["step"] != 8, "the seed is to be one whose best is not its last"
-    assert best["interval"][0] == pytest.approx(means[best["step"]])
-    assert best["interval"][1] <= best["interval"][0] <= best["interval"][2]
-    assert best["last"][0] == pytest.approx(means[8])
+    assert best["interval"]["mean"] == pytest.approx(means[best["step"]])
+    assert best["interval"]["low"] <= best["interval"]["mean"] <= best["interval"]["high"]
+    assert best["last"]["mean"] == pytest.approx(means[8])
     assert names(kept) == {"final", "best", "step-000006", f"step-{best['step']:06d}"}
 
     made = kept / "artifacts" / "checkpoints"

@@ -106,8 +106,8 @@ def best_summary(workspace: Workspace, spec: Saving) -> dict[str, Any]:
         "best": {
             "figure": spec.keep.best,
             "step": step,
-            "interval": found and list(found),
-            "last": last and list(last),
+            "interval": found and found._asdict(),
+            "last": last and last._asdict(),
             "checkpoint": step and (FINAL if step == spec.steps else BEST),
         }
     }
