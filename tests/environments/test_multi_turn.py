@@ -21,7 +21,12 @@ from perilune.environments import (
 TASK = Task("t", ({"role": "user", "content": "guess"},), {})
 
 
-class Guess(MultiTurn):
+class Game(MultiTurn):
+    def tasks(self, split, seed):
+        yield TASK
+
+
+class Guess(Game):
     """Find a digit; every wrong guess costs a tenth."""
 
     id = "guess"
@@ -45,7 +50,7 @@ class Guess(MultiTurn):
             self.closed += 1
 
 
-class Shells(MultiTurn):
+class Shells(Game):
     """Both hide a number at once; the larger wins."""
 
     id = "shells"
@@ -121,6 +126,9 @@ def test_players_are_paid_apart():
 def test_a_failed_verdict_of_one_turn_is_its_own_failure():
     class Unsure(SingleTurn):
         id = "unsure"
+
+        def tasks(self, split, seed):
+            yield TASK
 
         def score(self, task, transcript):
             return Failure("verifier", "who knows")

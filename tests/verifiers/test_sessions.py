@@ -108,6 +108,12 @@ def test_a_session_of_one_turn_is_a_verdict(scorer):
     class Same(SingleTurn):
         id = "same"
 
+        def tasks(self, split, seed):
+            yield from TASKS
+
+        def score(self, task, transcript):
+            return ECHO.score(task, transcript)
+
     sessions = Sessions(scorer, Same())
     (live,) = sessions.open([(TASKS[0], 0)])
     assert live.found == Observation()

@@ -30,7 +30,7 @@ class CalculatorSpec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: Literal["calculator"] = Field("calculator", description="which environment this is")
-    digits: int = Field(2, ge=1, le=4, description="most digits of a number")
+    digits: int = Field(2, ge=1, le=4, description="digits of each number")
     products: int = Field(
         1, ge=1, le=3, description="products in a question, before the number that is added"
     )
@@ -84,9 +84,10 @@ class CalculatorEnvironment(MultiTurn):
         return Transcript(answer, earlier=tuple(earlier))
 
     def _question(self, draw: random.Random) -> str:
-        most = 10**self.spec.digits - 1
-        products = [f"{draw.randint(1, most)}*{draw.randint(1, most)}" for _ in range(self.spec.products)]
-        return "+".join([*products, str(draw.randint(1, most))])
+        least, most = 10 ** (self.spec.digits - 1), 10**self.spec.digits - 1
+        numbers = [str(draw.randint(least, most)) for _ in range(2 * self.spec.products + 1)]
+        products = [f"{a}*{b}" for a, b in zip(numbers[:-1:2], numbers[1::2], strict=True)]
+        return "+".join([*products, numbers[-1]])
 
 
 def calculated(call: str) -> str:

@@ -47,9 +47,11 @@ class Evaluate:
 
     def plan(self, job: Job) -> Mapping[str, str]:
         """Answers to sample."""
-        from perilune.tasks.footprint import model_config
+        from perilune.tasks.footprint import model_config, planned_tokens
 
         spec = EvaluateSpec.model_validate(job.spec)
+        config = None if spec.engine else model_config(job)
+        longest = planned_tokens(job.environment, spec.max_tokens, config)
         if spec.engine is not None:
             check_server(spec.engine, job)
             needs = {"engine": spec.engine.url}
@@ -58,7 +60,7 @@ class Evaluate:
         return {
             "answers": f"{spec.tasks} held-out tasks x ({spec.samples} samples + 1 greedy)"
             f" = {spec.tasks * (spec.samples + 1):,}",
-            "tokens at most": f"{spec.tasks * (spec.samples + 1) * spec.max_tokens:,}",
+            "tokens at most": f"{spec.tasks * (spec.samples + 1) * longest:,}",
             **needs,
         }
 

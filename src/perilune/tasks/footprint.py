@@ -57,10 +57,12 @@ def episode_tokens(environment: Environment, settings: EpisodeSettings, max_toke
     return settings.max_tokens or 2 * max_tokens * min(turns, settings.max_turns or turns)
 
 
-def planned_tokens(section: Mapping[str, Any], max_tokens: int, config: DecoderConfig) -> int:
-    """`episode_tokens` for the environment of a recipe, as far as the model has positions for them."""
+def planned_tokens(section: Mapping[str, Any], max_tokens: int, config: DecoderConfig | None) -> int:
+    """`episode_tokens` for the environment of a recipe, as far as the model, if known, has positions."""
     found = episode_tokens(make_environment(section), episode_settings(section), max_tokens)
-    return found if found <= max_tokens else max(max_tokens, min(found, config.max_position_embeddings - 1))
+    if config is None or found <= max_tokens:
+        return found
+    return max(max_tokens, min(found, config.max_position_embeddings - 1))
 
 
 def slots_for(config: DecoderConfig, max_tokens: int, device: str) -> int:

@@ -14,6 +14,7 @@ from perilune.files import sha256_bytes
 from perilune.ui.attempt import Attempt
 from perilune.ui.embedding import embeddable_json
 from perilune.ui.pieces import Piece, Vocabulary
+from perilune.ui.turns import pieces_of, turns_of
 
 BUDGET = 6_500_000  # characters of JSON
 MOST_STEPS = 160  # of one stage that are looked into ...
@@ -182,7 +183,7 @@ def _embed(
 
 def _group(group: list[Episode], vocabulary: Vocabulary | None) -> dict[str, Any]:
     first = group[0]
-    prompt = [{"role": message["role"], "content": message["content"]} for message in first.messages[:-1]]
+    prompt = [{"role": message["role"], "content": message["content"]} for message in first.opening]
     rendered = vocabulary.prompt(first.prompt_ids.tolist()) if vocabulary else ""
     advantages = [one.metrics.get("advantage") for one in group]
     return {
@@ -198,8 +199,9 @@ def _group(group: list[Episode], vocabulary: Vocabulary | None) -> dict[str, Any
 def _episode(episode: Episode, vocabulary: Vocabulary | None) -> dict[str, Any]:
     tokens: list[Piece] | None = None
     if vocabulary is not None:
-        tokens = vocabulary.pieces(episode.token_ids.tolist(), episode.text)
+        tokens = pieces_of(vocabulary, episode)
     return {
+        "turns": turns_of(episode),
         "id": episode.episode_id,
         "text": episode.text,
         "tokens": tokens,
@@ -217,8 +219,10 @@ def _episode(episode: Episode, vocabulary: Vocabulary | None) -> dict[str, Any]:
 
 def _versions(episode: Episode) -> int | list[tuple[int, int]]:
     """The policy version of all tokens, or (version, tokens) runs when weights changed on the way."""
-    runs = [(int(version), len(list(run))) for version, run in groupby(episode.policy_version.tolist())]
-    return runs[0][0] if len(runs) == 1 else runs
+    versions = {int(version) for version in episode.policy_version[episode.loss_mask]}
+    if len(versions) == 1:
+        return versions.pop()
+    return [(int(version), len(list(run))) for version, run in groupby(episode.policy_version.tolist())]
 
 
 def _short(value: float | None) -> float | None:
@@ -271,4 +275,4 @@ class _Tokenizers:
 
 
 def _spells(vocabulary: Vocabulary, episodes: Sequence[Episode]) -> bool:
-    return all(vocabulary.pieces(one.token_ids.tolist(), one.text) is not None for one in episodes[:16])
+    return all(pieces_of(vocabulary, one) is not None for one in episodes[:16])

@@ -44,6 +44,10 @@ class Vocabulary:
         together = self._together(token_ids)
         return together if self._joined(together) == text else None
 
+    def loose(self, token_ids: Sequence[int]) -> list[Piece]:
+        """One piece a token, of what need not join to any text."""
+        return self._together(token_ids)
+
     def _alone(self, token: int) -> int:
         if token not in self._index:
             is_special = token in self._special

@@ -267,9 +267,15 @@ const Course = ((data) => {
     ]);
     add(
       "failures",
-      "Verifier failures",
-      "Samples whose verifier failed; they leave their group and are never counted as zero.",
-      [["failures", "failures", 2]],
+      "Failed episodes",
+      "Episodes without a score, by who failed; they leave their group and are never counted as zero.",
+      [
+        ["failures", "all", 2],
+        ["failures/verifier", "verifier", 6],
+        ["failures/environment", "environment", 4],
+        ["failures/model", "model", 3],
+        ["failures/sandbox", "sandbox", 5],
+      ],
       { format: Format.integer, integer: true },
     );
     return charts.length || steady.length ? [charts, steady] : null;

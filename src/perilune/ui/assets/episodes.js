@@ -24,9 +24,9 @@ const Episodes = (() => {
           episode.strategies = Object.keys(episode.metrics)
             .filter((name) => name.startsWith("strategy/") && episode.metrics[name] > 0)
             .map((name) => name.slice(9));
-          episode.meanLogprob = episode.length
-            ? episode.logprobs.reduce((sum, value) => sum + value, 0) / episode.length / 1000
-            : 0;
+          const own = episode.logprobs.filter((_, place) => !(episode.masked && episode.masked[place]));
+          episode.sampled = own.length;
+          episode.meanLogprob = own.length ? own.reduce((sum, value) => sum + value, 0) / own.length / 1000 : 0;
         }
         group.members = members;
         return members;
@@ -244,7 +244,13 @@ const Episodes = (() => {
     const fields = [
       ["reward", rewardBadge(episode)],
       ["advantage", episode.advantage === null ? null : signed(episode.advantage)],
-      ["length", episode.length ? `${episode.length} tokens` : null],
+      [
+        "length",
+        episode.length
+          ? `${episode.sampled} tokens` +
+            (episode.sampled < episode.length ? `, and ${episode.length - episode.sampled} by others` : "")
+          : null,
+      ],
       [
         "ended by",
         episode.finish === "stop" ? "end of sequence" : episode.finish === "length" ? "token limit" : episode.finish,
@@ -295,7 +301,7 @@ const Episodes = (() => {
         group.rendered
           ? [h("h4", {}, "Prompt as the model saw it"), h("div", { class: "prose", tabindex: 0 }, group.rendered)]
           : null,
-        h("h4", {}, "Answer"),
+        h("h4", {}, episode.turns ? "Turns" : "Answer"),
         tokens(episode),
         terms.length || figures.length ? h("h4", {}, "What it got") : null,
         terms.length || figures.length
@@ -338,7 +344,13 @@ const Episodes = (() => {
           ? "This group was too long to carry its tokens, so the answer is shown whole."
           : "The tokenizer of this run was not found, so the answer is shown whole, without its tokens.";
       return [
-        h("div", { class: "prose", tabindex: 0 }, episode.text || "(empty)"),
+        h(
+          "div",
+          { class: "prose", tabindex: 0 },
+          episode.turns
+            ? episode.turns.map((turn) => [h("span", { class: "role" }, turn.role), h("span", {}, turn.text), "\n"])
+            : episode.text || "(empty)",
+        ),
         why ? h("p", { class: "heat-key" }, why) : null,
       ].filter(Boolean);
     }
@@ -363,7 +375,11 @@ const Episodes = (() => {
       if (!masked) element.style.setProperty("--heat-alpha", heat(episode.logprobs[place] / 1000).toFixed(3));
       return element;
     });
-    holder.append(...elements);
+    const starts = new Map((episode.turns || []).map((turn) => [turn.start, turn.role]));
+    for (const [place, element] of elements.entries()) {
+      if (starts.has(place)) holder.append(h("span", { class: "role" }, starts.get(place)));
+      holder.append(element);
+    }
     let current = null;
     const show = (place) => {
       if (current !== null) elements[current].classList.remove("current");

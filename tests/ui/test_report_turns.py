@@ -1,0 +1,61 @@
+"""Episodes of several turns in the report: who said what, and which tokens are whose."""
+
+import numpy as np
+import pytest
+
+from perilune.data.episode import Episode
+from perilune.models.tokenizer import Tokenizer
+from perilune.ui.pieces import Vocabulary
+from perilune.ui.turns import pieces_of, told_turns, turns_of
+
+PLAIN = Tokenizer.characters()
+SAID = [("user", "2*3="), ("assistant", "2*3"), ("tool", "=6\n"), ("tool", "!"), ("assistant", ";6")]
+
+
+def episode(*, mask=None):
+    parts = [PLAIN.encode_completion("2*3"), PLAIN.encode("=6\n!"), PLAIN.encode_completion(";6")]
+    own = np.repeat([True, False, True], [len(part) for part in parts])
+    ids = np.concatenate([np.array(part, np.int32) for part in parts])
+    return Episode(
+        episode_id="1/0/0", group_id="1/0", task_id="t", environment="calculator", seed=0,
+        messages=tuple({"role": role, "content": text} for role, text in SAID),
+        prompt_ids=np.array(PLAIN.encode("2*3="), np.int32), token_ids=ids,
+        loss_mask=own if mask is None else mask, logprobs=np.zeros(len(ids), np.float32),
+        policy_version=np.where(own, 4, -1).astype(np.int32), finish_reason="stop", reward=1.0,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def vocabulary(tmp_path):
+    PLAIN.save(tmp_path)
+    return Vocabulary(tmp_path / "tokenizer.json")
+
+
+def test_turns_know_their_tokens(vocabulary):
+    one = episode()
+    turns = turns_of(one)
+    assert [(turn["role"], turn["text"]) for turn in turns] == [
+        ("assistant", "2*3"), ("tool", "=6\n!"), ("assistant", ";6"),
+    ]  # fmt: skip
+    assert [(turn["start"], turn["end"]) for turn in turns] == [(0, 4), (4, 8), (8, 11)]
+    shown = [
+        piece if isinstance(piece, str) else vocabulary.table[piece][0]
+        for piece in pieces_of(vocabulary, one)
+    ]
+    assert "".join(shown) == "2*3<eos>=6\n!;6<eos>"
+
+
+def test_another_vocabulary_does_not_spell_them(tmp_path):
+    Tokenizer.characters("".join(reversed("=*;0123456789abc"))).save(tmp_path)
+    assert pieces_of(Vocabulary(tmp_path / "tokenizer.json"), episode()) is None
+
+
+def test_one_turn_is_an_answer_and_a_mask_that_tells_nothing_apart_gives_no_places():
+    assert turns_of(episode(mask=np.ones(11, np.bool_))) is None
+    odd = turns_of(episode(mask=np.arange(11) != 0))
+    assert [turn["role"] for turn in odd] == ["assistant", "tool", "assistant"] and "start" not in odd[0]
+
+
+def test_what_several_others_said_is_one_turn():
+    messages = [{"role": role, "content": text} for role, text in [*SAID, ("user", "a"), ("tool", "b")]]
+    assert told_turns(messages)[-1] == {"role": "user and tool", "text": "ab"}
