@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 
 from perilune.models import kernels
 from perilune.models.attention import PackedAttention
@@ -131,3 +133,14 @@ def test_a_frozen_copy_takes_new_weights_where_the_old_ones_were(
     with torch.no_grad():
         states = [model(tokens, tokens, PackedAttention(bounds)) for model in (frozen, anew)]
     assert torch.equal(*states)
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.aten.mm, "dtype"), reason="needs PyTorch 2.8")
+def test_a_gpu_gives_products_of_bfloat16_as_it_sums_them() -> None:
+    """In float32, not rounded again. Shapes and dtypes alone: there need be no GPU."""
+    with FakeTensorMode():
+        x, weight = torch.empty(5, 8, device="cuda"), torch.empty(3, 8, device="cuda")
+        with mock.patch.object(torch, "mm", side_effect=torch.mm) as product:
+            out = narrowed(weight, "bfloat16").times(x)
+        assert product.call_args.args[0].dtype == torch.bfloat16
+        assert (out.dtype, out.shape, out.device.type) == (torch.float32, (5, 3), "cuda")

@@ -21,6 +21,9 @@ NarrowKind = Literal["bfloat16", "int8"]
 Precision = Literal["float32", "bfloat16"]
 """Of products in learning: bfloat16 rounds both factors, and sums in float32 all the same."""
 
+_HAS_WIDE_SUMS = hasattr(torch.ops.aten.mm, "dtype")
+"""Whether a GPU's products of bfloat16 can be had as they were summed, in float32: since PyTorch 2.8."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NarrowWeight:
@@ -38,8 +41,8 @@ class NarrowWeight:
         """float[N, O] from float[N, I]."""
         if self.scales is None:
             narrow = x.to(self.values.dtype)
-            if x.device.type != "cpu":
-                return F.linear(narrow, self.values).to(x.dtype)
+            if x.device.type == "cuda" and _HAS_WIDE_SUMS and x.dtype == torch.float32:
+                return torch.mm(narrow, self.values.t(), out_dtype=torch.float32)
             return F.linear(narrow.to(x.dtype), self.values.to(x.dtype))
         return F.linear(x, self.values.to(x.dtype)) * self.scales.to(x.dtype)
 
