@@ -13,6 +13,7 @@ class Guess(MultiTurn):
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
@@ -33,7 +34,7 @@ Play = Generator[Observation, str, None]
 """An episode: yields what the player to move sees, is sent that player's action, ends with `over`."""
 
 
-class MultiTurn:
+class MultiTurn(ABC):
     """Base of an environment of several turns: write `tasks` and `play`.
 
     A move that was cut off by the token limit is not played: it ends the episode with what was
@@ -45,13 +46,13 @@ class MultiTurn:
     max_turns = 16
     confined = True
 
+    @abstractmethod
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
         """Distinct tasks of a split in an order fixed by `seed`; may never end."""
-        raise NotImplementedError
 
+    @abstractmethod
     def play(self, task: Task, chance: Chance) -> Play:
         """One episode. A `finally` in it runs when the session is closed, however it ends."""
-        raise NotImplementedError
 
     def reset(self, task: Task, seed: int) -> ScriptedSession:
         """Open a session: `play` up to its first observation."""

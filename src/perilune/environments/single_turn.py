@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 from perilune.environments.protocol import (
@@ -15,7 +16,7 @@ from perilune.environments.protocol import (
 )
 
 
-class SingleTurn:
+class SingleTurn(ABC):
     """Base of an environment of one turn: write `tasks` and `score`, and there is nothing else to write."""
 
     id: str
@@ -23,13 +24,13 @@ class SingleTurn:
     max_turns = 1
     confined = True
 
+    @abstractmethod
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
         """Distinct tasks of a split in an order fixed by `seed`; may never end."""
-        raise NotImplementedError
 
+    @abstractmethod
     def score(self, task: Task, transcript: Transcript) -> Outcome:
         """Judge the answer `transcript.text`."""
-        raise NotImplementedError
 
     def reset(self, task: Task, seed: int) -> OneAnswer:
         """Open a session: the prompt, one answer, done. `seed` changes nothing here."""
