@@ -176,30 +176,39 @@ def test_a_captured_step_reads_nothing_but_its_buffers(
 
 
 def test_adapters_are_computed_as_they_come_and_leave_no_trace() -> None:
-    decoder = make(TINY)
     name = "model.layers.0.self_attn.q_proj"
     generator = torch.Generator().manual_seed(0)
-    shape = decoder.get_submodule(name).weight.shape
+    shape = make(TINY).get_submodule(name).weight.shape
     pairs = {
         name: (torch.randn(2, shape[1], generator=generator), torch.randn(shape[0], 2, generator=generator))
     }
-    params = SamplingParams(20)
-    found = []
-    for runner in (TorchRunner, graphed):
-        engine = Engine(decoder, runner=runner, slots=8, cache_tokens=2048)
-        plain = engine.sample([Prompt(prompt(20, 0), (0, 0, 0))], 2, params)[0]
-        for index in range(2):  # laid over the first, the second must not apply it twice
-            engine.add_adapter("own", Adapter(pairs, 1.0 + index))
-        engine.add(Request(prompt(20, 0), params, (0, 0, 0), 2, adapter="own"))
-        engine.add(Request(prompt(20, 0), SamplingParams(30), (0, 0, 0), 2))
+    text, key, params = prompt(20, 0), (0, 0, 0), SamplingParams(20)
+
+    def adapted(engine: Engine) -> list[tuple[int, int, list[int]]]:
+        """Of a request with the adapter, and of one without beside it."""
+        first = engine.add(Request(text, params, key, 2, adapter="own"))
+        engine.add(Request(text, SamplingParams(30), key, 2))
         deltas = []
         while engine.unfinished:
-            deltas += [(one.request_id, one.sample, one.token_ids) for one in engine.step()]
-        again = engine.sample([Prompt(prompt(20, 0), (0, 0, 0))], 2, params)[0]
+            deltas += [(one.request_id - first, one.sample, one.token_ids) for one in engine.step()]
+        return deltas
+
+    found = []
+    for runner in (TorchRunner, graphed):
+        engine = Engine(make(TINY), runner=runner, slots=8, cache_tokens=2048)
+        plain = engine.sample([Prompt(text, key)], 2, params)[0]
+        for index in range(2):  # laid over the first, the second must not apply it twice
+            engine.add_adapter("own", Adapter(pairs, 1.0 + index))
+        found.append(adapted(engine))
+        again = engine.sample([Prompt(text, key)], 2, params)[0]
         assert [one.token_ids.tolist() for one in again] == [one.token_ids.tolist() for one in plain]
-        found.append(deltas)
+
+        engine.update_weights(make(TINY, seed=7).state_dict(), 1)  # which lie under the adapters
+        fresh = Engine(make(TINY, seed=7), runner=runner, slots=8, cache_tokens=2048)
+        fresh.add_adapter("own", Adapter(pairs, 2.0))
+        assert adapted(engine) == adapted(fresh) != found[0]
     assert found[0] == found[1]
-    by_request = [[tokens for request, _, tokens in found[0] if request == index] for index in (1, 2)]
+    by_request = [[tokens for request, _, tokens in found[0] if request == index] for index in (0, 1)]
     assert by_request[0] != by_request[1][: len(by_request[0])]
 
 

@@ -53,7 +53,7 @@ def compiled(kernel: Any, architecture: int, pointers: dict[str, str], constants
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(names)
-        if name in pointers or name == "q_stride"
+        if (name in pointers and name not in {"tables_ptr", "positions_ptr"}) or name == "q_stride"
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     stages = 2 if constants.get("IS_INT8") else 3

@@ -36,7 +36,8 @@ class GraphRunner(TorchRunner):
     Args:
         decoder: whose weights are copied, and copied over at every `take_weights`: graphs stay valid.
         num_blocks: of the cache for each of the `distinct_windows`, the null block included.
-        weights: how matrices are kept; by default so that products have the decoder's precision.
+        weights: how matrices are kept; by default so that products have the decoder's precision. In int8
+            they are widened for each product, which saves memory and no time.
         cache: how keys and values are kept; by default as the decoder's activations, in bfloat16 also where
             weights in that are asked for.
         attention: of the samples that decode.
