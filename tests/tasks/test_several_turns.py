@@ -18,7 +18,8 @@ from perilune.data.episode import Episode
 from perilune.engine.engine import Engine
 from perilune.engine.request import Completion, Prompt, SamplingParams
 from perilune.environments import Transcript
-from perilune.errors import WorkFailedError
+from perilune.errors import RequestError, WorkFailedError
+from perilune.files import read_json_lines
 from perilune.models.config import PRESETS
 from perilune.models.decoder import Decoder
 from perilune.models.tokenizer import Tokenizer
@@ -279,3 +280,42 @@ def test_an_evaluation_over_several_turns(tmp_path: Path) -> None:
     told = summary(bundle)
     assert told["tasks"] == 4 and "strategies" in told
     assert any(len(messages) > 3 for messages in episodes(bundle)["messages"])
+
+
+def test_episodes_that_failed_before_their_first_turn_do_no_harm(tmp_path: Path) -> None:
+    """Of each group one begins, and the others differ from it; with a reference and a measured ratio."""
+    environment = {**TALK, "unsteady": True, "episodes": {"max_failures": 1.0}}
+    options: dict[str, Any] = {"kl": 0.1, "steps": 2, "off_policy": {"level": "token"}}
+    bundle = run_task(tmp_path / "rl", "rl", environment=environment, **options)
+    rows = episodes(bundle)
+    empty = rows["token_ids"].map(len) == 0
+    assert empty.sum() == (rows["failure"] != "").sum() == 3 * len(rows) / 4
+    assert metrics(bundle)[0]["failures/environment"] == 12
+
+
+def test_traces_of_ones_own_keep_every_turn(tmp_path: Path) -> None:
+    options = {"tasks": 8, "samples": 4, "max_tokens": 60, "system": "hint"}
+    environment = {**TALK, "turns": 2}
+    bundle = run_task(tmp_path / "own", "rejection_sampling", environment=environment, **options)
+    records = list(read_json_lines(bundle / "artifacts" / "traces" / "records.jsonl"))
+    roles = [[message["role"] for message in record["messages"]] for record in records]
+    assert roles and all(found == ["user", "user", "assistant", "tool", "assistant"] for found in roles)
+    inputs = {"data": bundle / "artifacts" / "traces"}
+    imitated = run_task(
+        tmp_path / "sft", "sft", inputs=inputs, environment=environment, steps=2, batch_size=4
+    )
+    assert len(metrics(imitated)) == 2
+
+
+def test_a_student_is_distilled_over_several_turns(tmp_path: Path) -> None:
+    bundle = run_task(
+        tmp_path / "distill", "distill", environment=TALK, steps=2, system="hint", max_tokens=40
+    )
+    told = episodes(bundle)
+    lines = metrics(bundle)
+    assert len(lines) == 2 and told["loss_mask"].map(lambda mask: not all(mask)).any()
+
+
+def test_pairs_of_several_turns_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="talk has several turns"):
+        run_task(tmp_path / "pairs", "pairs", environment=TALK)

@@ -109,9 +109,7 @@ def teacher_prompts(episodes: Sequence[Episode], teacher: Policy, system: str) -
     Raises:
         RequestError: when prompt and answer are more than the teacher can see: it would judge half a prompt.
     """
-    prompts = teacher.tokenizer.encode_prompts(
-        [hinted_messages(one.messages[:-1], system) for one in episodes]
-    )
+    prompts = teacher.tokenizer.encode_prompts([hinted_messages(one.opening, system) for one in episodes])
     longest = teacher.decoder.config.max_position_embeddings
     for one, prompt in zip(episodes, prompts, strict=True):
         if len(prompt) + len(one.token_ids) > longest:

@@ -53,12 +53,14 @@ class LearnedReward:
 
     def rescore(self, groups: Groups) -> Groups:
         """The groups with the model's rewards. An episode whose verifier failed stays a failure."""
-        scores = iter(score(self.model, [one for group in groups for one in group], self.token_budget))
-        return [tuple(self._rescored(one, float(next(scores))) for one in group) for group in groups]
+        judged = [one for group in groups for one in group if one.reward is not None]
+        scores = score(self.model, judged, self.token_budget)
+        found = {one.episode_id: float(learned) for one, learned in zip(judged, scores, strict=True)}
+        return [tuple(self._rescored(one, found.get(one.episode_id)) for one in group) for group in groups]
 
-    def _rescored(self, episode: Episode, learned: float) -> Episode:
+    def _rescored(self, episode: Episode, learned: float | None) -> Episode:
         verdict = episode.reward
-        if verdict is None:
+        if verdict is None or learned is None:
             return episode
         return replace(
             episode,

@@ -63,7 +63,7 @@ class Pairs:
         """Sample, judge, pair up."""
         from perilune.data.episodes_file import write_episodes
         from perilune.data.preferences import FILE, choose_pairs, make_pair, write_preferences
-        from perilune.errors import WorkFailedError
+        from perilune.errors import RequestError, WorkFailedError
         from perilune.tasks.playing import open_player, outcome_figures
         from perilune.tasks.rollouts import Stopwatch
 
@@ -72,6 +72,12 @@ class Pairs:
         watch = Stopwatch()
         total = spec.tasks * spec.samples
         with open_player(workspace, spec.max_tokens) as player:
+            if getattr(player.environment, "max_turns", 1) > 1:
+                raise RequestError(
+                    f"pairs are of two answers to one prompt, and {player.environment.id} has several turns",
+                    where="environment",
+                    remedy="learn from its rewards with rl",
+                )
             tasks = player.training_tasks(spec.skip).take(spec.tasks)
             groups = player.play(
                 tasks, samples=spec.samples, temperature=spec.temperature, step=0, watch=watch, total=total

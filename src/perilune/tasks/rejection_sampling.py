@@ -97,7 +97,7 @@ class RejectionSampling:
             right = [one for one in group if reasons[one.episode_id] is None]
             refused += [_refused(one, reason) for one in group if (reason := reasons[one.episode_id])]
             if right:
-                best = max(right, key=lambda one: float(one.logprobs.mean()))
+                best = max(right, key=lambda one: float(one.logprobs[one.loss_mask].mean()))
                 kept.append(_record(best, spec.system))
         output = workspace.root / self.output
         write_json_lines(output / "rejected.jsonl", refused)
@@ -160,18 +160,16 @@ def _reasons(
         else:
             found[one.episode_id] = None
             right.append(one)
-    prompts = [_shown(one, spec.system) for one in right]
-    for one, prompt in zip(right, prompts, strict=True):
-        asked = "".join(message["content"] for message in prompt)
-        if spec.system and (
-            said := leak(one.text, spec.system, asked, ngram=spec.ngram, phrases=spec.phrases)
-        ):
+    prompts = [one.opening[1 if spec.system else 0 :] for one in right]
+    for one in right:
+        asked, text = (_said(one, spec.system, by_policy=own) for own in (False, True))
+        if spec.system and (said := leak(text, spec.system, asked, ngram=spec.ngram, phrases=spec.phrases)):
             found[one.episode_id] = f"leak: {said}"
     if spec.min_logprob is not None:
         ids = player.policy.tokenizer.encode_prompts(prompts)
         scores = player.engine.score(ids, [one.token_ids.tolist() for one in right], spec.temperature)
         for one, logprobs in zip(right, scores, strict=True):
-            lowest = float(logprobs.min())
+            lowest = float(logprobs[one.loss_mask].min())
             if found[one.episode_id] is None and lowest < spec.min_logprob:
                 found[one.episode_id] = (
                     f"implausible: a token at {lowest:.2f} nats without the system message"
@@ -179,18 +177,18 @@ def _reasons(
     return found
 
 
-def _shown(episode: Episode, system: str) -> list[Mapping[str, str]]:
-    """What the model to be trained will be shown: the prompt without the system message."""
-    return list(episode.messages[1 if system else 0 : -1])
+def _said(episode: Episode, system: str, *, by_policy: bool) -> str:
+    """What the policy said, or what it was told but for the system message."""
+    told = episode.messages[1 if system else 0 :]
+    return "".join(one["content"] for one in told if (one["role"] == "assistant") == by_policy)
 
 
 def _record(episode: Episode, system: str) -> Any:
     from perilune.data.records import make_record
 
     assert episode.reward is not None
-    messages = [*_shown(episode, system), episode.messages[-1]]
     return make_record(
-        [dict(message) for message in messages],
+        [dict(message) for message in episode.messages[1 if system else 0 :]],
         environment=episode.environment,
         task_id=episode.task_id,
         score=episode.reward,

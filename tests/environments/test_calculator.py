@@ -1,0 +1,87 @@
+"""The calculator: what it says, what it pays, and the traces of its teacher."""
+
+from itertools import islice
+
+import pytest
+
+from perilune.data.generators import make_teacher, verified
+from perilune.environments import Score, Transcript, make_environment
+from perilune.environments.calculator import calculated
+from perilune.environments.replay import conversation
+from perilune.models.tokenizer import Tokenizer
+from perilune.models.turns import encode_turns
+
+
+@pytest.fixture(scope="module")
+def calculator():
+    return make_environment({"id": "calculator"})
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("37*48", "1776"), ("0+007", "7"), ("1-1", "?"), ("1+2+3", "?"), ("", "?"), ("2**9", "?"),
+        ("٤*2", "?"), ("1+1\n", "?"), ("9" * 13 + "+1", "?"), ("__import__('os')", "?"),
+    ],
+)  # fmt: skip
+def test_it_knows_two_operations_on_two_numbers(call, said):
+    assert calculated(call) == said
+
+
+def test_only_the_right_answer_pays_and_the_way_to_it_is_told(calculator):
+    (task,) = islice(calculator.tasks("train", 0), 1)
+    answer = task.data["answer"]
+    assert answer == str(eval(task.prompt[0]["content"].rstrip("=")))
+    first, *_ = task.data["actions"]
+    for text, earlier, reward, calls in [
+        (f";{answer}", (), 1.0, 0),
+        (f";{answer}", (first, "what"), 1.0, 2),
+        (f";0{answer}", (first,), 0.0, 1),
+        (f"; {answer}", (), 0.0, 0),
+        (";", (), 0.0, 0),
+    ]:
+        score = calculator.score(task, Transcript(text, earlier=earlier))
+        assert (score.reward, score.metrics["calls"]) == (reward, calls)
+        assert score.metrics[f"strategy/{'calculator' if calls else 'guess'}"] == 1.0
+    cut = Transcript(f";{answer}", earlier=(first,), finished=False)
+    assert calculator.score(task, cut) == Score(0.0)
+    endless = Transcript("1+1", earlier=("1+1",) * 5)
+    assert calculator.score(task, endless) == Score(0.0)
+
+
+def test_questions_are_distinct_and_come_to_an_end():
+    small = make_environment({"id": "calculator", "digits": 1})
+    train, heldout = ([task.task_id for task in small.tasks(split, 0)] for split in ("train", "heldout"))
+    assert len(set(train)) == len(train) > 500 and 30 < len(heldout) and not set(train) & set(heldout)
+
+
+def test_its_teacher_writes_whole_episodes_in_the_environments_own_words(calculator):
+    tasks = list(islice(calculator.tasks("train", 0), 60))
+    teacher = make_teacher("calculator", {"calculator": 0.5, "guess": 0.5})
+    score = lambda pairs: [calculator.score(*pair) for pair in pairs]  # noqa: E731
+    converse = lambda *pair: conversation(calculator, *pair)  # noqa: E731
+    candidates = teacher.candidates(tasks, 0)
+    records = list(verified(candidates, score, environment="calculator", seed=0, converse=converse))
+    assert {record.source for record in records} == {"calculator/calculator", "calculator/guess"}
+    plain = Tokenizer.characters()
+    for task, record in zip(tasks, records, strict=True):
+        assert record.score == 1.0
+        if record.source.endswith("guess"):
+            assert [message["role"] for message in record.messages] == ["user", "assistant"]
+            continue
+        roles = [message["role"] for message in record.messages]
+        assert roles == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
+        assert record.messages[2]["content"] == f"={calculated(task.data['actions'][0])}\n"
+        prompt, ids, mask = encode_turns(plain, record.messages)
+        learned = plain.decode([token for token, own in zip(ids, mask, strict=True) if own])
+        others = plain.decode([token for token, own in zip(ids, mask, strict=True) if not own])
+        assert learned == "".join(task.data["actions"])
+        assert others == record.messages[2]["content"] + record.messages[4]["content"]
+        assert plain.decode(prompt) == task.prompt[0]["content"]
+
+
+def test_a_teacher_that_goes_on_after_the_end_is_refused(calculator):
+    (task,) = islice(calculator.tasks("train", 0), 1)
+    answer = task.data["actions"][-1]
+    with pytest.raises(ValueError, match="done before action 2"):
+        conversation(calculator, task, Transcript(answer, earlier=(answer,)))
