@@ -74,7 +74,7 @@ class MultiTurn(ABC):
             session.close()
         return tally.score(transcript.player)
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  # most have nothing to close
         """There is nothing to let go of."""
 
 

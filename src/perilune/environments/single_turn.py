@@ -36,7 +36,7 @@ class SingleTurn(ABC):
         """Open a session: the prompt, one answer, done. `seed` changes nothing here."""
         return OneAnswer(self, task, seed)
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  # most have nothing to close
         """There is nothing to let go of."""
 
 
