@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from perilune.models.config import DecoderConfig
 from perilune.models.decoder import Decoder
-from perilune.models.loading import Stored, check_tied, checked_headers, read_tensors
+from perilune.models.loading import Stored, check_tied, checked_headers, read_tensors, tokenizer_of
+
+if TYPE_CHECKING:
+    from perilune.models.tokenizer import Tokenizer
 
 _Place = tuple[nn.Module, str, nn.Parameter]
 """A module, the name of one of its parameters, and what stands for it while it is in its file."""
@@ -79,6 +82,18 @@ def open_decoder(
         with decoder.present(decoder.model.embed_tokens):
             check_tied(stored["lm_head.weight"], decoder.model.embed_tokens.weight)
     return decoder
+
+
+def open_checkpoint(
+    path: Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> tuple[StoredDecoder, Tokenizer]:
+    """The same, with the tokenizer of the folder.
+
+    Raises:
+        RequestError: as `load_checkpoint`.
+    """
+    decoder = open_decoder(Path(path), device, dtype)
+    return decoder, tokenizer_of(decoder, Path(path))
 
 
 def _absent(part: nn.Module) -> list[_Place]:

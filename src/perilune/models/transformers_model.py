@@ -20,8 +20,8 @@ from perilune.files import read_json
 from perilune.models.config import DecoderConfig
 from perilune.models.decoder import Decoder
 from perilune.models.hf_config import UnsupportedModelError
-from perilune.models.loading import CheckpointFolder, Stored, stored_tensors, tokenizer_of
-from perilune.models.stored import open_decoder
+from perilune.models.loading import CheckpointFolder, Stored, stored_tensors
+from perilune.models.stored import open_checkpoint
 
 if TYPE_CHECKING:
     from perilune.models.tokenizer import Tokenizer
@@ -107,8 +107,7 @@ def load_for_inference(
     from perilune.models.tokenizer import Tokenizer
 
     try:
-        decoder = open_decoder(Path(path), device, dtype)
-        return decoder, tokenizer_of(decoder, Path(path))
+        return open_checkpoint(Path(path), device, dtype)
     except UnsupportedModelError as error:
         model = load_transformers_model(path, device, dtype)
         model.notice = (

@@ -136,7 +136,7 @@ def _sampler(
     from perilune.tasks.session import load_policy, prepare_device
 
     device = prepare_device(workspace)
-    policy = load_policy(workspace, device)
+    policy = load_policy(workspace, device, only_samples=True)
     config = policy.decoder.config
     memory = _memory(workspace.job, spec, config, device.type)
     longest = planned_tokens(workspace.job.environment, spec.max_tokens, config)

@@ -17,6 +17,7 @@ from perilune.learn.settings import LearnerSettings
 from perilune.models.decoder import Decoder
 from perilune.models.loading import load_checkpoint, new_model
 from perilune.models.lora import BaseKind, base_of, narrow_base
+from perilune.models.stored import open_checkpoint
 from perilune.models.tokenizer import Tokenizer
 
 MODEL = "model"  # the input that holds the weights the recipe's model section names
@@ -68,15 +69,22 @@ def join_processes(workspace: Workspace, device: torch.device) -> Processes:
 
 
 def load_policy(
-    workspace: Workspace, device: torch.device, settings: LearnerSettings | None = None
+    workspace: Workspace,
+    device: torch.device,
+    settings: LearnerSettings | None = None,
+    *,
+    only_samples: bool = False,
 ) -> Policy:
     """The checkpoint that the stage consumes; else the recipe's own model.
 
     Args:
         settings: how it is to learn, where it is.
+        only_samples: whether an engine alone will have its weights.
     """
     base: BaseKind = settings.lora.base if settings and settings.lora else "float32"
-    if workspace.has_input("checkpoint"):
+    if workspace.has_input("checkpoint") and only_samples:
+        policy = Policy(*open_checkpoint(workspace.input("checkpoint"), device))
+    elif workspace.has_input("checkpoint"):
         policy = Policy(*load_checkpoint(workspace.input("checkpoint"), device, base=base))
     else:
         policy = start_model(workspace, device, base)
