@@ -7,7 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from torch.utils import backend_registration
 
+new_backends = pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="needs a PyTorch that takes backends written in Python",
+)
+
+
+@new_backends
 def test_what_runs_on_a_gpu_runs_on_a_device_that_pretends_to_be_one() -> None:
     cases = Path(__file__).parent / "pretend_device_cases.py"
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "COV_"))}
