@@ -183,7 +183,7 @@ class Decoder(nn.Module):
     def compute_in(self, precision: Precision) -> None:
         """Round what products with matrices multiply, but for routers', to `precision`; sums are float32.
 
-        Weights, norms, attention, logits and losses stay float32, and so do gradients but for that rounding.
+        Weights, norms, attention, logits and losses stay float32; gradients of products are rounded too.
         """
         self.precision = precision
         for projection in self.projections():

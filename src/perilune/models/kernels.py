@@ -118,18 +118,21 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
-        times = _product if ctx.precision == "float32" else _bfloat16_product
-        grad_x = times(grad, weight.t()) if needs_x else None
+        precision: Precision = ctx.precision
+        grad_x = gradient_product(grad, weight.t(), precision) if needs_x else None
         if not needs_weight:
             return grad_x, None, None
         # oneDNN copies its first operand: let that be the narrower one.
         if weight.shape[0] < weight.shape[1]:
-            return grad_x, times(grad.t(), x.t()), None
-        return grad_x, times(x.t(), grad.t()).t(), None
+            return grad_x, gradient_product(grad.t(), x.t(), precision), None
+        return grad_x, gradient_product(x.t(), grad.t(), precision).t(), None
 
 
-def _bfloat16_product(x: Tensor, weight: Tensor) -> Tensor:
-    return product(x, weight, "bfloat16")
+def gradient_product(x: Tensor, weight: Tensor, precision: Precision) -> Tensor:
+    """x @ weight.T for a gradient, whose sums may have any order; in bfloat16 it is rounded to that, too."""
+    if precision == "bfloat16":
+        return (x.to(torch.bfloat16) @ weight.to(torch.bfloat16).t()).to(x.dtype)
+    return _product(x, weight) if is_exact(x) else x @ weight.t()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from perilune.models.decoder import Decoder
-from perilune.models.kernels import linear, product
+from perilune.models.kernels import gradient_product, linear, product
 from perilune.models.layers import Projection
 from perilune.models.narrow import narrowed
 from perilune.models.room import room_for
@@ -103,7 +103,7 @@ class _Merged(torch.autograd.Function):
         projection: MergedProjection = ctx.projection
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = product(grad, projection.passing_weight().t(), projection.precision)
+            grad_x = gradient_product(grad, projection.passing_weight().t(), projection.precision)
         gradients: list[Tensor] = []
         start = 0
         for part in projection.parts:
