@@ -89,6 +89,15 @@ def test_an_adapter_over_it(tmp_path: Path) -> None:
     assert scores[0] == scores[1] != Engine(decoder, slots=1).score([[1, 2, 3]], [[4, 5, 6]])[0].tolist()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_table_read_from_the_packed_head_is_the_table(dtype: torch.dtype) -> None:
+    tied, untied = Decoder(TINY), Decoder(TINY.replace(tie_word_embeddings=False))
+    tied.initialize(0)
+    untied.load_state_dict({**tied.state_dict(), "lm_head.weight": tied.model.embed_tokens.weight})
+    first, second = (sampled(Engine(one.to(dtype), slots=4, cache_tokens=512)) for one in (tied, untied))
+    assert first == second
+
+
 def test_in_bfloat16(tmp_path: Path) -> None:
     path = folder(tmp_path)
     engines = [
