@@ -104,13 +104,16 @@ def attend(
         "PART": PART, "WINDOW": window or 0,
     }  # fmt: skip
     is_int8 = cache.key_scales is not None
+    stages = (
+        2 if is_int8 else 3
+    )  # three of int8 would be copied byte by byte, which no GPU does asynchronously
     scales = (part if part is not None else q for part in (cache.key_scales, cache.value_scales))
     _attend_to_part[(sequences, kv_heads, parts)](
         q, cache.keys, cache.values, *scales, tables, positions, found, totals,
         q.stride(0), tables.stride(0), positions.stride(0), parts, size**-0.5 * _LOG2_E,
         KV_HEADS=kv_heads, ROWS=_width(heads // kv_heads), BLOCK=BLOCK,
         TILE=tile(size, q.element_size()), IS_INT8=is_int8, WIDENED=_IS_INTERPRETED,
-        num_warps=4, num_stages=2 if is_int8 else 3, **common,
+        num_warps=4, num_stages=stages, **common,
     )  # fmt: skip
     if parts > 1:
         _join[(sequences, heads)](
