@@ -41,7 +41,9 @@ def test_every_figure_of_a_run_is_documented(stage: str, environment: dict[str, 
     artifacts = attempt(stage, environment) / "artifacts"
     for name in ("metrics.jsonl", "timings.jsonl", "hardware.jsonl"):
         for line in (artifacts / name).read_text().splitlines() if (artifacts / name).exists() else ():
-            named = {re.sub("^(strategy|accuracy|source|term)/.*", r"\1/NAME", key) for key in json.loads(line)}
+            named = {
+                re.sub("^(strategy|accuracy|source|term)/.*", r"\1/NAME", key) for key in json.loads(line)
+            }
             assert named <= documented, f"{name} of {stage}"
     summary = {
         re.sub(r"^pass@\d+$", "pass@1", key) for key in json.loads((artifacts / "summary.json").read_text())

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from perilune.models.adapters import Adapter
 from perilune.engine.engine import Engine
 from perilune.engine.request import Request, SamplingParams
 from perilune.engine.runner import TorchRunner
 from perilune.errors import RequestError
 from perilune.files import write_json
+from perilune.models.adapters import Adapter
 from perilune.models.config import PRESETS
 from perilune.models.decoder import Decoder
 

@@ -52,7 +52,7 @@ def test_only_the_right_answer_pays_and_the_way_to_it_is_told(calculator):
 def test_questions_are_distinct_and_come_to_an_end():
     small = make_environment({"id": "calculator", "digits": 1})
     train, heldout = ([task.task_id for task in small.tasks(split, 0)] for split in ("train", "heldout"))
-    assert len(set(train)) == len(train) > 500 and 30 < len(heldout) and not set(train) & set(heldout)
+    assert len(set(train)) == len(train) > 500 and len(heldout) > 30 and not set(train) & set(heldout)
 
 
 def test_its_teacher_writes_whole_episodes_in_the_environments_own_words(calculator):
