@@ -196,7 +196,12 @@ def test_continuations_are_other_draws_than_the_episodes(policy) -> None:
     made.rollouts.scorer.items.clear()
     prompt = np.array(policy.tokenizer.encode_prompt(tasks[0].prompt), np.int32)
     play_on(made.rollouts, [Position(tasks[0], prompt, prompt[:0])], 2, how["params"], 1)
-    assert texts.isdisjoint(transcript.text for _, transcript in made.rollouts.scorer.items)
+    drawn = [transcript.text for _, transcript in made.rollouts.scorer.items]
+    assert texts.isdisjoint(drawn)
+    made.rollouts.scorer.items.clear()
+    other = replace(made.rollouts, seed=made.rollouts.seed + 1)
+    play_on(other, [Position(tasks[0], prompt, prompt[:0])], 2, how["params"], 1)
+    assert [transcript.text for _, transcript in made.rollouts.scorer.items] != drawn
 
 
 def test_play_is_within_one_turn(policy) -> None:

@@ -421,6 +421,8 @@ const Outcome = ((data) => {
       ["what the policy thinks", "value", 1],
       ["what play says", "played", 2],
     ];
+    const below = found.by_place.some((row) => row.value < 0); // values on a scale of their own
+    const capital = (text) => text[0].toUpperCase() + text.slice(1);
     const chart = (key, title, note, x, rows, at) =>
       Charts.lines({
         key: `${stage}-${key}`,
@@ -428,7 +430,7 @@ const Outcome = ((data) => {
         note,
         height: 230,
         x,
-        y: { ...unit, domain: [0, 1] },
+        y: below ? { format: (value) => Format.number(value, 2), zero: false } : unit,
         showLegend: true,
         series: sides.map(([name, field, color]) => ({
           name,
@@ -439,14 +441,14 @@ const Outcome = ((data) => {
         })),
       });
     return [
-      part(`Can process rewards be trusted? ${stage}`, `${found.said.map((one) => `${one}.`).join(" ")}`),
+      part(`Can process rewards be trusted? ${stage}`, `${found.said.map((one) => `${capital(one)}.`).join(" ")}`),
       h(
         "div",
         { class: "tiles two" },
         chart(
           "places",
           "Worth of an answer's beginnings",
-          "Mean over answers that have so many segments. A value that falls where play does not is asked at a point where the policy never answers.",
+          "Mean over answers that have so many segments. A value that falls where play does not may have been asked where the policy never answers.",
           { label: "segments written", name: "after", format: Format.integer, integer: true },
           found.by_place,
           (row) => row.place,
