@@ -1,4 +1,4 @@
-"""Four rounds of a flywheel from about one right answer in twenty, for several seeds.
+"""Four rounds of a flywheel from few right answers, for several seeds.
 
     python benchmarks/flywheel.py [--seeds 0 1 2]
 
@@ -16,8 +16,8 @@ from recipe_runs import HERE, described, document, for_seeds, options, run_recip
 
 RECIPE = HERE.parent / "recipes" / "flywheel.yaml"
 ABOUT = (
-    "A tiny model whose cold start leaves about one answer in twenty right learns from its own right "
-    "answers: 1,024 fresh tasks a round, four answers each, the likeliest right one of each task kept, 60 "
+    "A tiny model that was shown one worked answer in twenty learns from its own right answers, where the "
+    "cold start left it few: 1,024 fresh tasks a round, four answers each, the likeliest right one of each task kept, 60 "
     "optimizer steps on the traces of all rounds. Yield on 256 held-out tasks, four answers each; intervals "
     "are over tasks. The gain multiplies the odds of a right answer."
 )
