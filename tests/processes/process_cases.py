@@ -13,7 +13,7 @@ import torch
 
 from perilune.learn.processes import RENDEZVOUS, join
 
-PATIENCE = 60.0  # seconds; generous, because the machine may be busy
+PATIENCE = 150.0  # seconds; generous, because the machine may be busy
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
