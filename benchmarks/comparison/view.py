@@ -19,6 +19,7 @@ from .chart import panels
 
 WINDOW = 8  # steps whose pass rate is averaged where a curve is read
 SAMPLES = 8  # answers to a held-out task
+FEWEST = 3  # pairs from which on a verdict is given
 CLEAR = 0.05  # a corrected p value below it is a difference
 
 Record = Mapping[str, Any]
@@ -115,7 +116,9 @@ def _told(arm: str, differences: Mapping[str, Sequence[float]]) -> str:
     found = interval(differences[arm])
     figures = " to ".join(f"{100 * found[end]:+.1f}" for end in ("low", "high"))
     corrected = holm({name: p_value(values) for name, values in differences.items()})[arm]
-    if corrected < CLEAR:
+    if len(differences[arm]) < FEWEST:
+        verdict = "too few seeds to say anything"
+    elif corrected < CLEAR:
         verdict = "better" if found["mean"] > 0 else "worse"
     elif all(value > 0 for value in differences[arm]) or all(value < 0 for value in differences[arm]):
         way = "higher" if found["mean"] > 0 else "lower"

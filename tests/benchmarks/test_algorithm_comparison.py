@@ -90,6 +90,11 @@ def test_a_difference_is_told_from_noise() -> None:
     assert "`leans` against `grpo` at equal episodes: higher every time, but not clear of noise" in about
 
 
+def test_nothing_is_said_of_two_seeds() -> None:
+    about = shown(grpo=[(0.70, 10.0), (0.72, 10.0)], other=[(0.80, 10.0), (0.8201, 10.0)])["about"]
+    assert "`other` against `grpo` at equal episodes: too few seeds to say anything" in about
+
+
 def test_a_slow_arm_is_read_before_its_end_at_equal_seconds() -> None:
     page = shown(grpo=[(0.7, 10.0)] * 3, slow=[(0.7, 20.0)] * 3)
     (row,) = page["A toy"]["against grpo at equal seconds"]
