@@ -11,9 +11,10 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from task_cases import episodes, metrics, run_task, summary
+from task_cases import episodes, make_job, metrics, run_task, summary
 from tokenizers import models, pre_tokenizers
 
+from perilune.bundle.plugin import load_plugin
 from perilune.engine.engine import Engine
 from perilune.environments.protocol import Task
 from perilune.environments.registry import make_environment
@@ -263,6 +264,13 @@ def test_values_are_frozen_while_a_batch_is_learned_from(tmp_path) -> None:
 def test_what_does_not_fit_is_refused(fields: dict, said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         RLSpec(checkpoint="model", **fields)
+
+
+def test_the_plan_says_what_play_takes() -> None:
+    job = make_job("rl", environment=STATED, process={"name": "montecarlo"})
+    plan = load_plugin("rl").plan(job)
+    told = "as advantage, at most 24 segments an answer, 9 continuations from the beginning of each"
+    assert plan["process rewards"] == told
 
 
 def test_the_bundled_recipe(tmp_path) -> None:

@@ -44,6 +44,10 @@ class ProcessSettings(BaseModel):
     dead_only: bool = Field(False, description="a bonus only where the rewards of a group are all alike")
     segments: SegmentSettings = Field(SegmentSettings(), description="where answers are cut")
 
+    def told(self) -> str:
+        """What they are and what they take, in a line."""
+        return f"as {self.role}, at most {self.segments.most} segments an answer"
+
 
 class AnswerValues(ProcessSettings):
     """Values from one forward pass: how likely the policy thinks the right answer after each segment."""
@@ -68,6 +72,9 @@ class MonteCarloValues(ProcessSettings):
     name: Literal["montecarlo"] = Field("montecarlo", description="who says what a prefix is worth")
     role: Literal["bonus", "advantage", "trace", "reward"] = Field("advantage", description="as for answer")
     continuations: int = Field(9, ge=1, description="played from each prefix")
+
+    def told(self) -> str:
+        return f"{super().told()}, {self.continuations} continuations from the beginning of each"
 
 
 class _OrName:

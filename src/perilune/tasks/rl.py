@@ -93,6 +93,7 @@ class RL:
             "episodes": f"{spec.steps} steps x {spec.prompts} tasks x {spec.samples} = {episodes:,}{refills}",
             "tokens at most": f"{episodes * (1 + most) * longest:,}",
             "algorithm": f"{_told(spec.algorithm)}, updates a step {spec.updates_per_batch}, KL {spec.kl:g}",
+            **({"process rewards": spec.process.told()} if spec.process else {}),
             "learning rate": f"{spec.lr:g} after {spec.warmup} steps, cosine to {spec.lr * spec.final_lr:g}",
             "checkpoints": planned(spec, memory),
             "memory": str(memory),
