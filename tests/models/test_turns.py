@@ -2,7 +2,7 @@
 
 import pytest
 from chat_cases import CHATML, chatml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perilune.errors import RequestError
@@ -18,6 +18,7 @@ said = st.lists(
 )
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(words, said), min_size=1, max_size=3))
 def test_canonical_turns_make_the_tokens_of_the_whole_conversation(turns):
     """Where the policy spells words as its tokenizer does, growing and writing at once agree."""
@@ -74,6 +75,7 @@ def test_a_template_that_cannot_be_continued_is_refused():
         continuation(chatml(strict), OPENING, [{"role": "tool", "content": "a"}], END)
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(words, said), min_size=1, max_size=3), words)
 def test_a_conversation_to_imitate_is_masked_to_what_the_assistant_says(turns, last):
     messages = list(OPENING)

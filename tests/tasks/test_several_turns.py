@@ -141,6 +141,14 @@ def test_an_episode_depends_on_its_place_alone() -> None:
     assert len(texts) > 12  # turns draw random numbers of their own
 
 
+def test_no_two_turns_share_random_numbers() -> None:
+    engine = engine_of(TOKENIZER)
+    play({"players": 2}, engine=engine)
+    drawn = [(prompt.key, sample) for prompt, found in engine.log for sample in range(len(found))]
+    assert len(set(drawn)) == len(drawn) > 60
+    assert all(0 <= lane < 2**32 for (_, *lanes), _ in drawn for lane in lanes)
+
+
 def test_the_reward_can_be_judged_again() -> None:
     environment = Talk({})
     tasks = {task.task_id: task for task in islice(environment.tasks("train", 0), 6)}
