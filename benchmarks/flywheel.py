@@ -17,9 +17,9 @@ from recipe_runs import HERE, described, document, for_seeds, options, run_recip
 RECIPE = HERE.parent / "recipes" / "flywheel.yaml"
 ABOUT = (
     "A tiny model that was shown one worked answer in twenty learns from its own right answers, where the "
-    "cold start left it few: 1,024 fresh tasks a round, four answers each, the likeliest right one of each task kept, 60 "
-    "optimizer steps on the traces of all rounds. Yield on 256 held-out tasks, four answers each; intervals "
-    "are over tasks. The gain multiplies the odds of a right answer."
+    "cold start left it few: 1,024 fresh tasks a round, four answers each, the likeliest right one of each "
+    "task kept, 60 optimizer steps on the traces of all rounds. Yield on 256 held-out tasks, four answers "
+    "each; intervals are over tasks. The gain multiplies the odds of a right answer."
 )
 
 
