@@ -16,6 +16,7 @@ from perilune.errors import RequestError
 from perilune.learn.adaptation import adapt
 from perilune.learn.algorithms import algorithm
 from perilune.learn.batch import pack
+from perilune.learn.processes import Processes
 from perilune.learn.settings import LearnerSettings
 from perilune.learn.trainer import Learner
 from perilune.models.decoder import Decoder
@@ -96,6 +97,11 @@ def test_it_resumes_beside_the_base_it_was_learned_on(tmp_path: Path) -> None:
     for other in (make(lora={"rank": 4}), make(seed=4, lora=lora)):
         with pytest.raises(RequestError, match="learned beside frozen weights with checksum"):
             Learner(other).load_state(tmp_path / "saved")
+
+
+def test_an_adapter_is_not_cut_over_processes() -> None:
+    with pytest.raises(RequestError, match="only the adapter is trained, which is too small to be cut"):
+        Learner(make(lora={"rank": 4}), processes=Processes(0, 2, sharded=True))
 
 
 def test_moments_are_carried_to_the_same_parameters_only(tmp_path: Path) -> None:
