@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from task_cases import episodes, figures_of, metrics, run_task, summary
+from task_cases import episodes, figures_of, make_bundle, make_job, metrics, run_in, run_task, summary
 from task_environments import Talk
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
+from perilune.bundle.compare import compare_artifacts
 from perilune.data.episode import Episode
 from perilune.engine.engine import Engine
 from perilune.engine.request import Completion, Prompt, SamplingParams
@@ -24,6 +25,7 @@ from perilune.models.config import PRESETS
 from perilune.models.decoder import Decoder
 from perilune.models.tokenizer import Tokenizer
 from perilune.tasks.games import Seat
+from perilune.tasks.observation import Observer
 from perilune.tasks.rollouts import Groups, Rollouts, Stopwatch, session_seed
 from perilune.verifiers import Scorer
 
@@ -327,3 +329,36 @@ def test_a_student_is_distilled_over_several_turns(tmp_path: Path) -> None:
 def test_pairs_of_several_turns_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="talk has several turns"):
         run_task(tmp_path / "pairs", "pairs", environment=TALK)
+
+
+def test_a_climb_of_two_players_goes_on_with_the_tasks_it_would_have_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups are twice as many as tasks."""
+    environment = {**TALK, "players": 2}
+    options: dict[str, Any] = {"environment": environment, "max_tokens": 40, "steps": 4, "save_every": 2}
+    whole = run_task(tmp_path / "whole", "rl", **options)
+    broken = make_bundle(tmp_path / "broken", make_job("rl", **options))
+    right = Observer.record
+
+    def stops(self: Observer, step: int, *args: Any) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+        right(self, step, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Observer, "record", stops)
+        run_in(broken)
+    assert compare_artifacts(whole, run_in(broken)) == []
+
+
+def test_the_calculators_story_in_small(tmp_path: Path) -> None:
+    environment = {"id": "calculator"}
+    told = run_task(tmp_path / "collect", "collect", environment=environment, teacher="calculator")
+    traces = told / "artifacts" / "traces"
+    sft = run_task(tmp_path / "sft", "sft", inputs={"data": traces}, environment=environment)
+    checkpoint = {"checkpoint": sft / "artifacts" / "checkpoints" / "final"}
+    climbed = run_task(tmp_path / "rl", "rl", inputs=checkpoint, environment=environment, max_tokens=12)
+    assert len(metrics(climbed)) == 4
+    judged = run_task(tmp_path / "evaluate", "evaluate", inputs=checkpoint, environment=environment)
+    assert summary(judged)["environment"] == "calculator" and summary(judged)["failures"] == 0
