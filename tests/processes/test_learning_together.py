@@ -7,7 +7,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -32,6 +32,7 @@ SETTINGS_OF_A_LEARNER = {
 KINDS = ("weights", "first_moments", "second_moments")
 TOLERANCE = 5e-6  # of sharded training, relative to the largest number of a tensor
 
+Found = dict[str, Any]
 Learned = tuple[list[dict[str, float]], dict[str, np.ndarray]]
 
 
@@ -84,13 +85,12 @@ def every_mode(processes: Processes) -> dict[str, Learned]:
     return {mode: learn(processes, mode) for mode in get_args(Aggregation)}
 
 
-def test_the_number_of_processes_changes_no_bit() -> None:
-    alone = every_mode(ALONE)
-    for learned in together(every_mode) + together(every_mode, count=3)[2:]:
-        for mode, (figures, state) in alone.items():
-            assert learned[mode][0] == figures, mode
+def test_the_number_of_processes_changes_no_bit(three: list[Found]) -> None:
+    for mode, (figures, state) in every_mode(ALONE).items():
+        for found in three:
+            assert found["modes"][mode][0] == figures, mode
             for name, tensor in state.items():
-                assert np.array_equal(learned[mode][1][name], tensor), (mode, name)
+                assert np.array_equal(found["modes"][mode][1][name], tensor), (mode, name)
 
 
 def every_setting(processes: Processes) -> dict[str, dict[str, np.ndarray]]:
@@ -106,16 +106,17 @@ def every_setting(processes: Processes) -> dict[str, dict[str, np.ndarray]]:
     return found
 
 
-def test_so_it_is_with_adapters_rounding_and_recomputing() -> None:
-    alone = every_setting(ALONE)
-    for learned in together(every_setting):
-        for name, state in alone.items():
-            assert all(np.array_equal(learned[name][key], tensor) for key, tensor in state.items()), name
+def test_so_it_is_with_adapters_rounding_and_recomputing(three: list[Found]) -> None:
+    for name, state in every_setting(ALONE).items():
+        for found in three:
+            learned = found["settings"][name]
+            assert all(np.array_equal(learned[key], tensor) for key, tensor in state.items()), name
 
 
-def test_cut_over_processes_it_learns_the_same_to_rounding() -> None:
+def test_cut_over_processes_it_learns_the_same_to_rounding(cut: list[Found]) -> None:
     figures, state = learn(ALONE, "token-mean")
-    for theirs, learned in together(learn, "token-mean", sharded=True):
+    for found in cut:
+        theirs, learned = found["modes"]["token-mean"]
         for mine, other in zip(figures, theirs, strict=True):
             assert mine.keys() == other.keys()
             for name, value in mine.items():
@@ -124,13 +125,13 @@ def test_cut_over_processes_it_learns_the_same_to_rounding() -> None:
             assert np.abs(learned[name] - tensor).max() <= TOLERANCE * np.abs(tensor).max(), name
 
 
-def save_and_load(processes: Processes, folder: Path) -> tuple[str, bool, dict[str, np.ndarray]]:
+def save_and_load(processes: Processes, folder: Path) -> tuple[list[str], bool, dict[str, np.ndarray]]:
     """A learner with a critic that learns, saves, and is loaded by a new one, which learns on."""
     batches = pack(weighed("ppo", random_groups(3, 5)), 14)
     learner = Learner(small_decoder(), SETTINGS, critic=small_critic(small_decoder()), processes=processes)
     learner.forward_backward(batches)
     learner.optim_step(1e-2)
-    directory = folder / f"{processes.count}-{processes.sharded}"
+    directory = folder / "checkpoint"
     learner.save_state(directory, {"step": 1})
     processes.check_same("save", "done")
     again = Learner(small_decoder(3), SETTINGS, critic=small_critic(small_decoder()), processes=processes)
@@ -138,18 +139,22 @@ def save_and_load(processes: Processes, folder: Path) -> tuple[str, bool, dict[s
     same = all(np.array_equal(tensor, state_of(again)[name]) for name, tensor in state_of(learner).items())
     again.forward_backward(batches)
     again.optim_step(1e-2)
-    return directory.name, same, state_of(again)
+    return (
+        [name for kind in read(directory, KINDS)[0].values() for name in sorted(kind)],
+        same,
+        state_of(again),
+    )
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_checkpoint_is_that_of_one_process(sharded: bool, tmp_path: Path) -> None:
-    name, same, state = save_and_load(ALONE, tmp_path)
+def test_a_checkpoint_is_that_of_one_process(three: list[Found], cut: list[Found], tmp_path: Path) -> None:
+    names, same, state = save_and_load(ALONE, tmp_path)
     assert same
-    for directory, held, learned in together(save_and_load, tmp_path, sharded=sharded):
+    for place, found in enumerate((*three, *cut)):
+        theirs, held, learned = found["saved"]
         assert held
-        assert read(tmp_path / directory, KINDS)[0].keys() == read(tmp_path / name, KINDS)[0].keys()
+        assert theirs == names
         for key, tensor in state.items():
-            limit = TOLERANCE * np.abs(tensor).max() if sharded else 0
+            limit = TOLERANCE * np.abs(tensor).max() if place >= len(three) else 0
             assert np.abs(learned[key] - tensor).max() <= limit, key
 
 
@@ -163,12 +168,34 @@ def learn_nonsense(processes: Processes) -> None:
     learner.optim_step(1e-2)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_what_is_not_finite_in_one_stops_all_with_one_message(sharded: bool) -> None:
+def test_what_is_not_finite_in_one_stops_all_with_one_message(three: list[Found], cut: list[Found]) -> None:
     with pytest.raises(WorkFailedError) as alone:
         learn_nonsense(ALONE)
-    said = [str(error) for error in together(learn_nonsense, sharded=sharded)]
-    assert said == [str(alone.value)] * 2
+    assert {found["said"] for found in (*three, *cut)} == {str(alone.value)}
+
+
+def everything(processes: Processes, folder: Path) -> Found:
+    """All of the above in one process of several, which take a while to start."""
+    found: Found = {"saved": save_and_load(processes, folder)}
+    if processes.sharded:
+        found["modes"] = {"token-mean": learn(processes, "token-mean")}
+    else:
+        found |= {"modes": every_mode(processes), "settings": every_setting(processes)}
+    try:
+        learn_nonsense(processes)
+    except WorkFailedError as error:
+        found["said"] = str(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    return together(everything, tmp_path_factory.mktemp("three"), count=3)
+
+
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    return together(everything, tmp_path_factory.mktemp("cut"), sharded=True)
 
 
 def die_while_learning(processes: Processes) -> None:
