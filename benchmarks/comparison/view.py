@@ -52,7 +52,9 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
 ABOUT = f"""\
 Every arm of a seed starts from the same cold start, is given the same training tasks in the same order, has
 as many episodes (`dapo` about as many: its refills decide), the same learning rate, and four updates a batch,
-so that clips and ratios matter. Then it answers the same held-out tasks, eight times each.
+so that clips and ratios matter. Then it answers the same held-out tasks, eight times each. The learning rate
+was chosen for `grpo`, on a seed that is not shown: an arm that is worse may only want another. All options
+are the defaults.
 
 * *At equal episodes* compares pass@1 on the held-out tasks.
 * *At equal seconds* compares pass rates on training tasks, new at every step, over the last {WINDOW} steps
@@ -94,8 +96,8 @@ def findings(arms: Arms) -> list[str]:
 
 
 def together(compared: Sequence[Arms]) -> list[str]:
-    """What all tasks say together of the arms that more than one has: twice the evidence, one test an arm."""
-    shared = [arms for arms in compared if any(arms.keys() > {next(iter(arms)), arm} for arm in arms)]
+    """What the tasks with many arms say together: more evidence, still one test an arm and question."""
+    shared = [arms for arms in compared if len(arms) > 2]
     if len(shared) < 2:
         return []
     sentences = []
@@ -104,7 +106,7 @@ def together(compared: Sequence[Arms]) -> list[str]:
     for arm in told["episodes"]:
         found = (f"at equal {question} {_told(arm, joined)}" for question, joined in told.items())
         sentences.append(f"* `{arm}`: {'; '.join(found)}.")
-    return ["**All tasks together**, each seed of each task a pair", "\n".join(sentences)]
+    return ["**Both tasks together**, each seed of each task a pair", "\n".join(sentences)]
 
 
 def _joined(tasks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:

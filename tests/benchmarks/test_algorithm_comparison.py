@@ -117,6 +117,24 @@ def test_steps_with_more_episodes_weigh_more() -> None:
     assert WINDOW >= 3
 
 
+def test_tasks_with_many_arms_are_joined() -> None:
+    settings = {"one": ("grpo", "a", "b"), "two": ("grpo", "a", "b"), "small": ("grpo", "toggle")}
+    about = view({
+        "command": "",
+        "settings": {name: {"title": name, "arms": dict.fromkeys(arms)} for name, arms in settings.items()},
+        "records": [
+            {**record(arm, seed, 0.7 + 0.1 * (arm == "a") + 0.001 * seed, 10.0), "setting": name}
+            for name, arms in settings.items()
+            for arm in arms
+            for seed in range(2)
+        ],
+    })["about"]  # fmt: skip
+    joined = about[about.index("**Both tasks together**") :]
+    assert "`a`: at equal episodes better (+10.0 points" in joined, "four pairs, where each task has two"
+    assert "`b`: at equal episodes no difference that 4 pairs could show" in joined
+    assert "toggle" not in joined
+
+
 def test_what_the_checks_stopped_is_said_and_left_out() -> None:
     records = [record(arm, seed, 0.7, 10.0) for arm in ("grpo", "frail") for seed in range(3)]
     records[-1] = {"setting": "toy", "arm": "frail", "seed": 2, "failed": "the run ended with 1"}
