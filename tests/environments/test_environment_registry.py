@@ -60,6 +60,7 @@ def test_a_factory_can_be_named_directly():
         ({"max_turn": 3}, "environment.episodes.max_turn"),
         ({"max_failures": 2}, "environment.episodes.max_failures"),
         ({"on_failure": "shrug"}, "environment.episodes.on_failure"),
+        ({"max_tokens": 99}, "environment.episodes.max_tokens"),
     ],
 )
 def test_what_is_said_of_episodes_is_checked_for_every_environment(episodes, where):

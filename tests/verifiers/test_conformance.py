@@ -23,7 +23,6 @@ def broken(name):
         {"id": "calculator"},
         {"id": "calculator", "digits": 4, "products": 3, "turns": 9},
         {"id": "reasoning_gym", "task": "chain_sum", "prompt": "compact"},
-        {"id": "reasoning_gym", "task": "graph_color"},
         broken("Sound"),
         broken("TwoPlayers"),
     ],

@@ -76,7 +76,7 @@ def make_environment(spec: Mapping[str, Any]) -> Environment:
     model: type[BaseModel] | None = getattr(factory, "Spec", None)
     own = {name: value for name, value in without_settings(spec).items() if name != REWARDS}
     try:
-        episode_settings(spec)
+        settings = episode_settings(spec)
     except ValidationError as error:
         raise _explained(error, EpisodeSettings, f"{KEY}.") from None
     try:
@@ -85,6 +85,13 @@ def make_environment(spec: Mapping[str, Any]) -> Environment:
         if model is None:
             raise
         raise _explained(error, model) from None
+    for bound in ("max_turns", "max_tokens"):
+        if getattr(settings, bound) is not None and getattr(environment, "max_turns", 1) == 1:
+            raise RequestError(
+                "bounds episodes of several turns, and this environment has one",
+                where=f"environment.{KEY}.{bound}",
+                remedy="leave it out; max_tokens of a stage bounds an answer",
+            )
     if spec.get(REWARDS):
         from perilune.environments.rewards import WithRewards
 

@@ -17,13 +17,13 @@ class EpisodeSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_turns: int | None = Field(
-        None, ge=1, description="most actions of an episode; null: as many as the environment says"
+        None, ge=1, description="most actions of an episode of several; null: as many as the environment says"
     )
     max_tokens: int | None = Field(
         None,
         ge=1,
-        description="most tokens after the prompt, what the environment says included; null: of one turn the"
-        " stage's max_tokens, of several twice that a turn. A turn begins only where max_tokens fit",
+        description="most tokens after the prompt, what the environment says included; null: twice the"
+        " stage's max_tokens a turn. A turn begins only where all of those fit",
     )
     seconds: float = Field(
         10.0, gt=0, description="longest that a step of the environment or a verdict takes"
