@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,12 @@ def canonical_json(value: Any) -> bytes:
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     ).encode()
+
+
+def with_field(section: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """A copy of `section` in which the field at the dotted `key` has another value."""
+    first, _, rest = key.partition(".")
+    return {**section, first: with_field(section[first], rest, value) if rest else value}
 
 
 def sha256_bytes(data: bytes) -> str:

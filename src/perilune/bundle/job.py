@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from perilune.files import with_field
 
 SCHEMA_VERSION = 1
 
@@ -18,14 +21,15 @@ class Frozen(BaseModel):
 class InputReference(Frozen):
     """One staged input of a bundle.
 
-    `name` is the field of the stage that consumes it ("checkpoint", "data"); `path` is relative to the
-    bundle ("inputs/checkpoint"); `digest` is the SHA-256 over its files' names and contents.
+    `name` is the field of the stage that consumes it ("checkpoint", "data"), or the field of the environment
+    that names a file of tasks ("environment.path"); `path` is relative to the bundle ("inputs/checkpoint");
+    `digest` is the SHA-256 over its files' names and contents.
     """
 
     name: str
     path: str = Field(pattern=r"^inputs/[A-Za-z0-9_][A-Za-z0-9._-]*$")
     digest: str
-    kind: Literal["checkpoint", "dataset", "preferences", "reward_model", "evaluation"]
+    kind: Literal["checkpoint", "dataset", "preferences", "reward_model", "evaluation", "tasks"]
 
 
 class Resources(Frozen):
@@ -72,3 +76,12 @@ class Job(Frozen):
     inputs: tuple[InputReference, ...] = ()
     entrypoint: tuple[str, ...] = ("perilune", "worker")
     secrets: tuple[str, ...] = ()
+
+    def at(self, root: Path) -> Job:
+        """The job as it runs in the bundle at `root`: the environment's files by absolute paths."""
+        section = self.environment
+        for reference in self.inputs:
+            if reference.kind == "tasks":
+                key = reference.name.removeprefix("environment.")
+                section = with_field(section, key, str((root / reference.path).absolute()))
+        return self.model_copy(update={"environment": section})

@@ -30,7 +30,7 @@ class Workspace:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.job = Job.model_validate(read_json(root / "job.json"))
+        self.job = Job.model_validate(read_json(root / "job.json")).at(root)
         self.artifacts = root / "artifacts"
         self.runtime = root / "runtime"
         self.checkpoints = self.artifacts / "checkpoints"

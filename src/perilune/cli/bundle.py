@@ -88,6 +88,7 @@ def freeze(
     from perilune.bundle.freeze import freeze as freeze_job
     from perilune.bundle.job import InputReference
     from perilune.bundle.plugin import consumed_fields, load_plugin
+    from perilune.recipe.environment_files import staged
     from perilune.recipe.load import load_recipe
     from perilune.recipe.schema import MODEL, job_for
 
@@ -106,8 +107,8 @@ def freeze(
         InputReference(name=field, path=f"inputs/{field}", digest="", kind=kinds[field])
         for field in sorted(inputs)
     )
-    job = job_for(loaded, chosen).model_copy(update={"inputs": references})
-    digest = freeze_job(job, inputs, out)
+    job, files = staged(job_for(loaded, chosen).model_copy(update={"inputs": references}))
+    digest = freeze_job(job, inputs | files, out)
     if as_json:
         print_json({"path": str(out), "stage": stage, "digest": digest})
     else:

@@ -39,6 +39,7 @@ from perilune.errors import RequestError
 from perilune.execution.log import log_tail
 from perilune.execution.verdict import read_verdict
 from perilune.files import canonical_json, read_json, sha256_bytes, write_json
+from perilune.recipe.environment_files import staged
 from perilune.recipe.schema import MODEL, Recipe, job_for
 
 POLL_SECONDS = 0.1
@@ -160,7 +161,8 @@ def with_inputs(
     """The job of a stage with its inputs named, and where they lie.
 
     Inputs are the outputs of the stages it consumes and, as input "model", the weights that the recipe's
-    model section names, so that the bundle holds all that it needs and its digest covers it.
+    model section names and the files that its environment section names, so that the bundle holds all that
+    it needs and its digest covers it.
     """
     tasks = {other.name: other.job.task for other in plans}
     kinds = consumed_fields(load_plugin(plan.job.task).spec)
@@ -178,7 +180,8 @@ def with_inputs(
     if weights and MODEL in plan.consumes.values():
         inputs[MODEL] = Path(weights)
         references.append(InputReference(name=MODEL, path=f"inputs/{MODEL}", digest="", kind="checkpoint"))
-    return plan.job.model_copy(update={"inputs": tuple(references)}), inputs
+    job, files = staged(plan.job.model_copy(update={"inputs": tuple(references)}))
+    return job, inputs | files
 
 
 def watch(

@@ -8,10 +8,11 @@ takes one checked instance of it. A callable without `Spec` takes the section as
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -25,6 +26,7 @@ from perilune.environments.settings import (
     without_settings,
 )
 from perilune.errors import RequestError
+from perilune.files import with_field
 
 ENVIRONMENT_GROUP = "perilune.environments"
 FACTORY_ID = "factory"
@@ -32,6 +34,7 @@ REWARDS = "rewards"  # of any section: names and weights, as `perilune.environme
 
 _BUILT_IN = {
     "calculator": "perilune.environments.calculator:CalculatorEnvironment",
+    "jsonl": "perilune.environments.jsonl:JsonlEnvironment",
     "reasoning_gym": "perilune.environments.reasoning_gym:ReasoningGymEnvironment",
 }
 
@@ -59,6 +62,29 @@ def environment_families(name: str) -> tuple[str, ...]:
     """
     families: tuple[str, ...] = getattr(_factory({"id": name}), "families", tuple)()
     return families
+
+
+def named_files(section: Mapping[str, Any]) -> dict[str, str]:
+    """Fields of an environment section that name files, dotted where they are nested, and their paths.
+
+    The environment's class lists such fields as `files`; a bundle has to hold what they name.
+    """
+    found: dict[str, str] = {}
+    for key in getattr(_factory(section), "files", ()) if section.get("id") in _factories() else ():
+        value: Any = section
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if isinstance(value, str):
+            found[key] = value
+    return found
+
+
+def located(section: Mapping[str, Any], base: Callable[[str], Path]) -> dict[str, Any]:
+    """The section with absolute paths; `base` says what the one in a field is relative to."""
+    found = dict(section)
+    for key, path in named_files(section).items():
+        found = with_field(found, key, str((base(key) / Path(path).expanduser()).absolute()))
+    return found
 
 
 def make_environment(spec: Mapping[str, Any]) -> Environment:

@@ -38,7 +38,8 @@ Function = Callable[..., Any]
 class WithRewards(SingleTurn):
     """An environment whose reward is the weighted sum of the terms that `rewards` names, and of no others.
 
-    What the environment itself says stays among the terms as "verifier", and is the metric "gold".
+    What the environment itself says stays among the terms as "verifier", and is the metric "gold"; unless its
+    attribute `judges` is False, and it has nothing to say.
 
     Args:
         rewards: by name: a weight, for "verifier" and the environment's own terms; or a section of
@@ -58,6 +59,9 @@ class WithRewards(SingleTurn):
                 where="rewards",
                 remedy="offer the function as a term of the environment",
             )
+        self._judges = getattr(environment, "judges", True)
+        if not self._judges and VERIFIER in rewards:
+            raise RequestError("this environment has no verdict of its own", where="rewards.verifier")
         self.id = environment.id
         self.confined = getattr(environment, "confined", True)
         self._environment = environment
@@ -93,10 +97,10 @@ class WithRewards(SingleTurn):
 
     def score(self, task: Task, transcript: Transcript) -> Outcome:
         """The weighted sum of the terms that apply to the task."""
-        verdict = self._environment.score(task, transcript)
+        verdict = self._environment.score(task, transcript) if self._judges else Score(0.0)
         if isinstance(verdict, Failure):
             return verdict
-        terms = {**verdict.terms, VERIFIER: verdict.reward}
+        terms = {**verdict.terms, VERIFIER: verdict.reward} if self._judges else {}
         counted: dict[str, float] = {}
         for name in self._weights:
             found = self._call(name, task, transcript) if name in self._sections else terms.get(name)
@@ -109,7 +113,7 @@ class WithRewards(SingleTurn):
         if not counted:
             return Failure(VERIFIER, "no reward function applies to this task")
         reward = math.fsum(self._weights[name] * value for name, value in counted.items())
-        gold = {} if self._weights == {VERIFIER: 1.0} else {GOLD: verdict.reward}
+        gold = {GOLD: verdict.reward} if self._judges and self._weights != {VERIFIER: 1.0} else {}
         return Score(reward, terms | counted, gold | dict(verdict.metrics))
 
     def _call(self, name: str, task: Task, transcript: Transcript) -> float | Failure | None:

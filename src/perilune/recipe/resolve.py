@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,8 @@ def resolve(document: Document, folder: Path) -> Recipe:
     problems: list[Problem] = []
     recipe: Recipe | None = None
     value = dict(document.value)
-    for section, check, blank in (("environment", _environment, {}), ("stages", _stages, [_BLANK_STAGE])):
+    find = partial(_environment, base=lambda path: _base(document, path, folder))
+    for section, check, blank in (("environment", find, {}), ("stages", _stages, [_BLANK_STAGE])):
         if section in value:
             try:
                 value[section] = check(value[section])
@@ -111,7 +114,7 @@ def _base(document: Document, path: KeyPath, folder: Path) -> Path:
     return Path.cwd() if document.place(path).startswith("--set") else folder
 
 
-def _environment(value: Any) -> dict[str, Any]:
+def _environment(value: Any, base: Callable[[KeyPath], Path]) -> dict[str, Any]:
     """Check the section against the environment's own model, then against the environment itself."""
     where = ("environment",)
     if not isinstance(value, dict):
@@ -122,10 +125,13 @@ def _environment(value: Any) -> dict[str, Any]:
     try:
         if known and (model := registry.environment_spec(value["id"])) is not None:
             checked = validate(model, value, where, "environment").model_dump(mode="json")
+            checked = registry.located(checked, lambda key: base(("environment", *key.split("."))))
         registry.make_environment(checked)
     except RequestError as error:
-        path = tuple(error.where.split(".")) if error.where.startswith("environment") else where
-        raise ProblemsError([Problem(path, f"{'.'.join(path)}: {error.what}", error.remedy)]) from None
+        own = error.where.startswith("environment")
+        path = tuple(error.where.split(".")) if own else where
+        what = error.what if own or not error.where else f"{error.where}: {error.what}"
+        raise ProblemsError([Problem(path, f"{'.'.join(path)}: {what}", error.remedy)]) from None
     return checked
 
 

@@ -6,9 +6,11 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Protocol
 
 from perilune.environments.protocol import Failure
+from perilune.environments.registry import located
 from perilune.errors import RequestError, WorkFailedError
 from perilune.verifiers.channel import BrokenScorerError, Channel
 from perilune.verifiers.confinement import Limits
@@ -51,7 +53,7 @@ class EnvironmentProcess:
 
     def __init__(self, spec: Mapping[str, Any], limits: Limits) -> None:
         self.generation = 0
-        self._spec = dict(spec)
+        self._spec = located(spec, lambda _: Path.cwd())  # the process has a folder of its own
         self._limits = limits
         self._ready = False
         self._channel: Channel | None = self._start()

@@ -1,0 +1,26 @@
+"""Files that an environment section names, staged when a job is frozen."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+from perilune.bundle.job import InputReference, Job
+from perilune.files import with_field
+
+
+def staged(job: Job) -> tuple[Job, dict[str, Path]]:
+    """The job with the environment's files among its inputs, and where they lie.
+
+    Its environment section names them as they lie in the bundle, which is the same on every machine.
+    """
+    registry = import_module("perilune.environments.registry")  # the planes know nothing of environments
+    section, references = job.environment, list(job.inputs)
+    found: dict[str, Path] = {}
+    for key, path in registry.named_files(section).items():
+        name = f"environment.{key}"
+        reference = InputReference(name=name, path=f"inputs/{name}", digest="", kind="tasks")
+        section = with_field(section, key, reference.path)
+        references.append(reference)
+        found[name] = Path(path)
+    return job.model_copy(update={"environment": section, "inputs": tuple(references)}), found

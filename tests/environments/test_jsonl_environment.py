@@ -1,0 +1,210 @@
+"""Tasks in files of JSON Lines: what is accepted, what is broken, and what a bundle holds of them."""
+
+import json
+import logging
+import shutil
+
+import pytest
+
+from perilune.bundle.freeze import freeze
+from perilune.bundle.workspace import Workspace
+from perilune.environments import Failure, Transcript, make_environment
+from perilune.environments.matching import last_number, matches
+from perilune.errors import RequestError
+from perilune.recipe.environment_files import staged
+from perilune.recipe.load import load_recipe
+from perilune.recipe.schema import job_for
+from perilune.verifiers.audit.audit import audit_reward
+from perilune.verifiers.conformance import check_environment
+from perilune.verifiers.scorer import Scorer
+
+
+def rows(count, start=0):
+    return [
+        {"prompt": f"What is {n} + {n}?", "answer": 2 * n, "level": n % 3}
+        for n in range(start, start + count)
+    ]
+
+
+def written(path, some):
+    path.write_text("".join(json.dumps(row) + "\n" for row in some))
+    return {"id": "jsonl", "path": str(path), "match": "number"}
+
+
+@pytest.fixture
+def section(tmp_path):
+    return written(tmp_path / "sums.jsonl", rows(200, start=100))
+
+
+def test_it_does_what_every_environment_must(section):
+    found = check_environment(section, tasks=2)
+    assert not found.findings
+    assert found.checked["the stated answer is accepted"] == 2
+
+
+def test_a_path_is_relative_to_where_one_stands(section, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert not check_environment(section | {"path": "sums.jsonl"}, tasks=1).findings
+
+
+def test_every_row_is_in_one_split_whatever_the_seed(section):
+    environment = make_environment(section)
+    train, held_out = (
+        [task.task_id for task in environment.tasks(split, 3)] for split in ("train", "heldout")
+    )
+    assert len(set(train) | set(held_out)) == len(train) + len(held_out) == 200
+    assert 5 < len(held_out) < 40  # a tenth
+    other = [task.task_id for task in environment.tasks("train", 4)]
+    assert sorted(other) == sorted(train) and other != train
+    task = next(environment.tasks("train", 0))
+    assert task.data["level"] in (0, 1, 2) and task.data["answer"].isdigit()
+
+
+def test_a_column_or_a_file_may_say_what_is_held_out(tmp_path, section):
+    marked = [row | {"split": "test" if n < 4 else "train"} for n, row in enumerate(rows(10))]
+    by_column = written(tmp_path / "marked.jsonl", marked) | {"heldout": {"column": "split"}}
+    assert make_environment(by_column).settings() == {"train": 6, "heldout": 4}
+    written(tmp_path / "kept.jsonl", rows(5, start=1000))
+    by_file = section | {"heldout": {"path": str(tmp_path / "kept.jsonl")}}
+    assert make_environment(by_file).settings() == {"train": 200, "heldout": 5}
+    written(tmp_path / "kept.jsonl", rows(5, start=103))
+    with pytest.raises(RequestError, match=r"sums.jsonl:4: asks what .*kept.jsonl:1 asks"):
+        make_environment(by_file)
+
+
+def test_a_folder_is_all_its_files(tmp_path):
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    written(folder / "a.jsonl", rows(20))
+    section = written(folder / "b.jsonl", rows(20, start=50)) | {"path": str(folder)}
+    assert sum(make_environment(section).settings().values()) == 40
+
+
+BROKEN = {
+    "{": "not JSON",
+    "[1]": "a mapping of columns",
+    '{"answer": 1}': "exactly one of prompt and messages",
+    '{"prompt": "", "answer": 1}': "the last message is empty",
+    '{"prompt": "1?"}': "has no answer",
+    '{"prompt": "1?", "answer": true}': "a bool, neither",
+    '{"prompt": "1?", "answer": "one"}': "holds no number",
+    '{"prompt": "1?", "answer": NaN}': "no number that JSON has",
+    '{"prompt": "1?", "answer": 1, "task_id": 3}': "a meaning of its own",
+    '{"messages": [{"role": "robot", "content": "1?"}], "answer": 1}': "a role of",
+    '{"messages": [{"role": "assistant", "content": "1"}], "answer": 1}': "the assistant's",
+    '{"prompt": "What is 0 + 0?", "answer": 5}': "asks what",
+    '{"prompt": "\\ud800", "answer": 5}': "not UTF-8",
+    "[" * 100_000: "nested too deeply",
+}
+
+
+@pytest.mark.parametrize("line", BROKEN)
+def test_a_broken_row_is_named_or_left_out_and_told(tmp_path, caplog, line):
+    path = tmp_path / "sums.jsonl"
+    section = written(path, rows(40))
+    path.write_text(path.read_text() + "\n" + line + "\n")
+    with pytest.raises(RequestError, match=BROKEN[line]) as raised:
+        make_environment(section)
+    assert raised.value.where == f"{path}:42"
+    with caplog.at_level(logging.WARNING):
+        kept = make_environment(section | {"broken_rows": "drop"})
+    assert sum(kept.settings().values()) == 40
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("1 of 41 rows are broken") and f"{path}:42" in told and BROKEN[line] in told
+
+
+def test_what_cannot_be_read_is_refused(tmp_path):
+    for path in (tmp_path / "none.jsonl", tmp_path):
+        with pytest.raises(RequestError, match=r"no such file|has no \*.jsonl"):
+            make_environment({"id": "jsonl", "path": str(path)})
+    with pytest.raises(RequestError, match=r"for (train|heldout)"):
+        make_environment(written(tmp_path / "one.jsonl", rows(2)))
+    bytes_ = tmp_path / "bytes.jsonl"
+    bytes_.write_bytes(b'{"prompt": "\xff"}\n')
+    with pytest.raises(RequestError, match="not UTF-8"):
+        make_environment({"id": "jsonl", "path": str(bytes_)})
+
+
+@pytest.mark.parametrize(
+    ("match", "answer", "right", "wrong"),
+    [
+        ("exact", "Paris", ["Paris", " Paris\n"], ["paris", "Paris.", "in Paris", ""]),
+        ("number", "1000", ["1,000", "so it is 1000.0", "2 or 1000"], ["1000 2", "001000", "1e3", "x1000"]),
+        ("number", "-0.5", ["-0.50", "= -0.5."], ["0.5", "-5"]),
+        ("contains", "New York", ["It is new york, I think"], ["York New", "New Yorker"]),
+        ("regex", r"(?i)paris|lutetia", ["paris", "Lutetia"], ["not paris", "paris lutetia"]),
+    ],
+)  # fmt: skip
+def test_answers_are_compared(match, answer, right, wrong):
+    assert [matches(match, one, answer) for one in right] == [True] * len(right)
+    assert [matches(match, one, answer) for one in wrong] == [False] * len(wrong)
+    assert last_number("0" * 200) is None
+
+
+def test_a_cut_off_answer_earns_nothing(section):
+    environment = make_environment(section)
+    task = next(environment.tasks("train", 0))
+    gold = environment.gold(task)
+    assert environment.score(task, gold).reward == 1.0
+    assert environment.score(task, Transcript(gold.text, finished=False)).reward == 0.0
+
+
+def test_reward_functions_may_judge_instead(tmp_path):
+    asked = [{"prompt": f"Say {n} words", "words": n} for n in range(1, 40)]
+    section = written(tmp_path / "words.jsonl", asked) | {"match": None}
+    task = next(make_environment(section).tasks("train", 0))
+    assert isinstance(make_environment(section).score(task, Transcript("a")), Failure)
+    source = (
+        "def fits(completions, words, **_):\n    return [float(len(completions[0].split()) == words[0])]\n"
+    )
+    function = {"function": "fits.py:fits", "weight": 2.0, "format": "text", "source": source}
+    with Scorer(section | {"rewards": {"fits": function}}) as scorer:
+        (outcome,) = scorer.score([(task, Transcript("a " * task.data["words"]))])
+    assert (outcome.reward, dict(outcome.terms), dict(outcome.metrics)) == (2.0, {"fits": 1.0}, {})
+    with pytest.raises(RequestError, match="no verdict of its own"):
+        make_environment(section | {"rewards": {"verifier": 1.0}})
+
+
+def test_the_audit_can_tell_a_strict_match_from_a_loose_one(tmp_path):
+    capitals = ["no", "yes"] * 20
+    asked = [{"prompt": f"Is {n} odd?", "answer": word} for n, word in enumerate(capitals)]
+    section = written(tmp_path / "odd.jsonl", asked)
+    strict = audit_reward(section | {"match": "exact"}, tasks=6, search_budget=0)
+    loose = audit_reward(section | {"match": "contains"}, tasks=6, search_budget=0)
+    assert strict.grade in "AB" and loose.grade == "F"
+
+
+RECIPE = """
+name: sums
+model: {preset: tiny}
+environment: {id: jsonl, path: tasks/sums.jsonl, match: number, heldout: {path: kept.jsonl}}
+stages:
+  - {name: traces, task: collect, teacher: gold, traces: 5}
+"""
+
+
+def test_a_bundle_holds_the_rows_and_is_the_same_wherever_they_lay(tmp_path):
+    digests = []
+    for name in ("here", "there"):
+        folder = tmp_path / name
+        (folder / "tasks").mkdir(parents=True)
+        written(folder / "tasks" / "sums.jsonl", rows(20))
+        written(folder / "kept.jsonl", rows(3, start=50))
+        (folder / "sums.yaml").write_text(RECIPE)
+        recipe = load_recipe(folder / "sums.yaml")
+        job, inputs = staged(job_for(recipe, recipe.stages[0]))
+        digests.append(freeze(job, inputs, tmp_path / f"bundle-{name}"))
+        shutil.rmtree(folder)
+    assert digests[0] == digests[1]
+    environment = make_environment(Workspace(tmp_path / "bundle-here").job.environment)
+    assert environment.settings() == {"train": 20, "heldout": 3}
+
+
+def test_a_recipe_says_which_row_is_broken(tmp_path):
+    (tmp_path / "tasks").mkdir()
+    written(tmp_path / "tasks" / "sums.jsonl", [*rows(3), {"prompt": 1}])
+    written(tmp_path / "kept.jsonl", rows(3, start=50))
+    (tmp_path / "sums.yaml").write_text(RECIPE)
+    with pytest.raises(RequestError, match=r"sums.jsonl:4: the prompt is neither") as raised:
+        load_recipe(tmp_path / "sums.yaml")
+    assert raised.value.where.endswith("sums.yaml:4")
