@@ -43,7 +43,7 @@ def test_options_are_typed_and_the_rest_stays(tmp_path: Path) -> None:
         ("{name: grpoo}", "stages.rl.algorithm: no algorithm is called 'grpoo'", "'grpo'"),
         ("grpoo", "stages.rl.algorithm: no algorithm is called 'grpoo'", "'grpo'"),
         ("{clip_low: 0.1}", "stages.rl.algorithm.name is missing", ""),
-        ("7", "stages.rl.algorithm is 7 but should be an object", ""),
+        ("7", "stages.rl.algorithm is 7 but should be a section of keys", ""),
     ],
 )
 def test_what_is_wrong_is_said_with_its_line(said: str, what: str, remedy: str, tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_correction_that_makes_no_sense_is_refused(
 
 
 def test_a_group_that_is_too_small_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"stages.rl samples is 8, and pkpo compares at least 10"):
+    with pytest.raises(RequestError, match=r"stages.rl: samples is 8, and pkpo compares at least 10"):
         load(tmp_path / "r.yaml", "algorithm: {name: pkpo, k: 9}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeGuard, TypeVar, get_args
 
@@ -14,6 +14,12 @@ from perilune.errors import RequestError
 from perilune.recipe.source import KeyPath
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
+
+_IN_YAML = {  # the validator's words are JSON's
+    "should be an object": "should be a section of keys",
+    "should be a valid dictionary": "should be a section of keys",
+    "should be a valid array": "should be a list",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +69,43 @@ def validate(model: type[ModelT], value: Any, path: KeyPath, label: str) -> Mode
     try:
         return model.model_validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
-        problems = [_problem(model, dict(detail), path, label) for detail in error.errors(include_url=False)]
-    raise ProblemsError(problems)
+        found = [dict(detail) for detail in error.errors(include_url=False)]
+    told = [one for one in found if not _of_another_kind(one, value)] or found
+    told.sort(key=lambda one: one["type"] != "extra_forbidden")  # a key that is misspelt is missing too
+    raise ProblemsError([_problem(model, one, value, path, label) for one in told])
 
 
-def _problem(model: type[BaseModel], detail: dict[str, Any], path: KeyPath, label: str) -> Problem:
-    location, owner = _written(model, tuple(detail["loc"]))
+def _of_another_kind(detail: Mapping[str, Any], value: Any) -> bool:
+    """Whether all it says is that a section is none of the other things that may stand in its place."""
+    *_, last = detail["loc"] or ("",)
+    return (
+        isinstance(detail["input"], dict) and detail["type"] != "missing" and last not in _keys(detail, value)
+    )
+
+
+def _keys(detail: Mapping[str, Any], value: Any) -> KeyPath:
+    """Where it is, as the user wrote it.
+
+    Where several things may stand, the validator's location also says which of them it took; nobody wrote
+    that.
+    """
+    written: list[str | int] = []
+    for part in detail["loc"]:
+        if part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int):
+            written.append(part)
+            value = value[part]
+    return (*written, detail["loc"][-1]) if detail["type"] == "missing" else tuple(written)
+
+
+def _problem(
+    model: type[BaseModel], detail: dict[str, Any], value: Any, path: KeyPath, label: str
+) -> Problem:
+    location = _keys(detail, value)
     key = ".".join(str(part) for part in ([label] if label else []) + list(location))
     full = (*path, *location)
     if detail["type"] == "extra_forbidden":
-        return Problem(full, f"{key} is not a known key", nearest(str(location[-1]), owner.model_fields))
+        valid = _owner(model, detail["loc"]).model_fields
+        return Problem(full, f"{key} is not a known key", nearest(str(location[-1]), valid))
     if detail["type"] == "missing":
         return Problem(full, f"{key} is missing")
     if detail["type"] == "union_tag_not_found":
@@ -82,31 +115,30 @@ def _problem(model: type[BaseModel], detail: dict[str, Any], path: KeyPath, labe
         names = detail["ctx"]["expected_tags"].replace("'", "").split(", ")
         return Problem(full, f"{key}: no {location[-1]} is called '{asked}'", nearest(asked, names))
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    message = _IN_YAML.get(message, message)
     if isinstance(detail["input"], dict | list):
-        return Problem(full, f"{key} {message}" if key else message)
+        return Problem(full, f"{key}: {message}" if key else message)
     shown = json.dumps(detail["input"], ensure_ascii=False)
     return Problem(full, f"{key} is {shown[:80]} but {message}")
 
 
-def _written(model: type[BaseModel], location: KeyPath) -> tuple[KeyPath, type[BaseModel]]:
-    """`location` inside `model` as the user wrote it, and the model whose key its last part is.
+def _owner(model: type[BaseModel], location: KeyPath) -> type[BaseModel]:
+    """The model among whose fields the last part of a validator's location was looked for."""
+    kinds = [model]
+    for part in location[:-1]:
+        named = [kind for kind in kinds if part in (_name_of(kind), kind.__name__)]
+        if named:
+            kinds = named
+        elif part in kinds[0].model_fields:
+            kinds = _models(kinds[0].model_fields[str(part)].annotation) or kinds
+    return kinds[0]
 
-    Where a section may be one of several models, the validator's location has the name of the one chosen
-    after the section's key; nobody wrote it there.
-    """
-    written: list[str | int] = []
-    kinds: tuple[Any, ...] = ()
-    for part in location:
-        chosen = [kind for kind in kinds if _is_model(kind) and _name_of(kind) == part]
-        if chosen:
-            model, kinds = chosen[0], ()
-            continue
-        written.append(part)
-        annotation = model.model_fields[str(part)].annotation if str(part) in model.model_fields else None
-        kinds = get_args(annotation)
-        if _is_model(annotation):
-            model = annotation
-    return tuple(written), model
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    """Every section that an annotation allows, wherever it stands in it."""
+    if _is_model(annotation):
+        return [annotation]
+    return [found for inner in get_args(annotation) for found in _models(inner)]
 
 
 def _is_model(annotation: Any) -> TypeGuard[type[BaseModel]]:
