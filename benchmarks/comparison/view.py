@@ -53,8 +53,8 @@ ABOUT = f"""\
 Every arm of a seed starts from the same cold start, is given the same training tasks in the same order, has
 as many episodes (`dapo` about as many: its refills decide), the same learning rate, and four updates a batch,
 so that clips and ratios matter. Then it answers the same held-out tasks, eight times each. The learning rate
-was chosen for `grpo`, on a seed that is not shown: an arm that is worse may only want another. All options
-are the defaults.
+was chosen for `grpo`, on a seed that is not shown: an arm that is worse may only want another (`dr_grpo_2x`
+has twice that rate). All other options are the defaults.
 
 * *At equal episodes* compares pass@1 on the held-out tasks.
 * *At equal seconds* compares pass rates on training tasks, new at every step, over the last {WINDOW} steps
