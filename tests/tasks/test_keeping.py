@@ -151,3 +151,11 @@ def test_one_that_is_damaged_does_not_push_out_the_one_to_resume_from(
     monkeypatch.setattr(training, "prune", watched)
     run_in(again)
     assert there == [[4], [6], []]  # it began after step 2; at the end the final one takes their place
+
+
+def test_a_figure_that_no_step_writes_is_told_of_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = run_task(tmp_path / "bundle", "rl", keep={"best": "rewrad"}, steps=1)
+    assert summary(bundle)["best"]["step"] is None
+    assert "no step wrote a figure 'rewrad'" in capsys.readouterr().out

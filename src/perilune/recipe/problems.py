@@ -79,7 +79,9 @@ def _of_another_kind(detail: Mapping[str, Any], value: Any) -> bool:
     """Whether all it says is that a section is none of the other things that may stand in its place."""
     *_, last = detail["loc"] or ("",)
     return (
-        isinstance(detail["input"], dict) and detail["type"] != "missing" and last not in _keys(detail, value)
+        isinstance(detail["input"], dict)
+        and detail["type"].endswith("_type")
+        and last not in _keys(detail, value)
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from perilune.bundle.job import Frozen, Job, Resources
 from perilune.bundle.plugin import load_plugin, runs_in_several
@@ -87,6 +87,13 @@ class Recipe(Frozen):
     secrets: tuple[str, ...] = Field((), description="names, never values, of environment variables")
     tracking: tuple[SinkName, ...] = Field((), description="what figures are copied to while stages run")
     stages: tuple[Stage, ...] = Field(min_length=1, description="what to do, ordered by what consumes what")
+
+    @field_validator("resources")
+    @classmethod
+    def _something_to_cut(cls, resources: Resources) -> Resources:
+        if resources.sharded and resources.processes == 1:
+            raise ValueError("sharded cuts weights over several processes, and processes is 1")
+        return resources
 
     def stage(self, name: str) -> Stage:
         """The stage called `name`.

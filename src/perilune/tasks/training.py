@@ -118,6 +118,9 @@ def finish(
     if not workspace.leads:
         return {}
     prune(workspace, spec, beside=1)
+    chosen_best = best_summary(workspace, spec)
+    if chosen_best and chosen_best["best"]["step"] is None:
+        workspace.log(f"keep.best: no step wrote a figure {spec.keep.best!r}, so that none is the best")
     parameters = sum(parameter.numel() for parameter in policy.decoder.parameters())
     return {
         "kind": "training",
@@ -125,7 +128,7 @@ def finish(
         "parameters": parameters,
         "trained_parameters": sum(one.numel() for one in trainable(policy.decoder).values()),
         "disk_bytes": disk_bytes(workspace),
-        **best_summary(workspace, spec),
+        **chosen_best,
     }
 
 
