@@ -1,0 +1,134 @@
+"""Games of OpenSpiel, in words: the real package, real games."""
+
+from itertools import islice
+
+import pytest
+
+from perilune.environments import Chance, Transcript, make_environment
+from perilune.errors import RequestError
+from perilune.verifiers.conformance import check_environment
+
+GAMES = ("goofspiel", "leduc_poker", "kuhn_poker", "liars_dice", "gin_rummy",
+         "othello", "hex", "clobber", "connect_four", "tic_tac_toe")  # fmt: skip
+SMALL = {"goofspiel": {"num_cards": 5}, "hex": {"board_size": 4}}
+
+
+def section(game, **more):
+    return {"id": "open_spiel", "game": game, "config": SMALL.get(game, {}), **more}
+
+
+def played(environment, task, seed=0, moves=()):
+    """A game to its end: `moves` first, then at random; returns actions and what was observed."""
+    session = environment.reset(task, seed)
+    chance, actions, seen = Chance(seed, task.task_id), [], [session.observation]
+    while not session.observation.done:
+        turn = len(actions)
+        legal = session.observation.legal
+        actions.append(moves[turn] if turn < len(moves) else chance.choice(legal, "play", turn))
+        seen.append(session.step(actions[-1]))
+    return actions, seen
+
+
+def first(environment, seat=0):
+    return next(task for task in environment.tasks("train", 0) if task.data["seat"] == seat)
+
+
+@pytest.mark.parametrize("game", GAMES)
+def test_every_game_does_what_every_environment_must(game):
+    assert not check_environment(section(game), tasks=1).findings
+
+
+@pytest.mark.parametrize("game", GAMES)
+def test_games_are_played_to_their_end(game):
+    environment = make_environment(section(game))
+    assert environment.players == 2
+    for task in islice(environment.tasks("train", 1), 3):
+        actions, seen = played(environment, task)
+        rewards = seen[-1].rewards
+        assert sum(rewards) == 0 and all(not one.rewards for one in seen[:-1])
+        for player in (0, 1):
+            score = environment.score(
+                task, Transcript(actions[-1], earlier=tuple(actions[:-1]), player=player)
+            )
+            assert score.reward == rewards[player]
+        assert all(len(set(one.legal)) == len(one.legal) for one in seen[:-1])
+        assert max(len(one.messages[0]["content"]) for one in seen[:-1]) < 900
+
+
+def test_moves_are_told_and_the_winner_is_paid():
+    environment = make_environment(section("tic_tac_toe"))
+    _, seen = played(environment, first(environment), moves=("0,0", "1,0", "0,1", "1,1", "0,2"))
+    assert seen[4].messages[0]["content"] == "you are x\nxx.\noo.\n...\nmoves 0,2 1,2 2,0 2,1 2,2\n"
+    assert (len(seen), seen[-1].rewards) == (6, (1.0, -1.0))
+
+
+def test_x_connects_the_top_of_hex_with_its_bottom():
+    environment = make_environment(section("hex"))
+    moves = ("a1", "b1", "a2", "b2", "a3", "b3", "a4")
+    _, seen = played(environment, first(environment), moves=moves)
+    assert (len(seen), seen[-1].rewards) == (8, (1.0, -1.0))
+
+
+def test_who_moves_at_once_does_not_see_the_others_bid():
+    environment = make_environment(section("goofspiel"))
+    task = first(environment)
+    session = environment.reset(task, 0)
+    before = environment.reset(task, 0).step("1").messages
+    session.step("5")
+    assert session.observation.player == 1 and session.observation.messages == before
+    after = session.step("2")
+    assert after.player == 0 and "their hand 1 3 4 5" in after.messages[0]["content"]
+
+
+def test_cards_follow_the_seed_and_stay_one_s_own():
+    environment = make_environment(section("kuhn_poker"))
+    task = first(environment)
+    deals = {seed: played(environment, task, seed, moves=("Pass", "Pass"))[1] for seed in range(12)}
+    cards = {tuple(one.messages[0]["content"].split()[2] for one in seen[:2]) for seen in deals.values()}
+    assert len(cards) > 3 and all(mine != theirs for mine, theirs in cards)
+    for seen in deals.values():
+        mine, theirs = ("JQK".index(one.messages[0]["content"].split()[2]) for one in seen[:2])
+        assert seen[-1].rewards == ((1.0, -1.0) if mine > theirs else (-1.0, 1.0))
+
+
+@pytest.mark.parametrize(("policy", "rewards"), [("loses", (1.0, -1.0)), ("ends", ())])
+def test_an_illegal_move_costs_what_the_setting_says(policy, rewards):
+    environment = make_environment(section("tic_tac_toe", illegal_move=policy))
+    session = environment.reset(first(environment), 0)
+    session.step("1,1")
+    ended = session.step("1,1")
+    assert ended.done and ended.rewards == rewards and ended.metrics["illegal"] == 1.0
+
+
+def test_search_beats_chance():
+    environment = make_environment(section("tic_tac_toe", opponent="mcts", simulations=60))
+    assert environment.players == 1
+    worth = [
+        played(environment, task)[1][-1].rewards[0] for task in islice(environment.tasks("heldout", 0), 12)
+    ]
+    assert sum(worth) < -6
+    lucky = make_environment(section("tic_tac_toe", opponent="random"))
+    worth = [played(lucky, task)[1][-1].rewards[0] for task in islice(lucky.tasks("heldout", 0), 12)]
+    assert max(worth) == 1.0
+    seats = {
+        lucky.reset(task, 0).observation.messages[0]["content"][8]
+        for task in islice(lucky.tasks("train", 0), 9)
+    }
+    assert seats == {"x", "o"}
+
+
+def test_search_does_what_every_environment_must():
+    assert not check_environment(section("connect_four", opponent="mcts", simulations=4), tasks=1).findings
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"game": "tictactoe"}, "no game 'tictactoe'.*tic_tac_toe"),
+        ({"game": "kuhn_poker", "opponent": "mcts"}, "opponent: random"),
+        ({"game": "hex", "config": {"size": 3}}, "environment.config"),
+    ],
+)
+def test_what_cannot_be_played_is_refused(wrong, message):
+    with pytest.raises(RequestError, match=rf"(?s){message}"):
+        make_environment({"id": "open_spiel", **wrong})
