@@ -34,6 +34,7 @@ REWARDS = "rewards"  # of any section: names and weights, as `perilune.environme
 
 _BUILT_IN = {
     "calculator": "perilune.environments.calculator:CalculatorEnvironment",
+    "gymnasium": "perilune.environments.gymnasium_text:GymnasiumEnvironment",
     "jsonl": "perilune.environments.jsonl:JsonlEnvironment",
     "open_spiel": "perilune.environments.open_spiel:OpenSpielEnvironment",
     "reasoning_gym": "perilune.environments.reasoning_gym:ReasoningGymEnvironment",

@@ -1,0 +1,40 @@
+"""Gymnasium's toy texts: the real package."""
+
+import pytest
+
+from perilune.environments import Transcript, make_environment
+from perilune.errors import RequestError
+from perilune.verifiers.conformance import check_environment
+
+
+def section(game, **more):
+    return {"id": "gymnasium", "game": game, "turns": 12, **more}
+
+
+@pytest.mark.parametrize("game", ["FrozenLake-v1", "CliffWalking-v1", "Taxi-v4", "Blackjack-v1"])
+def test_every_game_does_what_every_environment_must(game):
+    assert not check_environment(section(game), tasks=1).findings
+
+
+def test_a_walk_over_the_ice_is_told_and_paid():
+    environment = make_environment(section("FrozenLake-v1", config={"is_slippery": False}))
+    task = next(environment.tasks("train", 0))
+    session = environment.reset(task, 0)
+    assert session.observation.messages[0]["content"] == "[S]FFF\nFHFH\nFFFH\nHFFG\n"
+    moves = ("down", "fly", "down", "right", "right", "down", "right")
+    seen = [session.step(move) for move in moves]
+    assert seen[0].messages[0]["content"] == seen[1].messages[0]["content"] == "SFFF\n[F]HFH\nFFFH\nHFFG\n"
+    assert seen[-1].done and seen[-1].rewards == (1.0,) and seen[-1].metrics["illegal"] == 1.0
+    assert environment.score(task, Transcript(moves[-1], earlier=moves[:-1])).reward == 1.0
+
+
+def test_cards_follow_the_seed():
+    environment = make_environment(section("Blackjack-v1"))
+    task = next(environment.tasks("train", 0))
+    told = [environment.reset(task, seed).observation.messages[0]["content"] for seed in (0, 0, 1, 2, 3)]
+    assert told[0] == told[1] and len(set(told)) > 2 and told[0].startswith("you have ")
+
+
+def test_a_setting_that_it_lacks_is_refused():
+    with pytest.raises(RequestError, match=r"environment\.config"):
+        make_environment(section("Taxi-v4", config={"wings": 2}))
