@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from task_cases import episodes, make_job, metrics, run_task, summary
+from task_environments import Digits
 from tokenizers import models, pre_tokenizers
 
 from perilune.bundle.plugin import load_plugin
@@ -290,3 +291,18 @@ def test_the_bundled_recipe(tmp_path) -> None:
                 **stage.spec | {"steps": 1, "prompts": 2, "samples": 2, "warmup": 0},
             )  # fmt: skip
             assert "process/without" in metrics(made)[0]
+
+
+def test_an_environment_that_states_no_answer_is_refused_at_once(policy) -> None:
+    made = process(policy, AnswerValues())
+    silent = replace(made.rollouts, environment=Digits({}))
+    with pytest.raises(RequestError, match="states no right answer"):
+        replace(made, rollouts=silent)
+
+
+def test_rewards_that_would_not_be_climbed_are_refused() -> None:
+    environment = {**STATED, "rewards": {"verifier": 1.0}}
+    job = make_job("rl", environment=environment, reward_model="judge")
+    with pytest.raises(RequestError, match="not climbed beside a reward model"):
+        load_plugin("rl").plan(job)
+    load_plugin("rl").plan(make_job("rl", environment=environment, reward_model="judge", verifier_weight=1.0))

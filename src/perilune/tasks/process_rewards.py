@@ -56,7 +56,8 @@ class ProcessRewards:
         token_budget: tokens of one forward pass.
 
     Raises:
-        RequestError: when values from play are wanted of episodes of several turns.
+        RequestError: when values from play are wanted of episodes of several turns, or the likelihood of
+            the right answer where the environment states none.
     """
 
     settings: ProcessSettings | None
@@ -72,6 +73,12 @@ class ProcessRewards:
                 f"an episode of {environment.id} has several turns, and play goes on within one",
                 where="process",
                 remedy="leave process: montecarlo to environments of one turn",
+            )
+        if isinstance(self.settings, AnswerValues) and not hasattr(environment, "stated_answer"):
+            raise RequestError(
+                f"{environment.id} states no right answer, whose likelihood could be asked for",
+                where="process",
+                remedy="process: montecarlo, or none",
             )
 
     def play(

@@ -10,6 +10,8 @@ from pydantic import Field, model_validator
 
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes
+from perilune.environments.registry import REWARDS
+from perilune.errors import RequestError
 from perilune.learn.process import Process
 from perilune.learn.settings import AlgorithmSettings, LearnerSettings
 from perilune.tasks.keeping import Saving, planned
@@ -83,6 +85,12 @@ class RL:
         from perilune.tasks.footprint import model_config, planned_tokens
 
         spec = RLSpec.model_validate(job.spec)
+        if spec.reward_model and not spec.verifier_weight and job.environment.get(REWARDS):
+            raise RequestError(
+                "the recipe's rewards are not climbed beside a reward model",
+                where=f"stages.{job.stage}.reward_model",
+                remedy="verifier_weight: 1 counts both",
+            )
         config = model_config(job)
         longest = planned_tokens(job.environment, spec.max_tokens, config)
         memory = _memory(spec, config, longest, job.resources.device)
