@@ -34,10 +34,10 @@ def run_until_killed(attempt: Path) -> None:
 
     right = policy_update._update
 
-    def update(spec: Any, learner: Any, groups: Any, step: int, *rest: Any) -> Any:
+    def update(spec: Any, learner: Any, groups: Any, step: int, *rest: Any, **named: Any) -> Any:
         if step == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        return right(spec, learner, groups, step, *rest)
+        return right(spec, learner, groups, step, *rest, **named)
 
     policy_update._update = update
     run_in(attempt)

@@ -166,6 +166,8 @@ def test_the_second_opinion_accepts_the_stated_answer_and_refuses_nonsense(famil
 class Run:
     """As much of a workspace as the check before a run needs."""
 
+    leads = True
+
     def __init__(self, folder, scorer):
         self.artifacts, self.lines = folder, []
         self.log = self.lines.append
