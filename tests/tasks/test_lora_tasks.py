@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from task_cases import make_bundle, make_job, metrics, run_in, run_task, summary
 
 from perilune.bundle.compare import compare_artifacts
+from perilune.bundle.plugin import load_plugin
 from perilune.execution.placements.local import carry_over
 from perilune.files import sha256_file
 from perilune.models.adapters import Adapter
@@ -100,3 +101,11 @@ def test_later_stages_begin_with_it(
     if task == "rl":
         assert all(line["logprob_gap_max"] == 0 for line in metrics(bundle))
         assert metrics(bundle)[0].get("kl_reference", 0.0) == 0.0
+
+
+def test_the_plan_says_what_learns_and_how() -> None:
+    lora = {"rank": 4, "alpha": 8, "base": "int8"}
+    job = make_job("rl", lora=lora, precision="bfloat16", activation_checkpointing=True)
+    told = "an adapter of rank 4, alpha 8, with a base in int8, bfloat16 products, layers computed twice"
+    assert load_plugin("rl").plan(job)["learning"] == told
+    assert "learning" not in load_plugin("rl").plan(make_job("rl"))

@@ -79,3 +79,13 @@ class LearnerSettings(OptimizerSettings):
     activation_checkpointing: bool = Field(
         False, description="compute each layer twice, and keep only what went into it: less memory"
     )
+
+    def planned(self) -> dict[str, str]:
+        """A line of the plan for what is not as by default; empty when all is."""
+        parts = [f"{self.precision} products"] if self.precision != "float32" else []
+        if self.lora is not None:
+            rank = f"rank {self.lora.rank}, alpha {self.lora.alpha:g}"
+            parts.insert(0, f"an adapter of {rank}, with a base in {self.lora.base}")
+        if self.activation_checkpointing:
+            parts.append("layers computed twice")
+        return {"learning": ", ".join(parts)} if parts else {}

@@ -81,6 +81,7 @@ class Distill:
             "loss": f"{spec.loss}, {spec.on_policy:.0%} of steps on-policy{told}",
             "learning rate": f"{spec.lr:g} after {spec.warmup} steps, cosine to {spec.lr * spec.final_lr:g}",
             "checkpoints": planned(spec, memory),
+            **spec.planned(),
             "memory": str(memory),
         }
 

@@ -53,6 +53,7 @@ class Flywheel:
             "answers": f"{spec.steps} x {spec.tasks} tasks x {spec.samples} = {spec.steps * answers:,}",
             "updates": f"{spec.steps} x {spec.updates}, learning rate {spec.lr:g}",
             "judged on": f"{spec.heldout} held-out tasks before the first round and after each",
+            **spec.planned(),
             "memory": str(memory),
         }
 

@@ -65,6 +65,7 @@ class Preference:
             "loss": f"{spec.loss}, beta {spec.beta:g}, the reference scored once",
             "learning rate": f"{spec.lr:g} after {spec.warmup} steps, cosine to {spec.lr * spec.final_lr:g}",
             "checkpoints": planned(spec, memory),
+            **spec.planned(),
             "memory": str(memory),
         }
 

@@ -104,6 +104,7 @@ class RL:
             **({"process rewards": spec.process.told()} if spec.process else {}),
             "learning rate": f"{spec.lr:g} after {spec.warmup} steps, cosine to {spec.lr * spec.final_lr:g}",
             "checkpoints": planned(spec, memory),
+            **spec.planned(),
             "memory": str(memory),
         }
 

@@ -48,6 +48,7 @@ class SFT:
             "traces seen": f"{spec.steps} steps x {spec.batch_size} = {spec.steps * spec.batch_size:,}",
             "learning rate": f"{spec.lr:g} after {spec.warmup} steps, cosine to {spec.lr * spec.final_lr:g}",
             "checkpoints": planned(spec, memory),
+            **spec.planned(),
             "memory": str(memory),
         }
 
