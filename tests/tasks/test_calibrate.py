@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from task_cases import SUMS, episodes, make_job, metrics, run_task, summary
 
 from perilune.bundle.plugin import load_plugin
-from perilune.errors import WorkFailedError
+from perilune.errors import RequestError
 from perilune.tasks.calibrate import CalibrateSpec
 from perilune.tasks.calibration import Calibrated, calibration_summary, told
 
@@ -76,7 +76,7 @@ def test_a_stage(tmp_path) -> None:
 
 
 def test_an_environment_without_answers(tmp_path) -> None:
-    with pytest.raises(WorkFailedError, match="no answer could be given values"):
+    with pytest.raises(RequestError, match="states no right answer"):
         run_task(tmp_path / "b", "calibrate")
 
 
