@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from perilune.bundle.workspace import Workspace
 from perilune.data.episode import Episode
-from perilune.data.records import TraceRecord, make_record, write_records
+from perilune.data.records import TraceRecord, write_records
 from perilune.environments.protocol import Task, Transcript
 from perilune.environments.rewards import GOLD
 from perilune.errors import WorkFailedError
@@ -21,6 +21,7 @@ from perilune.metrics.bootstrap import Interval, bootstrap_problems
 from perilune.metrics.flywheel import gain_interval, likelihood_ratio, rounds_to
 from perilune.tasks.demonstrations import Demonstrations
 from perilune.tasks.evaluation import CORRECT
+from perilune.tasks.own_traces import likeliest, own_record
 from perilune.tasks.playing import Player
 from perilune.tasks.publishing import Publisher
 from perilune.tasks.rollouts import Groups, Stopwatch
@@ -71,8 +72,14 @@ class Rounds:
     @property
     def stalled(self) -> bool:
         """Whether the last round's gain may be none: its interval reaches 1."""
+        gain = self._last_gain
+        return gain is not None and gain.low <= 1
+
+    @property
+    def _last_gain(self) -> Interval | None:
+        """Of the last round; None before there was one."""
         rates = self._learner.memory["rates"]
-        return len(rates) > 1 and gain_interval(rates[-2:], seed=self._workspace.job.seed).low <= 1
+        return gain_interval(rates[-2:], seed=self._workspace.job.seed) if len(rates) > 1 else None
 
     def sample(self, number: int) -> Sampled:
         """Answers to fresh tasks; of each task the likeliest that passes is written down to be learned."""
@@ -83,7 +90,7 @@ class Rounds:
             tasks, samples=spec.samples, temperature=spec.temperature, step=2 * number, watch=watch,
             total=spec.tasks * spec.samples,
         )  # fmt: skip
-        kept = _distinct(_best(group) for group in self._publisher.checked(groups))
+        kept = _traces(self._publisher.checked(groups))
         write_records(self._traces / f"round-{number:03d}.jsonl", kept)
         if not any(self._all_traces(number)):
             raise WorkFailedError(
@@ -172,11 +179,11 @@ class Rounds:
         return bootstrap_problems(list(rates.values()), seed=self._workspace.job.seed)
 
     def _record(self, number: int, rate: Interval, figures: dict[str, Any]) -> None:
-        rates = self._learner.memory["rates"]
-        if len(rates) > 1:
-            figures |= _named("gain", gain_interval(rates[-2:], seed=self._workspace.job.seed))
+        gain = self._last_gain
+        if gain is not None:
+            figures |= _named("gain", gain)
         self._workspace.metric(number, **_named("pass_rate", rate), **figures)
-        grown = f", odds x {figures['gain']:.2f}" if "gain" in figures else ""
+        grown = "" if gain is None else f", odds x {gain.mean:.2f}"
         self._workspace.log(f"round {number}: {rate.mean:.1%} of held-out answers right{grown}")
 
     def _all_traces(self, number: int) -> list[Any]:
@@ -206,21 +213,11 @@ def _passed(episode: Episode) -> bool:
     return episode.reward is not None and episode.reward >= CORRECT and not episode.truncated
 
 
-def _best(group: Sequence[Episode]) -> Episode | None:
-    passed = [one for one in group if _passed(one)]
-    return max(passed, key=lambda one: float(one.logprobs.mean()), default=None)
-
-
-def _distinct(episodes: Any) -> list[TraceRecord]:
-    """Records of the episodes that there are, each conversation once."""
+def _traces(groups: Groups) -> list[TraceRecord]:
+    """The likeliest answer of each group that passed, each conversation once."""
+    best = (likeliest([one for one in group if _passed(one)]) for group in groups)
     records: dict[str, TraceRecord] = {}
-    for one in episodes:
-        if one is None:
-            continue
-        record = make_record(
-            [dict(message) for message in one.messages], environment=one.environment, task_id=one.task_id,
-            score=one.reward, source="sampled/own", seed=one.seed,
-        )  # fmt: skip
+    for record in (own_record(one) for one in best if one is not None):
         records.setdefault(record.digest, record)
     return list(records.values())
 

@@ -71,6 +71,7 @@ class RejectionSampling:
         from perilune.errors import WorkFailedError
         from perilune.files import write_json_lines
         from perilune.tasks.hints import hinted
+        from perilune.tasks.own_traces import likeliest, own_record
         from perilune.tasks.playing import open_player, outcome_figures
         from perilune.tasks.rollouts import Stopwatch
 
@@ -96,9 +97,8 @@ class RejectionSampling:
         for group in groups:
             right = [one for one in group if reasons[one.episode_id] is None]
             refused += [_refused(one, reason) for one in group if (reason := reasons[one.episode_id])]
-            if right:
-                best = max(right, key=lambda one: float(one.logprobs[one.loss_mask].mean()))
-                kept.append(_record(best, spec.system))
+            if (best := likeliest(right)) is not None:
+                kept.append(own_record(best, spec.system))
         output = workspace.root / self.output
         write_json_lines(output / "rejected.jsonl", refused)
         episodes = [one for group in groups for one in group]
@@ -181,20 +181,6 @@ def _said(episode: Episode, system: str, *, by_policy: bool) -> str:
     """What the policy said, or what it was told but for the system message."""
     told = episode.messages[1 if system else 0 :]
     return "".join(one["content"] for one in told if (one["role"] == "assistant") == by_policy)
-
-
-def _record(episode: Episode, system: str) -> Any:
-    from perilune.data.records import make_record
-
-    assert episode.reward is not None
-    return make_record(
-        [dict(message) for message in episode.messages[1 if system else 0 :]],
-        environment=episode.environment,
-        task_id=episode.task_id,
-        score=episode.reward,
-        source="sampled/hinted" if system else "sampled/own",
-        seed=episode.seed,
-    )
 
 
 def _refused(episode: Episode, reason: str) -> dict[str, Any]:
