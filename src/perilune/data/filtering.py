@@ -16,10 +16,10 @@ from typing import IO, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from perilune.data.records import TraceRecord, is_validation
+from perilune.data.records import TraceRecord, is_validation, records_file
 from perilune.data.seen import Seen
 from perilune.data.similarity import Contamination, language_of, signature_of
-from perilune.data.stream import Line, records_file, stream_lines
+from perilune.data.stream import Line, stream_lines
 from perilune.errors import RequestError
 from perilune.files import canonical_json, fsync_directory, sha256_file, write_json
 
@@ -109,16 +109,16 @@ class _Judge:
         settings = self._settings
         if settings.min_score is not None and record.score < settings.min_score:
             return "score", f"{record.score:g} is below {settings.min_score:g}"
-        answer, total = len(answer_of(record)), sum(len(message["content"]) for message in record.messages)
+        answer, total = len(record.answer), sum(len(message["content"]) for message in record.messages)
         if answer < settings.min_characters:
             return "too short", f"an answer of {answer} characters"
         if settings.max_characters is not None and total > settings.max_characters:
             return "too long", f"{total} characters"
-        if settings.languages and (language := language_of(answer_of(record))) not in settings.languages:
+        if settings.languages and (language := language_of(record.answer)) not in settings.languages:
             return "language", language
         if self._contamination is None:
             return None
-        found = self._contamination.found_in(prompt_of(record), answer_of(record))
+        found = self._contamination.found_in(record.prompt, record.answer)
         return None if found is None else ("contaminated", found)
 
     def _as_repeated(self, record: TraceRecord, place: int) -> tuple[str, str] | None:
@@ -126,22 +126,12 @@ class _Judge:
         if earlier is not None:
             return "duplicate", f"of line {earlier + 1} of all"
         if self._settings.near is not None:
-            signature = signature_of(f"{prompt_of(record)}\n{answer_of(record)}")
+            signature = signature_of(f"{record.prompt}\n{record.answer}")
             alike = self._seen.alike(signature, self._settings.near)
             if alike is not None:
                 return "near duplicate", f"of line {alike[0] + 1} of all, similarity about {alike[1]:.2f}"
             self._seen.note(signature, place)
         return None
-
-
-def prompt_of(record: TraceRecord) -> str:
-    """All that was said before the last answer."""
-    return "\n".join(message["content"] for message in record.messages[:-1])
-
-
-def answer_of(record: TraceRecord) -> str:
-    """The last message."""
-    return record.messages[-1]["content"]
 
 
 def _contamination(evaluations: Sequence[Path], ngram: int) -> Contamination | None:
@@ -154,7 +144,7 @@ def _contamination(evaluations: Sequence[Path], ngram: int) -> Contamination | N
                 raise RequestError(
                     line.problem, where=f"{line.file}:{line.number}", remedy="mend the evaluation"
                 )
-            known.add(prompt_of(line.record), answer_of(line.record))
+            known.add(line.record.prompt, line.record.answer)
     return known
 
 

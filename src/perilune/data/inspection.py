@@ -57,7 +57,7 @@ def _of_records(records: Sequence[TraceRecord]) -> dict[str, Any]:
         "sources": _counts(record.source for record in records),
         "score": _spread(record.score for record in records),
         "prompt_characters": _spread(_characters(record.messages[:-1]) for record in records),
-        "answer_characters": _spread(len(record.messages[-1]["content"]) for record in records),
+        "answer_characters": _spread(len(record.answer) for record in records),
         "duplicates": {
             "content": len(records) - len(repeated),
             "content_or_task": len(records) - sum(1 for _ in deduplicate(records)),
@@ -86,7 +86,7 @@ def _of_episodes(episodes: Sequence[Episode]) -> dict[str, Any]:
 
 
 def _answer(row: Episode | TraceRecord) -> str:
-    return row.text if isinstance(row, Episode) else row.messages[-1]["content"]
+    return row.text if isinstance(row, Episode) else row.answer
 
 
 def _histograms(rows: Sequence[Episode | TraceRecord]) -> dict[str, dict[str, list[float]]]:

@@ -37,6 +37,16 @@ class TraceRecord:
     seed: int
     digest: str
 
+    @property
+    def prompt(self) -> str:
+        """All that was said before the last answer."""
+        return "\n".join(message["content"] for message in self.messages[:-1])
+
+    @property
+    def answer(self) -> str:
+        """What the assistant said last."""
+        return self.messages[-1]["content"]
+
 
 def make_record(
     messages: Iterable[dict[str, str]],
@@ -59,13 +69,18 @@ def write_records(path: Path, records: Iterable[TraceRecord]) -> int:
     return len(rows)
 
 
+def records_file(path: Path) -> Path:
+    """The file itself, or a folder's records.jsonl."""
+    return path / "records.jsonl" if path.is_dir() else path
+
+
 def read_records(path: Path) -> list[TraceRecord]:
     """Read a file of records, or a folder's records.jsonl.
 
     Raises:
         RequestError: when a row is broken, naming file, line and field.
     """
-    file = path / "records.jsonl" if path.is_dir() else path
+    file = records_file(path)
     try:
         data = file.read_bytes()
     except OSError as error:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from perilune.data.records import TraceRecord, parse_record
+from perilune.data.records import TraceRecord, parse_record, records_file
 from perilune.errors import RequestError
 
 LONGEST_LINE = 16 << 20
@@ -51,11 +51,6 @@ def stream_lines(path: Path) -> Iterator[Line]:
                     yield _line(file, number, raw.rstrip(b"\r\n"))
     except OSError as error:
         raise RequestError(f"cannot read records: {error.strerror}", where=str(file)) from None
-
-
-def records_file(path: Path) -> Path:
-    """The file itself, or a folder's records.jsonl."""
-    return path / "records.jsonl" if path.is_dir() else path
 
 
 def _line(file: Path, number: int, raw: bytes) -> Line:

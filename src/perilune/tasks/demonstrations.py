@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from perilune.data.episode import Episode
-from perilune.data.records import TraceRecord, read_records
+from perilune.data.records import TraceRecord, read_records, records_file
 from perilune.errors import RequestError
 from perilune.models.tokenizer import Tokenizer
 from perilune.models.turns import encode_turns
@@ -35,7 +35,7 @@ class Demonstrations:
             raise RequestError("there are no traces to learn from", where=str(path))
         episodes = []
         for line, record in enumerate(records, start=1):
-            where = f"{path / 'records.jsonl' if path.is_dir() else path}:{line}"
+            where = f"{records_file(path)}:{line}"
             one = _episode(record, tokenizer, seed, where)
             length = len(one.prompt_ids) + len(one.token_ids)
             if length > longest:

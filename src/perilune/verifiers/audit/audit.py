@@ -62,9 +62,7 @@ class _Judged:
 
     @property
     def example(self) -> Example:
-        outcome = self.outcome
-        verdict = outcome.reward if isinstance(outcome, Score) else outcome.reason
-        return Example(self.case.task, self.transcript, verdict)
+        return Example(self.case.task, self.transcript, _verdict(self.outcome))
 
 
 @dataclass(slots=True)
@@ -141,7 +139,7 @@ def replay(audit: Audit) -> Iterator[tuple[Finding, float | str]]:
     with Scorer(audit.environment, Limits(item_seconds=ITEM_SECONDS)) as scorer:
         for finding in audit.findings:
             (outcome,) = scorer.score([(finding.example.task, finding.example.transcript)])
-            yield finding, outcome.reward if isinstance(outcome, Score) else outcome.reason
+            yield finding, _verdict(outcome)
 
 
 def _cases(environment: Environment, count: int, seed: int) -> list[Case]:
@@ -271,6 +269,11 @@ def _search(judged: Sequence[_Judged], bench: _Bench, found: _Findings, budget: 
             example = Example(task, replace(case.before, text=one.text), one.reward)
             _paid_wrong("search", one.reward / full[task.task_id], one.knows, example, found)
     return searched
+
+
+def _verdict(outcome: Outcome) -> float | str:
+    """The reward, or the reason why there is none."""
+    return outcome.reward if isinstance(outcome, Score) else outcome.reason
 
 
 def _paid(example: Example) -> float:
