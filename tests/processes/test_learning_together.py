@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from dataclasses import replace
@@ -211,7 +212,10 @@ def test_who_waits_for_a_process_that_was_killed_says_so_at_once() -> None:
     waited, killed = together(die_while_learning)
     assert isinstance(killed, EOFError)
     assert isinstance(waited, ProcessLostError)
-    assert "waited for the gradient of micro-batch 2, and another process has ended" in str(waited)
+    # The first may already notice while it hands its own gradient to the second.
+    assert re.search(
+        r"waited for the gradient of micro-batch [12], and another process has ended", str(waited)
+    )
     assert time.monotonic() - began < 20
 
 

@@ -131,10 +131,10 @@ class Processes:
             if index > 0:
                 with self.meeting(f"the gradient of micro-batch {index}"):
                     dist.recv(self._room(parameters)[0], (index - 1) % self.count)
+                    if sending is not None:
+                        sending.wait()
+                        sending = None
                 _add(self._inbox, parameters)
-            if sending is not None:
-                sending.wait()
-                sending = None
             if index < last:
                 _fill(self._room(parameters)[1], parameters)
                 with self.meeting(f"the gradient of micro-batch {index + 1}"):
