@@ -1,0 +1,1 @@
+"""Who rents machines out: what is asked of them, and those we can ask."""
