@@ -14,11 +14,11 @@ from perilune.errors import PeriluneError, RequestError
 
 
 class HostUnreachableError(PeriluneError):
-    """The command may have run, may be running, or not: nothing is known. Never a reason to destroy anything."""
+    """Whether the command ran is not known. Never a reason to destroy anything."""
 
 
 class HostRefusedError(RequestError):
-    """The machine is not the one that was expected, or does not let us in: nothing was run, and a retry is vain."""
+    """It is the wrong machine, or lets nobody in: nothing was run, and a retry is vain."""
 
 
 @dataclass(frozen=True, slots=True)
