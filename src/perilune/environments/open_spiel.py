@@ -103,12 +103,16 @@ class OpenSpielEnvironment(MultiTurn):
             return int(chance.choice(legal, *name))
         if self.spec.opponent == "mcts" and player != task.data["seat"]:
             return _searched(state, self.spec.simulations, chance.integer(1 << 31, *name))
-        moves = {move_text(state, player, action): action for action in legal}
-        between = " | " if any(" " in move for move in moves) else " "
-        listed = f"moves {between.join(moves)}\n" if self.spec.list_moves else ""
-        told = f"{self._text.view(state, player)}\n{listed}"
+        told, moves = self.told(state, player)
         said = yield ask(told, player=player if self.spec.opponent == "self" else 0, legal=tuple(moves))
         return moves.get(said.strip())
+
+    def told(self, state: Any, player: int) -> tuple[str, dict[str, int]]:
+        """What the player to move is told of a state of pyspiel; and the legal moves, as it writes them."""
+        moves = {move_text(state, player, action): action for action in state.legal_actions(player)}
+        between = " | " if any(" " in move for move in moves) else " "
+        listed = f"moves {between.join(moves)}\n" if self.spec.list_moves else ""
+        return f"{self._text.view(state, player)}\n{listed}", moves
 
     def _illegal(self, player: int, task: Task) -> Observation:
         if self.spec.illegal_move == "ends":
