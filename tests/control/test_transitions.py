@@ -1,4 +1,4 @@
-"""The two machines, written down a second time: every other transition raises, in the rows themselves."""
+"""The three machines, written down a second time: every other transition raises, in the rows themselves."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 
-from perilune.control.store import Attempt, Run
-from perilune.control.transitions import AttemptState, IllegalTransitionError, RunState
+from perilune.control.store import Attempt, Machine, Run
+from perilune.control.transitions import AttemptState, IllegalTransitionError, MachineState, RunState
 
 RUN = """
 queued -> active failed cancelled
@@ -21,6 +21,13 @@ starting -> running finalizing failed preempted lost cancelled
 running -> finalizing failed preempted lost cancelled
 finalizing -> succeeded failed preempted lost cancelled
 """
+MACHINE = """
+requested -> ready terminating gone
+ready -> draining terminating gone
+draining -> terminating gone
+terminating -> gone
+gone -> terminating
+"""
 
 
 def legal(table: str) -> set[tuple[str, str]]:
@@ -30,8 +37,8 @@ def legal(table: str) -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize(
     ("row", "states", "table"),
-    [(Run, RunState, RUN), (Attempt, AttemptState, ATTEMPT)],
-    ids=["run", "attempt"],
+    [(Run, RunState, RUN), (Attempt, AttemptState, ATTEMPT), (Machine, MachineState, MACHINE)],
+    ids=["run", "attempt", "machine"],
 )
 def test_only_listed_transitions_are_possible(row: type, states: type, table: str) -> None:
     for before, after in product(states, states):

@@ -24,9 +24,11 @@ from perilune.control.migrations import LATEST, migrate, schema_of, set_schema
 from perilune.control.transitions import (
     AttemptState,
     Cleanup,
+    MachineState,
     Reachability,
     RunState,
     check_attempt,
+    check_machine,
     check_run,
 )
 from perilune.errors import PeriluneError, RequestError, WorkFailedError
@@ -135,6 +137,40 @@ class Operation(Base):
     status: Mapped[str] = mapped_column(default="intent")  # then "done"
     created: Mapped[float]
     ended: Mapped[float | None]
+
+
+class Machine(Base):
+    """One rented machine, from the intent to rent it on. It stays until it is proven gone, and after."""
+
+    __tablename__ = "machines"
+
+    key: Mapped[str] = mapped_column(primary_key=True)  # text of its execution.providers MachineKey
+    provider: Mapped[str]
+    run_id: Mapped[str] = mapped_column(index=True)  # no foreign key: it may be found by its tag alone
+    epoch: Mapped[int]
+    rank: Mapped[int]
+    state: Mapped[str] = mapped_column(default=MachineState.REQUESTED.value)
+    reason: Mapped[str] = mapped_column(default="")  # why it is to go
+    kind: Mapped[str]
+    price: Mapped[float]  # currency units per hour
+    lease: Mapped[dict[str, Any]] = mapped_column(JSON)
+    remote_id: Mapped[str] = mapped_column(default="")
+    leased: Mapped[dict[str, Any]] = mapped_column(JSON)  # Instant from which its lease and its cost count
+    refused: Mapped[str] = mapped_column(default="")  # what the provider said when it made nothing
+    notice: Mapped[bool] = mapped_column(default=False)  # its provider has said that it will take it away
+    idle_since: Mapped[dict[str, Any] | None] = mapped_column(JSON)  # Instant
+    missing_since: Mapped[dict[str, Any] | None] = mapped_column(JSON)  # Instant of the first look without it
+    unseen_since: Mapped[dict[str, Any] | None] = mapped_column(JSON)  # Instant since its provider is silent
+    terminate_calls: Mapped[int] = mapped_column(default=0)
+    cost: Mapped[float] = mapped_column(default=0.0)  # final once it is gone
+    created: Mapped[float]
+    ended: Mapped[float | None]
+
+    @validates("state")
+    def _state_may_follow(self, _: str, new: str) -> str:
+        if self.state is not None:
+            check_machine(MachineState(self.state), MachineState(new))
+        return new
 
 
 class Event(Base):

@@ -1,6 +1,8 @@
-"""The two state machines: which state of a run or an attempt may follow which. Anything else raises.
+"""The three state machines: which state of a run, an attempt or a machine may follow which. Anything else
+raises.
 
-A run is what was wanted. An attempt is one try on one machine; its number is the fencing epoch.
+A run is what was wanted. An attempt is one try on one machine; its number is the fencing epoch. A machine is
+what is rented for an attempt.
 """
 
 from __future__ import annotations
@@ -45,6 +47,16 @@ class AttemptState(StrEnum):
         return not ATTEMPT_TRANSITIONS[self]
 
 
+class MachineState(StrEnum):
+    """How far the life of a rented machine has come. That it cannot be reached is no state."""
+
+    REQUESTED = "requested"
+    READY = "ready"
+    DRAINING = "draining"  # its attempt has ended or must leave; what it holds is still being fetched
+    TERMINATING = "terminating"  # it is to go, and is asked to again and again until that is proven
+    GONE = "gone"  # two looks of its provider, some time apart, found it ended or absent
+
+
 class Reachability(StrEnum):
     """Whether the machine of an attempt answers. A condition, never an outcome."""
 
@@ -61,7 +73,7 @@ class Cleanup(StrEnum):
     DONE = "done"
 
 
-R, A = RunState, AttemptState
+R, A, M = RunState, AttemptState, MachineState
 
 RUN_TRANSITIONS: Mapping[RunState, frozenset[RunState]] = {
     R.QUEUED: frozenset({R.ACTIVE, R.FAILED, R.CANCELLED}),
@@ -87,6 +99,14 @@ ATTEMPT_TRANSITIONS: Mapping[AttemptState, frozenset[AttemptState]] = {
     A.CANCELLED: frozenset(),
 }
 
+MACHINE_TRANSITIONS: Mapping[MachineState, frozenset[MachineState]] = {
+    M.REQUESTED: frozenset({M.READY, M.TERMINATING, M.GONE}),
+    M.READY: frozenset({M.DRAINING, M.TERMINATING, M.GONE}),
+    M.DRAINING: frozenset({M.TERMINATING, M.GONE}),
+    M.TERMINATING: frozenset({M.GONE}),
+    M.GONE: frozenset({M.TERMINATING}),  # only when its provider shows it again: it had not been gone
+}
+
 
 class IllegalTransitionError(RuntimeError):
     """A state was about to follow one that it cannot follow: a defect of ours, never of the user."""
@@ -102,3 +122,9 @@ def check_attempt(old: AttemptState, new: AttemptState) -> None:
     """Raise IllegalTransitionError unless an attempt may go from `old` to `new`."""
     if new not in ATTEMPT_TRANSITIONS[old]:
         raise IllegalTransitionError(f"attempt: {old} -> {new}")
+
+
+def check_machine(old: MachineState, new: MachineState) -> None:
+    """Raise IllegalTransitionError unless a machine may go from `old` to `new`."""
+    if new not in MACHINE_TRANSITIONS[old]:
+        raise IllegalTransitionError(f"machine: {old} -> {new}")
