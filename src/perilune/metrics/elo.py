@@ -1,0 +1,123 @@
+"""Ratings from a table of matches: Bradley and Terry's model on Elo's scale, with intervals over games.
+
+A player who is rated 400 above another is expected to score 10 points against the other's 1. A win is 1 point
+and a draw half a point (Elo 1978); what lies between, as a share of what could be won at cards, counts as
+that share. Bradley and Terry 1952, Biometrika 39; the maximum is found by Newton's method, as in Hunter 2004.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perilune.errors import RequestError
+from perilune.metrics.bootstrap import LEVEL, Interval
+
+SCALE = 400 / math.log(10)  # Elo points a nat of log odds
+PRIOR = 1.0  # drawn games added to each pair that met, so that who never loses has a finite rating
+_STEPS = 50  # of Newton's method, which takes about six
+_TOLERANCE = 1e-9
+_LONGEST = 4.0  # nats that a step may move a rating
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Games of two players.
+
+    Attributes:
+        points: of the first, one a game, from 0 (lost) to 1 (won).
+    """
+
+    first: str
+    second: str
+    points: tuple[float, ...]
+
+
+def points_of(returns: Iterable[float], most: float) -> tuple[float, ...]:
+    """Returns of a game of two, which lie between -most and most, as points from 0 to 1."""
+    return tuple(0.5 + 0.5 * one / most if most else 0.5 for one in returns)
+
+
+def ratings(
+    matches: Sequence[Match], anchor: str, *, seed: int = 0, resamples: int = 400, level: float = LEVEL
+) -> dict[str, Interval]:
+    """Elo of every player, and its percentile interval when the games of each match are drawn again.
+
+    Args:
+        anchor: who is rated 0, without uncertainty: all others are told by their distance.
+
+    Raises:
+        RequestError: when a match has no game or points outside [0, 1], or a player is linked to the anchor
+            by no chain of matches.
+    """
+    players = list(dict.fromkeys([anchor, *(name for one in matches for name in (one.first, one.second))]))
+    _check(matches, players)
+    place = {name: number for number, name in enumerate(players)}
+    pairs = np.array([(place[one.first], place[one.second]) for one in matches]).reshape(-1, 2)
+    games = np.array([len(one.points) for one in matches], np.float64)
+    rng = np.random.default_rng(seed)
+    won = np.empty((1 + resamples, len(matches)))
+    for number, one in enumerate(matches):
+        points = np.array(one.points)
+        won[0, number] = points.sum()
+        won[1:, number] = points[rng.integers(len(points), size=(resamples, len(points)))].sum(axis=1)
+    found = SCALE * _fitted(pairs, won, games, len(players))
+    low, high = np.quantile(found[1:] if resamples else found, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    return {
+        name: Interval(float(found[0, number]), float(low[number]), float(high[number]))
+        for name, number in place.items()
+    }
+
+
+def expected(difference: float) -> float:
+    """Points a game of a player who is rated `difference` above the other."""
+    return 1 / (1 + 10 ** (-difference / 400))
+
+
+def _fitted(
+    pairs: NDArray[np.int64], won: NDArray[np.float64], games: NDArray[np.float64], players: int
+) -> NDArray[np.float64]:
+    """float64[R, players]: the likeliest strengths in nats for each row of points; player 0 has 0."""
+    first, second = pairs.T
+    games, won = games + PRIOR, won + PRIOR / 2
+    strength = np.zeros((len(won), players))
+    each = np.arange(players)
+    for _ in range(_STEPS):
+        p = 1 / (1 + np.exp(strength[:, second] - strength[:, first]))
+        surplus, weight = won - games * p, games * p * (1 - p)
+        slope = np.zeros_like(strength)
+        curve = np.zeros((len(won), players, players))
+        for number, (a, b) in enumerate(pairs.tolist()):
+            slope[:, a] += surplus[:, number]
+            slope[:, b] -= surplus[:, number]
+            for i, j, sign in ((a, a, 1), (b, b, 1), (a, b, -1), (b, a, -1)):
+                curve[:, i, j] += sign * weight[:, number]
+        curve[:, 0, :], curve[:, :, 0], slope[:, 0] = 0, 0, 0
+        curve[:, 0, 0] = 1
+        curve[:, each, each] += 1e-12
+        move = np.clip(np.linalg.solve(curve, slope[..., None])[..., 0], -_LONGEST, _LONGEST)
+        strength += move
+        if np.abs(move).max() < _TOLERANCE:
+            break
+    return strength
+
+
+def _check(matches: Sequence[Match], players: Sequence[str]) -> None:
+    for one in matches:
+        if not one.points or not all(0 <= point <= 1 for point in one.points):
+            raise RequestError(f"a match needs games, each of 0 to 1 points: {one.first} - {one.second}")
+    linked = {players[0]}
+    while new := {
+        name
+        for one in matches
+        if linked & {one.first, one.second}
+        for name in (one.first, one.second)
+        if name not in linked
+    }:
+        linked |= new
+    if odd := [name for name in players if name not in linked]:
+        raise RequestError(f"no chain of matches leads from {players[0]} to {odd[0]}", remedy="let them play")

@@ -1,0 +1,107 @@
+"""Ratings: order, draws, the anchor, intervals that hold the truth, and what cannot be rated."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perilune.errors import RequestError
+from perilune.metrics.elo import PRIOR, SCALE, Match, expected, points_of, ratings
+
+
+def games(won: int, drawn: int, lost: int) -> tuple[float, ...]:
+    return (1.0,) * won + (0.5,) * drawn + (0.0,) * lost
+
+
+def test_two_players_have_the_difference_that_expects_their_points() -> None:
+    found = ratings([Match("b", "random", games(30, 4, 6))], "random")
+    assert found["random"] == (0.0, 0.0, 0.0)
+    share = (32 + PRIOR / 2) / (40 + PRIOR)
+    assert found["b"].mean == pytest.approx(400 * math.log10(share / (1 - share)))
+    assert expected(found["b"].mean) == pytest.approx(share)
+    assert found["b"].low < found["b"].mean < found["b"].high
+
+
+def test_draws_alone_make_equals_and_two_draws_are_a_win_and_a_loss() -> None:
+    drawn = ratings([Match("a", "b", games(0, 20, 0))], "b")["a"]
+    assert drawn.mean == pytest.approx(0, abs=1e-9) and drawn.high == pytest.approx(0, abs=1e-9)
+    mixed = ratings([Match("a", "b", games(6, 4, 2))], "b")["a"]
+    split = ratings([Match("a", "b", games(8, 0, 4))], "b")["a"]
+    assert mixed.mean == pytest.approx(split.mean)
+    assert mixed.high - mixed.low < split.high - split.low  # draws say more
+
+
+def test_who_never_loses_is_rated_all_the_same_and_higher_after_more_games() -> None:
+    few, many = (ratings([Match("a", "b", games(n, 0, 0))], "b")["a"].mean for n in (4, 40))
+    assert 0 < few < many < 1000
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.floats(-400, 400), min_size=2, max_size=5),
+    st.integers(200, 400),
+)
+def test_strengths_are_found_again_from_expected_points(truth: list[float], count: int) -> None:
+    """With points as expected and the prior taken back out, the fit is the truth, in order and in size."""
+    names = [f"p{n}" for n in range(len(truth))]
+    matches = []
+    for a in range(len(truth)):
+        for b in range(a + 1, len(truth)):
+            share = expected(truth[a] - truth[b])
+            points = (share * (count + PRIOR) - PRIOR / 2) / count
+            if not 0 <= points <= 1:
+                return
+            matches.append(Match(names[a], names[b], (points,) * count))
+    found = ratings(matches, names[0], resamples=0)
+    for name, value in zip(names, truth, strict=True):
+        assert found[name].mean == pytest.approx(value - truth[0], abs=1e-3)
+
+
+@given(st.integers(0, 12), st.integers(0, 12), st.integers(0, 12))
+def test_swapping_sides_swaps_signs_and_the_anchor_only_shifts(won: int, drawn: int, lost: int) -> None:
+    if not won + drawn + lost:
+        return
+    third = Match("c", "a", games(3, 2, 1))
+    one = ratings([Match("a", "b", games(won, drawn, lost)), third], "b", resamples=0)
+    other = ratings([Match("b", "a", games(lost, drawn, won)), third], "b", resamples=0)
+    shifted = ratings([Match("a", "b", games(won, drawn, lost)), third], "a", resamples=0)
+    for name in "abc":
+        assert one[name].mean == pytest.approx(other[name].mean, abs=1e-6)
+        assert one[name].mean - one["a"].mean == pytest.approx(shifted[name].mean, abs=1e-6)
+
+
+def test_a_chain_of_matches_adds_up() -> None:
+    found = ratings([Match("c", "b", games(30, 0, 10)), Match("b", "a", games(30, 0, 10))], "a")
+    assert found["c"].mean == pytest.approx(2 * found["b"].mean)
+    assert found["c"].high - found["c"].low > found["b"].high - found["b"].low
+
+
+def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
+    rng, truth = np.random.default_rng(0), 150.0
+    held = 0
+    for seed in range(100):
+        wins = rng.random(120) < expected(truth)
+        found = ratings([Match("a", "b", tuple(wins.astype(float)))], "b", seed=seed, resamples=200)["a"]
+        held += found.low <= truth <= found.high
+    assert 88 <= held <= 99
+
+
+def test_returns_become_points() -> None:
+    assert points_of((2.0, 1.0, 0.0, -1.0, -2.0), 2.0) == (1.0, 0.75, 0.5, 0.25, 0.0)
+    assert points_of((0.0, 0.0), 0.0) == (0.5, 0.5)
+    assert pytest.approx(400) == SCALE * math.log(10)
+
+
+@pytest.mark.parametrize(
+    ("matches", "message"),
+    [
+        ([Match("a", "b", ())], "needs games"),
+        ([Match("a", "b", (1.5,))], "0 to 1 points"),
+        ([Match("a", "b", (1.0,)), Match("c", "d", (1.0,))], "from a to c"),
+    ],
+)
+def test_what_cannot_be_rated_is_refused(matches: list[Match], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        ratings(matches, "a")
