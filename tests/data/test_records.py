@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from perilune.data.records import (
+    Provenance,
     deduplicate,
     make_record,
     read_records,
@@ -21,7 +22,11 @@ def record(question="1+2=", answer=";3", task_id="t1", **fields):
     return make_record(messages, **(values | fields))
 
 
-RECORDS = [record(), record("2+2=", ";4", "t2"), record("é\n\u2028", ";x", "t3", score=0.5)]
+RECORDS = [
+    record(),
+    record("2+2=", ";4", "t2"),
+    record("é\n\u2028", ";x", "t3", score=0.5, provenance=Provenance("s", "1.0", "ab")),
+]
 
 
 def test_records_come_back_from_a_file_and_from_its_folder(tmp_path):
@@ -30,7 +35,7 @@ def test_records_come_back_from_a_file_and_from_its_folder(tmp_path):
     assert read_records(path) == RECORDS
     assert read_records(tmp_path) == RECORDS
     assert set(json.loads(path.read_text().splitlines()[0])) == {
-        "messages", "environment", "task_id", "score", "source", "seed", "digest",
+        "messages", "environment", "task_id", "score", "source", "seed", "digest", "provenance",
     }  # fmt: skip
 
 
@@ -55,6 +60,8 @@ def test_the_digest_is_of_the_conversation_alone():
         ({"messages": [{"role": "user", "content": "x"}]}, "does not end with the assistant"),
         ({"digest": "0" * 64}, "field 'digest' does not fit"),
         ({"extra": 1}, "unknown field 'extra'"),
+        ({"provenance": {"generator": "x"}}, "field 'provenance' needs exactly generator, version and"),
+        ({"provenance": {"generator": "x", "version": 1, "settings": "y"}}, "field 'provenance' needs"),
     ],
 )
 def test_a_broken_row_is_named_by_file_line_and_field(tmp_path, change, message):
@@ -101,3 +108,11 @@ def test_the_task_alone_decides_the_split():
     assert 40 <= len(validation) <= 130
     assert split_by_task(rows[::-1][:100], 0.1)[1] == [row for row in rows[::-1][:100] if row in validation]
     assert split_by_task(rows, 0.0) == (rows, [])
+
+
+def test_rows_that_were_written_before_rows_said_where_they_come_from_are_read(tmp_path):
+    path = tmp_path / "r.jsonl"
+    row = asdict(RECORDS[0])
+    del row["provenance"]
+    path.write_text(json.dumps(row) + "\n")
+    assert read_records(path) == RECORDS[:1]

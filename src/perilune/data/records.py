@@ -16,6 +16,21 @@ _ROLES = {"system", "user", "assistant", "tool"}
 
 
 @dataclass(frozen=True, slots=True)
+class Provenance:
+    """What wrote a row.
+
+    Attributes:
+        generator: name of the teacher, or "sampled".
+        version: of the package that has it.
+        settings: SHA-256 of all that it was told, as `settings_digest` has it.
+    """
+
+    generator: str
+    version: str
+    settings: str
+
+
+@dataclass(frozen=True, slots=True)
 class TraceRecord:
     """One verified conversation.
 
@@ -27,6 +42,7 @@ class TraceRecord:
         source: who wrote it, e.g. "arithmetic/scratchpad".
         seed: seed it was drawn with.
         digest: SHA-256 of the messages alone: equal conversations have equal digests.
+        provenance: what wrote it; None of rows that nobody here made.
     """
 
     messages: tuple[dict[str, str], ...]
@@ -36,6 +52,7 @@ class TraceRecord:
     source: str
     seed: int
     digest: str
+    provenance: Provenance | None = None
 
     @property
     def prompt(self) -> str:
@@ -56,10 +73,16 @@ def make_record(
     score: float,
     source: str,
     seed: int,
+    provenance: Provenance | None = None,
 ) -> TraceRecord:
     """A record of `messages` with its digest."""
     turns = tuple({"role": m["role"], "content": m["content"]} for m in messages)
-    return TraceRecord(turns, environment, task_id, score, source, seed, _digest(turns))
+    return TraceRecord(turns, environment, task_id, score, source, seed, _digest(turns), provenance)
+
+
+def settings_digest(**settings: Any) -> str:
+    """Hex SHA-256 of settings as canonical JSON: equal settings have equal digests."""
+    return sha256_bytes(canonical_json(settings))
 
 
 def write_records(path: Path, records: Iterable[TraceRecord]) -> int:
@@ -142,7 +165,7 @@ def parse_record(line: bytes, where: str) -> TraceRecord:
         raise RequestError("a record is a JSON object", where=where)
     fields = TraceRecord.__slots__
     for name in fields:
-        if name not in row:
+        if name not in row and name != "provenance":
             raise RequestError(f"the field '{name}' is missing", where=where, remedy=_remedy(fields))
     for name in row:
         if name not in fields:
@@ -154,10 +177,22 @@ def parse_record(line: bytes, where: str) -> TraceRecord:
     score = row["score"]
     finite = type(score) in (int, float) and abs(score) < float("inf")
     _require(finite, "score", "a finite number", row, where)
+    provenance = _provenance(row.get("provenance"), where)
     messages = tuple(row["messages"])
     if row["digest"] != _digest(messages):
         raise RequestError("field 'digest' does not fit the messages: the row was changed", where=where)
-    return TraceRecord(**(row | {"messages": messages, "score": float(score)}))
+    return TraceRecord(**(row | {"messages": messages, "score": float(score), "provenance": provenance}))
+
+
+def _provenance(raw: Any, where: str) -> Provenance | None:
+    if raw is None:
+        return None
+    names = set(Provenance.__slots__)
+    if not isinstance(raw, dict) or set(raw) != names or not all(isinstance(raw[key], str) for key in names):
+        raise RequestError(
+            "field 'provenance' needs exactly generator, version and settings, all text", where=where
+        )
+    return Provenance(**raw)
 
 
 def _check_messages(messages: Any, where: str) -> None:

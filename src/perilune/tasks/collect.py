@@ -67,7 +67,7 @@ class Collect:
         from itertools import islice
         from time import perf_counter
 
-        from perilune.data.generators.registry import make_teacher
+        from perilune.data.generators.registry import make_teacher, provenance_of
         from perilune.data.generators.teacher import Rejected, verified
         from perilune.data.records import TraceRecord, write_records
         from perilune.environments.registry import make_environment
@@ -87,6 +87,7 @@ class Collect:
             for one in verified(
                 candidates, scorer.score, environment=environment.id, seed=seed,
                 converse=partial(conversation, environment),
+                provenance=provenance_of(teacher, workspace.job.environment, system=spec.system),
             ):  # fmt: skip
                 if isinstance(one, Rejected):
                     rejected.append(one)

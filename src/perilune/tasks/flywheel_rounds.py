@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from perilune.bundle.workspace import Workspace
 from perilune.data.episode import Episode
-from perilune.data.records import TraceRecord, write_records
+from perilune.data.records import Provenance, TraceRecord, write_records
 from perilune.environments.protocol import Task, Transcript
 from perilune.environments.rewards import GOLD
 from perilune.errors import WorkFailedError
@@ -21,7 +21,7 @@ from perilune.metrics.bootstrap import Interval, bootstrap_problems
 from perilune.metrics.flywheel import gain_interval, likelihood_ratio, rounds_to
 from perilune.tasks.demonstrations import Demonstrations
 from perilune.tasks.evaluation import CORRECT
-from perilune.tasks.own_traces import likeliest, own_record
+from perilune.tasks.own_traces import likeliest, own_record, sampled_by
 from perilune.tasks.playing import Player
 from perilune.tasks.publishing import Publisher
 from perilune.tasks.rollouts import Groups, Stopwatch
@@ -90,7 +90,7 @@ class Rounds:
             tasks, samples=spec.samples, temperature=spec.temperature, step=2 * number, watch=watch,
             total=spec.tasks * spec.samples,
         )  # fmt: skip
-        kept = _traces(self._publisher.checked(groups))
+        kept = _traces(self._publisher.checked(groups), sampled_by(self._workspace.job))
         write_records(self._traces / f"round-{number:03d}.jsonl", kept)
         if not any(self._all_traces(number)):
             raise WorkFailedError(
@@ -213,11 +213,11 @@ def _passed(episode: Episode) -> bool:
     return episode.reward is not None and episode.reward >= CORRECT and not episode.truncated
 
 
-def _traces(groups: Groups) -> list[TraceRecord]:
+def _traces(groups: Groups, provenance: Provenance) -> list[TraceRecord]:
     """The likeliest answer of each group that passed, each conversation once."""
     best = (likeliest([one for one in group if _passed(one)]) for group in groups)
     records: dict[str, TraceRecord] = {}
-    for record in (own_record(one) for one in best if one is not None):
+    for record in (own_record(one, provenance) for one in best if one is not None):
         records.setdefault(record.digest, record)
     return list(records.values())
 

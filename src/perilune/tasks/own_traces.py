@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import perilune
+from perilune.bundle.job import Job
 from perilune.data.episode import Episode
-from perilune.data.records import TraceRecord, make_record
+from perilune.data.generators.registry import by_content
+from perilune.data.records import Provenance, TraceRecord, make_record, settings_digest
 
 
 def likeliest(episodes: Sequence[Episode]) -> Episode | None:
@@ -13,7 +16,16 @@ def likeliest(episodes: Sequence[Episode]) -> Episode | None:
     return max(episodes, key=lambda one: float(one.logprobs[one.loss_mask].mean()), default=None)
 
 
-def own_record(episode: Episode, system: str = "") -> TraceRecord:
+def sampled_by(job: Job) -> Provenance:
+    """What every row that a stage samples says of where it comes from: all that the stage was told."""
+    inputs = {one.name: one.digest for one in job.inputs if one.kind != "tasks"}
+    settings = settings_digest(
+        spec=job.spec, model=job.model, environment=by_content(job.environment), inputs=inputs
+    )
+    return Provenance("sampled", perilune.__version__, settings)
+
+
+def own_record(episode: Episode, provenance: Provenance, system: str = "") -> TraceRecord:
     """A judged episode as a record, without the `system` message that it was played under."""
     assert episode.reward is not None
     return make_record(
@@ -23,4 +35,5 @@ def own_record(episode: Episode, system: str = "") -> TraceRecord:
         score=episode.reward,
         source="sampled/hinted" if system else "sampled/own",
         seed=episode.seed,
+        provenance=provenance,
     )

@@ -71,7 +71,7 @@ class RejectionSampling:
         from perilune.errors import WorkFailedError
         from perilune.files import write_json_lines
         from perilune.tasks.hints import hinted
-        from perilune.tasks.own_traces import likeliest, own_record
+        from perilune.tasks.own_traces import likeliest, own_record, sampled_by
         from perilune.tasks.playing import open_player, outcome_figures
         from perilune.tasks.rollouts import Stopwatch
 
@@ -92,13 +92,14 @@ class RejectionSampling:
                 )  # fmt: skip
             groups = played[0]
             reasons = _reasons(groups, spec, player)
+        provenance = sampled_by(workspace.job)
         kept: list[TraceRecord] = []
         refused: list[dict[str, Any]] = []
         for group in groups:
             right = [one for one in group if reasons[one.episode_id] is None]
             refused += [_refused(one, reason) for one in group if (reason := reasons[one.episode_id])]
             if (best := likeliest(right)) is not None:
-                kept.append(own_record(best, spec.system))
+                kept.append(own_record(best, provenance, spec.system))
         output = workspace.root / self.output
         write_json_lines(output / "rejected.jsonl", refused)
         episodes = [one for group in groups for one in group]

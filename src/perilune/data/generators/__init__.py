@@ -1,6 +1,16 @@
 """Teachers: who writes training traces, found by name; and how their traces are verified."""
 
-from perilune.data.generators.registry import make_teacher, teacher_names
+from perilune.data.generators.registry import make_teacher, provenance_of, teacher_names
+from perilune.data.generators.scripted import ScriptedTeacher
 from perilune.data.generators.teacher import Candidate, Rejected, Teacher, verified
 
-__all__ = ["Candidate", "Rejected", "Teacher", "make_teacher", "teacher_names", "verified"]
+__all__ = [
+    "Candidate",
+    "Rejected",
+    "ScriptedTeacher",
+    "Teacher",
+    "make_teacher",
+    "provenance_of",
+    "teacher_names",
+    "verified",
+]

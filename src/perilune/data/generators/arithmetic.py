@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence
 from typing import ClassVar
 
-from perilune.data.generators.teacher import Candidate
+from perilune.data.generators.scripted import ScriptedTeacher, drawn
 from perilune.environments import compact, scratchpad
+from perilune.environments.chance import Chance
 from perilune.environments.protocol import Task
 from perilune.errors import RequestError
 
 
-class ArithmeticTeacher:
-    """Writes one trace a task; a digest of seed and task decides by which strategy.
+class ArithmeticTeacher(ScriptedTeacher):
+    """Writes one trace a task.
 
     "347+268=" is answered by
 
@@ -28,26 +28,13 @@ class ArithmeticTeacher:
     name = "arithmetic"
     strategies: ClassVar = {"scratchpad": 0.4, "brief": 0.0, "careless": 0.0, "direct": 0.6}
 
-    def __init__(self, shares: Mapping[str, float]) -> None:
-        self.shares = dict(shares)
-
-    def candidates(self, tasks: Iterable[Task], seed: int) -> Iterator[Candidate]:
-        """One candidate a task.
+    def script(self, task: Task, strategy: str, chance: Chance) -> Sequence[str]:
+        """The answer.
 
         Raises:
-            RequestError: when a prompt is no compact sum or product.
+            RequestError: when the prompt is no compact sum or product.
         """
-        for task in tasks:
-            strategy = self._strategy(seed, task.task_id)
-            yield Candidate(task, write_trace(task, strategy), f"arithmetic/{strategy}")
-
-    def _strategy(self, seed: int, task_id: str) -> str:
-        draw = _draw(f"strategy:{seed}:{task_id}")
-        for name, share in self.shares.items():
-            draw -= share
-            if draw < 0:
-                return name
-        return max(self.shares, key=lambda name: self.shares[name])
+        return (write_trace(task, strategy),)
 
 
 def write_trace(task: Task, strategy: str) -> str:
@@ -76,11 +63,6 @@ def _slip(working: str, task_id: str) -> str:
     places = [match.start() for match in re.finditer(r"\d", working)]
     if not places:
         return working
-    place = places[int(_draw(f"place:{task_id}") * len(places))]
-    digit = (int(working[place]) + 1 + int(_draw(f"digit:{task_id}") * 9)) % 10
+    place = places[int(drawn(f"place:{task_id}") * len(places))]
+    digit = (int(working[place]) + 1 + int(drawn(f"digit:{task_id}") * 9)) % 10
     return f"{working[:place]}{digit}{working[place + 1 :]}"
-
-
-def _draw(key: str) -> float:
-    """A number in [0, 1) that `key` alone decides."""
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:6], "big") / 2**48

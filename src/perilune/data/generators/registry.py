@@ -10,11 +10,15 @@ from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
+import perilune
 from perilune.data.generators.teacher import Teacher
-from perilune.environments.registry import did_you_mean
+from perilune.data.records import Provenance, settings_digest
+from perilune.environments.registry import did_you_mean, named_files
 from perilune.errors import RequestError
+from perilune.files import sha256_file, with_field
 
 TEACHER_GROUP = "perilune.teachers"
 
@@ -49,6 +53,30 @@ def make_teacher(name: str, strategies: Mapping[str, float] | None = None) -> Te
     teacher_class: Any = getattr(import_module(module), attribute)
     teacher: Teacher = teacher_class(_shares(name, strategies or {}, teacher_class.strategies))
     return teacher
+
+
+def provenance_of(teacher: Teacher, section: Mapping[str, Any], **told: Any) -> Provenance:
+    """What every row of `teacher` says of where it comes from.
+
+    Args:
+        section: of the environment; files that it names count by what is in them.
+        told: whatever else the teacher was told.
+    """
+    points = entry_points(group=TEACHER_GROUP, name=teacher.name)
+    versions = [point.dist.version for point in points if point.dist and teacher.name not in _BUILT_IN]
+    return Provenance(
+        teacher.name,
+        versions[0] if versions else perilune.__version__,
+        settings_digest(environment=by_content(section), shares=dict(teacher.shares), told=told),
+    )
+
+
+def by_content(section: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An environment section that says of files what is in them (SHA-256), and not where they are."""
+    for key, path in named_files(section).items():
+        files = sorted(Path(path).rglob("*.jsonl")) if Path(path).is_dir() else [Path(path)]
+        section = with_field(section, key, [sha256_file(file) for file in files])
+    return section
 
 
 @cache

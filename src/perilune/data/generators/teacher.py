@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-from perilune.data.records import TraceRecord, make_record
+from perilune.data.records import Provenance, TraceRecord, make_record
 from perilune.environments.protocol import Failure, Message, Outcome, Task, Transcript
 from perilune.environments.rewards import GOLD
 
@@ -79,6 +79,7 @@ def verified(
     seed: int,
     keep_from: float = 1.0,
     converse: Converse | None = None,
+    provenance: Provenance | None = None,
 ) -> Iterator[TraceRecord | Rejected]:
     """Each candidate in order, as a record when its score is at least `keep_from`, else rejected.
 
@@ -88,6 +89,7 @@ def verified(
         score: scores a batch, normally `Scorer.score`.
         converse: makes the conversation of a transcript, for environments of several turns, normally
             `perilune.environments.replay.conversation`; by default it is prompt and answer.
+        provenance: what writes the candidates, normally `perilune.data.generators.provenance_of`.
     """
     pending = iter(candidates)
     digests: set[str] = set()
@@ -110,6 +112,7 @@ def verified(
                 score=verdict,
                 source=candidate.source,
                 seed=seed,
+                provenance=provenance,
             )
             if record.digest in digests or record.task_id in tasks:
                 yield Rejected(candidate, "duplicate")
