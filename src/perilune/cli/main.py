@@ -35,6 +35,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "collect": ("perilune.cli.evidence", "collect", "Bring a run's evidence home."),
     "diff": ("perilune.cli.evidence", "diff", "Say what differs between two runs."),
     "reproduce": ("perilune.cli.evidence", "reproduce", "Run a frozen bundle again and compare the results."),
+    "verify": ("perilune.cli.integrity", "verify", "Say what is not as it was recorded and signed."),
+    "export": ("perilune.cli.integrity", "export", "Hand a run over, signed."),
     "reconcile": ("perilune.cli.runs", "reconcile", "Bring recorded state and reality together."),
     "worker": ("perilune.cli.evidence", "worker", "Execute a bundle here (what a remote machine runs)."),
     "bundle": ("perilune.cli.bundle", "app", "Freeze, verify and inspect bundles."),

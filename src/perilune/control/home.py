@@ -26,6 +26,8 @@ class Home:
     experiments/<id>/              the recipe as submitted
     runs/<run>/bundle/             frozen, read-only
     runs/<run>/attempts/<N>/       working copy of the bundle, with what attempt N observed
+    runs/<run>/attestations/       signed statements about the bundle and about what attempts made of it
+    keys/                          what they are signed with
     tmp/<nonce>/                   being made; renamed into place when whole
     ```
     """
@@ -69,6 +71,11 @@ class Home:
     def runs(self) -> Path:
         """One directory a run."""
         return self.root / "runs"
+
+    @property
+    def keys(self) -> Path:
+        """What the controller signs with."""
+        return self.root / "keys"
 
     @property
     def temporary(self) -> Path:

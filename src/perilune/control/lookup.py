@@ -10,7 +10,7 @@ from sqlalchemy import select
 
 from perilune.control.experiments import Control
 from perilune.control.store import Attempt, Event, Experiment, Run, Stage
-from perilune.control.transitions import Cleanup, Reachability
+from perilune.control.transitions import Cleanup, Reachability, RunState
 from perilune.errors import RequestError
 
 WAITING = "waiting"  # state of a stage that no run stands for yet
@@ -57,6 +57,13 @@ class StageStatus:
         fields["attempt_dir"] = str(self.attempt_dir) if self.attempt_dir else None
         kind = {"kind": summary["kind"]} if "kind" in summary else {}
         return fields | kind | {key: value for key, value in summary.items() if key not in {*BULKY, *fields}}
+
+
+def terminal_runs(control: Control) -> list[Run]:
+    """All runs that have ended, oldest first."""
+    with control.store.snapshot() as session:
+        ended = [state.value for state in RunState if state.terminal]
+        return list(session.scalars(select(Run).where(Run.state.in_(ended)).order_by(Run.id)))
 
 
 def find_experiment(control: Control, reference: str | None = None) -> Experiment:

@@ -14,6 +14,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from perilune.bundle.storage import remove_tree
+from perilune.control.attestation import attest_result
 from perilune.control.evidence import evidence_problem, worker_said
 from perilune.control.faults import reached
 from perilune.control.home import Home, locked
@@ -276,6 +277,7 @@ class Reconciler:
         if verdict.succeeded and (problem := evidence_problem(directory, verdict)):
             cause, message = Cause.ARTIFACT_INVALID, problem
         if cause is Cause.NONE:
+            attest_result(self.home, attempt, directory)
             state = AttemptState.SUCCEEDED
         elif cause is Cause.STOPPED:
             cancelled = self.run(attempt.run_id).desired == RunState.CANCELLED

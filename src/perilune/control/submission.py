@@ -11,6 +11,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from perilune.bundle.storage import storage_errors
+from perilune.control.attestation import attest_bundle
 from perilune.control.faults import reached
 from perilune.control.home import Home
 from perilune.control.ids import new_ulid
@@ -60,6 +61,7 @@ def submit(
         digest = freeze(scratch / "bundle")
         reached("submit.frozen")
         run_id = new_ulid()
+        attest_bundle(home, scratch, run_id)
         with storage_errors("keep the bundle", home.runs):
             scratch.rename(home.run(run_id))
             fsync_directory(home.runs)

@@ -1,0 +1,158 @@
+"""Signed statements: an in-toto Statement in a DSSE envelope, signed with Ed25519.
+
+DSSE signs the payload together with its type, so that bytes signed as one thing cannot be shown as another
+(https://github.com/secure-systems-lab/dsse). The key is one a home; who holds it can sign anything, so a
+signature proves through whose hands evidence went, not that the machine which made it computed honestly.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perilune.bundle.storage import storage_errors
+from perilune.errors import RequestError
+from perilune.files import canonical_json, fsync_directory, write_atomic
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+    from securesystemslib.signer import SSlibKey
+
+PAYLOAD_TYPE = "application/vnd.in-toto+json"
+STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
+PRIVATE, PUBLIC = "controller.key", "controller.pub"
+
+
+class SignatureError(RequestError):
+    """An envelope is damaged, or not signed with the key it should be."""
+
+
+class SigningKey:
+    """The key pair in a folder: `controller.key` (0600) and `controller.pub`, both PEM.
+
+    Args:
+        folder: is made, with a new pair in it, where there is none.
+
+    Raises:
+        RequestError: when the folder cannot be written to, or holds no such key.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        private = folder / PRIVATE
+        with storage_errors("keep a signing key", folder):
+            if not private.exists():
+                _make(private)
+            self._key = _load(private)
+            if not (folder / PUBLIC).exists():
+                write_atomic(folder / PUBLIC, _pem(self._key.public_key()))
+        self.public = folder / PUBLIC
+
+    def sign(self, statement: Mapping[str, Any]) -> bytes:
+        """A statement's envelope, as the JSON of DSSE."""
+        from securesystemslib.dsse import Envelope
+        from securesystemslib.signer import CryptoSigner
+
+        envelope = Envelope(canonical_json(statement), PAYLOAD_TYPE, {})
+        envelope.sign(CryptoSigner(self._key))
+        return canonical_json(envelope.to_dict()) + b"\n"
+
+
+def opened(envelope: Path, key: Path) -> dict[str, Any]:
+    """The statement in an envelope, once its signature has been checked.
+
+    Args:
+        envelope: file that holds one.
+        key: file with the public key it must be signed with, PEM.
+
+    Raises:
+        SignatureError: when the envelope is damaged, or signed with no such key.
+        RequestError: when `key` holds no Ed25519 key.
+    """
+    from securesystemslib.dsse import Envelope
+    from securesystemslib.exceptions import Error
+
+    expected = read_public(key)
+    try:
+        signed = Envelope.from_dict(json.loads(envelope.read_bytes()))
+        signed.verify([expected], 1)
+        statement = json.loads(signed.payload)
+    except OSError as error:
+        raise SignatureError(f"cannot be read: {error.strerror}", where=str(envelope)) from None
+    except Error:
+        raise SignatureError(
+            "is not signed with this key, or was changed", where=str(envelope), remedy=f"compare {key}"
+        ) from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise SignatureError("is not an envelope", where=str(envelope)) from None
+    stated = isinstance(statement, dict) and statement.get("_type") == STATEMENT_TYPE
+    if not stated or signed.payload_type != PAYLOAD_TYPE:
+        raise SignatureError("holds no in-toto statement", where=str(envelope))
+    return dict(statement)
+
+
+def read_public(path: Path) -> SSlibKey:
+    """The public key in a PEM file.
+
+    Raises:
+        RequestError: when there is none.
+    """
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+    from securesystemslib.signer import SSlibKey
+
+    try:
+        found = load_pem_public_key(path.read_bytes())
+    except (OSError, ValueError, UnsupportedAlgorithm):
+        found = None
+    if not isinstance(found, Ed25519PublicKey):
+        raise RequestError("holds no public Ed25519 key", where=str(path), remedy=f"give a {PUBLIC}")
+    return SSlibKey.from_crypto(found)
+
+
+def _make(private: Path) -> None:
+    """Make a key pair; of two makers at once the first one's stays."""
+    from securesystemslib.signer import CryptoSigner
+
+    private.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    temporary = private.with_name(f".{private.name}.{secrets.token_hex(4)}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(CryptoSigner.generate_ed25519().private_bytes)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            private.hardlink_to(temporary)
+        except FileExistsError:
+            return
+    finally:
+        temporary.unlink()
+    fsync_directory(private.parent)
+
+
+def _load(private: Path) -> Ed25519PrivateKey:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    try:
+        found = load_pem_private_key(private.read_bytes(), password=None)
+    except (ValueError, TypeError):
+        found = None
+    if not isinstance(found, Ed25519PrivateKey):
+        raise RequestError(
+            "holds no Ed25519 key",
+            where=str(private),
+            remedy="put the right one back; without it nothing can be signed as before",
+        )
+    return found
+
+
+def _pem(key: Ed25519PublicKey) -> bytes:
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)

@@ -1,0 +1,83 @@
+"""What is attested of a run: which bundle was submitted, and what one attempt made of it.
+
+The result's predicate is SLSA provenance (https://slsa.dev/spec/v1.0/provenance): parameters, the files that
+went in, who built it and when; its subjects are the verdict, the manifest and every artifact, by SHA-256.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import perilune
+from perilune.bundle.digest import BUNDLE_FILE, recorded_digest
+from perilune.bundle.envelope import STATEMENT_TYPE
+from perilune.bundle.manifest import MANIFEST
+from perilune.files import read_json, sha256_file
+
+BUNDLE_PREDICATE = "urn:perilune:bundle:v1"
+RESULT_PREDICATE = "https://slsa.dev/provenance/v1"
+BUILD_TYPE = "urn:perilune:run:v1"
+PARAMETERS = ("task", "stage", "spec", "model", "environment", "seed", "resources")
+
+
+def bundle_statement(bundle: Path, run: str, submitted: float) -> dict[str, Any]:
+    """That the frozen bundle at `bundle` is what `run` was submitted with, at `submitted` (Unix seconds)."""
+    return {
+        "_type": STATEMENT_TYPE,
+        "subject": [_subject(BUNDLE_FILE, sha256_file(bundle / BUNDLE_FILE))],
+        "predicateType": BUNDLE_PREDICATE,
+        "predicate": {
+            "bundleDigest": recorded_digest(bundle),
+            "run": run,
+            "submittedOn": timestamp(submitted),
+        },
+    }
+
+
+def result_statement(attempt: Path, run: str, number: int, started: float, finished: float) -> dict[str, Any]:
+    """That attempt `number` of `run` left what lies in `attempt`.
+
+    Args:
+        attempt: the attempt's copy of the bundle, with its artifacts and their manifest.
+        started, finished: Unix seconds.
+    """
+    job = read_json(attempt / "job.json")
+    frozen = read_json(attempt / BUNDLE_FILE)["files"]
+    made = read_json(attempt / "artifacts" / MANIFEST)["files"]
+    manifest = sha256_file(attempt / "artifacts" / MANIFEST)
+    return {
+        "_type": STATEMENT_TYPE,
+        "subject": [
+            _subject("runtime/result.json", sha256_file(attempt / "runtime" / "result.json")),
+            _subject(f"artifacts/{MANIFEST}", manifest),
+            *(_subject(f"artifacts/{path}", file["sha256"]) for path, file in sorted(made.items())),
+        ],
+        "predicateType": RESULT_PREDICATE,
+        "predicate": {
+            "buildDefinition": {
+                "buildType": BUILD_TYPE,
+                "externalParameters": {name: job[name] for name in PARAMETERS},
+                "internalParameters": {"bundleDigest": recorded_digest(attempt)},
+                "resolvedDependencies": [_subject(file["path"], file["sha256"]) for file in frozen],
+            },
+            "runDetails": {
+                "builder": {"id": "urn:perilune:controller", "version": {"perilune": perilune.__version__}},
+                "metadata": {
+                    "invocationId": f"{run}/{number}",
+                    "startedOn": timestamp(started),
+                    "finishedOn": timestamp(finished),
+                },
+            },
+        },
+    }
+
+
+def timestamp(seconds: float) -> str:
+    """Unix seconds as RFC 3339 in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def _subject(name: str, sha256: str) -> dict[str, Any]:
+    return {"name": name, "digest": {"sha256": sha256}}

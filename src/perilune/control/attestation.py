@@ -1,0 +1,57 @@
+"""The controller signs what it submitted and what it accepted, before it says so in the database.
+
+So that a run which is recorded has its statement, wherever a command was killed; what was signed and never
+committed is overwritten by the next who does it.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from perilune.bundle.attested import BUNDLE_STATEMENT, RESULT_STATEMENT, Evidence
+from perilune.bundle.envelope import SigningKey
+from perilune.bundle.statements import bundle_statement, result_statement
+from perilune.bundle.storage import storage_errors
+from perilune.control.home import Home
+from perilune.control.store import Attempt
+from perilune.files import write_atomic
+
+FOLDER = "attestations"  # of a run
+
+
+def attest_bundle(home: Home, directory: Path, run_id: str) -> None:
+    """Sign that the bundle in `directory`, which becomes the run's, is what `run_id` was submitted with."""
+    _write(
+        directory / FOLDER / BUNDLE_STATEMENT,
+        home,
+        bundle_statement(directory / "bundle", run_id, time.time()),
+    )
+
+
+def attest_result(home: Home, attempt: Attempt, directory: Path) -> None:
+    """Sign what the attempt left in `directory`, whose manifest has been checked."""
+    statement = result_statement(directory, attempt.run_id, attempt.number, attempt.created, time.time())
+    _write(_result(home, attempt.run_id, attempt.number), home, statement)
+
+
+def evidence_of(home: Home, run_id: str, number: int) -> Evidence:
+    """Where the evidence of an attempt lies."""
+    return Evidence(
+        home.attempt(run_id, number),
+        home.run(run_id) / FOLDER / BUNDLE_STATEMENT,
+        _result(home, run_id, number),
+        SigningKey(home.keys).public,
+        run_id,
+    )
+
+
+def _result(home: Home, run_id: str, number: int) -> Path:
+    return home.run(run_id) / FOLDER / str(number) / RESULT_STATEMENT
+
+
+def _write(path: Path, home: Home, statement: dict[str, object]) -> None:
+    envelope = SigningKey(home.keys).sign(statement)
+    with storage_errors("keep a signed statement", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, envelope)

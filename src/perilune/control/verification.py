@@ -1,0 +1,78 @@
+"""Is everything as it was recorded? The record itself, and the evidence of runs that have succeeded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from perilune.bundle.attested import BUNDLE_STATEMENT, RESULT_STATEMENT, tampered
+from perilune.bundle.crate import describe
+from perilune.bundle.digest import recorded_digest
+from perilune.bundle.envelope import PUBLIC
+from perilune.bundle.storage import built_beside, place, publish, storage_errors
+from perilune.bundle.verify import verify
+from perilune.control.attestation import evidence_of
+from perilune.control.experiments import Control
+from perilune.control.requests import collect
+from perilune.control.store import Run, verify_events
+from perilune.control.transitions import RunState
+from perilune.errors import RequestError
+
+
+def record_problem(control: Control) -> str:
+    """What is wrong with the event log: "" when each event follows from the one before it."""
+    with control.store.snapshot() as session:
+        broken = verify_events(session)
+    return "" if broken is None else f"event {broken} does not follow from the one before it"
+
+
+def run_problems(control: Control, run: Run) -> Iterator[str]:
+    """What of a run is not as it was recorded and signed, a sentence each.
+
+    Of a run that has not succeeded there is no result: its bundle alone is looked at.
+    """
+    frozen = control.home.bundle(run.id)
+    yield from (f"bundle: {difference}" for difference in verify(frozen, run.bundle_digest))
+    if run.state != RunState.SUCCEEDED:
+        return
+    evidence = evidence_of(control.home, run.id, run.current_epoch)
+    if not evidence.submitted.exists() and not evidence.result.exists():
+        yield "it was made before runs were signed, or its statements are gone"
+        return
+    yield from tampered(evidence)
+    if recorded_digest(evidence.bundle) != run.bundle_digest:
+        yield f"the attempt ran another bundle than {run.bundle_digest}"
+
+
+def export(control: Control, run: Run, destination: Path, *, crate: bool = False) -> None:
+    """Hand a succeeded run over: its evidence, what was signed about it, and the key to check that with.
+
+    Args:
+        destination: a folder that does not exist; it is there whole or not at all.
+        crate: also describe it as a Process Run Crate (https://w3id.org/ro/wfrun/process).
+
+    Raises:
+        RequestError: when the run has not succeeded, something is at `destination`, or it cannot be written.
+        WorkFailedError: when the evidence is damaged.
+    """
+    problem = next(run_problems(control, run), None)
+    if run.state != RunState.SUCCEEDED or problem:
+        why = f"its evidence is damaged: {problem}" if problem else f"it is {run.state}"
+        raise RequestError(f"the run cannot be handed over: {why}", where=f"run {run.id}")
+    evidence = evidence_of(control.home, run.id, run.current_epoch)
+    with storage_errors("export the run", destination), built_beside(destination) as building:
+        collect(control, run.id, building / "bundle")
+        for source, name in (
+            (evidence.submitted, f"attestations/{BUNDLE_STATEMENT}"),
+            (evidence.result, f"attestations/{RESULT_STATEMENT}"),
+            (evidence.key, PUBLIC),
+        ):
+            place(source, building / name, 0o644)
+        if crate:
+            describe(building)
+        try:
+            publish(building, destination)
+        except FileExistsError:
+            raise RequestError(
+                "something is already here", where=str(destination), remedy="choose another folder"
+            ) from None

@@ -1,0 +1,163 @@
+"""Signed statements: everything that is changed afterwards is named, here and in what was handed over."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+from drill_cases import Command, carry_out, drill_plan
+
+from perilune.bundle.attested import Evidence, tampered
+from perilune.bundle.envelope import PUBLIC, SignatureError, SigningKey, opened
+from perilune.control.experiments import Control
+from perilune.control.verification import export, record_problem
+from perilune.errors import RequestError
+
+
+@pytest.fixture
+def exported(control: Control, tmp_path: Path) -> Path:
+    (event, *_) = carry_out(control, drill_plan("one", steps=1))
+    export(control, control.run(event.run_id), tmp_path / "handed", crate=True)
+    return tmp_path / "handed"
+
+
+def problems(folder: Path, key: Path | None = None) -> list[str]:
+    return list(tampered(Evidence.exported(folder, key or folder / PUBLIC)))
+
+
+def rewrite(path: Path, data: bytes) -> None:
+    path.chmod(0o644)
+    path.write_bytes(data)
+
+
+def test_what_is_handed_over_is_whole_and_every_change_to_it_is_named(exported: Path, tmp_path: Path) -> None:
+    assert problems(exported) == []
+
+    def changed(name: str, data: bytes) -> list[str]:
+        copy = tmp_path / "copy"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(exported, copy)
+        mode = (copy / name).stat().st_mode
+        rewrite(copy / name, data)
+        (copy / name).chmod(mode)
+        return problems(copy)
+
+    assert any("job.json" in one for one in changed("bundle/job.json", b"{}"))
+    total = "artifacts/data/total.json"
+    assert f"{total} is not what was attested" in changed(f"bundle/{total}", b'{\n  "total": 9\n}\n')
+    manifest = "bundle/artifacts/manifest.json"
+    rewritten = (exported / manifest).read_bytes().replace(b'"sha256":"', b'"sha256":"0', 1)
+    assert "artifacts/manifest.json is not what was attested" in changed(manifest, rewritten)
+    verdict = (exported / "bundle/runtime/result.json").read_bytes().replace(b'"seconds": ', b'"seconds": 9')
+    assert changed("bundle/runtime/result.json", verdict) == ["runtime/result.json is not what was attested"]
+    for name in ("bundle.json", "result.json"):
+        envelope = json.loads((exported / "attestations" / name).read_bytes())
+        payload = base64.b64decode(envelope["payload"])
+        envelope["payload"] = base64.b64encode(payload.replace(b'"run":"0', b'"run":"1')).decode()
+        envelope["signatures"][0]["sig"] = base64.b64encode(bytes(64)).decode()
+        (found,) = changed(f"attestations/{name}", json.dumps(envelope).encode())
+        assert found == f"{name} is not signed with this key, or was changed"
+        for damage in (b"", b"[]", b"{}", b'{"payload": 1}', b"[" * 100_000):
+            assert f"{name} is not an envelope" in changed(f"attestations/{name}", damage)
+    swapped = (exported / "attestations" / "bundle.json").read_bytes()
+    assert any("attests something else" in one for one in changed("attestations/result.json", swapped))
+
+
+def test_the_whole_rewritten_with_another_key_does_not_pass_for_the_first(
+    exported: Path, tmp_path: Path
+) -> None:
+    stranger = SigningKey(tmp_path / "stranger")
+    for path in (exported / "attestations").iterdir():
+        path.write_bytes(stranger.sign(opened(path, exported / PUBLIC)))
+    trusted = tmp_path / "trusted.pub"
+    shutil.copy(exported / PUBLIC, trusted)
+    shutil.copy(stranger.public, exported / PUBLIC)
+    assert problems(exported) == []  # its parts belong together, that is all
+    assert problems(exported, trusted) == [
+        f"{name} is not signed with this key, or was changed" for name in ("bundle.json", "result.json")
+    ]
+
+
+def test_openssl_agrees_about_the_signature(exported: Path, tmp_path: Path) -> None:
+    envelope = json.loads((exported / "attestations" / "result.json").read_bytes())
+    payload, kind = base64.b64decode(envelope["payload"]), envelope["payloadType"].encode()
+    (tmp_path / "signed").write_bytes(b"DSSEv1 %d %s %d %s" % (len(kind), kind, len(payload), payload))
+    (tmp_path / "signature").write_bytes(base64.b64decode(envelope["signatures"][0]["sig"]))
+    command = ["openssl", "pkeyutl", "-verify", "-pubin", "-inkey", str(exported / PUBLIC), "-rawin"]
+    command += ["-in", str(tmp_path / "signed"), "-sigfile", str(tmp_path / "signature")]
+    assert b"Verified Successfully" in subprocess.run(command, capture_output=True, check=True).stdout
+
+
+def test_a_crate_lists_every_file_with_what_went_in_and_what_came_out(exported: Path) -> None:
+    from rocrate.rocrate import ROCrate
+
+    crate = ROCrate(exported)
+    files = {entity.id for entity in crate.get_entities() if entity.type == "File"}
+    there = {str(path.relative_to(exported)) for path in exported.rglob("*") if path.is_file()}
+    assert files == there - {"ro-crate-metadata.json"}
+    (action,) = (entity for entity in crate.get_entities() if entity.type == "CreateAction")
+    assert {file.id for file in action["object"]} >= {"bundle/job.json"}
+    assert {file.id for file in action["result"]} >= {"bundle/artifacts/data/total.json"}
+    assert crate.root_dataset["mentions"].id == action.id
+
+
+def test_the_commands(perilune: Command, control: Control, tmp_path: Path) -> None:
+    carry_out(control, drill_plan("one", steps=1), drill_plan("two", steps=2))
+    code, out, _ = perilune("verify")
+    assert code == 0 and out == "verified: 3 records, all as recorded and signed\n"
+    assert perilune("export", "two", "--out", str(tmp_path / "out"), "--ro-crate")[0] == 0
+    assert perilune("verify", str(tmp_path / "out"))[0] == 0
+    assert perilune("verify", str(tmp_path / "out"), "--key", str(control.home.keys / PUBLIC))[0] == 0
+    assert perilune("export", "two", "--out", str(tmp_path / "out"))[0] == 2
+    run = json.loads(perilune("show", "two", "--json")[1])["id"]
+    rewrite(control.home.attempt(run, 1) / "artifacts" / "data" / "total.json", b"{}")
+    code, out, _ = perilune("verify", "--json")
+    found = json.loads(out)
+    assert code == 1 and not found["whole"] and list(found["problems"]) == [f"two ({run})"]
+    assert perilune("verify", "one")[0] == 0
+    code, out, _ = perilune("verify", "two")
+    assert code == 1 and "artifacts/data/total.json is not what was attested" in out
+    assert perilune("export", "two", "--out", str(tmp_path / "more"))[0] == 2
+    assert perilune("verify", "one", "--key", str(control.home.keys / PUBLIC))[0] == 2
+    assert (control.home.keys / "controller.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_changed_event_is_named(control: Control) -> None:
+    carry_out(control, drill_plan("one", steps=1))
+    assert record_problem(control) == ""
+    with control.store.engine.connect() as connection:
+        connection.exec_driver_sql("DROP TRIGGER events_no_update")
+        connection.exec_driver_sql("UPDATE events SET detail = '{}' WHERE seq = 3")
+        connection.commit()
+    assert record_problem(control) == "event 3 does not follow from the one before it"
+
+
+def test_of_two_who_make_a_key_at_once_one_key_stays(tmp_path: Path) -> None:
+    made: list[SigningKey] = []
+    threads = [threading.Thread(target=lambda: made.append(SigningKey(tmp_path / "keys"))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, key in enumerate(made):
+        path = tmp_path / f"{number}.json"
+        path.write_bytes(key.sign({"_type": "https://in-toto.io/Statement/v1"}))
+        assert opened(path, made[0].public)
+    assert sorted(path.name for path in (tmp_path / "keys").iterdir()) == ["controller.key", "controller.pub"]
+
+
+def test_what_is_no_key_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "controller.key").write_text("no key")
+    with pytest.raises(RequestError, match="holds no Ed25519 key"):
+        SigningKey(tmp_path)
+    key = SigningKey(tmp_path / "good")
+    (tmp_path / "signed").write_bytes(key.sign({"_type": "something else"}))
+    with pytest.raises(SignatureError, match="holds no in-toto statement"):
+        opened(tmp_path / "signed", key.public)
+    with pytest.raises(RequestError, match="no public Ed25519 key"):
+        opened(tmp_path / "signed", tmp_path / "controller.key")
