@@ -29,7 +29,7 @@ def verify(
     \b
     perilune verify
     perilune verify rl
-    perilune verify ./rl-export --key colleague.pub
+    perilune verify ./rl-export --key sender.pub
     """
     folder = Path(what) if what is not None else None
     if folder is not None and (folder / "attestations").is_dir():
