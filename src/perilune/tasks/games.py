@@ -94,6 +94,7 @@ class Game:
     Attributes:
         key: (seed, step, place of its task in the step).
         sample: which of the task's it is.
+        others: seats that the policy does not have.
         finish_reason: "length" when a limit ended it.
         failure: what went wrong, in which case it has no score.
     """
@@ -105,6 +106,7 @@ class Game:
     players: int
     seats: list[Seat] = field(init=False)
     tally: Tally = field(init=False)
+    others: frozenset[int] = frozenset()
     finish_reason: FinishReason = "stop"
     failure: Failure | None = None
     is_over: bool = False
@@ -118,6 +120,17 @@ class Game:
         """Of the player to move."""
         assert isinstance(self.session.found, Observation)
         return self.seats[self.session.found.player]
+
+    @property
+    def is_others_turn(self) -> bool:
+        """Whether the player to move is not the policy."""
+        assert isinstance(self.session.found, Observation)
+        return self.session.found.player in self.others
+
+    @property
+    def own(self) -> list[int]:
+        """Seats that the policy has."""
+        return [player for player in range(self.players) if player not in self.others]
 
     @property
     def news(self) -> tuple[Message, ...]:

@@ -30,6 +30,7 @@ from perilune.watchdog import STALL, Waiting
 
 if TYPE_CHECKING:
     from perilune.tasks.learned_reward import LearnedReward
+    from perilune.tasks.opponents import Opponents
 
 Groups = list[tuple[Episode, ...]]
 
@@ -82,7 +83,7 @@ class Stopwatch:
 @dataclass(frozen=True)
 class Rollouts:
     """Plays tasks: one group of `samples` episodes a task and player. Of several processes each plays some of
-    the tasks, and all are given all groups.
+    the tasks, and all are given all groups. What `opponents` play is in no group.
 
     Episodes advance together: the turns that are due are sampled in one batch, the environment takes them
     all, and so on until none is due. The random numbers of a turn are keyed by (seed, step, task's place in
@@ -96,6 +97,7 @@ class Rollouts:
     seed: int
     learned: LearnedReward | None = None
     processes: Processes = ALONE
+    opponents: Opponents | None = None
 
     def play(
         self,
@@ -117,6 +119,8 @@ class Rollouts:
         tasks = self.processes.mine(tasks)
         begun = time.perf_counter()
         sessions = Sessions(self.scorer, self.environment)
+        if self.opponents is not None:
+            self.opponents.prepare(step)
         with self._scoring(len(tasks) * samples):
             games = self._open(sessions, tasks, samples, step, places)
             self._listen(games, params)
@@ -132,7 +136,7 @@ class Rollouts:
         groups = [
             group
             for start in range(0, len(games), samples)
-            for player in range(games[start].players)
+            for player in games[start].own
             if (group := self._group(games[start : start + samples], player))
         ]
         if self.learned is not None:
@@ -151,10 +155,14 @@ class Rollouts:
             [(task, session_seed(key)) for task, key in zip(tasks, keys, strict=True) for _ in range(samples)]
         )
         players = getattr(self.environment, "players", 1)
+        taken = [frozenset(self.opponents.seats(key, players) if self.opponents else ()) for key in keys]
         games = [
-            Game(one.task, keys[place // samples], place % samples, one, players)
+            Game(
+                one.task, keys[place // samples], place % samples, one, players,
+                others=taken[place // samples],
+            )
             for place, one in enumerate(opened)
-        ]
+        ]  # fmt: skip
         for game in games:
             game.advance()
         return games
@@ -178,14 +186,7 @@ class Rollouts:
                     on_progress(finished, total)
 
             asked = [game.seat.context() for game in due]
-            if due[0].actions:
-                prompts = [Prompt(ids, game.turn_key) for ids, game in zip(asked, due, strict=True)]
-                completions = [one for (one,) in self.engine.sample(prompts, 1, params, progress)]
-            else:
-                first = {game.key: Prompt(ids, game.key) for ids, game in zip(asked, due, strict=True)}
-                groups = self.engine.sample(list(first.values()), samples, params, progress)
-                of_key = dict(zip(first, groups, strict=True))
-                completions = [of_key[game.key][game.sample] for game in due]
+            completions = self._sample(due, asked, samples, params, progress)
         watch.sampling += time.perf_counter() - begun
         watch.tokens += sum(len(one.token_ids) for one in completions)
 
@@ -203,6 +204,34 @@ class Rollouts:
                     game.advance()
             self._listen([game for game in due if not game.is_over], params)
         watch.scoring += time.perf_counter() - begun
+
+    def _sample(
+        self,
+        due: Sequence[Game],
+        asked: Sequence[list[int]],
+        samples: int,
+        params: SamplingParams,
+        progress: Callable[[int, int], None],
+    ) -> list[Completion]:
+        """The next turn of each game, by whoever has the seat."""
+        found: dict[Game, Completion] = {}
+        for is_others in (False, True):
+            pairs = [
+                (game, ids) for game, ids in zip(due, asked, strict=True) if game.is_others_turn == is_others
+            ]
+            engine = self.opponents.engine if is_others and self.opponents else self.engine
+            if not pairs:
+                continue
+            if due[0].actions:
+                prompts = [Prompt(ids, game.turn_key) for game, ids in pairs]
+                groups = engine.sample(prompts, 1, params, progress)
+                found |= {game: one for (game, _), (one,) in zip(pairs, groups, strict=True)}
+            else:
+                first = {game.key: Prompt(ids, game.key) for game, ids in pairs}
+                groups = engine.sample(list(first.values()), samples, params, progress)
+                of_key = dict(zip(first, groups, strict=True))
+                found |= {game: of_key[game.key][game.sample] for game, _ in pairs}
+        return [found[game] for game in due]
 
     def _listen(self, games: Sequence[Game], params: SamplingParams) -> None:
         """Let the players to move take in what is new to them; end games that have no room for a turn."""
@@ -245,7 +274,9 @@ class Rollouts:
 
     def _group(self, games: Sequence[Game], player: int) -> tuple[Episode, ...]:
         """The episodes of a player; one who never moved has none, unless it is there to tell of a failure."""
-        moved = [game for game in games if game.seats[player].turns or (game.failure and player == 0)]
+        moved = [
+            game for game in games if game.seats[player].turns or (game.failure and player == game.own[0])
+        ]
         group = tuple(self._episode(game, player) for game in moved)
         check_group(group, moved, player)
         return group
