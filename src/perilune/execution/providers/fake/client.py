@@ -1,0 +1,224 @@
+"""Provider `fake`: the fake cloud, as the control plane sees it; and a machine of it, as a Host."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO
+from urllib.parse import quote
+
+from perilune.errors import PeriluneError, RequestError
+from perilune.execution.hosts.protocol import Answer, Host, HostUnreachableError
+from perilune.execution.processes import Presence
+from perilune.execution.providers.fake.frames import BLOCK, Kind, frame, read_frame
+from perilune.execution.providers.protocol import (
+    Capabilities,
+    MachineRequest,
+    MachineStatus,
+    NoCapacityError,
+    Offer,
+    ProviderRefusedError,
+    ProviderUnreachableError,
+    RentedMachine,
+    Sighting,
+)
+
+CALL_SECONDS = 10.0
+ERRORS_KEPT = 1 << 14  # bytes of a command's stderr
+
+
+class FakeCloud:
+    """A fake cloud whose state lies in a folder of this machine.
+
+    Args:
+        folder: of its server; holds its address and its token.
+        visibility_seconds: how long what it has done may stay out of sight.
+    """
+
+    name = "fake"
+
+    def __init__(self, folder: Path, visibility_seconds: float = 0.0) -> None:
+        self.folder = folder
+        self.capabilities = Capabilities(
+            ends_by_itself=True, announces=True, visibility_seconds=visibility_seconds
+        )
+
+    def offers(self) -> Sequence[Offer]:
+        """What can be had, and for how much."""
+        return [Offer(**offer) for offer in self.call("GET", "/offers")["offers"]]
+
+    def find(self, key: str) -> Sighting:
+        """Look for one machine."""
+        try:
+            found = [machine for machine in self.list(key) if machine.key == key]
+        except PeriluneError as error:
+            return Sighting(Presence.UNKNOWN, why=str(error))
+        return Sighting(Presence.PRESENT, found[0]) if found else Sighting(Presence.ABSENT)
+
+    def create(self, key: str, request: MachineRequest) -> RentedMachine:
+        """Make the machine called `key`, or tell of the one that is called so already."""
+        return _machine(self.call("PUT", f"/machines/{quote(key)}", asdict(request)))
+
+    def list(self, tag: str) -> Sequence[RentedMachine]:
+        """Every machine whose key begins with `tag`."""
+        listed = self.call("GET", f"/machines?prefix={quote(tag)}")["machines"]
+        return [_machine(fields) for fields in listed]
+
+    def terminate(self, key: str) -> None:
+        """End the machine called `key`."""
+        self.call("DELETE", f"/machines/{quote(key)}")
+
+    def host(self, machine: RentedMachine) -> Host:
+        """How commands are run on it."""
+        return FakeHost(self, machine.key)
+
+    def befall(self, **what: Any) -> None:
+        """Script a fault, or let one befall a machine: fields of the server's POST /weather."""
+        self.call("POST", "/weather", what)
+
+    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """One HTTP call; returns the JSON of its answer.
+
+        Raises:
+            ProviderUnreachableError: no answer, or a failure of the cloud's: the effect is unknown.
+            NoCapacityError, ProviderRefusedError: nothing was done.
+        """
+        where = f"fake cloud, {method} {path}"
+        data = None if body is None else json.dumps(body)
+        try:
+            with self.connection() as connection:
+                connection.request(method, path, data, self.headers())
+                answer = connection.getresponse()
+                status, document = answer.status, json.loads(answer.read() or b"{}")
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise ProviderUnreachableError(
+                f"no answer ({error or type(error).__name__})", where=where
+            ) from None
+        if status == 503 and "capacity" in document:
+            raise NoCapacityError(document["error"], where=where)
+        if 400 <= status < 500:
+            raise ProviderRefusedError(str(document.get("error", status)), where=where)
+        if status != 200:
+            raise ProviderUnreachableError(f"status {status}", where=where)
+        return document
+
+    @contextmanager
+    def connection(self) -> Iterator[http.client.HTTPConnection]:
+        """A new connection to the server; OSError when there is none."""
+        port = int(json.loads((self.folder / "address.json").read_text())["port"])
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=CALL_SECONDS)
+        try:
+            yield connection
+        finally:
+            connection.close()
+
+    def headers(self) -> dict[str, str]:
+        """Headers that say who we are."""
+        return {"Authorization": f"Bearer {(self.folder / 'token').read_text()}"}
+
+
+class FakeHost:
+    """A machine of the fake cloud."""
+
+    def __init__(self, cloud: FakeCloud, key: str) -> None:
+        self.cloud, self.key = cloud, key
+        self.name = f"fake:{key}"
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        source: BinaryIO | None = None,
+        sink: BinaryIO | None = None,
+        timeout: float = 60.0,
+    ) -> Answer:
+        """Run `command` there and wait for its end; see `execution.hosts.protocol.Host`."""
+        try:
+            with self.cloud.connection() as connection:
+                connection.connect()
+                assert connection.sock is not None
+                connection.sock.settimeout(CALL_SECONDS)
+                return self._run(connection.sock, command, source, sink, timeout)
+        except (OSError, ValueError) as error:
+            raise self._unreachable(str(error) or type(error).__name__) from None
+
+    def _run(
+        self,
+        wire: socket.socket,
+        command: Sequence[str],
+        source: BinaryIO | None,
+        sink: BinaryIO | None,
+        timeout: float,
+    ) -> Answer:
+        late = threading.Event()
+
+        def give_up() -> None:
+            late.set()
+            with contextlib.suppress(OSError):
+                wire.shutdown(socket.SHUT_RDWR)
+
+        timer = threading.Timer(timeout, give_up)
+        timer.daemon = True
+        timer.start()
+        try:
+            with wire.makefile("rb") as answers:
+                self._ask(wire, answers, command)
+                wire.settimeout(None)
+                threading.Thread(target=_feed, args=(wire, source), daemon=True).start()
+                return self._read(answers, sink)
+        except HostUnreachableError:
+            if late.is_set():
+                raise self._unreachable(f"no end within {timeout:g} s") from None
+            raise
+        finally:
+            timer.cancel()
+
+    def _ask(self, wire: socket.socket, answers: BinaryIO, command: Sequence[str]) -> None:
+        fields = {**self.cloud.headers(), "Host": "127.0.0.1", "X-Command": json.dumps(list(command))}
+        lines = [f"POST /machines/{quote(self.key)}/exec HTTP/1.1"]
+        lines += [f"{name}: {value}" for name, value in fields.items()]
+        wire.sendall("\r\n".join([*lines, "", ""]).encode())
+        status = answers.readline().split()
+        if status[1:2] != [b"101"]:
+            raise self._unreachable("it does not answer")
+        while answers.readline().strip():
+            pass
+
+    def _read(self, answers: BinaryIO, sink: BinaryIO | None) -> Answer:
+        output, errors = bytearray(), bytearray()
+        while received := read_frame(answers):
+            kind, data = received
+            match kind:
+                case Kind.OUTPUT if sink is not None:
+                    sink.write(data)
+                case Kind.OUTPUT:
+                    output += data
+                case Kind.ERRORS:
+                    errors = (errors + data)[-ERRORS_KEPT:]
+                case Kind.EXIT:
+                    code = int(json.loads(data)["exit_code"])
+                    return Answer(code, bytes(output), errors.decode(errors="replace"))
+                case _:
+                    raise RequestError("the fake cloud sent a frame that is the client's to send")
+        raise self._unreachable("the connection broke")
+
+    def _unreachable(self, why: str) -> HostUnreachableError:
+        return HostUnreachableError(f"{self.name} cannot be reached: {why}")
+
+
+def _feed(wire: socket.socket, source: BinaryIO | None) -> None:
+    with contextlib.suppress(OSError, ValueError):  # whoever reads the answers is told that it broke
+        while source is not None and (data := source.read(BLOCK)):
+            wire.sendall(frame(Kind.INPUT, data))
+        wire.sendall(frame(Kind.INPUT_END))
+
+
+def _machine(fields: dict[str, Any]) -> RentedMachine:
+    return RentedMachine(**{**fields, "status": MachineStatus(fields["status"])})

@@ -1,0 +1,85 @@
+"""One command on a fake machine: bytes between an HTTP connection and the machine's first process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from io import BufferedIOBase
+
+from perilune.execution.providers.fake.frames import BLOCK, Kind, frame, read_frame
+from perilune.execution.providers.fake.machines import Machine
+
+LINGER = 2.0  # seconds for output that comes after the exit, from what the command left running
+SWITCH = b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: frames\r\n\r\n"
+
+
+def execute(
+    client: socket.socket, requests: BufferedIOBase, machine: Machine, command: Sequence[str]
+) -> None:
+    """Run `command` on `machine`, and carry its bytes; returns when it has ended or either side is gone.
+
+    The command does not end with the connection, as with ssh.
+
+    Raises:
+        OSError: when the machine does not answer.
+    """
+    with machine.connect() as box, _pipes() as (inside, stdin, stdout, stderr):
+        message = json.dumps({"command": list(command)}).encode()
+        socket.send_fds(box, [message], inside)
+        for descriptor in inside:
+            os.close(descriptor)
+        client.settimeout(None)
+        client.sendall(SWITCH)
+        lock = threading.Lock()
+
+        def send(kind: Kind, data: bytes) -> None:
+            with lock:
+                client.sendall(frame(kind, data))
+
+        def forward(descriptor: int, kind: Kind) -> None:
+            with contextlib.suppress(OSError):
+                while data := os.read(descriptor, BLOCK):
+                    send(kind, data)
+
+        def feed() -> None:
+            with contextlib.suppress(OSError):
+                while (received := read_frame(requests)) and received[0] is Kind.INPUT:
+                    _write_all(stdin, received[1])
+            os.close(stdin)
+
+        threading.Thread(target=feed, daemon=True).start()
+        outputs = [
+            threading.Thread(target=forward, args=pair, daemon=True)
+            for pair in ((stdout, Kind.OUTPUT), (stderr, Kind.ERRORS))
+        ]
+        for output in outputs:
+            output.start()
+        ended = box.recv(BLOCK)
+        for output in outputs:
+            output.join(LINGER)
+        if ended:
+            with contextlib.suppress(OSError):
+                send(Kind.EXIT, ended)
+        with contextlib.suppress(OSError):
+            client.shutdown(socket.SHUT_RDWR)  # and `feed` ends
+
+
+@contextmanager
+def _pipes() -> Iterator[tuple[list[int], int, int, int]]:
+    """The command's ends of three pipes, then ours of stdin, stdout and stderr; closes what we read from."""
+    (stdin_read, stdin), (stdout, stdout_write), (stderr, stderr_write) = os.pipe(), os.pipe(), os.pipe()
+    try:
+        yield [stdin_read, stdout_write, stderr_write], stdin, stdout, stderr
+    finally:
+        os.close(stdout)
+        os.close(stderr)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]

@@ -1,0 +1,45 @@
+"""A command's stdin, stdout, stderr and exit code over one connection: frames of kind, length and bytes."""
+
+from __future__ import annotations
+
+import struct
+from enum import Enum
+from io import BufferedIOBase
+from typing import BinaryIO
+
+from perilune.errors import WorkFailedError
+
+HEAD = struct.Struct("!cI")
+BLOCK = 1 << 16
+LARGEST = 1 << 20
+
+
+class Kind(Enum):
+    """What a frame carries."""
+
+    INPUT = b"i"
+    INPUT_END = b"I"
+    OUTPUT = b"o"
+    ERRORS = b"e"
+    EXIT = b"x"
+
+
+def frame(kind: Kind, data: bytes = b"") -> bytes:
+    """One frame, as it goes over the wire."""
+    return HEAD.pack(kind.value, len(data)) + data
+
+
+def read_frame(stream: BinaryIO | BufferedIOBase) -> tuple[Kind, bytes] | None:
+    """The next frame; None when the connection ended, be it within one.
+
+    Raises:
+        WorkFailedError: when what comes is no frame.
+    """
+    head = stream.read(HEAD.size)
+    if len(head) < HEAD.size:
+        return None
+    letter, length = HEAD.unpack(head)
+    if length > LARGEST or letter not in {kind.value for kind in Kind}:
+        raise WorkFailedError("the fake cloud sent what is no frame")
+    data = stream.read(length)
+    return None if len(data) < length else (Kind(letter), data)

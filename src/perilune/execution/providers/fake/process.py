@@ -1,0 +1,62 @@
+"""Starting and stopping the fake cloud's server."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from perilune.errors import RequestError, WorkFailedError
+from perilune.execution.processes import POLL_SECONDS
+from perilune.execution.providers.fake.server import ADDRESS, CAPACITY
+from perilune.execution.providers.fake.weather import Weather
+from perilune.files import read_json
+
+START_SECONDS = 30.0
+SERVER = "perilune.execution.providers.fake.server"
+
+
+def start(
+    folder: Path, weather: Weather, *, capacity: int = CAPACITY, tied: bool = True
+) -> subprocess.Popen[bytes]:
+    """Start the cloud whose state lies in `folder`, and wait until it can be called.
+
+    Args:
+        tied: whether it ends when this process ends.
+
+    Raises:
+        WorkFailedError: when it does not come up.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    options = ["--weather", json.dumps(weather.asdict()), "--capacity", str(capacity), *["--tied"] * tied]
+    with (folder / "server.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", SERVER, str(folder), *options],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + START_SECONDS
+    while _served_by(folder) != process.pid:
+        if process.poll() is not None or time.monotonic() > deadline:
+            said = (folder / "server.log").read_text().strip()[-500:]
+            raise WorkFailedError(f"the fake cloud did not come up: {said}", where=str(folder))
+        time.sleep(POLL_SECONDS)
+    return process
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Kill the cloud's server, as a power cut would. Its machines go on."""
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def _served_by(folder: Path) -> int | None:
+    try:
+        return int(read_json(folder / ADDRESS)["pid"])
+    except RequestError:
+        return None

@@ -1,0 +1,298 @@
+"""The fake cloud: an HTTP server on the loopback, in a process of its own, behind a token.
+
+It may be killed and started again over the same folder: machines go on meanwhile, as do the commands on them.
+
+| call | does |
+|---|---|
+| GET /offers | kinds, prices, room |
+| GET /machines?prefix=P | machines whose key begins so, as far as they are seen yet |
+| PUT /machines/KEY | make it, or find it |
+| DELETE /machines/KEY | end it |
+| POST /machines/KEY/exec | run a command on it, over frames |
+| GET /weather, /bill | what was thrown so far; what all machines have cost |
+| POST /weather | script a fault, or let one befall a machine |
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from perilune.errors import RequestError
+from perilune.execution.processes import die_with
+from perilune.execution.providers.fake.estate import PREEMPTIBLE, PRICES, TICK, Estate, FullError
+from perilune.execution.providers.fake.execute import execute
+from perilune.execution.providers.fake.machines import Machine, now
+from perilune.execution.providers.fake.weather import Fault, Storm, Weather
+from perilune.files import write_json
+
+ADDRESS, TOKEN = "address.json", "token"
+LARGEST = 1 << 20  # bytes of a request
+CAPACITY = 100
+
+
+class Cloud:
+    """State and behaviour behind the HTTP server.
+
+    Args:
+        folder: all that it keeps.
+    """
+
+    def __init__(self, folder: Path, weather: Weather, capacity: int = CAPACITY) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.token = folder, _token(folder)
+        self.storm = Storm(weather, folder / "faults.jsonl")
+        limits = dict.fromkeys(PRICES, capacity)
+        self.estate = Estate(folder / "machines", self.storm, limits, self.cut)
+        self._streams: dict[str, set[socket.socket]] = defaultdict(set)
+
+    def cut(self, machine_id: str) -> None:
+        """Break every connection to a machine."""
+        for stream in list(self._streams[machine_id]):
+            with contextlib.suppress(OSError):
+                stream.shutdown(socket.SHUT_RDWR)
+
+    def streams(self, machine_id: str) -> set[socket.socket]:
+        """Connections to a machine."""
+        return self._streams[machine_id]
+
+    def find(self, key: str) -> list[Machine]:
+        """Machines called `key`, as far as they are seen yet."""
+        return [machine for machine in self.estate.shown(key) if machine.record.key == key]
+
+    def create(self, key: str, body: dict[str, Any], late: float) -> dict[str, Any]:
+        machine = self.estate.create(key, str(body["kind"]), body.get("lifetime_seconds"), late=late)
+        return self.estate.document(machine)
+
+    def terminate(self, key: str) -> dict[str, Any]:
+        """End what is called `key` and exists by now; what comes into being later knows nothing of it."""
+        for machine in self.estate.all():
+            if machine.record.key == key:
+                self.estate.end(machine, "terminated")
+        return {}
+
+    def offers(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "kind": kind,
+                "price": price,
+                "capacity": self.estate.room(kind),
+                "preemptible": kind in PREEMPTIBLE,
+            }
+            for kind, price in PRICES.items()
+        ]
+
+    def bill(self) -> dict[str, Any]:
+        """What every machine has cost, by its key."""
+        moment, machines = now(), [machine.record for machine in self.estate.all()]
+        costs = {one.key: one.price * one.billed_seconds(moment) / 3600.0 for one in machines}
+        alive = [one.key for one in machines if one.ended is None]
+        return {"costs": costs, "total": sum(costs.values()), "alive": alive}
+
+    def befall(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Script a fault of calls ("call", "fault", "times"), or let one befall the machine "key" now."""
+        if "call" in body:
+            self.storm.script(str(body["call"]), Fault(body["fault"]), int(body.get("times", 1)))
+            return {}
+        for machine in self.estate.all():
+            if machine.record.key == body["key"]:
+                match Fault(body["fault"]):
+                    case Fault.PREEMPTED:
+                        self.estate.preempt(machine, float(body.get("seconds", 0.0)))
+                    case Fault.HOST_DEATH:
+                        self.estate.host_death(machine)
+                    case Fault.LINK_CUT:
+                        self.estate.cut(machine, float(body["seconds"]))
+        return {}
+
+    def live(self) -> None:
+        """Let time pass, for ever."""
+        while True:
+            time.sleep(TICK)
+            with contextlib.suppress(OSError):
+                self.estate.tick()
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection to the cloud."""
+
+    protocol_version = "HTTP/1.1"
+    cloud: Cloud
+    timeout = 60
+
+    def log_message(self, *_: Any) -> None:
+        """Stay silent: what was thrown is in faults.jsonl."""
+
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        """The time by the cloud's clock, which may be wrong."""
+        return super().date_time_string((timestamp or time.time()) + self.cloud.storm.weather.clock_skew)
+
+    def do_GET(self) -> None:
+        """Answer what is asked."""
+        self._serve("get")
+
+    def do_PUT(self) -> None:
+        """Make a machine."""
+        self._serve("put")
+
+    def do_DELETE(self) -> None:
+        """End a machine."""
+        self._serve("delete")
+
+    def do_POST(self) -> None:
+        """Run a command, or let a fault befall."""
+        self._serve("post")
+
+    def _serve(self, verb: str) -> None:
+        parts = urlsplit(self.path)
+        segments = [unquote(part) for part in parts.path.split("/") if part]
+        if not hmac.compare_digest(self.headers.get("Authorization", ""), f"Bearer {self.cloud.token}"):
+            self._answer(401, {"error": "who are you?"})
+            return
+        try:
+            match (verb, *segments):
+                case ("post", "machines", key, "exec"):
+                    self._execute(key)
+                case ("get", "weather"):
+                    self._answer(200, {"thrown": self.cloud.storm.thrown})
+                case ("post", "weather"):
+                    self._answer(200, self.cloud.befall(self._body()))
+                case ("get", "bill"):
+                    self._answer(200, self.cloud.bill())
+                case ("get", "offers"):
+                    self._in_weather("offers", "", lambda late: {"offers": self.cloud.offers()})
+                case ("get", "machines"):
+                    prefix = parse_qs(parts.query).get("prefix", [""])[0]
+                    self._in_weather("list", prefix, lambda late: self._listed(prefix))
+                case ("put", "machines", key):
+                    body = self._body()
+                    self._in_weather("create", key, lambda late: self.cloud.create(key, body, late))
+                case ("delete", "machines", key):
+                    self._in_weather("terminate", key, lambda late: self.cloud.terminate(key))
+                case _:
+                    self._answer(404, {"error": f"there is no {parts.path}"})
+        except FullError as error:
+            self._answer(503, {"error": str(error), "capacity": 0})
+        except (RequestError, KeyError, ValueError) as error:
+            self._answer(400, {"error": str(error)})
+
+    def _listed(self, prefix: str) -> dict[str, Any]:
+        estate = self.cloud.estate
+        return {"machines": [estate.document(machine) for machine in estate.shown(prefix)]}
+
+    def _in_weather(self, call: str, key: str, do: Callable[[float], dict[str, Any]]) -> None:
+        """Do what was asked and answer, unless the weather has it otherwise."""
+        storm = self.cloud.storm
+        time.sleep(storm.seconds(storm.weather.latency))
+        match storm.at_call(call, key):
+            case None:
+                self._answer(200, do(0.0))
+            case Fault.ERROR_BEFORE:
+                self._answer(500, {"error": "internal error"})
+            case Fault.LATE_EFFECT:
+                do(storm.weather.late_seconds)
+                self._answer(500, {"error": "internal error"})
+            case Fault.ERROR_AFTER:
+                do(0.0)
+                self._answer(500, {"error": "internal error"})
+            case _:
+                do(0.0)
+                self.close_connection = True  # not a word
+
+    def _execute(self, key: str) -> None:
+        command = json.loads(self.headers.get("X-Command", "[]"))
+        found = [machine for machine in self.cloud.find(key) if machine.record.alive(now())]
+        if not found or found[0].record.box is None or now() < found[0].record.ready:
+            self._answer(404, {"error": f"no machine {key} answers"})
+            return
+        machine = found[0]
+        self.close_connection = True
+        if now() < machine.record.cut_until:
+            return
+        streams = self.cloud.streams(machine.record.id)
+        streams.add(self.connection)
+        try:
+            execute(self.connection, self.rfile, machine, command)
+        finally:
+            streams.discard(self.connection)
+
+    def _body(self) -> dict[str, Any]:
+        length = int(self.headers.get("Content-Length", "0"))
+        if length > LARGEST:
+            raise RequestError("too long a request")
+        body = json.loads(self.rfile.read(length) or b"{}")
+        if not isinstance(body, dict):
+            raise RequestError("not a JSON object")
+        return body
+
+    def _answer(self, status: int, document: dict[str, Any]) -> None:
+        data = json.dumps(document).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+class Server(ThreadingHTTPServer):
+    """Answers each connection in a thread of its own, and is silent about those that break."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A connection that broke is the client's to notice."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
+def serve(folder: Path, weather: Weather, capacity: int = CAPACITY) -> None:
+    """Be the cloud whose state lies in `folder`, until killed; at the address it had before, if any."""
+    cloud = Cloud(folder, weather, capacity)
+    address = folder / ADDRESS
+    port = json.loads(address.read_text())["port"] if address.exists() else 0
+    handler = type("CloudHandler", (Handler,), {"cloud": cloud})
+    with Server(("127.0.0.1", port), handler) as server:
+        threading.Thread(target=cloud.live, name="weather", daemon=True).start()
+        write_json(address, {"port": server.server_port, "pid": os.getpid()})
+        server.serve_forever()
+
+
+def _token(folder: Path) -> str:
+    path = folder / TOKEN
+    if not path.exists():
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_urlsafe(24))
+    return path.read_text()
+
+
+def main() -> None:
+    """`python -m perilune.execution.providers.fake.server FOLDER [--weather JSON]`."""
+    parser = argparse.ArgumentParser(prog="fake cloud")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--weather", type=json.loads, default={}, help="fields of Weather, as JSON")
+    parser.add_argument("--capacity", type=int, default=CAPACITY, help="machines of a kind at once")
+    parser.add_argument("--tied", action="store_true", help="end when the process that started it ends")
+    given = parser.parse_args()
+    if given.tied:
+        die_with(os.getppid())
+    serve(given.folder.absolute(), Weather(**given.weather), given.capacity)
+
+
+if __name__ == "__main__":
+    main()
