@@ -1,4 +1,4 @@
-"""Compiles the C kernels for this processor, once, and loads them.
+"""Compiles C for this processor, once, and loads it: the kernels, and whatever else brings a unit of its own.
 
 The result lies in the user's cache folder under a digest of sources, compiler, flags and processor, so that
 another version or machine never meets it. Without a C compiler the torch versions of everything are used.
@@ -19,8 +19,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-_SOURCES = Path(__file__).parent
-_UNIT = "kernels.c"
+_KERNELS = Path(__file__).parent / "kernels.c"
 # No flag lets the compiler reorder sums: an element's bits must not depend on where it is computed.
 _FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared")
 _THIS_PROCESSOR = (
@@ -31,7 +30,7 @@ _SECONDS = 120
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """The loaded kernels, or why there are none.
+    """A loaded library, or why there is none.
 
     Attributes:
         library: the shared library, or None.
@@ -42,24 +41,29 @@ class Native:
     reason: str
 
 
-@functools.cache
 def native() -> Native:
     """The kernels, compiled now if they never were; `PERILUNE_NATIVE=0` does without them."""
+    return compiled(_KERNELS)
+
+
+@functools.cache
+def compiled(unit: Path) -> Native:
+    """The library made of one C file and what it includes from its own folder."""
     if os.environ.get("PERILUNE_NATIVE") == "0":
         return Native(None, "switched off by PERILUNE_NATIVE=0")
     compiler = _compiler()
     if compiler is None:
         return Native(None, "no C compiler found (install gcc or clang, or set CC)")
     try:
-        path = _cached(compiler)
+        path = _cached(compiler, unit)
         try:
             return Native(ctypes.CDLL(str(path)), str(path))
         except OSError:  # cut short by a full disk, say
             path.unlink()
-            path = _cached(compiler)
+            path = _cached(compiler, unit)
             return Native(ctypes.CDLL(str(path)), str(path))
     except (OSError, subprocess.SubprocessError, _CompilerError) as error:
-        return Native(None, f"{' '.join(compiler)} could not build them: {error}")
+        return Native(None, f"{' '.join(compiler)} could not build {unit.name}: {error}")
 
 
 class _CompilerError(Exception):
@@ -74,22 +78,22 @@ def _compiler() -> list[str] | None:
     return None if found is None else [found]
 
 
-def _cached(compiler: list[str]) -> Path:
+def _cached(compiler: list[str], unit: Path) -> Path:
     folder = _cache_folder()
-    path = folder / f"{_digest(compiler)}.so"
+    path = folder / f"{_digest(compiler, unit)}.so"
     if path.exists() and path.stat().st_uid == os.getuid():
         return path
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        made = Path(scratch) / "kernels.so"
-        _compile(compiler, made)
+        made = Path(scratch) / "library.so"
+        _compile(compiler, unit, made)
         made.replace(path)
     return path
 
 
-def _compile(compiler: list[str], target: Path) -> None:
+def _compile(compiler: list[str], unit: Path, target: Path) -> None:
     errors = ""
     for special in (_THIS_PROCESSOR, _THIS_PROCESSOR[:1], ()):
-        command = [*compiler, *_FLAGS, *special, str(_SOURCES / _UNIT), "-o", str(target), "-lm", "-lpthread"]
+        command = [*compiler, *_FLAGS, *special, str(unit), "-o", str(target), "-lm", "-lpthread"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
         if done.returncode == 0:
             return
@@ -110,13 +114,13 @@ def _cache_folder() -> Path:
     return folder
 
 
-def _digest(compiler: list[str]) -> str:
+def _digest(compiler: list[str], unit: Path) -> str:
     version = subprocess.run(
         [*compiler, "--version"], capture_output=True, text=True, timeout=_SECONDS, check=False
     ).stdout
     facts = [*compiler, version, *_FLAGS, *_THIS_PROCESSOR, _processor(), sys.platform]
-    digest = hashlib.sha256("\0".join(facts).encode())
-    for source in sorted(_SOURCES.glob("*.[ch]")):
+    digest = hashlib.sha256("\0".join([*facts, unit.name]).encode())
+    for source in sorted(unit.parent.glob("*.[ch]")):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:32]
 

@@ -1,0 +1,178 @@
+"""Proximal policy optimisation (Schulman et al., arXiv 1707.06347) on games against oneself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from perilune.connect_four.board import Boards, legal, planes, plies
+from perilune.connect_four.network import Network
+from perilune.connect_four.self_play import SelfPlay, Stretch, advantages, masked_logprobs
+from perilune.learn import checkpoints
+from perilune.learn.optimizer import AdamW
+
+BETA2 = 0.99
+WEIGHT_DECAY = 1e-4
+GRAD_CLIP = 1.0
+VALUE_WEIGHT = 0.5
+_TENSORS = ("weights", "first_moments", "second_moments", "games")
+
+
+class PPOSettings(BaseModel):
+    """How a player learns."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    channels: int = Field(64, ge=1, description="what the network's convolution looks for")
+    hidden: int = Field(256, ge=1, description="width of the network's layers")
+    games: int = Field(1024, ge=1, description="games played side by side")
+    moves: int = Field(32, ge=1, description="moves of each between two updates")
+    epochs: int = Field(2, ge=1, description="times that each move is learned from")
+    minibatch: int = Field(4096, ge=1, description="moves an optimizer step")
+    lr: float = Field(2e-3, gt=0, description="learning rate at the beginning")
+    final_lr: float = Field(
+        0.05, ge=0, le=1, description="last learning rate over the first; falls in a line"
+    )
+    trace: float = Field(0.9, ge=0, le=1, description="lambda of the advantages")
+    clip: float = Field(0.2, gt=0, description="how far a probability's ratio counts")
+    entropy: float = Field(0.01, ge=0, description="weight of the entropy, at the beginning")
+
+
+class Moves(NamedTuple):
+    """Moves to learn from.
+
+    Attributes:
+        boards: M positions.
+        columns: int64[M].
+        logprobs: float32[M], when they were played.
+        gains: float32[M], advantages of mean 0 and deviation 1.
+        returns: float32[M], what the value should have been.
+    """
+
+    boards: Boards
+    columns: torch.Tensor
+    logprobs: torch.Tensor
+    gains: torch.Tensor
+    returns: torch.Tensor
+
+
+class Trainer:
+    """A network, its optimizer, and the games it plays: everything that goes on from step to step.
+
+    Attributes:
+        step: stretches learned from so far.
+    """
+
+    def __init__(self, settings: PPOSettings, seed: int) -> None:
+        self.settings = settings
+        torch.manual_seed(seed)
+        self.network = Network(settings.channels, settings.hidden)
+        self.optimizer = AdamW(
+            dict(self.network.named_parameters()), beta2=BETA2, weight_decay=WEIGHT_DECAY, grad_clip=GRAD_CLIP
+        )
+        self.games = SelfPlay(settings.games, seed)
+        self.step = 0
+        self._seed = seed
+
+    def advance(self, progress: float) -> dict[str, float]:
+        """Play a stretch and learn from it; `progress` in [0, 1] is how much of the training is over."""
+        began = time.process_time()
+        stretch = self.games.play(self.network, self.step, self.settings.moves)
+        played = time.process_time()
+        figures = self._learn(stretch, progress)
+        self.step += 1
+        learned = time.process_time()
+        finished = int(stretch.over.sum())
+        return figures | {
+            "moves": stretch.columns.size,
+            "games": finished,
+            "first_player_wins": _first_player_wins(stretch),
+            "draws": float((stretch.over & (stretch.rewards == 0)).sum() / max(1, finished)),
+            "play_seconds": played - began,
+            "learn_seconds": learned - played,
+        }
+
+    def _learn(self, stretch: Stretch, progress: float) -> dict[str, float]:
+        settings = self.settings
+        found = advantages(stretch, settings.trace)
+        returns = torch.from_numpy((found + stretch.values[:-1]).reshape(-1))
+        gains = torch.from_numpy(((found - found.mean()) / (found.std() + 1e-6)).reshape(-1))
+        columns = torch.from_numpy(stretch.columns.reshape(-1))
+        before = torch.from_numpy(stretch.logprobs.reshape(-1))
+        lr = settings.lr * (1 - progress * (1 - settings.final_lr))
+        order = np.random.default_rng([self._seed, self.step])
+        sums: dict[str, float] = {}
+        parts = -(-len(columns) // settings.minibatch)
+        for part in (
+            p for _ in range(settings.epochs) for p in np.array_split(order.permutation(len(columns)), parts)
+        ):
+            chosen = torch.from_numpy(part)
+            moves = Moves(
+                stretch.boards[part], columns[chosen], before[chosen], gains[chosen], returns[chosen]
+            )
+            loss, figures = self._loss(moves, settings.entropy * (1 - progress))
+            loss.backward()  # type: ignore[no-untyped-call]
+            figures["gradient_norm"] = self.optimizer.update(lr)
+            for name, value in figures.items():
+                sums[name] = sums.get(name, 0.0) + value
+        return {name: value / (parts * settings.epochs) for name, value in sums.items()}
+
+    def _loss(self, moves: Moves, entropy_weight: float) -> tuple[torch.Tensor, dict[str, float]]:
+        logits, values = self.network(torch.from_numpy(planes(moves.boards)))
+        allowed = torch.from_numpy(legal(moves.boards))
+        logprobs = masked_logprobs(logits, allowed)
+        now = logprobs.gather(1, moves.columns[:, None]).squeeze(1)
+        ratio = (now - moves.logprobs).exp()
+        bounded = ratio.clamp(1 - self.settings.clip, 1 + self.settings.clip)
+        policy_loss = -torch.minimum(ratio * moves.gains, bounded * moves.gains).mean()
+        value_loss = (values - moves.returns).square().mean()
+        entropy = -(logprobs.exp() * logprobs.masked_fill(~allowed, 0)).sum(1).mean()
+        loss = policy_loss + VALUE_WEIGHT * value_loss - entropy_weight * entropy
+        return loss, {
+            "value_loss": float(value_loss.detach()),
+            "entropy": float(entropy.detach()),
+            "clipped": float((ratio.detach() != bounded.detach()).float().mean()),
+            "kl": float((moves.logprobs - now.detach()).mean()),
+        }
+
+    def save(self, directory: Path, extra: Mapping[str, object] | None = None) -> None:
+        """Write everything that goes on, so that `directory` is complete or absent."""
+        tensors = {
+            "weights": {name: p.detach() for name, p in self.network.named_parameters()},
+            "first_moments": self.optimizer.first,
+            "second_moments": self.optimizer.second,
+            "games": {"own": _signed(self.games.boards.own), "stones": _signed(self.games.boards.stones)},
+        }
+        state = {"step": self.step, "updates": self.optimizer.step, "settings": self.settings.model_dump()}
+        checkpoints.write(directory, tensors, state | {"extra": dict(extra or {})})
+
+    def load(self, directory: Path) -> None:
+        """Become the trainer that was saved, to the last bit.
+
+        Raises:
+            RequestError: when files are missing or damaged, or of another network.
+        """
+        tensors, state = checkpoints.read(directory, _TENSORS)
+        checkpoints.copy_into(dict(self.network.named_parameters()), tensors["weights"], directory)
+        checkpoints.copy_into(self.optimizer.first, tensors["first_moments"], directory)
+        checkpoints.copy_into(self.optimizer.second, tensors["second_moments"], directory)
+        games = {name: value.numpy().view(np.uint64) for name, value in tensors["games"].items()}
+        self.games.boards = Boards(games["own"], games["stones"])
+        self.step, self.optimizer.step = int(state["step"]), int(state["updates"])
+
+
+def _signed(words: np.ndarray[tuple[int, ...], np.dtype[np.uint64]]) -> torch.Tensor:
+    return torch.from_numpy(words.view(np.int64))
+
+
+def _first_player_wins(stretch: Stretch) -> float:
+    """Share of finished games that whoever began has won."""
+    moved = plies(stretch.boards).reshape(stretch.over.shape)
+    won = stretch.rewards > 0
+    return float((won & (moved % 2 == 0)).sum() / max(1, stretch.over.sum()))
