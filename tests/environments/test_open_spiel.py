@@ -125,7 +125,7 @@ def test_search_does_what_every_environment_must():
     ("wrong", "message"),
     [
         ({"game": "tictactoe"}, "no game 'tictactoe'.*tic_tac_toe"),
-        ({"game": "kuhn_poker", "opponent": "mcts"}, "opponent: random"),
+        ({"game": "kuhn_poker", "opponent": "mcts"}, "cfr, or random"),
         ({"game": "hex", "config": {"size": 3}}, "environment.config"),
     ],
 )

@@ -1,0 +1,151 @@
+"""Solved games: a table of what to play, kept in a file so that nobody solves the same game twice."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perilune.files import canonical_json, sha256_bytes, write_atomic
+
+FOLDER = "teachers"  # of the home directory
+_ARRAYS = {"keys": np.uint8, "key_ends": np.int64, "row_ends": np.int64, "actions": np.int32,
+           "probabilities": np.float64}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PolicyTable:
+    """Probabilities of actions by what a player knows, in columns.
+
+    Attributes:
+        keys: uint8, the rows' names one after another, in UTF-8.
+        key_ends: int64[N], where each name ends.
+        row_ends: int64[N], where each row of the columns below ends.
+        actions: int32[M].
+        probabilities: float64[M]; those of a row sum to 1.
+    """
+
+    keys: NDArray[np.uint8]
+    key_ends: NDArray[np.int64]
+    row_ends: NDArray[np.int64]
+    actions: NDArray[np.int32]
+    probabilities: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, rows: Mapping[str, Mapping[int, float]]) -> PolicyTable:
+        """The table with these rows, without actions of probability 0."""
+        names = [name.encode() for name in rows]
+        kept = [{action: p for action, p in row.items() if p > 0} for row in rows.values()]
+        return cls(
+            np.frombuffer(b"".join(names), np.uint8),
+            np.cumsum([len(name) for name in names], dtype=np.int64),
+            np.cumsum([len(row) for row in kept], dtype=np.int64),
+            np.array([action for row in kept for action in row], np.int32),
+            np.array([p for row in kept for p in row.values()], np.float64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.key_ends)
+
+    def row(self, key: str) -> dict[int, float]:
+        """Probabilities of actions where a player knows `key`.
+
+        Raises:
+            KeyError: when the table has no such row.
+        """
+        place = self._places[key]
+        row = slice(self.row_ends[place - 1] if place else 0, self.row_ends[place])
+        return dict(zip(self.actions[row].tolist(), self.probabilities[row].tolist(), strict=True))
+
+    def rows(self) -> dict[str, dict[int, float]]:
+        """All of them."""
+        return {key: self.row(key) for key in self._places}
+
+    @property
+    def digest(self) -> str:
+        """Hex SHA-256 of the columns."""
+        found = hashlib.sha256()
+        for name in _ARRAYS:
+            column = getattr(self, name)
+            found.update(f"{name}:{len(column)}:".encode() + column.tobytes())
+        return found.hexdigest()
+
+    def check(self) -> None:
+        """Raise ValueError when the columns make no table."""
+        for name, dtype in _ARRAYS.items():
+            column = getattr(self, name)
+            if column.dtype != dtype or column.ndim != 1:
+                raise ValueError(f"the column {name} is {column.dtype}{list(column.shape)}")
+        ends = [(self.key_ends, len(self.keys)), (self.row_ends, len(self.actions))]
+        if len(self.row_ends) != len(self) or len(self.probabilities) != len(self.actions) or not len(self):
+            raise ValueError("the columns are of different lengths")
+        if any(np.any(np.diff(found, prepend=0) <= 0) or found[-1] != total for found, total in ends):
+            raise ValueError("the rows do not cover the columns")
+        sums = np.add.reduceat(self.probabilities, np.concatenate([[0], self.row_ends[:-1]]))
+        if not (np.all(self.probabilities > 0) and np.allclose(sums, 1.0, atol=1e-9)):
+            raise ValueError("the probabilities of a row do not sum to 1")
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        blob, places, begin = self.keys.tobytes(), {}, 0
+        for place, end in enumerate(self.key_ends.tolist()):
+            places[blob[begin:end].decode()] = place
+            begin = end
+        return places
+
+
+def solved(request: Mapping[str, Any], solve: Callable[[], PolicyTable]) -> PolicyTable:
+    """The table that `request` describes, from its file; or what `solve` returns, which is then kept.
+
+    The file is named after a digest of the request, and is written whole or not at all. One that is
+    damaged, or holds something else, is told of, and made again.
+
+    Args:
+        request: everything that the table follows from: game, algorithm, iterations, seed, versions.
+    """
+    name = f"{request['algorithm']}-{sha256_bytes(canonical_json(request))}.safetensors"
+    path = Path(os.environ.get("PERILUNE_HOME") or "~/.perilune").expanduser() / FOLDER / name
+    log = logging.getLogger(__name__)
+    if path.exists():
+        try:
+            return _read(path, request)
+        except Exception as error:  # whatever a damaged file leads to
+            log.warning("%s is damaged (%s): the game is solved again", path, error)
+    table = solve()
+    try:
+        write_atomic(path, _bytes(table, request))
+    except OSError as error:
+        log.warning("%s cannot be kept (%s): the game is solved again next time", path, error.strerror)
+    return table
+
+
+def _bytes(table: PolicyTable, request: Mapping[str, Any]) -> bytes:
+    from safetensors.numpy import save
+
+    # one entry: the order of several is not fixed, and equal tables have to be equal files
+    about = canonical_json({"request": request, "sha256": table.digest}).decode()
+    data: bytes = save({name: getattr(table, name) for name in _ARRAYS}, {"about": about})
+    return data
+
+
+def _read(path: Path, request: Mapping[str, Any]) -> PolicyTable:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="np") as file:
+        about = json.loads((file.metadata() or {})["about"])
+        table = PolicyTable(**{name: file.get_tensor(name) for name in _ARRAYS})
+    if about["request"] != request:
+        raise ValueError("it is of another request")
+    table.check()
+    if about["sha256"] != table.digest:
+        raise ValueError("its digest does not fit")
+    return table

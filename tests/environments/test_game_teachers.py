@@ -1,0 +1,205 @@
+"""Teachers of games: what they play, how well, and what is kept of it."""
+
+import logging
+import math
+
+import numpy as np
+import pyspiel
+import pytest
+
+from perilune.environments import Chance
+from perilune.environments.game_teachers import BEST, choose, make_game_teacher
+from perilune.environments.game_teachers.regret import RegretSolver, tree_size
+from perilune.environments.game_teachers.table import PolicyTable, solved
+from perilune.environments.open_spiel_match import Match
+from perilune.errors import RequestError
+
+SMALL = {
+    "goofspiel": {"num_cards": 3},
+    "liars_dice": {"dice_sides": 3},
+    "hex": {"board_size": 4},
+    "clobber": {"rows": 4, "columns": 4},
+}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("PERILUNE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def load(name, **config):
+    return pyspiel.load_game(name, config or SMALL.get(name, {}))
+
+
+def play(game, teachers, seed):
+    """Moves and returns of one game."""
+    chance = Chance(seed, "a game")
+    match, moves = Match(game, chance), []
+    while not match.over:
+        moves.append(choose(teachers[match.player], match, chance))
+        match.take(moves[-1].action)
+    return moves, match.returns
+
+
+def worth(game, teachers, games):
+    """What the first teacher wins on average, over both seats."""
+    return np.mean([
+        play(game, teachers if seed % 2 else teachers[::-1], seed)[1][1 - seed % 2] for seed in range(games)
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(BEST))
+def test_each_game_has_a_teacher_that_beats_chance(name):
+    game = load(name)
+    teacher, chance = (make_game_teacher(one, game, simulations=30) for one in (BEST[name], "random"))
+    games = {"gin_rummy": 8, "othello": 6}.get(name, 40)
+    assert worth(game, [teacher, chance], games) > 0
+    assert play(game, [teacher, chance], 3) == play(game, [teacher, chance], 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "algorithm", "exploitability"),
+    [
+        ("kuhn_poker", "cfr", 0.0012),
+        ("leduc_poker", "cfr", 0.0134),
+    ],
+)
+def test_a_hundred_iterations_are_as_close_to_equilibrium_as_is_known(name, algorithm, exploitability):
+    solver = RegretSolver(load(name), algorithm)
+    solver.run(100)
+    assert solver.exploitability() == pytest.approx(exploitability, abs=5e-5)
+
+
+def test_sampled_regret_nears_equilibrium_and_follows_its_seed():
+    found = []
+    for seed in (1, 1, 2):
+        solver = RegretSolver(load("leduc_poker"), "mccfr", seed)
+        solver.run(10_000)
+        found.append(solver.exploitability())
+    assert found[0] == found[1] != found[2]
+    assert all(0.2 < one < 0.4 for one in found)
+
+
+@pytest.mark.parametrize("name", ["kuhn_poker", "goofspiel", "liars_dice"])
+def test_a_table_holds_the_policy_that_was_found(name):
+    """What the game is worth to who plays by the table is what OpenSpiel says of the policy itself."""
+    solver = RegretSolver(load(name), "mccfr" if name == "liars_dice" else "cfr")
+    solver.run(100)
+    table = {key: list(row.items()) for key, row in solver.table().rows().items()}
+    again = pyspiel.exploitability(solver.game, pyspiel.TabularPolicy(table))
+    assert again == pytest.approx(solver.exploitability(), abs=1e-9)
+
+
+def test_equilibrium_play_is_mixed_and_its_probabilities_are_told():
+    game = load("kuhn_poker")
+    teacher = make_game_teacher("cfr", game)
+    told = {}
+    for seed in range(300):
+        chance = Chance(seed, "deal")
+        match = Match(game, chance)
+        knows = match.state.information_state_string(0)
+        move = choose(teacher, match, chance)
+        assert move.probability == teacher.probabilities(match.state, 0, 0)[move.action]
+        told.setdefault(knows, []).append(move.action)
+        assert choose(teacher, match, chance, greedy=True).probability >= 0.5
+    king = told["2"]
+    expected = teacher.table.row("2")[1]
+    assert 0.1 < expected < 0.9 and abs(np.mean(king) - expected) < 4 * math.sqrt(0.25 / len(king))
+
+
+def test_perfect_play_never_loses_and_wins_as_soon_as_it_can():
+    game = load("tic_tac_toe")
+    perfect, chance = make_game_teacher("minimax", game), make_game_teacher("random", game)
+    returns = [
+        play(game, [perfect, chance] if seed % 2 else [chance, perfect], seed)[1] for seed in range(60)
+    ]
+    assert all(returns[seed][1 - seed % 2] >= 0 for seed in range(60))
+    assert play(game, [perfect, perfect], 0)[1] == [0.0, 0.0]
+    state = game.new_initial_state()
+    for action in (0, 3, 1, 4):
+        state.apply_action(action)
+    assert perfect.probabilities(state, 0, 0) == {2: 1.0}
+    state.apply_action(8)  # x overlooked it
+    assert perfect.probabilities(state, 1, 0) == {5: 1.0}
+
+
+def test_who_begins_wins_small_hex():
+    game = load("hex", board_size=3)
+    perfect, chance = make_game_teacher("minimax", game), make_game_teacher("random", game)
+    assert all(play(game, [perfect, chance], seed)[1] == [1.0, -1.0] for seed in range(10))
+
+
+def test_a_bid_is_not_seen_before_all_have_bid():
+    game = load("goofspiel")
+    teacher = make_game_teacher("cfr", game)
+    chance = Chance(0, "deal")
+    match = Match(game, chance)
+    before = teacher.probabilities(match.state, 1, 0)
+    match.take(2)
+    assert match.player == 1 and teacher.probabilities(match.state, 1, 0) == before
+    match.take(0)
+    assert match.player == 0 and len(match.state.legal_actions(0)) == 2
+
+
+def test_a_solution_is_kept_and_one_that_is_damaged_is_made_again(home, caplog):
+    table = make_game_teacher("cfr", load("kuhn_poker")).table
+    (path,) = (home / "teachers").iterdir()
+    kept = path.read_bytes()
+    assert (
+        path.suffix == ".safetensors"
+        and make_game_teacher("cfr", load("kuhn_poker")).table.rows() == table.rows()
+    )
+    place = kept.index(np.float64(table.row("2")[1]).tobytes())
+    changed = kept[:place] + np.float64(0.5).tobytes() + kept[place + 8 :]
+    for damaged in (kept[: len(kept) // 2], b"", kept[:-8] + bytes(8), changed):
+        path.write_bytes(damaged)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            again = make_game_teacher("cfr", load("kuhn_poker")).table
+        assert again.rows() == table.rows() and "is damaged" in caplog.text and path.read_bytes() == kept
+    caplog.clear()
+    make_game_teacher("cfr", load("leduc_poker"))
+    assert len(list((home / "teachers").iterdir())) == 2 and not caplog.text
+
+
+def test_a_file_of_something_else_is_not_believed(home, caplog):
+    first, second = {"algorithm": "cfr", "game": "a"}, {"algorithm": "cfr", "game": "b"}
+    solved(first, lambda: PolicyTable.of({"x": {0: 1.0}}))
+    (path,) = (home / "teachers").iterdir()
+    solved(second, lambda: PolicyTable.of({"x": {1: 1.0}}))
+    (other,) = set((home / "teachers").iterdir()) - {path}
+    other.write_bytes(path.read_bytes())
+    assert solved(second, lambda: PolicyTable.of({"x": {1: 1.0}})).row("x") == {1: 1.0}
+    assert "of another request" in caplog.text
+
+
+def test_a_home_that_cannot_be_written_to_is_said(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "file"))
+    assert make_game_teacher("cfr", load("kuhn_poker")).table.row("2")
+    assert "cannot be kept" in caplog.text
+
+
+def test_the_size_of_a_game_is_estimated():
+    assert tree_size(load("kuhn_poker")) == pytest.approx(54, rel=0.6)
+    assert tree_size(pyspiel.load_game("goofspiel")) > 1e12
+
+
+@pytest.mark.parametrize(
+    ("name", "game", "message"),
+    [
+        ("cfr", pyspiel.load_game("goofspiel"), "num_cards"),
+        ("cfr", pyspiel.load_game("leduc_poker", {"players": 3}), "two players"),
+        ("minimax", pyspiel.load_game("clobber"), "mcts"),
+        ("minimax", pyspiel.load_game("kuhn_poker"), "it knows clobber"),
+        ("rules", pyspiel.load_game("kuhn_poker"), "gin_rummy"),
+        ("mcts", pyspiel.load_game("liars_dice"), "mccfr, or random"),
+        ("best", pyspiel.load_game("kuhn_poker"), "one of: random, mcts"),
+    ],
+)
+def test_a_teacher_that_cannot_play_a_game_says_so(name, game, message, monkeypatch):
+    monkeypatch.setattr("perilune.environments.game_teachers.minimax.LARGEST", 1000)
+    with pytest.raises(RequestError, match=message) as caught:
+        make_game_teacher(name, game, where="opponent")
+    assert caught.value.where == "opponent"
