@@ -47,7 +47,7 @@ def _view(target: str) -> ExperimentView:
     control = Control()
     try:
         experiment = find_experiment(control, target)
-        return experiment_view(control, experiment.id, stage_statuses(control, experiment.id))
+        return experiment_view(control, experiment.id, stage_statuses(control, [experiment.id]))
     except RequestError as no_experiment:
         try:
             run = find_run(control, target)
@@ -55,5 +55,5 @@ def _view(target: str) -> ExperimentView:
             if Path(target).is_dir():
                 return view_folder(Path(target))
             raise no_experiment from None
-    statuses = [one for one in stage_statuses(control, run.experiment_id) if one.run_id == run.id]
+    statuses = [one for one in stage_statuses(control, [run.experiment_id]) if one.run_id == run.id]
     return experiment_view(control, run.experiment_id, statuses)

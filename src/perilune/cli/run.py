@@ -107,7 +107,7 @@ def _follow(recipe: Recipe, again: str, *, as_json: bool) -> None:
     control = Control()
     experiment = open_experiment(control, recipe)
     failure = follow(control, experiment, recipe)
-    statuses = stage_statuses(control, experiment)
+    statuses = stage_statuses(control, [experiment])
     problem: Exception | None = failure
     report: Path | None = None
     try:

@@ -23,24 +23,35 @@ def runs(
     experiment: Annotated[
         str | None, typer.Option("--experiment", "-e", help="Only this one: a name, or the start of an id.")
     ] = None,
+    last: Annotated[
+        int, typer.Option("--last", "-n", min=1, help="Of the experiments submitted last, so many.")
+    ] = 20,
+    everything: Annotated[bool, typer.Option("--all", help="Of all experiments.")] = False,
     as_json: Json = False,
 ) -> None:
-    """List runs, by experiment and in the order of stages.
+    """List runs, by experiment and in the order of stages: of the latest experiments, unless told otherwise.
 
     \b
     perilune runs
     perilune runs --experiment quickstart --json
+    perilune runs --all
     """
-    from perilune.control.lookup import find_experiment, stage_statuses
+    from perilune.control.lookup import experiment_count, find_experiment, latest_experiments, stage_statuses
 
     control = open_control()
-    chosen = None if experiment is None else find_experiment(control, experiment).id
+    chosen = latest_experiments(control, None if everything else last)
+    if experiment is not None:
+        chosen = [find_experiment(control, experiment).id]
     statuses = stage_statuses(control, chosen)
+    more = experiment_count(control) - len(chosen)
     if as_json:
-        print_json({"home": str(control.home.root), "runs": [status.document() for status in statuses]})
+        listed = [status.document() for status in statuses]
+        print_json({"home": str(control.home.root), "runs": listed, "other_experiments": more})
     elif statuses:
         _tell_unclean(control)
         _print_table(statuses)
+        if more and experiment is None:
+            echo(f"{more:,} older experiments: perilune runs --all")
     else:
         echo("no runs yet; try: perilune quickstart")
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 
 from perilune.control.experiments import Control
 from perilune.control.store import Attempt, Event, Experiment, Run, Stage
@@ -110,17 +111,28 @@ def find_run(control: Control, reference: str) -> Run:
     return _only(prefixed, reference, "run")
 
 
-def stage_statuses(control: Control, experiment_id: str | None = None) -> list[StageStatus]:
-    """All stages of an experiment in their order; of every experiment, oldest first, for None."""
+def latest_experiments(control: Control, most: int | None = None) -> list[str]:
+    """The ids of the experiments that were submitted last, at most so many."""
+    with control.store.snapshot() as session:
+        return list(session.scalars(select(Experiment.id).order_by(Experiment.used.desc()).limit(most)))
+
+
+def experiment_count(control: Control) -> int:
+    """How many experiments there are."""
+    with control.store.snapshot() as session:
+        return session.scalar(select(func.count()).select_from(Experiment)) or 0
+
+
+def stage_statuses(control: Control, experiment_ids: Sequence[str]) -> list[StageStatus]:
+    """All stages of experiments in their order, oldest experiment first."""
     query = (
         select(Experiment, Stage, Run, Attempt)
         .join(Stage, Stage.experiment_id == Experiment.id)
         .outerjoin(Run, Run.id == Stage.run_id)
         .outerjoin(Attempt, (Attempt.run_id == Run.id) & (Attempt.number == Run.current_epoch))
+        .where(Experiment.id.in_(experiment_ids))
         .order_by(Experiment.created, Stage.position)
     )
-    if experiment_id is not None:
-        query = query.where(Experiment.id == experiment_id)
     with control.store.snapshot() as session:
         rows = session.execute(query).all()
     return [_status(control, *row) for row in rows]

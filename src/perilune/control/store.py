@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from sqlalchemy import JSON, Engine, ForeignKey, ForeignKeyConstraint, create_engine, event, false, select
+from sqlalchemy import Row as SqlRow
 from sqlalchemy.exc import DatabaseError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, validates
 
@@ -252,7 +253,7 @@ def record(
     """Append an event in the caller's transaction."""
     last = session.scalars(select(Event).order_by(Event.seq.desc()).limit(1)).first()
     row = Event(time=time.time(), run_id=run_id, epoch=epoch, kind=kind, detail=detail)
-    row.hash = _event_hash(last.hash if last else "", row)
+    row.hash = event_hash(last.hash if last else "", row)
     session.add(row)
     session.flush()
 
@@ -260,9 +261,10 @@ def record(
 def verify_events(session: Session) -> int | None:
     """Sequence number of the first event that does not follow from the one before it, or None."""
     previous = ""
-    for row in session.scalars(select(Event).order_by(Event.seq)):
-        if row.hash != _event_hash(previous, row):
-            return row.seq
+    columns = (Event.seq, Event.time, Event.run_id, Event.epoch, Event.kind, Event.detail, Event.hash)
+    for row in session.execute(select(*columns).order_by(Event.seq).execution_options(yield_per=10_000)):
+        if row.hash != event_hash(previous, row):
+            return int(row.seq)
         previous = row.hash
     return None
 
@@ -304,7 +306,8 @@ def _said(cause: str, message: str) -> dict[str, str]:
     return {name: text for name, text in (("cause", cause), ("message", message)) if text}
 
 
-def _event_hash(previous: str, row: Event) -> str:
+def event_hash(previous: str, row: Event | SqlRow[Any]) -> str:
+    """SHA-256 over an event and the hash of the one before it."""
     content: Mapping[str, Any] = {
         "previous": previous,
         "time": row.time,

@@ -1,0 +1,229 @@
+"""The control plane with ten thousand runs and a million events behind it.
+
+    python benchmarks/control_plane.py
+
+Makes a home with that much in it, written as the control plane writes it (each event's hash covers the one
+before it), and 500 attempts under way, each with its directory, a claim of a living process and a heartbeat.
+Then, in turns: list the latest runs; find a run; submit a frozen bundle; a reconciler's pass over everything
+that lives, which every command makes before it answers; verify the record. All in one process on one core, medians
+of the rounds. The commands are timed from outside as well, Python's start included. Writes
+results/control_plane.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import insert
+
+from perilune.bundle.freeze import attempt_copy, freeze
+from perilune.bundle.job import Job, Resources
+from perilune.bundle.machine import describe_machine
+from perilune.control.experiments import Control
+from perilune.control.home import Home
+from perilune.control.ids import new_ulid
+from perilune.control.lookup import find_run, latest_experiments, stage_statuses
+from perilune.control.store import Attempt, Event, Experiment, Run, Stage, event_hash, verify_events
+from perilune.control.submission import Wish, submit
+from perilune.execution.claim import Claim
+from perilune.execution.processes import ProcessIdentity
+from perilune.files import write_json
+
+RESULT = Path(__file__).parent / "results" / "control_plane.json"
+STAGES = 5  # of an experiment
+BATCH = 20_000  # rows an insert
+
+
+def fill(control: Control, runs: int, events: int, live: int, worker: ProcessIdentity) -> None:
+    """Write a past of `runs` runs and `events` events, of which the last `live` runs are under way."""
+    began = time.time() - runs * 60
+    experiments, stages, rows, attempts = [], [], [], []
+    for number in range(runs):
+        run, created = new_ulid(), began + number * 60
+        experiment = f"{number // STAGES:026d}"
+        name, position, is_live = f"stage{number % STAGES}", number % STAGES, number >= runs - live
+        if position == 0:
+            fields = {"name": f"recipe{number // STAGES}", "recipe_digest": experiment}
+            experiments.append({"id": experiment, "created": created, "used": created, **fields})
+        stages.append(
+            {"experiment_id": experiment, "position": position, "name": name, "task": "rl", "run_id": run}
+        )
+        state = "active" if is_live else "succeeded" if number % 7 else "failed"
+        ended = None if is_live else created + 50
+        rows.append(
+            {
+                "id": run,
+                "submit_key": run,
+                "experiment_id": experiment,
+                "stage": name,
+                "task": "rl",
+                "bundle_digest": f"{number:064x}",
+                "state": state,
+                "current_epoch": 1,
+                "created": created,
+                "ended": ended,
+            }
+        )
+        attempts.append(
+            {
+                "run_id": run,
+                "number": 1,
+                "state": "running" if is_live else state,
+                "reachability": "reachable",
+                "placement": "local",
+                "launcher": "process",
+                "created": created,
+                "ended": ended,
+            }
+        )
+        under_way(control.home, run, worker if is_live else None)
+    with control.store.transaction() as session:
+        for model, values in ((Experiment, experiments), (Run, rows), (Stage, stages), (Attempt, attempts)):
+            session.execute(insert(model), values)
+    previous, values = "", []
+    for number in range(events):
+        row = Event(
+            time=began + number,
+            run_id=rows[number % runs]["id"],
+            epoch=1,
+            kind="attempt.running",
+            detail={"cause": ""},
+        )
+        previous = row.hash = event_hash(previous, row)
+        names = ("time", "run_id", "epoch", "kind", "detail", "hash")
+        values.append({name: getattr(row, name) for name in names})
+        if len(values) == BATCH or number == events - 1:
+            with control.store.transaction() as session:
+                session.execute(insert(Event), values)
+            values = []
+
+
+def under_way(home: Home, run: str, worker: ProcessIdentity | None) -> None:
+    """The directory of a run; with a worker, also of its attempt."""
+    runtime = home.attempt(run, 1) / "runtime"
+    if worker is None:
+        home.run(run).mkdir()
+        return
+    runtime.mkdir(parents=True)
+    claim = Claim(1, worker.host, worker.boot_id, worker.pid, worker.starttime, run)
+    write_json(runtime / "claim.json", asdict(claim))
+    write_json(runtime / "heartbeat.json", {"count": 60, "epoch": 1})
+
+
+def seconds(work: Callable[[], Any], rounds: int) -> list[float]:
+    """Wall seconds of each round, after one that warms up."""
+    work()
+    found = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - began)
+    return found
+
+
+def measure(runs: int, events: int, live: int, rounds: int) -> dict[str, Any]:
+    """The figures."""
+    sleeping = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+    with tempfile.TemporaryDirectory() as folder:
+        home = Home.open(Path(folder) / "home")
+        control = Control(home)
+        worker = ProcessIdentity.of(sleeping.pid)
+        assert worker is not None
+        fill(control, runs, events, live, worker)
+        last = control.reconciler.all(act=False)[-1].id
+        bundle = Path(folder) / "bundle"
+        model = {"preset": "tiny"}
+        job = Job(
+            task="new_model", stage="new", spec={}, model=model, environment={}, seed=0, resources=Resources()
+        )
+        digest = freeze(job, {}, bundle)
+        experiment = f"{0:026d}"
+
+        def submit_one() -> None:
+            def copied(destination: Path) -> str:
+                attempt_copy(bundle, destination)
+                return digest
+
+            run = submit(home, control.store, Wish(experiment, "stage0", "new_model", key=new_ulid()), copied)
+            with control.store.transaction() as session:  # so that the next one is not joined to it
+                row = session.get_one(Run, run.id)
+                row.state, row.desired = "cancelled", "cancelled"
+
+        def verify() -> None:
+            with control.store.snapshot() as session:
+                assert verify_events(session) is None
+
+        def command(*words: str) -> Callable[[], None]:
+            environment = os.environ | {"PERILUNE_HOME": str(home.root)}
+            line = [sys.executable, "-m", "perilune.cli.main", *words]
+            return lambda: (
+                subprocess.run(line, env=environment, stdout=subprocess.DEVNULL, check=True) and None
+            )
+
+        try:
+            found = {
+                "list the latest runs": seconds(
+                    lambda: stage_statuses(control, latest_experiments(control, 20)), rounds
+                ),
+                "find a run by the beginning of its id": seconds(
+                    lambda: find_run(control, last[:20]), rounds
+                ),
+                "submit a frozen bundle": seconds(submit_one, rounds),
+                f"reconcile {live} live runs": seconds(lambda: control.reconciler.all(act=False), rounds),
+                f"verify {events:,} events": seconds(verify, 1),
+                "`perilune runs`, from outside": seconds(command("runs"), 3),
+                "`perilune --version`, from outside": seconds(command("--version"), 3),
+            }
+        finally:
+            sleeping.kill()
+            sleeping.wait()
+            control.store.close()
+        size = home.database.stat().st_size
+    return {
+        "runs": runs,
+        "events": events,
+        "live": live,
+        "database_bytes": size,
+        "milliseconds": {
+            name: {"median": round(1e3 * statistics.median(times), 2), "worst": round(1e3 * max(times), 2)}
+            for name, times in found.items()
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=10_000)
+    parser.add_argument("--events", type=int, default=1_000_000)
+    parser.add_argument("--live", type=int, default=500)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    given = parser.parse_args()
+    figures = measure(given.runs, given.events, given.live, given.rounds)
+    document = {
+        "title": "The control plane with a past",
+        "about": "A home with ten thousand runs, a million events and five hundred runs under way: what it "
+        "takes to list, find, submit, reconcile and verify, in one process on one core.",
+        "command": "python benchmarks/control_plane.py",
+        **figures,
+        "machine": describe_machine(),
+    }
+    given.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()
