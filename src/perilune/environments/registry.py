@@ -38,6 +38,7 @@ _BUILT_IN = {
     "jsonl": "perilune.environments.jsonl:JsonlEnvironment",
     "open_spiel": "perilune.environments.open_spiel:OpenSpielEnvironment",
     "reasoning_gym": "perilune.environments.reasoning_gym:ReasoningGymEnvironment",
+    "textarena": "perilune.environments.textarena:TextArenaEnvironment",
 }
 
 
