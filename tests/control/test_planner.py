@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perilune.control.planner import MAX_STARTS, RetryPolicy, Step, next_step, retry_class
+from perilune.control.planner import BEFORE_START, MAX_STARTS, RetryPolicy, Step, next_step, retry_class
 from perilune.control.transitions import AttemptState
 from perilune.execution.claim import Claim
 from perilune.execution.observation import Observation
@@ -23,6 +23,8 @@ VERDICT = Verdict(1, 0, None, "", "", "digest", 1.0)
 OBSERVATIONS = [
     Observation(),
     Observation(superseded=True),
+    Observation(unseen="the line is cut"),
+    Observation(unseen="it has another host key", refused=True),
     *(Observation(CLAIM, worker, verdict) for worker, verdict in product(Presence, [None, VERDICT])),
 ]
 SITUATIONS = [
@@ -55,15 +57,21 @@ def test_not_seeing_justifies_nothing_before_the_policy_or_the_user_says_so() ->
     unseen = [
         (now["unseen_seconds"] >= 1800 or now["force"], step)
         for state, seen, now, step in everything()
-        if seen.claim and not seen.verdict and seen.worker is Presence.UNKNOWN and not state.terminal
+        if seen.hidden and not seen.verdict and not state.terminal
+        if not (seen.refused and state in BEFORE_START)
     ]
     assert {step for given_up, step in unseen if not given_up} == {Step.UNREACHABLE}
     assert {step for given_up, step in unseen if given_up} == {Step.LOSE}
 
 
+def test_a_place_that_refuses_fails_the_attempt_only_before_anything_was_begun_there() -> None:
+    refused = {(state, step) for state, seen, _, step in everything() if step is Step.REFUSED}
+    assert refused == {(state, Step.REFUSED) for state in BEFORE_START}
+
+
 def test_force_changes_nothing_for_what_can_be_seen() -> None:
     for state, seen, now, step in everything():
-        if now["force"] and not (seen.claim and seen.worker is Presence.UNKNOWN):
+        if now["force"] and not seen.hidden:
             assert step is next_step(state, seen, **now | {"force": False})
 
 

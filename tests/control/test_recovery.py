@@ -39,7 +39,7 @@ from perilune.control.progress import (
 from perilune.control.requests import cancel, retry
 from perilune.control.store import Attempt, Event, Run
 from perilune.errors import RequestError, WorkFailedError
-from perilune.execution.placements import local
+from perilune.execution.placements import Assignment, local
 from perilune.execution.verdict import read_verdict
 from perilune.files import read_json, read_json_lines, write_json
 
@@ -182,7 +182,8 @@ def test_cancel_between_start_and_claim_leaves_no_worker(control: Control) -> No
     run = cancel(other, run_id)
     assert run.state == "cancelled"
     attempt = control.directory(run)
-    wait_for(lambda: not control.reconciler.placement.starting(attempt, 1), "the worker's end")
+    there = Assignment(run_id, 1, attempt)
+    wait_for(lambda: not control.reconciler.placements.local.starting(there), "the worker's end")
     assert not family(attempt) and not (attempt / "runtime" / "runtime.log").exists()
 
 
@@ -191,7 +192,8 @@ def test_a_worker_that_has_begun_has_all_the_time_it_takes(
 ) -> None:
     _, attempt = hanging(control)
     monkeypatch.setattr(local, "START_TIMEOUT", 0.0)
-    assert control.reconciler.placement.starting(attempt, 1)
+    there = Assignment(only_run(control).id, 1, attempt)
+    assert control.reconciler.placements.local.starting(there)
     control.reconciler.all()
     assert family(attempt), "a worker was ended that had claimed its attempt"
     cancel(control, only_run(control).id)
@@ -301,7 +303,7 @@ def test_force_gives_up_processes_that_cannot_be_ended(
     _, attempt = hanging(control)
     run_id = only_run(control).id
     with monkeypatch.context() as patch:
-        patch.setattr(control.reconciler.placement, "stop", lambda *_: False)  # as after a hung disk
+        patch.setattr(control.reconciler.placements.local, "stop", lambda *_: False)  # as after a hung disk
         with pytest.raises(WorkFailedError, match="not yet proven"):
             cancel(control, run_id, patience=0.0)
         assert cancel(control, run_id, force=True).state == "cancelled"
@@ -331,7 +333,7 @@ def test_a_worker_that_cannot_start_is_reported_with_what_it_said(
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "psutil.py").write_text("raise ImportError('psutil is broken here')")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'broken'}:{os.environ['PYTHONPATH']}")
-    control.reconciler.policy = RetryPolicy(infrastructure=0)
+    control.reconciler.placements.policy = RetryPolicy(infrastructure=0)
     last = carry_out(control, drill_plan())[-1]
     assert isinstance(last, StageFailed) and last.cause == "start_failed"
     assert "psutil is broken here" in last.message

@@ -40,6 +40,7 @@ AHEAD = {
     Step.DIED: "the attempt is recorded as failed, and another begins if the budget allows",
     Step.LOSE: "the attempt is given up",
     Step.STOP: "it is stopped",
+    Step.REFUSED: "the attempt fails: the machine is the wrong one, or lets nobody in",
     Step.UNREACHABLE: "nothing, until it is seen again or has been out of sight for too long",
     Step.WAIT: "nothing: its worker goes on by itself",
 }
@@ -70,7 +71,7 @@ def explain(control: Control, run_id: str) -> Explanation:
         case RunState.FAILED:
             kind = retry_class(run.cause).value
             used = sum(retry_class(one.cause).value == kind for one in attempts)
-            budget = getattr(control.reconciler.policy, kind, None)
+            budget = getattr(control.reconciler.placements.policy_of(run_id), kind, None)
             why = (
                 f"{run.cause} counts as {kind}: tried again {budget} times at most, and this was time {used}"
             )
@@ -121,6 +122,8 @@ def _active(control: Control, run: Run, attempt: Attempt, history: tuple[str, ..
 
 
 def _worker(seen: Observation) -> str:
+    if seen.unseen:
+        return f"it cannot be seen: {seen.unseen}"
     if seen.claim is None:
         return "no worker has claimed it yet"
     told = f"worker {seen.claim.pid}, heartbeat {seen.heartbeat}"

@@ -7,10 +7,11 @@ import time
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
+from perilune.control.planner import RetryPolicy
 from perilune.control.store import Attempt, Operation, Run, move_attempt, move_run, record
-from perilune.control.transitions import AttemptState, RunState
+from perilune.control.transitions import AttemptState, Cleanup, RunState
 from perilune.errors import WorkFailedError
-from perilune.execution.verdict import Verdict
+from perilune.execution.verdict import Cause, Verdict
 
 
 def commit_result(session: Session, run: Run, epoch: int, verdict: Verdict) -> None:
@@ -30,6 +31,41 @@ def commit_result(session: Session, run: Run, epoch: int, verdict: Verdict) -> N
         )
     session.refresh(run)
     move_run(session, run, RunState.SUCCEEDED)
+
+
+def end_attempt(
+    session: Session,
+    attempt: Attempt,
+    state: AttemptState,
+    *,
+    cause: Cause,
+    message: str,
+    cleanup: Cleanup,
+    verdict: Verdict | None,
+    policy: RetryPolicy,
+) -> Attempt:
+    """The attempt's last transition, and what it means for its run: its end, or another attempt."""
+    row = current(session, attempt)
+    row.cleanup = cleanup.value
+    if cleanup is Cleanup.PENDING:
+        record(session, "attempt.unclean", run_id=row.run_id, epoch=row.number)
+    if verdict is not None:
+        row.exit_code, row.signal = verdict.exit_code, verdict.signal
+        row.manifest_digest = verdict.manifest_digest
+    move_attempt(session, row, state, cause=cause.value, message=message)
+    run = session.get_one(Run, attempt.run_id)
+    earlier = select(Attempt.cause).where(Attempt.run_id == run.id, Attempt.number < row.number)
+    if state is AttemptState.SUCCEEDED:
+        assert verdict is not None
+        commit_result(session, run, row.number, verdict)
+    elif run.desired == RunState.CANCELLED:
+        move_run(session, run, RunState.CANCELLED, cause=cause.value, message=message)
+    elif policy.allows(row.cause, list(session.scalars(earlier))):
+        run.not_before = time.time() + policy.delay(row.number - 1)
+        move_run(session, run, RunState.QUEUED, cause=cause.value, message=message)
+    else:
+        move_run(session, run, RunState.FAILED, cause=cause.value, message=message)
+    return row
 
 
 def current(session: Session, attempt: Attempt) -> Attempt:

@@ -28,6 +28,7 @@ class Step(StrEnum):
     DIED = "died"  # its worker is positively dead and left no verdict
     UNREACHABLE = "unreachable"  # cannot be seen: a condition, nothing is done
     LOSE = "lose"  # not seen for as long as the policy or the user waits, or a newer attempt has begun
+    REFUSED = "refused"  # the place is the wrong machine or lets nobody in, and nothing was begun there
     STOP = "stop"
 
 
@@ -60,7 +61,9 @@ def next_step(  # noqa: PLR0911 - one return a row of the table
         return Step.FINALIZE
     if seen.superseded:
         return Step.LOSE
-    if seen.claim is not None and seen.worker is Presence.UNKNOWN:
+    if seen.refused and state in BEFORE_START:
+        return Step.REFUSED
+    if seen.hidden:
         return Step.LOSE if force or unseen_seconds >= lost_after else Step.UNREACHABLE
     if cancel:
         return Step.STOP

@@ -2,33 +2,39 @@
 
 Every effect (staging, starting a worker) has its intent committed first, and is one that may be repeated:
 staging is redone from nothing, and of several workers only one can claim an attempt. A per-run flock keeps
-two processes from doing the same work twice; nothing depends on it for correctness.
+two processes from doing the same work twice; nothing depends on it for correctness. Where an attempt runs is
+its placement's to know; that the way there is cut is a condition, and ends nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
+import random
 import time
 from pathlib import Path
 
 from sqlalchemy import select
-from sqlalchemy.orm import Session
 
 from perilune.bundle.storage import remove_tree
 from perilune.control.attestation import attest_result
 from perilune.control.evidence import evidence_problem, worker_said
 from perilune.control.faults import reached
 from perilune.control.home import Home, locked
-from perilune.control.ledger import commit_result, current, done, intend, operations, started
+from perilune.control.ledger import current, done, end_attempt, intend, operations, started
+from perilune.control.placements import Placements
 from perilune.control.planner import RetryPolicy, Step, next_step
+from perilune.control.reachability import note_reachability, unseen_seconds
 from perilune.control.store import Attempt, Run, Store, move_attempt, move_run, record
-from perilune.control.transitions import AttemptState, Cleanup, Reachability, RunState
-from perilune.errors import PeriluneError
+from perilune.control.transitions import AttemptState, Cleanup, RunState
+from perilune.errors import PeriluneError, WorkFailedError
+from perilune.execution.hosts.protocol import HostRefusedError, HostUnreachableError
 from perilune.execution.observation import Observation
-from perilune.execution.placements.local import LocalPlacement
-from perilune.execution.processes import Presence, boot_id
+from perilune.execution.placements.protocol import Assignment, Placement
 from perilune.execution.verdict import Cause, Verdict, cause_of
 
 LIVE_RUNS = (RunState.QUEUED.value, RunState.ACTIVE.value)
+LONGEST_WAIT = 30.0  # seconds between two tries to see what cannot be seen
+CUT = (HostUnreachableError, HostRefusedError)
 
 
 class Reconciler:
@@ -36,8 +42,9 @@ class Reconciler:
 
     def __init__(self, home: Home, store: Store, policy: RetryPolicy | None = None) -> None:
         self.home, self.store = home, store
-        self.policy = policy or RetryPolicy()
-        self.placement = LocalPlacement()
+        self.placements = Placements(home, policy or RetryPolicy())
+        self._look_after: dict[str, float] = {}  # run to the moment from which looking again may tell more
+        self._misses: dict[str, int] = {}
 
     def run(self, run_id: str) -> Run:
         """The run as recorded."""
@@ -64,10 +71,17 @@ class Reconciler:
 
     def one(self, run_id: str, *, act: bool = True) -> Run:
         """Take a run as far as it goes now, unless another process is at it; returns it as recorded then."""
-        with locked(self.home.run(run_id)) as mine:
-            while mine and self._step(run_id, act):
-                pass
+        if time.monotonic() >= self._look_after.get(run_id, 0.0):
+            with locked(self.home.run(run_id)) as mine:
+                while mine and self._step(run_id, act):
+                    pass
+            self._look_after[run_id] = time.monotonic() + self._pause(run_id)
         return self.run(run_id)
+
+    def _pause(self, run_id: str) -> float:
+        """Seconds until the next look: as often as it tells something, less often while the way is cut."""
+        every, misses = self.placements.of(run_id).capabilities.look_every, self._misses.get(run_id, 0)
+        return every if misses == 0 else random.uniform(0.5, 1.0) * min(LONGEST_WAIT, every * 2.0**misses)
 
     def sweep(self) -> None:
         """Remove what submissions left that were killed before they were accepted."""
@@ -84,7 +98,7 @@ class Reconciler:
 
     # One step; True when something changed and another may follow.
 
-    def _step(self, run_id: str, act: bool) -> bool:  # noqa: PLR0911 - one return a row of the table
+    def _step(self, run_id: str, act: bool) -> bool:
         with self.store.snapshot() as session:
             run = session.get_one(Run, run_id)
             attempt = session.get(Attempt, (run_id, run.current_epoch))
@@ -94,52 +108,75 @@ class Reconciler:
         if state is RunState.QUEUED:
             return self._admit(run, attempt, act)
         assert attempt is not None
-        directory = self.home.attempt(run_id, attempt.number)
-        seen = self.placement.observe(directory, attempt.number)
-        self._note_reachability(attempt, seen)
-        match self._next(run, attempt, seen):
-            case Step.WAIT | Step.UNREACHABLE:
+        seen = self._placement(attempt).observe(self._assignment(attempt))
+        note_reachability(self.store, attempt, seen)
+        self._misses[run_id] = self._misses.get(run_id, 0) + 1 if seen.hidden else 0
+        try:
+            return self._act(run, attempt, seen, self._next(run, attempt, seen), act)
+        except CUT as error:  # while something was done: what came of it, the next look tells
+            self._misses[run_id] = 1
+            note_reachability(self.store, attempt, Observation(unseen=str(error)))
+            return False
+
+    def _act(  # noqa: PLR0911 - one return a row of the table
+        self, run: Run, attempt: Attempt, seen: Observation, step: Step, act: bool
+    ) -> bool:
+        placement, there = self._placement(attempt), self._assignment(attempt)
+        match step:
+            case Step.UNREACHABLE:
+                return False
+            case Step.WAIT:
+                if seen.claim is not None:
+                    placement.pull(there)
                 return False
             case Step.STAGE:
-                return act and self._stage(run, attempt, directory)
+                return act and self._stage(run, attempt)
             case Step.START:
-                return act and self._start(attempt, directory)
+                return act and self._start(attempt)
             case Step.STOP:
-                return self._stop(run, attempt, directory)  # the wish was for this, whatever the command is
+                return self._stop(run, attempt)  # the wish was for this, whatever the command is
             case Step.ADOPT:
                 return self._adopt(attempt)
             case Step.FINALIZE:
                 assert seen.verdict is not None
-                return self._finalize(attempt, directory, seen.verdict)
+                return self._finalize(attempt, seen.verdict)
             case Step.START_FAILED:
-                self.placement.stop(directory, attempt.number)
-                said = worker_said(directory) or "it said nothing"
+                placement.stop(there)
+                said = worker_said(there.directory) or "it said nothing"
                 return self._end(
                     attempt, AttemptState.FAILED, Cause.START_FAILED, f"no worker came up: {said}"
                 )
             case Step.DIED:
-                return self._bury(attempt, directory, seen)
+                return self._bury(attempt, seen)
             case Step.LOSE:
                 return self._lose(run, attempt, seen)
+            case Step.REFUSED:
+                return self._end(attempt, AttemptState.FAILED, Cause.HOST_REFUSED, seen.unseen)
 
     def look(self, run: Run, attempt: Attempt) -> tuple[Observation, Step]:
         """What is seen of an active run's attempt, and the step that is next. Records and does nothing."""
-        seen = self.placement.observe(self.home.attempt(run.id, attempt.number), attempt.number)
+        seen = self._placement(attempt).observe(self._assignment(attempt))
         return seen, self._next(run, attempt, seen)
+
+    def _placement(self, attempt: Attempt) -> Placement:
+        return self.placements.of(attempt.run_id)
+
+    def _assignment(self, attempt: Attempt) -> Assignment:
+        directory = self.home.attempt(attempt.run_id, attempt.number)
+        return Assignment(attempt.run_id, attempt.number, directory)
 
     def _next(self, run: Run, attempt: Attempt, seen: Observation) -> Step:
         with self.store.snapshot() as session:
             starts = operations(session, run.id, attempt.number, "start")
-        directory = self.home.attempt(run.id, attempt.number)
         return next_step(
             AttemptState(attempt.state),
             seen,
             cancel=run.desired == RunState.CANCELLED,
             force=run.forced,
-            starting=self.placement.starting(directory, attempt.number),
+            starting=self._placement(attempt).starting(self._assignment(attempt)),
             starts=starts,
-            unseen_seconds=_unseen_seconds(attempt, seen),
-            lost_after=self.policy.lost_after,
+            unseen_seconds=unseen_seconds(attempt, seen),
+            lost_after=self.placements.policy_of(run.id).lost_after,
         )
 
     def _admit(self, run: Run, previous: Attempt | None, act: bool) -> bool:
@@ -152,6 +189,7 @@ class Reconciler:
             return False
         if previous is not None and not self._out_of_the_way(previous):
             return False
+        placement = self.placements.of(run.id)
         with self.store.transaction() as session:
             run = session.get_one(Run, run.id)
             run.current_epoch += 1
@@ -159,8 +197,8 @@ class Reconciler:
                 Attempt(
                     run_id=run.id,
                     number=run.current_epoch,
-                    placement=self.placement.name,
-                    launcher=self.placement.launcher,
+                    placement=placement.name,
+                    launcher=placement.launcher,
                     created=time.time(),
                 )
             )
@@ -170,7 +208,7 @@ class Reconciler:
         reached("admit.committed")
         return True
 
-    def _stage(self, run: Run, attempt: Attempt, directory: Path) -> bool:
+    def _stage(self, run: Run, attempt: Attempt) -> bool:
         with self.store.transaction() as session:
             row = current(session, attempt)
             if row.state == AttemptState.PLANNED:
@@ -183,8 +221,11 @@ class Reconciler:
             "epoch": attempt.number,
             "bundle_digest": run.bundle_digest,
         }
+        bundle, previous = self.home.bundle(run.id), self._carried_from(run)
         try:
-            self.placement.stage(self.home.bundle(run.id), directory, order, self._carried_from(run))
+            self._placement(attempt).stage(self._assignment(attempt), bundle, order, previous)
+        except CUT:
+            raise
         except PeriluneError as error:
             cause = cause_of(error) if cause_of(error) is Cause.DISK_FULL else Cause.BUNDLE_REJECTED
             return self._end(attempt, AttemptState.FAILED, cause, str(error))
@@ -206,15 +247,21 @@ class Reconciler:
         path = self.home.attempt(owner, number)
         return path if path.is_dir() else None
 
-    def _start(self, attempt: Attempt, directory: Path) -> bool:
+    def _start(self, attempt: Attempt) -> bool:
+        placement = self._placement(attempt)
         with self.store.transaction() as session:
             key = intend(session, attempt, "start")
         reached("start.intended")
-        self.placement.start(directory, attempt.number)
+        try:
+            placement.start(self._assignment(attempt))
+        except CUT:
+            raise
+        except PeriluneError as error:
+            return self._end(attempt, AttemptState.FAILED, cause_of(error), str(error))
         reached("start.done")
         with self.store.transaction() as session:
             done(session, key)
-        return False  # it needs a moment to claim
+        return placement.capabilities.elsewhere  # here it needs a moment to claim
 
     def _adopt(self, attempt: Attempt) -> bool:
         with self.store.transaction() as session:
@@ -222,21 +269,29 @@ class Reconciler:
         reached("adopt.committed")
         return False
 
-    def _stop(self, run: Run, attempt: Attempt, directory: Path) -> bool:
+    def _stop(self, run: Run, attempt: Attempt) -> bool:
         """End the attempt; CANCELLED only when it is proven, and not when it had succeeded first."""
-        proven = self.placement.stop(directory, attempt.number)
-        seen = self.placement.observe(directory, attempt.number)
+        placement, there = self._placement(attempt), self._assignment(attempt)
+        proven = placement.stop(there)
+        seen = placement.observe(there)
         if seen.verdict is not None:
-            return self._finalize(attempt, directory, seen.verdict)
+            return self._finalize(attempt, seen.verdict)
+        if seen.unseen:
+            return False
         if not proven:
             return run.forced and self._lose(run, attempt, seen)
+        placement.pull(there, whole=True)
         return self._end(attempt, AttemptState.CANCELLED, Cause.STOPPED, "cancelled")
 
-    def _bury(self, attempt: Attempt, directory: Path, seen: Observation) -> bool:
-        again = self.placement.observe(directory, attempt.number)  # its last words may have come just now
+    def _bury(self, attempt: Attempt, seen: Observation) -> bool:
+        placement, there = self._placement(attempt), self._assignment(attempt)
+        again = placement.observe(there)  # its last words may have come just now
         if again.verdict is not None:
-            return self._finalize(attempt, directory, again.verdict)
-        gone = seen.claim is None or seen.claim.end_leftovers()
+            return self._finalize(attempt, again.verdict)
+        if again.unseen:
+            return False
+        gone = placement.stop(there)
+        placement.pull(there, whole=True)
         cleanup = Cleanup.DONE if gone else Cleanup.PENDING
         why = "the worker died without a result" if seen.claim else "its directory is gone"
         return self._end(attempt, AttemptState.FAILED, Cause.RUNNER_DIED, why, cleanup=cleanup)
@@ -248,7 +303,8 @@ class Reconciler:
         elif run.forced:
             why, cleanup = "given up on request, not proven to have stopped", Cleanup.PENDING
         else:
-            why, cleanup = f"not seen for {self.policy.lost_after:.0f} s", Cleanup.PENDING
+            waited = self.placements.policy_of(run.id).lost_after
+            why, cleanup = f"not seen for {waited:.0f} s", Cleanup.PENDING
         return self._end(attempt, AttemptState.LOST, Cause.UNREACHABLE, why, cleanup=cleanup)
 
     def _out_of_the_way(self, ended: Attempt) -> bool:
@@ -256,9 +312,20 @@ class Reconciler:
         return ended.cleanup != Cleanup.PENDING or ended.state == AttemptState.LOST or self._clean(ended)
 
     def _clean(self, attempt: Attempt) -> bool:
-        """End what is left of an ended attempt; True when it is proven that nothing is."""
-        directory = self.home.attempt(attempt.run_id, attempt.number)
-        if not self.placement.stop(directory, attempt.number):
+        """End what is left of an ended attempt; True when it is proven that nothing is.
+
+        What a lost one has left elsewhere comes home first, as evidence. Of the others all is here, and the
+        evidence that was committed is not touched again.
+        """
+        placement, there = self._placement(attempt), self._assignment(attempt)
+        try:
+            if not placement.stop(there):
+                return False
+            if attempt.state == AttemptState.LOST:
+                with contextlib.suppress(WorkFailedError):
+                    placement.pull(there, whole=True)
+            placement.remove(there)
+        except CUT:
             return False
         with self.store.transaction() as session:
             row = session.get_one(Attempt, (attempt.run_id, attempt.number))
@@ -266,15 +333,23 @@ class Reconciler:
             record(session, "attempt.clean", run_id=attempt.run_id, epoch=attempt.number)
         return True
 
-    def _finalize(self, attempt: Attempt, directory: Path, verdict: Verdict) -> bool:
-        """Check the evidence and commit the result, once, if this is still the current attempt."""
+    def _finalize(self, attempt: Attempt, verdict: Verdict) -> bool:
+        """Bring the evidence home, check it and commit the result, once, if the attempt is still current."""
+        directory = self._assignment(attempt).directory
         with self.store.transaction() as session:
             row = started(session, attempt)
             if row.state != AttemptState.FINALIZING:
                 move_attempt(session, row, AttemptState.FINALIZING)
         reached("finalize.begun")
         cause, message = Cause(verdict.cause), verdict.message
-        if verdict.succeeded and (problem := evidence_problem(directory, verdict)):
+        try:
+            self._placement(attempt).pull(self._assignment(attempt), whole=True)
+        except WorkFailedError as error:
+            cause, message = (
+                cause if cause is not Cause.NONE else Cause.ARTIFACT_INVALID,
+                message or str(error),
+            )
+        if cause is Cause.NONE and (problem := evidence_problem(directory, verdict)):
             cause, message = Cause.ARTIFACT_INVALID, problem
         if cause is Cause.NONE:
             attest_result(self.home, attempt, directory)
@@ -298,66 +373,22 @@ class Reconciler:
         cleanup: Cleanup = Cleanup.DONE,
         verdict: Verdict | None = None,
     ) -> bool:
-        """The attempt's last transition and what it means for its run, in one transaction."""
+        """End the attempt, then remove what it holds elsewhere: the outcome does not depend on that."""
+        elsewhere = self._placement(attempt).capabilities.elsewhere
+        if elsewhere:
+            cleanup = Cleanup.PENDING
+        policy = self.placements.policy_of(attempt.run_id)
         with self.store.transaction() as session:
-            row = current(session, attempt)
-            row.cleanup = cleanup.value
-            if cleanup is Cleanup.PENDING:
-                record(session, "attempt.unclean", run_id=row.run_id, epoch=row.number)
-            if verdict is not None:
-                row.exit_code, row.signal = verdict.exit_code, verdict.signal
-                row.manifest_digest = verdict.manifest_digest
-            move_attempt(session, row, state, cause=cause.value, message=message)
-            run = session.get_one(Run, attempt.run_id)
-            if state is AttemptState.SUCCEEDED:
-                assert verdict is not None
-                commit_result(session, run, attempt.number, verdict)
-            elif run.desired == RunState.CANCELLED:
-                move_run(session, run, RunState.CANCELLED, cause=cause.value, message=message)
-            elif self._may_retry(session, row):
-                run.not_before = time.time() + self.policy.delay(attempt.number - 1)
-                move_run(session, run, RunState.QUEUED, cause=cause.value, message=message)
-            else:
-                move_run(session, run, RunState.FAILED, cause=cause.value, message=message)
-        return True
-
-    def _may_retry(self, session: Session, ended: Attempt) -> bool:
-        earlier = select(Attempt.cause).where(Attempt.run_id == ended.run_id, Attempt.number < ended.number)
-        return self.policy.allows(ended.cause, list(session.scalars(earlier)))
-
-    def _note_reachability(self, attempt: Attempt, seen: Observation) -> None:
-        """Record whether the attempt can be seen, when that has changed."""
-        if seen.claim is None:
-            return
-        hidden = seen.worker is Presence.UNKNOWN
-        since = attempt.unreachable_since or {}
-        moved = hidden and seen.heartbeat > since.get(
-            "heartbeat", -1
-        )  # its files are shared, and it counts on
-        same_boot = since.get("boot_id") == boot_id()
-        now = Reachability.UNREACHABLE if hidden else Reachability.REACHABLE
-        if now == attempt.reachability and not (hidden and (moved or not same_boot)):
-            return
-        with self.store.transaction() as session:
-            row = current(session, attempt)
-            row.unreachable_since = (
-                {"boot_id": boot_id(), "seconds": _boot_seconds(), "heartbeat": seen.heartbeat}
-                if hidden
-                else None
+            row = end_attempt(
+                session,
+                attempt,
+                state,
+                cause=cause,
+                message=message,
+                cleanup=cleanup,
+                verdict=verdict,
+                policy=policy,
             )
-            if row.reachability != now:
-                row.reachability = now.value
-                record(session, f"attempt.{now.value}", run_id=row.run_id, epoch=row.number)
-        attempt.unreachable_since, attempt.reachability = row.unreachable_since, row.reachability
-
-
-def _unseen_seconds(attempt: Attempt, seen: Observation) -> float:
-    since = attempt.unreachable_since
-    if since is None or seen.worker is not Presence.UNKNOWN or since["boot_id"] != boot_id():
-        return 0.0
-    return _boot_seconds() - float(since["seconds"])
-
-
-def _boot_seconds() -> float:
-    """Seconds since boot, suspended time included: no wall clock, which may jump."""
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+        if elsewhere and state is not AttemptState.LOST:
+            self._clean(row)
+        return True

@@ -22,6 +22,8 @@ class Observation:
         verdict: of this very epoch, or None.
         superseded: whether a newer attempt has claimed the same place.
         heartbeat: the worker's last count of seconds, 0 before the first.
+        unseen: why nothing could be seen at all; "" when the place was looked at.
+        refused: whether that is because the place is the wrong machine or lets nobody in.
     """
 
     claim: Claim | None = None
@@ -29,6 +31,13 @@ class Observation:
     verdict: Verdict | None = None
     superseded: bool = False
     heartbeat: int = 0
+    unseen: str = ""
+    refused: bool = False
+
+    @property
+    def hidden(self) -> bool:
+        """Whether it cannot be told what the attempt does. That justifies nothing."""
+        return bool(self.unseen) or (self.claim is not None and self.worker is Presence.UNKNOWN)
 
 
 def observe_files(bundle: Path, epoch: int) -> Observation:

@@ -34,6 +34,7 @@ class Cause(StrEnum):
     DISK_FULL = "disk_full"
     STOPPED = "stopped"  # the worker was asked to stop
     BUNDLE_REJECTED = "bundle_rejected"  # it is not what was frozen
+    HOST_REFUSED = "host_refused"  # the machine is the wrong one, or lets nobody in
     ARTIFACT_MISSING = "artifact_missing"
     ARTIFACT_INVALID = "artifact_invalid"
     START_FAILED = "start_failed"  # no worker came to life

@@ -7,8 +7,9 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from perilune.bundle.freeze import attempt_copy
 from perilune.bundle.storage import remove_tree, storage_errors
@@ -16,6 +17,7 @@ from perilune.errors import RequestError
 from perilune.execution.claim import Claim, claimed
 from perilune.execution.launchers import process as launcher
 from perilune.execution.observation import Observation, observe_files
+from perilune.execution.placements.protocol import Assignment, Capabilities
 from perilune.execution.processes import POLL_SECONDS, Presence
 from perilune.execution.worker import STOP_GRACE
 from perilune.files import write_json
@@ -31,66 +33,54 @@ class LocalPlacement:
 
     name = NAME
     launcher = launcher.NAME
+    capabilities = Capabilities(elsewhere=False, look_every=0.0)
 
     def __init__(self) -> None:
-        self._started: dict[tuple[Path, int], subprocess.Popen[bytes]] = {}
-        self._since: dict[tuple[Path, int], float] = {}
+        self._started: dict[Assignment, subprocess.Popen[bytes]] = {}
+        self._since: dict[Assignment, float] = {}
 
-    def stage(self, bundle: Path, attempt: Path, order: dict[str, object], previous: Path | None) -> None:
-        """Make the attempt's working copy, whole or not at all; what a killed staging left is removed.
+    def stage(
+        self, attempt: Assignment, bundle: Path, order: Mapping[str, Any], previous: Path | None
+    ) -> None:
+        """As `Placement.stage`; what a killed staging left is removed."""
+        working_copy(bundle, attempt.directory, order, previous)
 
-        Must not be called once a worker may have been started there.
+    def start(self, attempt: Assignment) -> None:
+        """As `Placement.start`."""
+        log = attempt.directory / "runtime" / "worker.log"
+        command = launcher.worker_command(attempt.directory, attempt.epoch)
+        self._started[attempt] = launcher.start_detached(command, log)
+        self._since[attempt] = time.monotonic()
 
-        Args:
-            bundle: the frozen bundle.
-            attempt: directory of the attempt.
-            order: what runtime/run.json tells the worker, with "bundle_digest".
-            previous: directory of the attempt before, whose complete checkpoints and figures are carried on.
-
-        Raises:
-            RequestError: when the bundle is not what was frozen, or the disk is full.
-        """
-        attempt.parent.mkdir(parents=True, exist_ok=True)
-        with storage_errors("stage the bundle", attempt):
-            for leftover in (attempt, *attempt.parent.glob(f".{attempt.name}.*.tmp")):
-                if leftover.exists():
-                    remove_tree(leftover)
-            attempt_copy(bundle, attempt)
-            if previous is not None:
-                carry_over(previous / "artifacts", attempt / "artifacts")
-            write_json(attempt / "runtime" / "run.json", order)
-
-    def start(self, attempt: Path, epoch: int) -> None:
-        """Start a worker. Starting twice is harmless: only one can claim the attempt."""
-        log = attempt / "runtime" / "worker.log"
-        self._started[attempt, epoch] = launcher.start_detached(launcher.worker_command(attempt, epoch), log)
-        self._since[attempt, epoch] = time.monotonic()
-
-    def observe(self, attempt: Path, epoch: int) -> Observation:
-        """Look at an attempt."""
-        child = self._started.get((attempt, epoch))
+    def observe(self, attempt: Assignment) -> Observation:
+        """As `Placement.observe`."""
+        child = self._started.get(attempt)
         if child is not None:
             child.poll()  # takes its exit status, so that it does not linger as a zombie
-        return observe_files(attempt, epoch)
+        return observe_files(attempt.directory, attempt.epoch)
 
-    def starting(self, attempt: Path, epoch: int) -> bool:
-        """Whether a worker that we started there still lives; one that takes too long to claim is ended."""
-        child = self._started.get((attempt, epoch))
+    def starting(self, attempt: Assignment) -> bool:
+        """As `Placement.starting`; a worker that takes too long to claim is ended."""
+        child = self._started.get(attempt)
         if child is None or child.poll() is not None:
             return False
-        is_late = time.monotonic() - self._since[attempt, epoch] > START_TIMEOUT
-        if is_late and observe_files(attempt, epoch).claim is None:
+        is_late = time.monotonic() - self._since[attempt] > START_TIMEOUT
+        if is_late and observe_files(attempt.directory, attempt.epoch).claim is None:
             child.kill()
         return True
 
-    def stop(self, attempt: Path, epoch: int, *, grace: float = STOP_GRACE + EXIT_MARGIN) -> bool:
-        """End the attempt: ask the worker, wait, then kill it and all it started.
+    def pull(self, attempt: Assignment, *, whole: bool = False) -> None:
+        """Nothing: it lies here."""
 
-        Returns:
-            True when it is proven that none of its processes is left.
-        """
-        child = self._started.pop((attempt, epoch), None)
-        claim = observe_files(attempt, epoch).claim or _burn(attempt, epoch)
+    def remove(self, attempt: Assignment) -> None:
+        """Nothing: what it holds is its evidence."""
+
+    def stop(self, attempt: Assignment) -> bool:
+        """As `Placement.stop`."""
+        child = self._started.pop(attempt, None)
+        claim = observe_files(attempt.directory, attempt.epoch).claim or _burn(
+            attempt.directory, attempt.epoch
+        )
         if claim is None:
             return True
         worker = claim.process
@@ -103,11 +93,31 @@ class LocalPlacement:
         if worker.presence() is Presence.UNKNOWN:
             return False
         worker.send(signal.SIGTERM)
-        if not _within(grace, gone):
+        if not _within(STOP_GRACE + EXIT_MARGIN, gone):
             worker.send(signal.SIGKILL)
             if not _within(EXIT_MARGIN, gone):
                 return False
         return claim.end_leftovers()
+
+
+def working_copy(bundle: Path, directory: Path, order: Mapping[str, Any], previous: Path | None) -> None:
+    """Make an attempt's working copy at `directory`, whole or not at all, in place of what is there.
+
+    Args:
+        order, previous: as for `Placement.stage`.
+
+    Raises:
+        RequestError: when the bundle is not what was frozen, or the disk is full.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with storage_errors("stage the bundle", directory):
+        for leftover in (directory, *directory.parent.glob(f".{directory.name}.*.tmp")):
+            if leftover.exists():
+                remove_tree(leftover)
+        attempt_copy(bundle, directory)
+        if previous is not None:
+            carry_over(previous / "artifacts", directory / "artifacts")
+        write_json(directory / "runtime" / "run.json", order)
 
 
 def carry_over(previous: Path, artifacts: Path) -> None:
