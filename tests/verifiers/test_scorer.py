@@ -13,7 +13,7 @@ import pytest
 from perilune.environments.protocol import Failure, Score, Task, Transcript
 from perilune.errors import RequestError, WorkFailedError
 from perilune.verifiers import Limits, Scorer
-from perilune.verifiers.landlock import landlock_version
+from perilune.sandbox.landlock import landlock_version
 
 SPEC = {"id": "factory", "factory": "hostile_environment:make"}
 TASK = Task("t", ({"role": "user", "content": "?"},), {})

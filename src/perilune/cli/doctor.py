@@ -113,7 +113,7 @@ def _home() -> list[Finding]:
 
 def _confinement() -> Finding:
     from perilune.execution.readiness import Finding
-    from perilune.verifiers.landlock import landlock_version
+    from perilune.sandbox.landlock import landlock_version
 
     if version := landlock_version():
         return Finding("scorer sandbox", "ok", f"Landlock version {version}, resource limits, audit hook")

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from perilune.verifiers.landlock import give_up_files
+from perilune.sandbox.landlock import give_up_files
+from perilune.sandbox.limits import lower
 
 # fmt: off
 _REFUSED_EVENTS = frozenset({
@@ -62,10 +63,10 @@ class Confinement:
         self._limits = limits
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-        _lower(resource.RLIMIT_NOFILE, 4 + limits.open_files)
-        _lower(resource.RLIMIT_NPROC, 0)
+        lower(resource.RLIMIT_NOFILE, 4 + limits.open_files)
+        lower(resource.RLIMIT_NPROC, 0)
         if (taken := _address_space()) is not None:
-            _lower(resource.RLIMIT_AS, taken + limits.memory_bytes)
+            lower(resource.RLIMIT_AS, taken + limits.memory_bytes)
         give_up_files(_readable_paths())
         sys.addaudithook(self._refuse)
 
@@ -83,12 +84,6 @@ class Confinement:
             raise PermissionError(f"a scorer may not use {event}")
         if event == "open" and arguments[2] & _WRITING and arguments[0] != os.devnull:
             raise PermissionError("a scorer may not write files")
-
-
-def _lower(kind: int, value: int) -> None:
-    _, hard = resource.getrlimit(kind)
-    bounded = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(kind, (bounded, bounded))
 
 
 def _address_space() -> int | None:

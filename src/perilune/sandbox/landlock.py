@@ -15,7 +15,10 @@ _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same numbers o
 _PR_SET_NO_NEW_PRIVS = 38
 _RULE_PATH_BENEATH = 1
 _VERSION_FLAG = 1
-_READ_FILE, _READ_DIR = 1 << 2, 1 << 3
+_WRITE_FILE, _READ_FILE, _TRUNCATE = 1 << 1, 1 << 2, 1 << 14
+_READ = _READ_FILE | 1 << 3  # files, and lists of them
+_WRITE = _WRITE_FILE | _TRUNCATE | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 13  # remove, make, rename
+_OF_FILES = _READ_FILE | _WRITE_FILE | _TRUNCATE
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # version of Landlock -> number of file rights it knows
 _NETWORK_SINCE, _TCP = 4, 0b11  # bind and connect
 _SCOPE_SINCE, _SCOPES = 6, 0b11  # abstract sockets and signals to processes outside
@@ -37,11 +40,15 @@ def landlock_version() -> int:
     return max(int(ctypes.CDLL(None).syscall(_CREATE_RULESET, None, 0, _VERSION_FLAG)), 0)
 
 
-def give_up_files(readable: Iterable[str]) -> bool:
-    """Deny this process and its children every file access but reading beneath the paths `readable`.
+def give_up_files(readable: Iterable[str], writable: Iterable[str] = ()) -> bool:
+    """Deny this process and its children every file access but beneath the paths given.
 
     Where the kernel knows how, TCP and signals to other processes are denied too. Descriptors that are
     open already stay usable. Returns whether the kernel did it; False where it has no Landlock.
+
+    Args:
+        readable: files, and folders whose files may be read and listed; none may be executed.
+        writable: files that may be written too, and folders in which files may be made and removed.
     """
     version = landlock_version()
     if version == 0:
@@ -54,19 +61,20 @@ def give_up_files(readable: Iterable[str]) -> bool:
     if handle < 0:
         return False
     for path in readable:
-        _allow_reading(libc, handle, path)
+        _allow(libc, handle, path, _READ)
+    for path in writable:
+        _allow(libc, handle, path, rights & (_READ | _WRITE))
     sealed = libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
     restricted = sealed and libc.syscall(_RESTRICT_SELF, handle, 0) == 0
     os.close(handle)
     return bool(restricted)
 
 
-def _allow_reading(libc: ctypes.CDLL, handle: int, path: str) -> None:
+def _allow(libc: ctypes.CDLL, handle: int, path: str, rights: int) -> None:
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
         return  # a path that does not exist needs no permission
-    rights = _READ_FILE | _READ_DIR if Path(path).is_dir() else _READ_FILE
-    rule = _PathBeneath(rights, descriptor)
+    rule = _PathBeneath(rights if Path(path).is_dir() else rights & _OF_FILES, descriptor)
     libc.syscall(_ADD_RULE, handle, _RULE_PATH_BENEATH, ctypes.byref(rule), 0)
     os.close(descriptor)

@@ -1,0 +1,95 @@
+"""A file system of its own: Python's library, a few devices, an empty scratch folder; nothing of the host."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from perilune.sandbox.kernel import (
+    BIND,
+    NO_DEVICES,
+    NO_SETUID,
+    PRIVATE,
+    READ_ONLY,
+    RECURSIVE,
+    REMOUNT,
+    enter_root,
+    mount,
+)
+
+SCRATCH = "/scratch"
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_FOREIGN = ("site-packages", "dist-packages")  # installed packages: also ours, which know answers
+_ROOT_SIZE = "size=1m,nr_inodes=4k,mode=755"
+
+
+def library_folders() -> list[str]:
+    """Where Python's own library lies, without the packages that were installed."""
+    found = {str(Path(os.__file__).resolve().parent)}
+    found |= {str(Path(place).resolve()) for place in sys.path if (Path(place) / "lib-dynload").is_dir()}
+    return sorted(found)
+
+
+def shared_libraries() -> list[str]:
+    """Shared libraries that the extensions of Python's library load, and files about time and languages."""
+    architecture = getattr(sys.implementation, "_multiarch", "")
+    found = [f"/usr/lib/{architecture}" if architecture else "/usr/lib", "/lib", "/lib64", "/usr/lib64"]
+    if sys.base_prefix not in ("/usr", "/usr/local"):
+        found += map(str, Path(sys.base_prefix, "lib").glob("*.so*"))
+    found += ["/etc/ld.so.cache", "/usr/share/zoneinfo"]
+    return [place for place in found if Path(place).exists()]
+
+
+def readable_places() -> list[str]:
+    """What may be read where the host's own file system stays in sight."""
+    own = [
+        str(one) for place in library_folders() for one in Path(place).iterdir() if one.name not in _FOREIGN
+    ]
+    return [*own, *shared_libraries(), *DEVICES]
+
+
+def enter_own_root(folder: str, scratch_bytes: int, scratch_files: int) -> None:
+    """Make `folder` the root of a new file system and go there; takes a mount namespace of its own.
+
+    Raises:
+        OSError: when the kernel refuses a step.
+    """
+    mount("", "/", flags=RECURSIVE | PRIVATE)
+    mount("tmpfs", folder, "tmpfs", NO_SETUID | NO_DEVICES, _ROOT_SIZE)
+    for place in [*library_folders(), *shared_libraries(), *DEVICES]:
+        _bind(place, folder)
+    for place in library_folders():
+        for hidden in _FOREIGN:
+            if Path(folder + place, hidden).is_dir():
+                mount(
+                    "tmpfs", f"{folder}{place}/{hidden}", "tmpfs", READ_ONLY | NO_SETUID, "size=4k,mode=755"
+                )
+    Path(folder + SCRATCH).mkdir()
+    room = f"size={scratch_bytes},nr_inodes={scratch_files + 1},mode=777"
+    mount("tmpfs", folder + SCRATCH, "tmpfs", NO_SETUID | NO_DEVICES, room)
+    enter_root(folder)
+    mount("", "/", flags=REMOUNT | BIND | READ_ONLY | NO_SETUID | NO_DEVICES)
+    os.chdir(SCRATCH)
+
+
+def _bind(place: str, folder: str) -> None:
+    source, target = Path(place), Path(folder + place)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_symlink() and source.is_dir():  # /lib is a link to usr/lib
+        target.symlink_to(source.readlink())
+        return
+    if source.is_dir():
+        target.mkdir(exist_ok=True)
+    else:
+        target.touch()
+    mount(place, str(target), flags=BIND | RECURSIVE)
+    # A mount that came from outside a user namespace keeps what was forbidden there.
+    kept = os.statvfs(target).f_flag
+    allowed = 0 if place in DEVICES else NO_DEVICES
+    mount("", str(target), flags=REMOUNT | BIND | READ_ONLY | NO_SETUID | allowed | _as_mount_flags(kept))
+
+
+def _as_mount_flags(flags: int) -> int:
+    """Flags of statvfs(3) as mount(2) has them: nosuid, nodev, noexec, noatime and the like."""
+    return flags & (2 | 4 | 8 | 1024 | 2048) | (1 << 21 if flags & 4096 else 0)

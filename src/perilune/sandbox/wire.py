@@ -1,0 +1,35 @@
+"""How the sandbox's owner and its keeper talk: a length of eight hexadecimal digits, then JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+HEADER = 8
+_CHUNK = 1 << 16
+
+
+def frame(document: Mapping[str, Any]) -> bytes:
+    """A document as it travels."""
+    body = json.dumps(document).encode()
+    return f"{len(body):0{HEADER}x}".encode() + body
+
+
+def send_frame(descriptor: int, document: Mapping[str, Any]) -> None:
+    """Write a document whole."""
+    left = memoryview(frame(document))
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+def receive_exactly(descriptor: int, size: int) -> bytes | None:
+    """So many bytes; None where there are no more."""
+    found = bytearray()
+    while len(found) < size:
+        data = os.read(descriptor, min(size - len(found), _CHUNK))
+        if not data:
+            return None
+        found += data
+    return bytes(found)
