@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ class TraceRecord:
         seed: seed it was drawn with.
         digest: SHA-256 of the messages alone: equal conversations have equal digests.
         provenance: what wrote it; None of rows that nobody here made.
+        details: what else is known of how it came about, as JSON has it.
     """
 
     messages: tuple[dict[str, str], ...]
@@ -53,6 +54,7 @@ class TraceRecord:
     seed: int
     digest: str
     provenance: Provenance | None = None
+    details: Mapping[str, Any] | None = None
 
     @property
     def prompt(self) -> str:
@@ -74,10 +76,11 @@ def make_record(
     source: str,
     seed: int,
     provenance: Provenance | None = None,
+    details: Mapping[str, Any] | None = None,
 ) -> TraceRecord:
     """A record of `messages` with its digest."""
     turns = tuple({"role": m["role"], "content": m["content"]} for m in messages)
-    return TraceRecord(turns, environment, task_id, score, source, seed, _digest(turns), provenance)
+    return TraceRecord(turns, environment, task_id, score, source, seed, _digest(turns), provenance, details)
 
 
 def settings_digest(**settings: Any) -> str:
@@ -87,7 +90,10 @@ def settings_digest(**settings: Any) -> str:
 
 def write_records(path: Path, records: Iterable[TraceRecord]) -> int:
     """Write records to `path`, one canonical JSON line each, whole or not at all; returns how many."""
-    rows = [asdict(record) for record in records]
+    rows = [
+        {name: value for name, value in asdict(record).items() if name != "details" or value is not None}
+        for record in records
+    ]
     write_json_lines(path, rows)
     return len(rows)
 
@@ -165,7 +171,7 @@ def parse_record(line: bytes, where: str) -> TraceRecord:
         raise RequestError("a record is a JSON object", where=where)
     fields = TraceRecord.__slots__
     for name in fields:
-        if name not in row and name != "provenance":
+        if name not in row and name not in ("provenance", "details"):
             raise RequestError(f"the field '{name}' is missing", where=where, remedy=_remedy(fields))
     for name in row:
         if name not in fields:
@@ -178,6 +184,8 @@ def parse_record(line: bytes, where: str) -> TraceRecord:
     finite = type(score) in (int, float) and abs(score) < float("inf")
     _require(finite, "score", "a finite number", row, where)
     provenance = _provenance(row.get("provenance"), where)
+    details = row.get("details")
+    _require(details is None or isinstance(details, dict), "details", "a mapping", row, where)
     messages = tuple(row["messages"])
     if row["digest"] != _digest(messages):
         raise RequestError("field 'digest' does not fit the messages: the row was changed", where=where)

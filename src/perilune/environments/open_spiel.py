@@ -59,7 +59,7 @@ class OpenSpielEnvironment(MultiTurn):
     def __init__(self, spec: OpenSpielSpec) -> None:
         self.spec = spec
         self.id = f"open_spiel/{spec.game}"
-        self._game = game = _loaded(spec)
+        self.game = game = _loaded(spec)
         self._text = game_text(game)
         self._opponent = (
             None
@@ -77,11 +77,11 @@ class OpenSpielEnvironment(MultiTurn):
         for number in range(sys.maxsize):
             task_id = hashlib.sha256(f"{self.id}/{seed}/{number}".encode()).hexdigest()[:32]
             if (int(task_id[:8], 16) % HELD_OUT_PARTS == 0) == (split == "heldout"):
-                yield Task(task_id, prompt, {"seat": int(task_id[8:16], 16) % self._game.num_players()})
+                yield Task(task_id, prompt, {"seat": int(task_id[8:16], 16) % self.game.num_players()})
 
     def play(self, task: Task, chance: Chance) -> Play:
         """The game to its end, or to the first illegal move."""
-        match = Match(self._game, chance)
+        match = Match(self.game, chance)
         while not match.over:
             action = self.opponent_move(match, task, chance)
             if action is None:
@@ -114,7 +114,7 @@ class OpenSpielEnvironment(MultiTurn):
     def _illegal(self, player: int, task: Task) -> Observation:
         if self.spec.illegal_move == "ends":
             return over(metrics={"illegal": 1.0})
-        lost, others = self._game.min_utility(), self._game.num_players() - 1
+        lost, others = self.game.min_utility(), self.game.num_players() - 1
         returns = [-lost / others if others else 0.0] * (others + 1)
         returns[player] = lost
         return self._over(returns, task, illegal=1.0)

@@ -27,6 +27,7 @@ class CollectSpec(Frozen):
 
     teacher: str = Field(description="who writes candidate traces")
     strategies: dict[str, float] = Field({}, description="share of each strategy; empty: the teacher's own")
+    options: dict[str, Any] = Field({}, description="what else the teacher takes, by name")
     system: dict[str, str] = Field(
         {}, description="system message before the traces of a strategy, by its name; none: no message"
     )
@@ -46,7 +47,7 @@ class Collect:
         from perilune.data.generators.registry import make_teacher
 
         spec = CollectSpec.model_validate(job.spec)
-        teacher = make_teacher(spec.teacher, spec.strategies)
+        teacher = make_teacher(spec.teacher, spec.strategies, spec.options)
         for name in spec.system:
             if name not in teacher.shares:
                 raise RequestError(
@@ -68,7 +69,7 @@ class Collect:
         from time import perf_counter
 
         from perilune.data.generators.registry import make_teacher, provenance_of
-        from perilune.data.generators.teacher import Rejected, verified
+        from perilune.data.generators.teacher import Rejected, verified, written
         from perilune.data.records import TraceRecord, write_records
         from perilune.environments.registry import make_environment
         from perilune.environments.replay import conversation
@@ -82,12 +83,14 @@ class Collect:
         rejected: list[Rejected] = []
         with Scorer(workspace.job.environment) as scorer:
             environment = make_environment(workspace.job.environment)
-            teacher = make_teacher(spec.teacher, spec.strategies)
-            candidates = under_system(teacher.candidates(environment.tasks("train", seed), seed), spec.system)
+            teacher = make_teacher(spec.teacher, spec.strategies, spec.options)
+            candidates = under_system(written(teacher, environment, seed), spec.system)
             for one in verified(
                 candidates, scorer.score, environment=environment.id, seed=seed,
                 converse=partial(conversation, environment),
-                provenance=provenance_of(teacher, workspace.job.environment, system=spec.system),
+                provenance=provenance_of(
+                    teacher, workspace.job.environment, system=spec.system, options=spec.options
+                ),
             ):  # fmt: skip
                 if isinstance(one, Rejected):
                     rejected.append(one)

@@ -2,7 +2,7 @@
 
 from perilune.data.generators.registry import make_teacher, provenance_of, teacher_names
 from perilune.data.generators.scripted import ScriptedTeacher
-from perilune.data.generators.teacher import Candidate, Rejected, Teacher, verified
+from perilune.data.generators.teacher import Candidate, Rejected, Teacher, verified, written
 
 __all__ = [
     "Candidate",
@@ -13,4 +13,5 @@ __all__ = [
     "provenance_of",
     "teacher_names",
     "verified",
+    "written",
 ]

@@ -1,7 +1,8 @@
 """Teachers by name: ours, and any that a package offers under the entry-point group `perilune.teachers`.
 
 An entry point is a class that takes the shares of its strategies and speaks the Teacher protocol; its
-attribute `strategies` names those it has, each with its share when nobody says otherwise.
+attribute `strategies` names those it has, each with its share when nobody says otherwise. With a pydantic
+model as its attribute `Options` it is given one of those too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel, ValidationError
 
 import perilune
 from perilune.data.generators.teacher import Teacher
@@ -26,6 +29,7 @@ _BUILT_IN = {
     "arithmetic": "perilune.data.generators.arithmetic:ArithmeticTeacher",
     "calculator": "perilune.data.generators.calculator:CalculatorTeacher",
     "gold": "perilune.data.generators.gold:GoldTeacher",
+    "open_spiel": "perilune.data.generators.open_spiel:OpenSpielTeacher",
 }
 
 
@@ -34,14 +38,17 @@ def teacher_names() -> tuple[str, ...]:
     return tuple(sorted(_classes()))
 
 
-def make_teacher(name: str, strategies: Mapping[str, float] | None = None) -> Teacher:
+def make_teacher(
+    name: str, strategies: Mapping[str, float] | None = None, options: Mapping[str, Any] | None = None
+) -> Teacher:
     """The teacher called `name`.
 
     Args:
         strategies: share of the tasks that each strategy answers; none given: the teacher's own.
+        options: what else it takes: fields of the model that its class has as `Options`.
 
     Raises:
-        RequestError: when the name or a strategy is unknown, or the shares do not sum to 1.
+        RequestError: when the name, a strategy or an option is unknown, or the shares do not sum to 1.
     """
     if name not in _classes():
         raise RequestError(
@@ -51,7 +58,18 @@ def make_teacher(name: str, strategies: Mapping[str, float] | None = None) -> Te
         )
     module, _, attribute = _classes()[name].partition(":")
     teacher_class: Any = getattr(import_module(module), attribute)
-    teacher: Teacher = teacher_class(_shares(name, strategies or {}, teacher_class.strategies))
+    shares = _shares(name, strategies or {}, teacher_class.strategies)
+    model: type[BaseModel] | None = getattr(teacher_class, "Options", None)
+    if options and model is None:
+        raise RequestError(f"the teacher '{name}' takes no options", where=f"options.{next(iter(options))}")
+    try:
+        told = () if model is None else (model.model_validate(options or {}),)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        remedy = did_you_mean(key, model.model_fields if model else ()) if "extra" in first["type"] else ""
+        raise RequestError(first["msg"], where=f"options.{key}", remedy=remedy) from None
+    teacher: Teacher = teacher_class(shares, *told)
     return teacher
 
 

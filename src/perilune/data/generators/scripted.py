@@ -42,19 +42,21 @@ class ScriptedTeacher(ABC):
             RequestError: as `script`.
         """
         for task in tasks:
-            strategy = self._strategy(seed, task.task_id)
+            strategy = strategy_for(self.shares, seed, task.task_id)
             actions = self.script(task, strategy, Chance(seed, task.task_id))
             if actions:
                 *earlier, last = actions
                 yield Candidate(task, last, f"{self.name}/{strategy}", earlier=tuple(earlier))
 
-    def _strategy(self, seed: int, task_id: str) -> str:
-        draw = drawn(f"strategy:{seed}:{task_id}")
-        for name, share in self.shares.items():
-            draw -= share
-            if draw < 0:
-                return name
-        return max(self.shares, key=lambda name: self.shares[name])
+
+def strategy_for(shares: Mapping[str, float], seed: int, task_id: str) -> str:
+    """The strategy of a task: one of the shares, which seed and task alone decide."""
+    draw = drawn(f"strategy:{seed}:{task_id}")
+    for name, share in shares.items():
+        draw -= share
+        if draw < 0:
+            return name
+    return max(shares, key=lambda name: shares[name])
 
 
 def drawn(key: str) -> float:

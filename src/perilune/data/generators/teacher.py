@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 from perilune.data.records import Provenance, TraceRecord, make_record
-from perilune.environments.protocol import Failure, Message, Outcome, Task, Transcript
+from perilune.environments.protocol import Environment, Failure, Message, Outcome, Task, Transcript
 from perilune.environments.rewards import GOLD
 
 BATCH = 512  # candidates verified together
@@ -30,6 +30,8 @@ class Candidate:
         earlier: the actions before it, of all players in order.
         seed: of the session.
         player: who is imitated.
+        keep_from: the least score with which it is kept; None: what holds for all.
+        details: what the record shall say of how it came about.
     """
 
     task: Task
@@ -38,6 +40,8 @@ class Candidate:
     earlier: tuple[str, ...] = ()
     seed: int = 0
     player: int = 0
+    keep_from: float | None = None
+    details: Mapping[str, Any] | None = None
 
     @property
     def transcript(self) -> Transcript:
@@ -71,6 +75,17 @@ class Teacher(Protocol):
         ...
 
 
+def written(teacher: Teacher, environment: Environment, seed: int) -> Iterator[Candidate]:
+    """What a teacher writes for the training tasks of an environment.
+
+    One that has to know the environment itself, as to play in it, has a method `meet` that is called first.
+    """
+    meet = getattr(teacher, "meet", None)
+    if meet is not None:
+        meet(environment)
+    return teacher.candidates(environment.tasks("train", seed), seed)
+
+
 def verified(
     candidates: Iterable[Candidate],
     score: ScoreBatch,
@@ -101,8 +116,9 @@ def verified(
                 yield Rejected(candidate, f"{outcome.boundary}: {outcome.reason}")
                 continue
             verdict = outcome.metrics.get(GOLD, outcome.reward)
-            if verdict < keep_from:
-                yield Rejected(candidate, f"score {verdict:g} is below {keep_from:g}")
+            least = keep_from if candidate.keep_from is None else candidate.keep_from
+            if verdict < least:
+                yield Rejected(candidate, f"score {verdict:g} is below {least:g}")
                 continue
             messages = (converse or _answered)(candidate.task, candidate.transcript)
             record = make_record(
@@ -113,6 +129,7 @@ def verified(
                 source=candidate.source,
                 seed=seed,
                 provenance=provenance,
+                details=candidate.details,
             )
             if record.digest in digests or record.task_id in tasks:
                 yield Rejected(candidate, "duplicate")

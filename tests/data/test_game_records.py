@@ -1,0 +1,162 @@
+"""Games of teachers as records: what the environment shows, filtered by outcome, with probabilities."""
+
+import json
+from collections import Counter
+from functools import partial
+from itertools import islice
+
+import pytest
+
+from perilune.data.generators import Rejected, make_teacher, provenance_of, verified, written
+from perilune.data.records import read_records, write_records
+from perilune.environments import Transcript, make_environment
+from perilune.environments.replay import conversation
+from perilune.errors import RequestError
+
+
+@pytest.fixture(autouse=True, scope="module")
+def home(tmp_path_factory):
+    """One for all tests, so that each game is solved once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PERILUNE_HOME", str(tmp_path_factory.mktemp("home")))
+        yield
+
+
+def section(game, **more):
+    return {"id": "open_spiel", "game": game, **more}
+
+
+def collected(about, count, seed=0, strategies=None, **options):
+    """Records and rejected candidates of the first tasks."""
+    environment = make_environment(about)
+    teacher = make_teacher("open_spiel", strategies, options)
+    found = verified(
+        islice(written(teacher, environment, seed), count),
+        lambda pairs: [environment.score(task, transcript) for task, transcript in pairs],
+        environment=environment.id, seed=seed, converse=partial(conversation, environment),
+        provenance=provenance_of(teacher, about, options=options),
+    )  # fmt: skip
+    kept, rejected = [], []
+    for one in found:
+        (rejected if isinstance(one, Rejected) else kept).append(one)
+    return kept, rejected
+
+
+GAMES = {
+    "tic_tac_toe": {}, "kuhn_poker": {}, "leduc_poker": {}, "goofspiel": {"num_cards": 3},
+    "liars_dice": {"dice_sides": 2}, "hex": {"board_size": 3}, "clobber": {"rows": 3, "columns": 3},
+    "connect_four": {}, "othello": {}, "gin_rummy": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("game", GAMES)
+@pytest.mark.parametrize("opponent", ["self", "random"])
+def test_a_record_says_what_the_environment_would_show_a_policy(game, opponent):
+    """Its actions, played in a session, give its messages, word for word."""
+    about = section(game, config=GAMES[game], opponent=opponent)
+    environment = make_environment(about)
+    kept, _ = collected(about, 2 if game in ("othello", "gin_rummy") else 6, keep="any", simulations=4)
+    tasks = {task.task_id: task for task in islice(environment.tasks("train", 0), 12)}
+    assert kept
+    for record in kept:
+        task, seat = tasks[record.task_id], record.details["seat"]
+        session = environment.reset(task, record.seed)
+        messages = list(task.prompt)
+        for action in record.details["actions"]:
+            found = session.observation
+            assert action in found.legal
+            if opponent == "random" or found.player == seat:
+                messages += [*found.messages, {"role": "assistant", "content": action}]
+            ended = session.step(action)
+        assert ended.done and tuple(messages) == record.messages
+        assert ended.rewards[seat if opponent == "self" else 0] == record.score
+        assert len(record.details["probabilities"]) == sum(
+            message["role"] == "assistant" for message in record.messages
+        )
+        assert record.provenance.generator == "open_spiel" and seat == task.data["seat"]
+
+
+def test_equilibrium_play_stays_mixed_unless_the_likeliest_move_is_asked_for():
+    about = section("kuhn_poker")
+    kept, _ = collected(about, 1500, strategies={"teacher": 1.0}, seats="first")
+    kings = Counter()
+    for record in kept:
+        if record.messages[1]["content"].startswith("your card K"):
+            first = record.messages[2]["content"]
+            kings[first] += 1
+            assert 0.2 < record.details["probabilities"][0] < 0.8
+    assert min(kings.values()) >= 1 and len(kings) == 2
+    greedy, _ = collected(about, 200, strategies={"teacher": 1.0}, seats="first", greedy=True)
+    likeliest = {one.messages[2]["content"] for one in greedy if "your card K" in one.messages[1]["content"]}
+    assert len(likeliest) == 1
+
+
+def test_games_are_kept_by_their_outcome():
+    about = section("tic_tac_toe")
+    kept, rejected = collected(about, 60)
+    assert {record.score for record in kept} == {0.0, 1.0} and len(kept) + len(rejected) == 60
+    assert {one.reason for one in rejected} <= {"duplicate"}  # perfect play never loses
+    won, rejected = collected(about, 60, keep="won")
+    assert {record.score for record in won} == {1.0} and "score 0 is below 1e-09" in {
+        one.reason for one in rejected
+    }
+    most, _ = collected(section("leduc_poker"), 60, keep=2.0)
+    every, rejected = collected(section("leduc_poker"), 60)
+    assert min(one.score for one in most) >= 2.0 and min(one.score for one in every) < 0
+    assert {one.reason for one in rejected} <= {"duplicate"}
+    assert {one.details["seat"] for one in every} == {0, 1}
+    assert {one.details["seat"] for one in collected(about, 20, seats="second")[0]} == {1}
+
+
+def test_the_same_seed_plays_the_same_games_against_the_same_opponents():
+    about, shares = section("tic_tac_toe"), {"teacher": 0.2, "random": 0.5, "mcts": 0.3}
+    first, _ = collected(about, 80, strategies=shares, simulations=4)
+    again, _ = collected(about, 80, strategies=shares, simulations=4)
+    other, _ = collected(about, 80, seed=1, strategies=shares, simulations=4)
+    assert first == again != other
+    assert {one.source for one in first} == {f"open_spiel/{name}" for name in shares}
+    assert len({one.digest for one in first}) == len(first)
+
+
+def test_details_survive_a_file(tmp_path):
+    kept, _ = collected(section("kuhn_poker"), 5)
+    write_records(tmp_path / "records.jsonl", kept)
+    assert read_records(tmp_path) == kept
+    row = json.loads((tmp_path / "records.jsonl").read_text().splitlines()[0])
+    assert set(row["details"]) == {"game", "policy", "opponent", "seat", "actions", "probabilities"}
+    row["details"] = "none"
+    (tmp_path / "records.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(RequestError, match="details"):
+        read_records(tmp_path)
+
+
+def test_what_was_said_is_the_transcript_of_the_teacher_s_seat():
+    about = section("tic_tac_toe")
+    environment = make_environment(about)
+    (record, *_), _ = collected(about, 4)
+    (task,) = [one for one in islice(environment.tasks("train", 0), 8) if one.task_id == record.task_id]
+    *earlier, last = record.details["actions"]
+    transcript = Transcript(last, earlier=tuple(earlier), seed=record.seed, player=record.details["seat"])
+    assert environment.score(task, transcript).reward == record.score
+
+
+@pytest.mark.parametrize(
+    ("about", "told", "message"),
+    [
+        (section("tic_tac_toe"), {"options": {"kep": "won"}}, r"options.kep.*(?s:.)*did you mean 'keep'"),
+        (section("tic_tac_toe"), {"options": {"policy": "cfr"}}, "options.policy"),
+        (section("tic_tac_toe"), {"strategies": {"rules": 1.0}}, "strategies.rules"),
+        (section("kuhn_poker", opponent="random"), {"strategies": {"cfr": 1.0}}, "'random' sits opposite"),
+        (section("breakthrough"), {}, "no teacher of its own"),
+        ({"id": "calculator"}, {}, "'open_spiel' alone"),
+    ],
+)
+def test_what_cannot_be_played_is_refused(about, told, message):
+    with pytest.raises(RequestError) as caught:
+        written(make_teacher("open_spiel", **told), make_environment(about), 0)
+    assert caught.match(message)
+
+
+def test_a_teacher_without_options_takes_none():
+    with pytest.raises(RequestError, match=r"options\.keep"):
+        make_teacher("gold", None, {"keep": 1})
