@@ -11,9 +11,9 @@ from perilune.bundle.workspace import Workspace
 from perilune.environments import Failure, Transcript, make_environment
 from perilune.environments.matching import last_number, matches
 from perilune.errors import RequestError
-from perilune.recipe.environment_files import staged
 from perilune.recipe.load import load_recipe
 from perilune.recipe.schema import job_for
+from perilune.recipe.staging import staged
 from perilune.verifiers.audit.audit import audit_reward
 from perilune.verifiers.conformance import check_environment
 from perilune.verifiers.scorer import Scorer

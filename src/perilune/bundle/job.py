@@ -21,15 +21,18 @@ class Frozen(BaseModel):
 class InputReference(Frozen):
     """One staged input of a bundle.
 
-    `name` is the field of the stage that consumes it ("checkpoint", "data"), or the field of the environment
-    that names a file of tasks ("environment.path"); `path` is relative to the bundle ("inputs/checkpoint");
+    `name` is the field of the stage that consumes it ("checkpoint", "data"), the field of the environment
+    that names a file of tasks ("environment.path"), or what the stage's plugin calls it ("source"); `path` is
+    relative to the bundle ("inputs/checkpoint");
     `digest` is the SHA-256 over its files' names and contents.
     """
 
     name: str
     path: str = Field(pattern=r"^inputs/[A-Za-z0-9_][A-Za-z0-9._-]*$")
     digest: str
-    kind: Literal["checkpoint", "dataset", "preferences", "reward_model", "evaluation", "tasks"]
+    kind: Literal[
+        "checkpoint", "dataset", "preferences", "reward_model", "player", "evaluation", "tasks", "files"
+    ]
 
 
 class Resources(Frozen):
@@ -59,7 +62,7 @@ class Job(Frozen):
         task: name of the task plugin (entry-point group `perilune.tasks`).
         stage: name of the stage in its recipe.
         spec: the stage's own fields, validated by the plugin's `spec` model, every default filled in.
-        model: the recipe's model section, every default filled in.
+        model: the recipe's model section, every default filled in; empty where it has none.
         environment: the recipe's environment section, likewise.
         seed: the one seed from which every random number is derived.
         secrets: names of environment variables the run needs; never values.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from perilune.bundle.job import Job
     from perilune.bundle.workspace import Workspace
 
-OutputKind = Literal["checkpoint", "dataset", "preferences", "reward_model", "evaluation"]
+OutputKind = Literal["checkpoint", "dataset", "preferences", "reward_model", "player", "evaluation"]
 
 PLUGIN_GROUP = "perilune.tasks"
 
@@ -36,6 +36,11 @@ class Consumes:
     kind: OutputKind
 
 
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Marks a field of a stage's spec that names a file, a folder or a URL; relative to its recipe."""
+
+
 class TaskPlugin(Protocol):
     """A kind of stage.
 
@@ -46,7 +51,8 @@ class TaskPlugin(Protocol):
         output: where that lies in the bundle, e.g. "artifacts/checkpoints/final".
 
     A plugin may also have `parallel = True`: several processes may then run it together, as the ones here do
-    through `perilune.learn.processes`.
+    through `perilune.learn.processes`. One with `standalone = True` needs no model and no environment of the
+    recipe's.
     """
 
     name: str
@@ -92,6 +98,20 @@ def load_plugin(name: str) -> TaskPlugin:
 def runs_in_several(plugin: TaskPlugin) -> bool:
     """Whether several processes may run the task together."""
     return bool(getattr(plugin, "parallel", False))
+
+
+def needs_a_model(plugin: TaskPlugin) -> bool:
+    """Whether the task is about the recipe's model and environment."""
+    return not getattr(plugin, "standalone", False)
+
+
+def naming_fields(spec: type[BaseModel]) -> list[str]:
+    """Fields of `spec` that name files."""
+    return [
+        name
+        for name, info in spec.model_fields.items()
+        if any(isinstance(mark, Names) for mark in info.metadata)
+    ]
 
 
 def consumed_fields(spec: type[BaseModel]) -> dict[str, OutputKind]:

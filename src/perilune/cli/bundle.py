@@ -88,9 +88,9 @@ def freeze(
     from perilune.bundle.freeze import freeze as freeze_job
     from perilune.bundle.job import InputReference
     from perilune.bundle.plugin import consumed_fields, load_plugin
-    from perilune.recipe.environment_files import staged
     from perilune.recipe.load import load_recipe
     from perilune.recipe.schema import MODEL, job_for
+    from perilune.recipe.staging import staged
 
     loaded = load_recipe(recipe, overrides or [])
     try:

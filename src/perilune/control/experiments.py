@@ -39,8 +39,8 @@ from perilune.errors import RequestError
 from perilune.execution.log import log_tail
 from perilune.execution.verdict import read_verdict
 from perilune.files import canonical_json, read_json, sha256_bytes, write_json
-from perilune.recipe.environment_files import staged
 from perilune.recipe.schema import MODEL, Recipe, job_for
+from perilune.recipe.staging import staged
 
 POLL_SECONDS = 0.1
 

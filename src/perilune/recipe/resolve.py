@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from perilune.bundle.plugin import OutputKind, consumed_fields, load_plugin, plugin_names
+from perilune.bundle.plugin import OutputKind, consumed_fields, load_plugin, naming_fields, plugin_names
 from perilune.errors import RequestError
 from perilune.recipe.model_files import find_model, read_chat_template
 from perilune.recipe.problems import Problem, ProblemsError, nearest, raise_first, validate
@@ -40,7 +40,8 @@ def resolve(document: Document, folder: Path) -> Recipe:
     recipe: Recipe | None = None
     value = dict(document.value)
     find = partial(_environment, base=lambda path: _base(document, path, folder))
-    for section, check, blank in (("environment", find, {}), ("stages", _stages, [_BLANK_STAGE])):
+    stages = partial(_stages, base=lambda path: _base(document, path, folder))
+    for section, check, blank in (("environment", find, {}), ("stages", stages, [_BLANK_STAGE])):
         if section in value:
             try:
                 value[section] = check(value[section])
@@ -50,7 +51,7 @@ def resolve(document: Document, folder: Path) -> Recipe:
     try:
         recipe = validate(Recipe, value, (), "")
         located = {
-            "model": _located(recipe.model, document, folder),
+            "model": recipe.model and _located(recipe.model, document, folder),
             "rewards": _rewards(recipe, document, folder),
         }
         recipe = recipe.model_copy(update=located)
@@ -135,7 +136,7 @@ def _environment(value: Any, base: Callable[[KeyPath], Path]) -> dict[str, Any]:
     return checked
 
 
-def _stages(value: Any) -> list[dict[str, Any]]:
+def _stages(value: Any, base: Callable[[KeyPath], Path]) -> list[dict[str, Any]]:
     if not isinstance(value, list):
         raise ProblemsError([Problem(("stages",), "stages must be a list")])
     problems: list[Problem] = []
@@ -144,7 +145,7 @@ def _stages(value: Any) -> list[dict[str, Any]]:
     for index, item in enumerate(value):
         path = ("stages", index)
         try:
-            stage = _stage(item, path)
+            stage = _stage(item, path, base)
         except ProblemsError as found:
             problems += found.problems
             continue
@@ -162,7 +163,7 @@ def _stages(value: Any) -> list[dict[str, Any]]:
     return [stage.model_dump() for stage in _ordered(stages, positions)]
 
 
-def _stage(item: Any, path: KeyPath) -> Stage:
+def _stage(item: Any, path: KeyPath, base: Callable[[KeyPath], Path]) -> Stage:
     if not isinstance(item, dict):
         raise ProblemsError([Problem(path, "a stage is a mapping with at least name and task")])
     label = f"stages.{item.get('name', path[-1])}"
@@ -176,8 +177,17 @@ def _stage(item: Any, path: KeyPath) -> Stage:
         ) from None
     own = {key: value for key, value in item.items() if key not in header}
     fields = validate(spec, own, path, label).model_dump(mode="json")
+    for field in naming_fields(spec):
+        fields[field] = _absolute(fields[field], base((*path, field)))
     consumes = {field: fields[field] for field in consumed_fields(spec) if fields[field] is not None}
     return stage.model_copy(update={"spec": fields, "consumes": consumes})
+
+
+def _absolute(name: str | None, base: Path) -> str | None:
+    """A file or folder as an absolute path; a URL as it is."""
+    if name is None or "://" in name or "@" in name.partition("/")[0]:
+        return name
+    return str((base / Path(name).expanduser()).absolute())
 
 
 def _links(stage: Stage, stages: list[Stage], positions: dict[str, int]) -> list[Problem]:

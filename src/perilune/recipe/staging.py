@@ -1,4 +1,4 @@
-"""Files that an environment section names, staged when a job is frozen."""
+"""Files that a recipe names in an environment section or a stage, staged when a job is frozen."""
 
 from __future__ import annotations
 
@@ -6,14 +6,27 @@ from importlib import import_module
 from pathlib import Path
 
 from perilune.bundle.job import InputReference, Job
+from perilune.bundle.plugin import load_plugin
 from perilune.files import with_field
 
 
 def staged(job: Job) -> tuple[Job, dict[str, Path]]:
-    """The job with the environment's files among its inputs, and where they lie.
+    """The job with the files that it names among its inputs, and where they lie.
 
-    Its environment section names them as they lie in the bundle, which is the same on every machine.
+    It names them as they lie in the bundle, which is the same on every machine.
     """
+    job, files = _environment(job)
+    stage = getattr(load_plugin(job.task), "stage", None)
+    if stage is None:
+        return job, files
+    spec, named = stage(job)
+    references = [
+        InputReference(name=name, path=f"inputs/{name}", digest="", kind="files") for name in sorted(named)
+    ]
+    return job.model_copy(update={"spec": dict(spec), "inputs": (*job.inputs, *references)}), files | named
+
+
+def _environment(job: Job) -> tuple[Job, dict[str, Path]]:
     registry = import_module("perilune.environments.registry")  # the planes know nothing of environments
     section, references = job.environment, list(job.inputs)
     found: dict[str, Path] = {}
