@@ -52,15 +52,14 @@ def lock_lines(lock: Path) -> list[str]:
 def interpreter(requirements: Sequence[str]) -> Path:
     """The Python of an environment that has `requirements` and what they need, and nothing else.
 
-    Kept under $PERILUNE_HOME/environments, by Python's version and the requirements. pip's own settings hold.
+    Kept in the user's cache, by Python's version and the requirements. pip's own settings hold.
 
     Raises:
         WorkFailedError: when they cannot be installed.
     """
     text = "\n".join([platform.python_version(), sys.base_prefix, *requirements])
     name = f"black-box-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    home = Path(os.environ.get("PERILUNE_HOME") or Path.home() / ".perilune").absolute()
-    folder = home / "environments" / name
+    folder = cache() / "environments" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     python = folder / "bin" / "python"
     with folder.with_suffix(".lock").open("w") as lock:
@@ -81,6 +80,11 @@ def installed(python: Path) -> list[str]:
         [python, "-m", "pip", "freeze"], capture_output=True, text=True, check=True
     ).stdout
     return frozen.splitlines()
+
+
+def cache() -> Path:
+    """Where what can be made again is kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "perilune"
 
 
 def _install(python: Path, requirements: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from perilune.bundle.storage import built_beside, publish, storage_errors
 from perilune.errors import RequestError
+from perilune.tasks.black_box_environment import cache
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 URL = re.compile(r"(https|ssh|git|file)://\S+|[\w.-]+@[\w.-]+:\S+")
@@ -49,7 +50,7 @@ def fetched(source: str, commit: str | None) -> Path:
             where=source,
             remedy=f"commit: {_head(here) if here else '...'}",
         )
-    kept = _cache() / commit
+    kept = cache() / "sources" / commit
     if here is not None:
         _refuse_changes(here)
     if not kept.is_dir():
@@ -57,10 +58,6 @@ def fetched(source: str, commit: str | None) -> Path:
             _check_out(source if here is None else str(here), commit, building)
             publish(building, kept)
     return kept
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "perilune" / "sources"
 
 
 def _head(repository: Path) -> str:

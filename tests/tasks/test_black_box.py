@@ -1,0 +1,190 @@
+"""Somebody else's program as a stage: at one commit, in an environment of its own, its files untouched."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from perilune.control.experiments import Control, advance, open_experiment, stage_plans
+from perilune.control.home import Home
+from perilune.control.progress import StageFailed, StageFinished
+from perilune.errors import RequestError
+from perilune.files import read_json
+from perilune.recipe.load import load_recipe
+from perilune.tasks.black_box import BlackBoxSpec
+from perilune.tasks.black_box_environment import check_pinned, lock_lines
+from perilune.tasks.black_box_source import fetched
+
+PROGRAM = """
+import json, os, sys, pathlib
+seed, outputs = int(sys.argv[1]), pathlib.Path(sys.argv[2])
+try:
+    import perilune
+    raise SystemExit("it sees perilune")
+except ImportError:
+    pass
+print("hello from elsewhere", os.environ.get("PYTHONPATH"))
+pathlib.Path("made/deep").mkdir(parents=True)
+pathlib.Path("made/deep/a.txt").write_text("a\\n")
+pathlib.Path("program.py").write_text("changed")
+(outputs / "result.json").write_text(json.dumps({"final": {"scores": [0.5, seed]}}))
+(outputs / "log.jsonl").write_text("".join(json.dumps({"step": s, "loss": 1 / s}) + "\\n" for s in (1, 2)))
+"""
+RECIPE = """
+name: elsewhere
+seed: 7
+model: {{preset: tiny}}
+environment: {{id: reasoning_gym, task: basic_arithmetic, prompt: compact}}
+stages:
+  - name: theirs
+    task: black_box
+    source: {source}
+    {commit}
+    command: [python, program.py, "{{seed}}", "{{outputs}}"]
+    outputs: ["made/**/*.txt"]
+    figures: {{score: "result.json#final.scores.1"}}
+    metrics: log.jsonl
+"""
+
+
+def git(folder: Path, *arguments: str) -> str:
+    named = ["-c", "user.name=somebody", "-c", "user.email=somebody@example.org"]
+    command = ["git", "-C", str(folder), *named, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    git(folder, "init", "--quiet")
+    (folder / "program.py").write_text(PROGRAM)
+    git(folder, "add", ".")
+    git(folder, "commit", "--quiet", "-m", "one")
+    return folder
+
+
+@pytest.fixture
+def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Control]:
+    monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    opened = Control(Home.open(tmp_path / "home"))
+    yield opened
+    opened.store.close()
+
+
+def carried_out(control: Control, folder: Path, text: str) -> StageFinished | StageFailed:
+    (folder / "recipe.yaml").write_text(text)
+    recipe = load_recipe(folder / "recipe.yaml")
+    *_, last = advance(control, open_experiment(control, recipe), stage_plans(recipe))
+    assert isinstance(last, StageFinished | StageFailed)
+    return last
+
+
+def test_one_commit_is_run_and_what_it_left_is_untouched(
+    control: Control, repository: Path, tmp_path: Path
+) -> None:
+    commit = git(repository, "rev-parse", "HEAD")
+    (repository / "program.py").write_text("raise SystemExit(1)")
+    git(repository, "commit", "--quiet", "-am", "a later one")
+    last = carried_out(control, tmp_path, RECIPE.format(source="theirs", commit=f"commit: {commit}"))
+    assert isinstance(last, StageFinished)
+    assert last.summary["score"] == 7 and last.summary["commit"] == commit
+    run = control.run(last.run_id)
+    bundle = control.directory(run)
+    outputs = bundle / "artifacts" / "outputs"
+    assert (outputs / "made/deep/a.txt").read_text() == "a\n"
+    assert read_json(outputs / "result.json") == {"final": {"scores": [0.5, 7]}}
+    told = read_json(bundle / "artifacts" / "black_box.json")
+    assert set(told["files"]) == {"made/deep/a.txt", "result.json", "log.jsonl"}
+    assert told["commit"] == commit and told["packages"] == []
+    assert "hello from elsewhere None" in (bundle / "artifacts" / "task.log").read_text()
+    rows = [json.loads(line) for line in (bundle / "artifacts" / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}]
+    job = (bundle / "job.json").read_text()
+    assert str(tmp_path) not in job and (bundle / "inputs" / "source" / "program.py").read_text() == PROGRAM
+    assert not (bundle / "inputs" / "source" / ".git").exists()
+
+
+def test_a_program_that_fails_fails_its_stage(control: Control, tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "program.py").write_text("import sys; print('no luck'); sys.exit(3)")
+    last = carried_out(control, tmp_path, RECIPE.format(source="plain", commit=""))
+    assert isinstance(last, StageFailed)
+    assert "the program left with 3" in last.message
+    (tmp_path / "plain" / "program.py").write_text("print('nothing is made')")
+    last = carried_out(control, tmp_path, RECIPE.format(source="plain", commit=""))
+    assert isinstance(last, StageFailed) and "nothing that fits 'made/**/*.txt'" in last.message
+
+
+def test_a_repository_is_run_clean_and_at_a_whole_commit_or_not_at_all(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    commit = git(repository, "rev-parse", "HEAD")
+    for wrong in (None, commit[:12], "main", "0" * 40):
+        with pytest.raises(RequestError, match=r"40 digits|git:"):
+            fetched(str(repository), wrong)
+    assert (fetched(str(repository), commit) / "program.py").read_text() == PROGRAM
+    assert (fetched(f"file://{repository}", commit) / "program.py").read_text() == PROGRAM
+    (repository / "new.py").write_text("")
+    with pytest.raises(RequestError, match=r"changes that no commit holds: new\.py"):
+        fetched(str(repository), commit)
+    with pytest.raises(RequestError, match="no git repository"):
+        fetched(str(tmp_path), commit)
+    with pytest.raises(RequestError, match="no folder here"):
+        fetched("ext::sh -c id", commit)
+    with pytest.raises(RequestError, match="no folder here"):
+        fetched("--upload-pack=id", commit)
+
+
+def test_a_repository_with_submodules_is_refused(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (repository / ".gitmodules").write_text('[submodule "x"]\n  path = x\n  url = ../x\n')
+    git(repository, "add", ".")
+    git(repository, "commit", "--quiet", "-m", "two")
+    with pytest.raises(RequestError, match="submodules"):
+        fetched(str(repository), git(repository, "rev-parse", "HEAD"))
+
+
+def test_requirements_are_exact(tmp_path: Path) -> None:
+    check_pinned(["six==1.17.0", "torch==2.13.0 ; sys_platform == 'linux'"])
+    for loose in ("six", "six>=1", "six==1.*", "six @ https://example.org/six.whl", "not a requirement"):
+        with pytest.raises(RequestError):
+            check_pinned([loose])
+    lock = tmp_path / "lock"
+    lock.write_text("# made by hand\nsix==1.17.0 \\\n    --hash=sha256:00 # why\n\nidna==3.10\n")
+    assert lock_lines(lock) == ["six==1.17.0      --hash=sha256:00", "idna==3.10"]
+    lock.write_text("six>=1\n")
+    with pytest.raises(RequestError, match="no exact version"):
+        lock_lines(lock)
+
+
+def test_what_it_needs_is_installed_beside_us(control: Control, tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "lock.txt").write_text("six==1.17.0\n")
+    (tmp_path / "plain" / "program.py").write_text("import six, sys; print(six.__version__, sys.prefix)")
+    text = RECIPE.format(source="plain", commit="requirements: lock.txt").replace(
+        'outputs: ["made/**/*.txt"]', ""
+    )
+    text = text[: text.index("    figures")]
+    last = carried_out(control, tmp_path, text)
+    assert isinstance(last, StageFinished), last
+    bundle = control.directory(control.run(last.run_id))
+    assert (
+        "1.17.0 " + str(tmp_path / "cache" / "perilune" / "environments")
+        in (bundle / "artifacts" / "task.log").read_text()
+    )
+    assert "six==1.17.0" in read_json(bundle / "artifacts" / "black_box.json")["packages"]
+
+
+def test_places_of_a_command_are_known() -> None:
+    with pytest.raises(ValueError, match="is none of"):
+        BlackBoxSpec(source=".", command=("python", "{sed}"))
+    BlackBoxSpec(source=".", command=("python", "{seed}", "{{literal}}"))
