@@ -29,6 +29,7 @@ _BUILT_IN = {
     "arithmetic": "perilune.data.generators.arithmetic:ArithmeticTeacher",
     "calculator": "perilune.data.generators.calculator:CalculatorTeacher",
     "gold": "perilune.data.generators.gold:GoldTeacher",
+    "planning": "perilune.data.generators.planning:PlanningTeacher",
     "open_spiel": "perilune.data.generators.open_spiel:OpenSpielTeacher",
 }
 

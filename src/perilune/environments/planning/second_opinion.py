@@ -1,0 +1,100 @@
+"""Whether a plan works, found without the verifier: the traveller is followed, step by step.
+
+An audit of a reward needs a second opinion that shares no code with it. This one reads the text by cutting
+it at its separators, and walks: where the traveller is at each step, and whose doors are open then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+_DIGITS = frozenset("0123456789")
+_WORDS = {
+    "aquarium", "bakery", "castle", "dairy", "exchange", "florist", "gallery", "harbour", "icehouse",
+    "jeweller", "kiosk", "library", "museum", "nursery", "observatory", "park", "quarry", "racecourse",
+    "stadium", "theatre", "university", "vineyard", "windmill", "xylotheque", "yard", "zoo",
+}  # fmt: skip
+
+
+def works(trip: Mapping[str, Any], style: str, text: str) -> bool:
+    """Whether a text is one plan, and keeps to everything that `trip`, as JSON, demands."""
+    try:
+        days = _compact(text) if style == "compact" else _words(text)
+        return _walk(trip, days)
+    except (_NoPlanError, KeyError):
+        return False
+
+
+class _NoPlanError(Exception):
+    """The text is no plan, or the traveller cannot go on."""
+
+
+def _require(holds: bool) -> None:
+    if not holds:
+        raise _NoPlanError
+
+
+def _compact(text: str) -> list[list[tuple[str, int]]]:
+    parts = text.split(";")
+    _require(len(parts) == 2)
+    days = []
+    for today in parts[1].rstrip("\n ").split("/"):
+        visits = []
+        for visit in today.split(",") if today else ():
+            _require(len(visit) == 3 and _DIGITS.issuperset(visit[1:]))
+            visits.append((visit[0], 10 * int(visit[1]) + int(visit[2])))
+        days.append(visits)
+    return days
+
+
+def _words(text: str) -> list[list[tuple[str, int]]]:
+    rows = [*text.rstrip("\n ").split("\n")]
+    _require(sum(row == "PLAN" for row in rows) == 1)
+    days: list[list[tuple[str, int]]] = [[] for _ in range(10)]
+    while rows.pop(0) != "PLAN":
+        pass
+    for row in rows:
+        _require(len(row) > 8 and row[1] == row[7] == " " and row[4] == ":" and row[8:] in _WORDS)
+        _require(_DIGITS.issuperset(row[0] + row[2:4] + row[5:7]) and row[0] != "0")
+        half_hours = {"00": 0, "30": 1}
+        _require(row[5:7] in half_hours and row[2:4] >= "09")
+        days[int(row[0]) - 1].append((row[8].upper(), 2 * int(row[2:4]) + half_hours[row[5:7]] - 18))
+    while days and not days[-1]:
+        days.pop()
+    return days
+
+
+def _walk(trip: Mapping[str, Any], days: Sequence[Sequence[tuple[str, int]]]) -> bool:
+    _require(len(days) <= trip["days"] or not any(days[trip["days"] :]))
+    places = {place["name"]: place for place in trip["places"]}
+    purse, seen = trip["budget"], []
+    for number, today in enumerate(days, start=1):
+        x = y = clock = 0
+        for name, start in today:
+            place = places[name]
+            clock += len(list(_way(x, y, *place["at"])))
+            x, y = place["at"]
+            _require(clock <= start)
+            for clock in range(start, start + place["stay"]):
+                _require(place["opens"] <= clock < place["closes"])
+            clock += 1
+            window = place["window"]
+            if window:
+                _require(window["day"] == number and start in range(window["first"], window["last"] + 1))
+            purse -= place["price"]
+            seen.append(name)
+        clock += len(list(_way(x, y, 0, 0)))
+        _require(clock <= trip["length"])
+    _require(purse >= 0 and len(seen) == len(set(seen)) >= trip["visits"])
+    return all(name in seen for name, place in places.items() if place["must_see"])
+
+
+def _way(x: int, y: int, to_x: int, to_y: int) -> Iterator[tuple[int, int]]:
+    """Each corner that one comes to, one step after the other."""
+    while x != to_x:
+        x += 1 if x < to_x else -1
+        yield x, y
+    while y != to_y:
+        y += 1 if y < to_y else -1
+        yield x, y

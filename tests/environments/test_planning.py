@@ -1,0 +1,342 @@
+"""Trips: plans that work are found and accepted, each constraint is a term, and brute force agrees."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perilune.data.generators import make_teacher, verified
+from perilune.data.records import TraceRecord
+from perilune.environments import Score, Transcript, make_environment
+from perilune.environments.planning import compact, words
+from perilune.environments.planning.constraints import TERMS, interest, judge
+from perilune.environments.planning.cpsat import by_cpsat
+from perilune.environments.planning.draw import draw_trip
+from perilune.environments.planning.optimum import best_plan, by_sets
+from perilune.environments.planning.second_opinion import works
+from perilune.environments.planning.settings import TripDials
+from perilune.environments.planning.tasks import trip_digest
+from perilune.environments.planning.trip import Place, Trip, Visit, Window, travel
+from perilune.environments.replay import conversation
+from perilune.errors import RequestError
+from perilune.verifiers.audit import audit_reward
+from perilune.verifiers.conformance import check_environment
+
+STYLES = {"compact": compact, "words": words}
+HARD = {"places": 5, "visits": 3, "days": 2, "windows": 1, "map": "plane"}
+
+
+@st.composite
+def dials(draw, most_places=6, longest=20):
+    places = draw(st.integers(1, most_places))
+    visits = draw(st.integers(1, min(places, 3)))
+    return TripDials(
+        places=places,
+        visits=visits,
+        must_see=draw(st.integers(0, visits)),
+        windows=draw(st.integers(0, visits)),
+        days=draw(st.integers(1, 2)),
+        length=longest,
+        slack=draw(st.integers(0, 6)),
+        budget_slack=draw(st.sampled_from([0.0, 0.25, 1.0])),
+        map=draw(st.sampled_from(["street", "plane"])),
+    )
+
+
+@st.composite
+def drawn_trips(draw, **limits):
+    return draw_trip(draw(dials(**limits)), random.Random(draw(st.integers(0, 10**6))))
+
+
+def broken(trip, plan):
+    return {name for name, holds in judge(trip, plan).items() if not holds}
+
+
+def every_plan(trip):
+    """Each place left out or entered on some day at some step, whatever comes of it."""
+    entries = [None, *itertools.product(range(1, trip.days + 1), range(trip.length))]
+    for chosen in itertools.product(entries, repeat=len(trip.places)):
+        visits = [Visit(*at, p.name) for at, p in zip(chosen, trip.places, strict=True) if at is not None]
+        yield sorted(visits, key=lambda visit: (visit.day, visit.start))
+
+
+@given(drawn_trips(), st.sampled_from(sorted(STYLES)))
+@settings(max_examples=60, deadline=None)
+def test_the_planted_and_the_best_plan_are_accepted_as_they_are_written(made, style):
+    trip, planted = made
+    best = best_plan(trip, 1.0)
+    assert best.proven and interest(trip, best.plan) == best.interest >= interest(trip, planted)
+    writing = STYLES[style]
+    for plan in (planted, best.plan):
+        assert not broken(trip, plan)
+        for text in (writing.write(trip, plan), writing.working(trip, plan) + writing.write(trip, plan)):
+            assert list(writing.read(text)) == list(plan)
+            assert works(trip.to_json(), style, text)
+
+
+@given(drawn_trips(most_places=3, longest=7), st.integers(0, 3), st.integers(0, 3))
+@settings(max_examples=20, deadline=None)
+def test_trying_every_plan_agrees_with_verifier_and_solvers_on_what_is_possible_and_best(made, poorer, more):
+    trip = replace(made[0], budget=max(0, made[0].budget - poorer), visits=made[0].visits + more // 3)
+    good = []
+    for plan in every_plan(trip):
+        text = compact.write(trip, plan)
+        accepted = not broken(trip, plan)
+        assert works(trip.to_json(), "compact", text) == accepted
+        if accepted:
+            good.append(interest(trip, plan))
+    for found in (by_sets(trip), by_cpsat(trip, 1.0)):
+        if found is None:
+            assert not good
+        else:
+            assert not broken(trip, found.plan)
+            assert found.proven and max(good) == found.interest == interest(trip, found.plan)
+
+
+@given(drawn_trips(most_places=6), st.integers(0, 8), st.integers(0, 2))
+@settings(max_examples=25, deadline=None)
+def test_both_solvers_find_plans_of_the_same_interest(made, poorer, more):
+    trip = replace(made[0], budget=max(0, made[0].budget - poorer), visits=made[0].visits + more)
+    sets, solver = by_sets(trip), by_cpsat(trip, 1.0)
+    assert (sets is None) == (solver is None)
+    if sets is not None:
+        assert sets.interest == solver.interest == solver.bound
+        assert not broken(trip, sets.plan) and not broken(trip, solver.plan)
+
+
+TRIP = Trip(
+    days=1,
+    length=20,
+    budget=20,
+    visits=2,
+    places=(
+        Place("A", (2, 0), 0, 20, 1, 3, 5, must_see=True),
+        Place("B", (5, 0), 3, 15, 2, 4, 7, window=Window(1, 5, 9)),
+        Place("C", (1, 0), 0, 20, 1, 1, 2),
+    ),
+)
+PLAN = (Visit(1, 2, "A"), Visit(1, 6, "B"))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "plan"),
+    [
+        ("known", {}, (*PLAN, Visit(1, 12, "Z"))),
+        ("once", {}, (*PLAN, Visit(1, 14, "A"))),
+        ("travel", {}, (Visit(1, 2, "A"), Visit(1, 5, "B"))),
+        ("travel", {}, (Visit(1, 1, "A"), Visit(1, 6, "B"))),
+        ("travel", {}, (Visit(1, 6, "B"), Visit(1, 2, "A"))),
+        ("hours", {"places": (TRIP.places[0], replace(TRIP.places[1], closes=7), TRIP.places[2])}, PLAN),
+        ("hours", {"places": (TRIP.places[0], replace(TRIP.places[1], opens=7), TRIP.places[2])}, PLAN),
+        ("window", {}, (Visit(1, 2, "A"), Visit(1, 10, "B"))),
+        ("window", {"days": 2}, (Visit(1, 2, "A"), Visit(2, 6, "B"))),
+        ("day", {"length": 12}, PLAN),
+        ("day", {}, (Visit(1, 6, "B"), Visit(2, 2, "A"))),
+        ("budget", {"budget": 6}, PLAN),
+        ("must_see", {}, (Visit(1, 1, "C"), Visit(1, 6, "B"))),
+        ("visits", {"visits": 3}, PLAN),
+    ],
+)
+def test_what_breaks_one_constraint_flips_that_term_alone(name, change, plan):
+    assert not broken(TRIP, PLAN)
+    trip = replace(TRIP, **change)
+    assert broken(trip, plan) == {name}
+    assert not works(trip.to_json(), "compact", compact.write(trip, plan))
+    assert not works(trip.to_json(), "words", words.write(trip, plan))
+
+
+@given(drawn_trips())
+@settings(max_examples=60, deadline=None)
+def test_a_trip_made_a_little_tighter_than_its_plan_breaks_that_term_alone(made):
+    trip, plan = made
+    last = plan[-1]
+    place = trip.place(last.name)
+    others = tuple(one for one in trip.places if one is not place)
+    end = last.start + place.stay
+
+    def with_place(**changes):
+        return replace(trip, places=(*others, replace(place, **changes)))
+
+    assert broken(replace(trip, budget=sum(trip.place(v.name).price for v in plan) - 1), plan) == {"budget"}
+    assert broken(replace(trip, visits=len(plan) + 1), plan) == {"visits"}
+    assert broken(with_place(closes=end - 1), plan) == {"hours"}
+    assert broken(with_place(opens=last.start + 1), plan) == {"hours"}
+    assert broken(with_place(window=Window(last.day, last.start + 1, 99)), plan) == {"window"}
+    assert broken(with_place(at=(99, 0), opens=0), plan) >= {"travel", "day"}
+    latest = max(v.start + trip.place(v.name).stay + travel(trip.place(v.name).at, (0, 0)) for v in plan)
+    assert broken(replace(trip, length=latest - 1), plan) == {"day"}
+    missed = Place("Z", (0, 0), 0, 1, 1, 1, 1, must_see=True)
+    assert broken(replace(trip, places=(*trip.places, missed)), plan) == {"must_see"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "A02,B06", ";A2,B6", "; A02,B06", ";A02, B06", ";A02,,B06", ";A02;B06", "x;A02,B06;", ";a02,b06",
+        ";A02,B06.", ";A02,B06 A", ";٠A02", ";A٠٢,B٠٦", ";A02,B06,", ";A-2,B06", ";A002",
+    ],
+)  # fmt: skip
+def test_what_is_no_plan_holds_nothing(text):
+    assert compact.read(text) is None
+    assert broken(TRIP, compact.read(text)) == set(TERMS)
+    assert not works(TRIP.to_json(), "compact", text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1 10:00 aquarium", "PLAN\n1 10:00 aquarium\nPLAN", "PLAN\n1 10:15 aquarium",
+        "PLAN\n1 8:30 aquarium", "PLAN\n1 08:30 aquarium", "PLAN\n1 10:60 aquarium",
+        "PLAN\n1 10:00  aquarium", "PLAN 1 10:00 aquarium",
+        "PLAN\n- 1 10:00 aquarium", "PLAN\n1 10:00 Aquarium", "PLAN\n\n1 10:00 aquarium",
+    ],
+)  # fmt: skip
+def test_words_that_are_no_plan_hold_nothing(text):
+    assert words.read(text) is None and not works(TRIP.to_json(), "words", text)
+
+
+def test_what_is_asked_and_answered_in_characters():
+    assert (
+        compact.prompt(TRIP) == "T20 $20 #2\nA2 00-20 1 $3 *5!\nB5 03-15 2 $4 *7 @05-09\nC1 00-20 1 $1 *2\n"
+    )
+    assert compact.working(TRIP, PLAN) + compact.write(TRIP, PLAN) == "A2=02>02-03$17 B3=06>06-08$13;A02,B06"
+    two = replace(TRIP, days=2, places=(replace(TRIP.places[0], window=Window(2, 1, 4)), *TRIP.places[1:]))
+    assert compact.prompt(two).startswith("T20 $20 #2 D2\nA2 00-20 1 $3 *5! @2:01-04\n")
+    assert compact.write(two, (Visit(1, 6, "B"), Visit(2, 2, "A"))) == ";B06/A02"
+    assert compact.write(two, (Visit(2, 2, "A"),)) == ";/A02"
+    plane = replace(TRIP, places=(replace(TRIP.places[0], at=(2, 1)), *TRIP.places[1:]))
+    assert "A2,1 00-20" in compact.prompt(plane)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("name", ["planning", "planning_repair"])
+def test_it_conforms_and_its_reward_can_be_trusted(name, style):
+    section = {"id": name, "style": style, **HARD}
+    assert not check_environment(section, tasks=2).findings
+    audit = audit_reward(section, tasks=4, search_budget=120)
+    assert audit.grade == "A" and audit.searched and not audit.unjudged
+
+
+def test_tasks_do_not_depend_on_those_before_and_no_trip_is_in_both_splits():
+    environment = make_environment({"id": "planning", **HARD})
+    first = list(islice(environment.tasks("train", 3), 20))
+    assert first == list(islice(environment.tasks("train", 3), 20))
+    assert first != list(islice(environment.tasks("train", 4), 20))
+    renamed = replace(TRIP, places=tuple(replace(p, name=n) for p, n in zip(TRIP.places, "CAB", strict=True)))
+    shuffled = replace(TRIP, places=TRIP.places[::-1])
+    assert trip_digest(TRIP) == trip_digest(renamed) == trip_digest(shuffled)
+    assert trip_digest(TRIP) != trip_digest(replace(TRIP, budget=19))
+    few = {"id": "planning", "places": 1, "visits": 1, "length": 6, "slack": 0, "budget_slack": 0}
+    small = make_environment(few)
+    train, heldout = ({task.task_id for task in small.tasks(split, 0)} for split in ("train", "heldout"))
+    assert train and heldout and not train & heldout
+
+
+def test_the_reward_is_feasibility_and_quality_counts_only_when_weighted():
+    section = {"id": "planning", "places": 6, "budget_slack": 1.0, "slack": 8}
+    plain = make_environment(section)
+    weighted = make_environment(section | {"rewards": {"verifier": 1.0, "quality": 0.5}})
+    shares = []
+    for task in islice(plain.tasks("train", 0), 12):
+        planted, best = Transcript(task.data["planted"]), plain.gold(task)
+        score = plain.score(task, planted)
+        assert score.reward == 1.0 == plain.score(task, best).terms["quality"]
+        shares.append(score.terms["quality"])
+        assert weighted.score(task, planted).reward == 1.0 + 0.5 * shares[-1]
+        everywhere = ";" + ",".join(f"{letter}00" for letter in "ABCDEF")
+        beyond = plain.score(task, Transcript(everywhere))
+        assert (beyond.reward, beyond.terms["quality"]) == (0.0, 0.0)
+        assert beyond.metrics["interest"] > score.metrics["interest"]
+        cut = replace(best, finished=False)
+        assert plain.score(task, cut).terms == dict.fromkeys([*TERMS, "quality"], 0.0)
+        assert weighted.score(task, cut).reward == 0.0
+    assert 0 < min(shares) < 1
+
+
+def test_more_places_than_sets_can_be_counted_are_solved_the_same_way_twice():
+    section = {"id": "planning", "places": 13, "visits": 4, "days": 2}
+    first, again = (
+        list(islice(make_environment(section).tasks("train", 1), 2)) for _ in range(2)
+    )  # CP-SAT, one worker, a fixed seed
+    assert first == again
+    assert all(task.data["interest"] == task.data["bound"] for task in first)
+
+
+def test_a_solver_that_is_not_installed_is_named_and_small_trips_do_without(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+    assert next(make_environment({"id": "planning"}).tasks("train", 0))
+    with pytest.raises(RequestError, match="OR-Tools") as caught:
+        next(make_environment({"id": "planning", "places": 11}).tasks("train", 0))
+    assert "perilune[planning]" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"visits": 5}, "5 visits of 4 places"),
+        ({"must_see": 3}, "at most visits"),
+        ({"windows": 3}, "at most visits"),
+        ({"places": 27}, "less than or equal to 26"),
+        ({"tempo": 3}, "no field 'tempo'"),
+    ],
+)
+def test_impossible_dials_are_refused(change, what):
+    with pytest.raises(RequestError, match=what):
+        make_environment({"id": "planning", **change})
+
+
+def test_visits_that_never_fit_are_told_when_the_first_trip_is_drawn():
+    crowded = make_environment({"id": "planning", "places": 9, "visits": 9, "length": 6})
+    with pytest.raises(RequestError, match="hardly ever fit") as caught:
+        next(crowded.tasks("train", 0))
+    assert caught.value.where == "environment.length"
+
+
+def test_a_proposal_is_told_what_it_breaks_until_one_works():
+    environment = make_environment({"id": "planning_repair", **HARD, "proposals": 3})
+    task = next(environment.tasks("train", 0))
+    (right,) = environment.gold(task).actions
+    session = environment.reset(task, 0)
+    told = session.step("nothing")
+    assert [dict(one) for one in told.messages] == [{"role": "tool", "content": f"?{','.join(TERMS)}\n"}]
+    assert "visits" in session.step(";").messages[0]["content"]
+    end = session.step(right)
+    assert end.done and end.rewards == (1.0,) and end.metrics["proposals"] == 3.0
+    assert environment.score(task, Transcript(right, earlier=("nothing", ";"))) == Score(
+        1.0, end.terms, end.metrics
+    )
+    hopeless = environment.score(task, Transcript(";", earlier=(";", ";")))
+    assert hopeless.reward == 0.0 and hopeless.terms["syntax"] == 1.0
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_planner_writes_what_is_accepted_in_each_of_its_ways(style):
+    environment = make_environment({"id": "planning_repair", "style": style, **HARD})
+    tasks = list(islice(environment.tasks("train", 0), 30))
+    teacher = make_teacher("planning", {"worked": 0.3, "direct": 0.3, "mended": 0.4})
+    score = lambda pairs: [environment.score(*pair) for pair in pairs]  # noqa: E731
+    converse = lambda *pair: conversation(environment, *pair)  # noqa: E731
+    rows = list(verified(teacher.candidates(tasks, 0), score, environment="e", seed=0, converse=converse))
+    assert len(rows) == 30 and all(isinstance(row, TraceRecord) for row in rows)
+    assert {row.source.rpartition("/")[2] for row in rows} == {"worked", "direct", "mended"}
+    mended = [row for row in rows if len(row.messages) > 2]
+    assert mended and all(row.source == "planning/mended" for row in mended)
+    assert all(
+        [m["role"] for m in row.messages] == ["user", "assistant", "tool", "assistant"] for row in mended
+    )
+
+
+def test_the_planner_refuses_what_it_does_not_know():
+    trip = next(make_environment({"id": "planning"}).tasks("train", 0))
+    with pytest.raises(RequestError, match="several may be proposed"):
+        list(make_teacher("planning", {"mended": 1.0}).candidates([trip], 0))
+    other = next(make_environment({"id": "calculator"}).tasks("train", 0))
+    with pytest.raises(RequestError, match="knows trips alone"):
+        list(make_teacher("planning").candidates([other], 0))
