@@ -39,9 +39,9 @@ def game_figures(episodes: Sequence[Episode]) -> dict[str, float]:
     """Figures of a step's games.
 
     Returns:
-        `illegal`, the share that ended by an illegal move, where the environment says so; `drawn`, the share
-        that nobody won; `turns` of a player; `openings`, exp of the entropy of what the first player does
-        first; `seat/N/reward` and `seat/N/won` of each player.
+        `illegal`, the share that ended by an illegal move, where the environment says so; `unfinished`, the
+        share that was cut off; `drawn`, the share that nobody won; `turns` of a player; `openings`, exp of
+        the entropy of what the first player does first; `seat/N/reward` and `seat/N/won` of each player.
     """
     judged = [one for one in episodes if one.reward is not None]
     figures: dict[str, float] = {}
@@ -50,6 +50,7 @@ def game_figures(episodes: Sequence[Episode]) -> dict[str, float]:
         if values:
             figures[name] = math.fsum(values) / len(values)
     if judged:
+        figures["unfinished"] = sum(one.truncated for one in judged) / len(judged)
         figures["drawn"] = sum(one.reward == 0 for one in judged) / len(judged)
     first = [_first_move(one) for one in judged if seat_of(one) == 0]
     if first:
@@ -86,8 +87,8 @@ def alarms(lines: Sequence[Mapping[str, float]], weaker: Sequence[str] = ()) -> 
     )
     if len(lines) < WINDOW:
         return found
-    for name, figure in (("illegal", "illegal"), ("unfinished", "truncated")):
-        last = _mean(lines[-WINDOW:], figure)
+    for name in ("illegal", "unfinished"):
+        last = _mean(lines[-WINDOW:], name)
         if last is not None and last > MOST_SPOILT:
             how = "ended by an illegal move" if name == "illegal" else "were cut off"
             found.append(Alarm(name, f"{last:.0%} of games {how}"))

@@ -30,10 +30,14 @@ class Observer:
 
     Made after the workspace was rewound: what it then holds of earlier steps counts.
     Pass rates and rewards are of all episodes the verifier judged, before dead groups are left out.
+
+    Args:
+        called_off: whether a run ends that has had nothing to learn for too long.
     """
 
-    def __init__(self, workspace: Workspace, steps: int, gold: GoldWatch) -> None:
+    def __init__(self, workspace: Workspace, steps: int, gold: GoldWatch, *, called_off: bool = True) -> None:
         self._workspace = workspace
+        self._called_off = called_off
         self._steps = steps
         self._gold = gold
         self._dead_in_a_row = 0
@@ -87,7 +91,7 @@ class Observer:
 
     def _check(self, step: int, dead: float) -> None:
         self._count_dead(dead)
-        if self._dead_in_a_row >= DEAD_PATIENCE:
+        if self._called_off and self._dead_in_a_row >= DEAD_PATIENCE:
             raise WorkFailedError(
                 f"more than {DEAD_LIMIT:.0%} of groups had equal rewards for {DEAD_PATIENCE} steps:"
                 " there is nothing to learn from",

@@ -23,9 +23,12 @@ if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace
     from perilune.learn.algorithms import Algorithm
     from perilune.learn.critic import Critic
+    from perilune.learn.trainer import Learner
     from perilune.models.config import DecoderConfig
     from perilune.models.memory import MemoryPlan
-    from perilune.tasks.rollouts import Groups
+    from perilune.tasks.league import League
+    from perilune.tasks.opponents import Alone
+    from perilune.tasks.rollouts import Groups, Rollouts
 
 
 class RLSpec(Saving, AlgorithmSettings, LearnerSettings, SamplingSpec):
@@ -75,16 +78,23 @@ class RL:
     """Reinforcement learning against the environment's verifier."""
 
     name = "rl"
-    spec = RLSpec
+    spec: type[RLSpec] = RLSpec
     produces = "checkpoint"
     output = "artifacts/checkpoints/final"
     parallel = True
+    called_off = True  # when there has been nothing to learn for long
+
+    def league(self, workspace: Workspace, learner: Learner, rollouts: Rollouts) -> Alone | League:
+        """Who plays besides the policy that learns."""
+        from perilune.tasks.opponents import Alone
+
+        return Alone(rollouts)
 
     def plan(self, job: Job) -> Mapping[str, str]:
         """Episodes, updates, the schedule and memory."""
         from perilune.tasks.footprint import model_config, planned_tokens
 
-        spec = RLSpec.model_validate(job.spec)
+        spec = self.spec.model_validate(job.spec)
         if spec.reward_model and not spec.verifier_weight and job.environment.get(REWARDS):
             raise RequestError(
                 "the recipe's rewards are not climbed beside a reward model",
@@ -129,7 +139,7 @@ class RL:
         from perilune.tasks.training_tasks import TrainingTasks
         from perilune.verifiers import Scorer
 
-        spec = RLSpec.model_validate(workspace.job.spec)
+        spec = self.spec.model_validate(workspace.job.spec)
         with Scorer(workspace.job.environment) as scorer:
             device = prepare_device(workspace)
             policy = load_policy(workspace, device, spec)
@@ -144,14 +154,15 @@ class RL:
                 processes=join_processes(workspace, device),
             )  # fmt: skip
             carried = carry_optimizer(workspace, learner)
-            learned = LearnedReward.of(
-                workspace, device, policy.tokenizer, spec.verifier_weight, spec.token_budget
-            )
             rollouts = Rollouts(
-                engine, policy.tokenizer, scorer, environment, workspace.job.seed, learned,
+                engine, policy.tokenizer, scorer, environment, workspace.job.seed,
+                LearnedReward.of(
+                    workspace, device, policy.tokenizer, spec.verifier_weight, spec.token_budget
+                ),
                 learner.processes,
             )  # fmt: skip
-            process = ProcessRewards(spec.process, policy.decoder, rollouts, spec, spec.token_budget)
+            league = self.league(workspace, learner, rollouts)
+            process = ProcessRewards(spec.process, policy.decoder, league.rollouts, spec, spec.token_budget)
 
             first = resume(workspace, learner)
             send_canary(workspace, spec, device, first)
@@ -161,6 +172,7 @@ class RL:
                 GoldWatch(
                     workspace, partial(load_reference, workspace, device, policy, spec), spec.temperature
                 ),
+                called_off=self.called_off,
             )  # fmt: skip
             publisher = Publisher(engine, learner, reference)
             tasks = TrainingTasks(environment, workspace, skip=learner.memory.get("tasks", 0))
@@ -179,10 +191,14 @@ class RL:
                 watch.start_learning()
                 weighed, figures = update_policy(spec, learner, groups, step, reference, longest=longest)
                 watch.stop_learning()
-                observer.record(step + 1, weighed, figures | {"epoch": tasks.epoch}, watch)
+                observer.record(
+                    step + 1, weighed,
+                    league.after(step + 1, weighed, figures | {"epoch": tasks.epoch}), watch,
+                )  # fmt: skip
                 save_when_due(workspace, learner, step + 1, spec)
         return {
-            **finish(workspace, policy, learner, spec),
+            **finish(workspace, policy, learner, spec, league.write),
+            **league.summary(),
             **observer.summary(spec.algorithm, spec.samples),
             "carried_second_moments": carried,
             "memory": memory_figures(memory, device),
