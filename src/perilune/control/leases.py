@@ -34,3 +34,13 @@ class Lease(BaseModel):
 def cost(price: float, seconds: float) -> float:
     """Currency units that `seconds` at `price` per hour cost."""
     return price * seconds / 3600.0
+
+
+class Rental(BaseModel):
+    """Which machine to rent for an attempt, and what it may cost: there is no renting without a lease."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    provider: Annotated[str, Field(description="of providers.yaml in the home directory")]
+    kind: Annotated[str, Field(description="of machine, as the provider calls it")]
+    lease: Lease

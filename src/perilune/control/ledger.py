@@ -105,6 +105,14 @@ def done(session: Session, key: str) -> None:
     record(session, f"{operation.verb}.done", run_id=operation.run_id, epoch=operation.epoch, key=key)
 
 
+def settle(session: Session, attempt: Attempt, *verbs: str) -> None:
+    """Record as done what was intended and whose effect has been seen, though nobody was told of it."""
+    mine = (Operation.run_id == attempt.run_id) & (Operation.epoch == attempt.number)
+    for operation in session.scalars(select(Operation).where(mine, Operation.status == "intent")):
+        if operation.verb in verbs:
+            done(session, operation.key)
+
+
 def operations(session: Session, run_id: str, epoch: int, verb: str) -> int:
     query = select(func.count()).where(
         Operation.run_id == run_id, Operation.epoch == epoch, Operation.verb == verb

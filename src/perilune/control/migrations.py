@@ -28,11 +28,11 @@ MIGRATIONS: dict[int, tuple[str, ...]] = {
     3: (
         """CREATE TABLE machines (
             "key" VARCHAR NOT NULL, provider VARCHAR NOT NULL, run_id VARCHAR NOT NULL,
-            epoch INTEGER NOT NULL, rank INTEGER NOT NULL, state VARCHAR NOT NULL, reason VARCHAR NOT NULL, kind VARCHAR NOT NULL,
-            price DOUBLE NOT NULL, lease JSON NOT NULL, remote_id VARCHAR NOT NULL, leased JSON NOT NULL,
-            refused VARCHAR NOT NULL, notice BOOLEAN NOT NULL, idle_since JSON, missing_since JSON,
-            unseen_since JSON, terminate_calls INTEGER NOT NULL, cost DOUBLE NOT NULL, created DOUBLE NOT NULL,
-            ended DOUBLE, PRIMARY KEY ("key"))""",
+            epoch INTEGER NOT NULL, rank INTEGER NOT NULL, state VARCHAR NOT NULL, reason VARCHAR NOT NULL,
+            kind VARCHAR NOT NULL, price DOUBLE NOT NULL, lease JSON NOT NULL, remote_id VARCHAR NOT NULL,
+            leased JSON NOT NULL, asked JSON, refused VARCHAR NOT NULL, notice BOOLEAN NOT NULL,
+            idle_since JSON, missing_since JSON, unseen_since JSON, terminate_calls INTEGER NOT NULL,
+            cost DOUBLE NOT NULL, created DOUBLE NOT NULL, ended DOUBLE, PRIMARY KEY ("key"))""",
         "CREATE INDEX ix_machines_run_id ON machines (run_id)",
     ),
 }

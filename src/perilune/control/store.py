@@ -157,7 +157,8 @@ class Machine(Base):
     lease: Mapped[dict[str, Any]] = mapped_column(JSON)
     remote_id: Mapped[str] = mapped_column(default="")
     leased: Mapped[dict[str, Any]] = mapped_column(JSON)  # Instant from which its lease and its cost count
-    refused: Mapped[str] = mapped_column(default="")  # what the provider said when it made nothing
+    asked: Mapped[dict[str, Any] | None] = mapped_column(JSON)  # Instant of the last request to make it
+    refused: Mapped[str] = mapped_column(default="")  # what the provider said when it would make nothing
     notice: Mapped[bool] = mapped_column(default=False)  # its provider has said that it will take it away
     idle_since: Mapped[dict[str, Any] | None] = mapped_column(JSON)  # Instant
     missing_since: Mapped[dict[str, Any] | None] = mapped_column(JSON)  # Instant of the first look without it

@@ -1,0 +1,232 @@
+"""The life of a machine is planned by a pure function, so it is driven through simulated clouds."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perilune.control.clock import Instant
+from perilune.control.leases import Lease, cost
+from perilune.control.machine_planner import ASK_GAP, LEAST_GAP, Desire, Operation, Recorded, plan_machine
+from perilune.control.transitions import MachineState, check_machine
+from perilune.execution.processes import Presence
+from perilune.execution.providers.protocol import MachineStatus, RentedMachine, Sighting
+
+LEASE = Lease(max_lifetime=300.0, idle=40.0, max_cost=1.0, ready_within=60.0)
+PRICE, KEY = 3600.0 / 200.0, "perilune-c-r-1-0"  # 1.0 is spent after 200 s
+GRACE = 30.0  # seconds that ending may take once the provider answers again
+NEXT = {
+    Operation.READY: MachineState.READY,
+    Operation.DRAIN: MachineState.DRAINING,
+    Operation.CONDEMN: MachineState.TERMINATING,
+    Operation.BURY: MachineState.GONE,
+}
+
+
+def at(seconds: float, wall: float = 0.0) -> Instant:
+    return Instant("boot", seconds, wall)
+
+
+@dataclass
+class World:
+    """A cloud with one machine at most, which lags, errs, forgets to answer, and takes machines away."""
+
+    chance: random.Random
+    visibility: float
+    trouble: float  # probability that a call fails, in any of the ways calls fail
+    until: float  # when all trouble ends
+    now: float = 0.0
+    born: float | None = None
+    ended: float | None = None
+    told: MachineStatus = MachineStatus.RUNNING
+    shown: float = 0.0
+    notice: bool = False
+    made: int = 0
+
+    def alive(self) -> bool:
+        return self.born is not None and self.born <= self.now and self.ended is None
+
+    def troubled(self) -> bool:
+        return self.now < self.until and self.chance.random() < self.trouble
+
+    def create(self) -> None:
+        kind = self.chance.choice(["before", "after", "late", "full"]) if self.troubled() else "fine"
+        if kind in {"before", "full"} or self.born is not None:
+            return
+        late = self.chance.uniform(0, 20) if kind == "late" else 0.0
+        self.born, self.made = self.now + late, self.made + 1
+        self.shown = self.born + self.chance.uniform(0, self.visibility)
+
+    def terminate(self) -> None:
+        if self.troubled() and self.chance.random() < 0.5:
+            return  # an error, and nothing was done
+        if self.alive():
+            self.end()
+
+    def end(self) -> None:
+        self.ended, self.shown = self.now, self.now + self.chance.uniform(0, self.visibility)
+
+    def look(self) -> Sighting:
+        if self.troubled():
+            return Sighting(Presence.UNKNOWN, why="no answer")
+        if self.born is None or (self.ended is None and self.now < max(self.shown, self.born)):
+            return Sighting(Presence.ABSENT)
+        if self.ended is not None and self.now >= self.shown:
+            if self.now > self.ended + 40:
+                return Sighting(Presence.ABSENT)  # forgotten
+            return self.sighting(MachineStatus.ENDED)
+        return self.sighting(MachineStatus.PENDING if self.now < self.born + 3 else MachineStatus.RUNNING)
+
+    def sighting(self, status: MachineStatus) -> Sighting:
+        leaves = 5.0 if self.notice else None
+        return Sighting(Presence.PRESENT, RentedMachine(KEY, "m", "small", PRICE, status, 0.0, leaves))
+
+
+@dataclass
+class Life:
+    """What the control plane remembers of the machine, and everything it did."""
+
+    recorded: Recorded
+    done: list[tuple[float, Operation, str]] = field(default_factory=list)
+
+    def tend(self, world: World, desire: Desire) -> None:
+        now, seen = at(world.now), world.look()
+        idle = self.recorded.idle_since
+        idle = None if desire is Desire.HELD else idle or now
+        self.recorded = replace(self.recorded, idle_since=idle)
+        plan = plan_machine(desire, self.recorded, seen, now)
+        if seen.presence is Presence.UNKNOWN:  # the rule of rules
+            assert set(plan.operations) <= {Operation.CONDEMN, Operation.TERMINATE, Operation.DRAIN}
+            assert Operation.DRAIN not in plan.operations or desire is not Desire.HELD
+            assert not set(plan.operations) - {Operation.DRAIN} or self.condemned(desire, now)
+        for operation in plan.operations:
+            self.done.append((world.now, operation, plan.reason))
+            self.apply(operation, world, now)
+
+    def condemned(self, desire: Desire, now: Instant) -> bool:
+        """Whether something other than a look says that it is to go."""
+        age = now.since(self.recorded.leased)
+        idle = self.recorded.idle_since
+        return (
+            self.recorded.state is MachineState.TERMINATING
+            or desire is Desire.RELEASED
+            or age >= min(LEASE.max_lifetime, LEASE.max_cost / PRICE * 3600)
+            or (idle is not None and now.since(idle) >= LEASE.idle)
+            or (self.recorded.state is MachineState.REQUESTED and age >= LEASE.ready_within)
+        )
+
+    def apply(self, operation: Operation, world: World, now: Instant) -> None:
+        if operation in NEXT:
+            check_machine(self.recorded.state, NEXT[operation])
+            self.recorded = replace(self.recorded, state=NEXT[operation])
+        match operation:
+            case Operation.CREATE:
+                self.recorded = replace(self.recorded, asked=now)
+                world.create()
+            case Operation.TERMINATE:
+                assert self.recorded.state is MachineState.TERMINATING  # the intent comes first
+                world.terminate()
+            case Operation.MISS | Operation.CONDEMN:
+                missing = now if operation is Operation.MISS else None
+                self.recorded = replace(self.recorded, missing_since=missing)
+            case Operation.SIGHT:
+                self.recorded = replace(self.recorded, missing_since=None)
+
+
+def begun(visibility: float = 0.0) -> Life:
+    state = MachineState.REQUESTED
+    return Life(Recorded(state, LEASE, PRICE, leased=at(0.0), visibility=visibility))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(0, 10**9),
+    st.floats(0, 12),
+    st.floats(0, 0.9),
+    st.sampled_from([10.0, 60.0, 400.0]),
+    st.sampled_from([30.0, 100.0, 10_000.0]),
+    st.booleans(),
+)
+def test_every_machine_is_gone_in_the_end_and_costs_no_more_than_it_may(
+    seed: int, visibility: float, trouble: float, stormy_until: float, work: float, preempted: bool
+) -> None:
+    chance = random.Random(seed)
+    world = World(chance, visibility, trouble, stormy_until)
+    life = begun(visibility)
+    collected = work + chance.uniform(0, 100)
+    while world.now < 1500.0:
+        desire = Desire.HELD if world.now < work else Desire.COLLECTED
+        life.tend(world, Desire.RELEASED if world.now >= collected else desire)
+        world.now += chance.choice([0.5, 1.0, 5.0, 20.0])
+        if preempted and world.alive() and chance.random() < 0.05:
+            if world.notice:
+                world.end()
+            world.notice = True
+    assert life.recorded.state is MachineState.GONE and not world.alive()
+    assert world.made <= 1  # the key sees to that
+    if world.born is not None and world.ended is not None:
+        # The end of trouble may come after the end of the lease; nobody can end a machine through a dead API.
+        latest = max(LEASE.max_cost / PRICE * 3600, stormy_until) + visibility + 20.0 + GRACE
+        assert cost(PRICE, world.ended - world.born) <= cost(PRICE, latest)
+    buried = [moment for moment, operation, _ in life.done if operation is Operation.BURY]
+    missed = [moment for moment, operation, _ in life.done if operation is Operation.MISS]
+    assert buried[-1] - missed[-1] >= max(visibility, LEAST_GAP)  # two looks, some time apart
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10**9), st.floats(0, 12), st.floats(0, 0.9))
+def test_nothing_that_is_needed_is_ended_before_its_lease_is(
+    seed: int, visibility: float, trouble: float
+) -> None:
+    world = World(random.Random(seed), visibility, trouble, until=1e9)
+    life = begun(visibility)
+    life.recorded = replace(life.recorded, lease=LEASE.model_copy(update={"ready_within": 190.0}))
+    while world.now < 190.0:
+        life.tend(world, Desire.HELD)
+        world.now += world.chance.choice([0.5, 1.0, 5.0])
+    assert {operation for _, operation, _ in life.done} <= {
+        Operation.CREATE, Operation.READY, Operation.MISS, Operation.SIGHT
+    }  # fmt: skip
+    assert world.ended is None
+
+
+def test_a_leap_of_the_wall_clock_touches_no_lease() -> None:
+    recorded = begun().recorded
+    for days in (-1, 1):
+        leap = Instant("boot", 10.0, wall=days * 86400.0)
+        assert leap.since(recorded.leased) == 10.0
+        plan = plan_machine(Desire.HELD, recorded, Sighting(Presence.UNKNOWN), leap)
+        assert plan.operations == ()
+    assert Instant("next boot", 3.0, wall=250.0).since(recorded.leased) == 250.0  # all there is, then
+    assert Instant("next boot", 3.0, wall=-250.0).since(recorded.leased) == 0.0
+
+
+def test_what_is_seen_again_had_not_been_gone() -> None:
+    recorded = replace(begun().recorded, state=MachineState.GONE)
+    seen = World(random.Random(0), 0.0, 0.0, 0.0).sighting(MachineStatus.RUNNING)
+    plan = plan_machine(Desire.RELEASED, recorded, seen, at(50.0))
+    assert plan.operations == (Operation.CONDEMN, Operation.TERMINATE)
+    for quiet in (Sighting(Presence.UNKNOWN), Sighting(Presence.ABSENT)):
+        assert plan_machine(Desire.RELEASED, recorded, quiet, at(50.0)).operations == ()
+
+
+def test_a_machine_is_asked_for_again_with_its_key_and_not_in_a_hurry() -> None:
+    asked = replace(begun(8.0).recorded, asked=at(0.0))
+    for seconds, planned in ((4.0, ()), (7.9, ()), (8.1, (Operation.CREATE,))):
+        plan = plan_machine(Desire.HELD, asked, Sighting(Presence.ABSENT), at(seconds))
+        assert plan.operations == planned
+    quick = replace(asked, visibility=0.0)
+    plan = plan_machine(Desire.HELD, quick, Sighting(Presence.ABSENT), at(ASK_GAP + 0.1))
+    assert plan.operations == (Operation.CREATE,)
+
+
+def test_a_refusal_ends_it_and_a_silent_provider_is_asked_to_end_it_all_the_same() -> None:
+    refused = replace(begun().recorded, asked=at(0.0), refused=True)
+    plan = plan_machine(Desire.HELD, refused, Sighting(Presence.ABSENT), at(1.0))
+    assert plan.operations == (Operation.CONDEMN,)
+    going = replace(begun().recorded, state=MachineState.TERMINATING)
+    plan = plan_machine(Desire.HELD, going, Sighting(Presence.UNKNOWN), at(5000.0))
+    assert plan.operations == (Operation.TERMINATE,)
