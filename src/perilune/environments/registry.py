@@ -37,6 +37,7 @@ _BUILT_IN = {
     "gymnasium": "perilune.environments.gymnasium_text:GymnasiumEnvironment",
     "jsonl": "perilune.environments.jsonl:JsonlEnvironment",
     "open_spiel": "perilune.environments.open_spiel:OpenSpielEnvironment",
+    "openenv": "perilune.environments.openenv:OpenEnvEnvironment",
     "planning": "perilune.environments.planning:PlanningEnvironment",
     "planning_repair": "perilune.environments.planning:PlanningRepairEnvironment",
     "reasoning_gym": "perilune.environments.reasoning_gym:ReasoningGymEnvironment",

@@ -1,0 +1,180 @@
+"""The OpenEnv client, against a server process that runs the package's own server code."""
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from websockets.sync.server import serve
+
+from perilune.environments import EpisodeFailedError, Failure, Transcript, make_environment
+from perilune.errors import RequestError
+from perilune.verifiers.conformance import check_environment
+from perilune.verifiers.scorer import Scorer
+from perilune.verifiers.sessions import Sessions
+
+SERVER = Path(__file__).with_name("openenv_server.py")
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def started():
+    port = free_port()
+    process = subprocess.Popen([sys.executable, str(SERVER), str(port)], stderr=subprocess.DEVNULL)
+    for _ in range(200):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return process, f"http://127.0.0.1:{port}"
+        time.sleep(0.05)
+    process.kill()
+    raise RuntimeError("the server does not come up")
+
+
+@pytest.fixture(scope="module")
+def url():
+    process, url = started()
+    yield url
+    process.kill()
+    process.wait()
+
+
+def section(url, **more):
+    return {"id": "openenv", "url": url, "prompt": "Find it.", "observation": "text", "turns": 12, **more}
+
+
+def opened(section, seed=0):
+    environment = make_environment(section)
+    task = next(environment.tasks("train", 0))
+    return environment, task, environment.reset(task, seed)
+
+
+def failure_of(session, action):
+    with pytest.raises(EpisodeFailedError) as caught:
+        session.step(action)
+    session.close()
+    assert caught.value.failure.boundary == "environment"
+    return caught.value.failure.reason
+
+
+def test_it_does_what_every_environment_must(url):
+    assert not check_environment(section(url), tasks=1).findings
+
+
+def test_an_episode_is_told_and_paid_as_the_server_says(url):
+    environment, task, session = opened(section(url))
+    assert session.observation.messages == ({"role": "tool", "content": "a number from 0 to 9?"},)
+    low, high, guesses = 0, 9, []
+    while not session.observation.done:
+        guesses.append(str((low + high) // 2))
+        told = session.step(guesses[-1])
+        if not told.done:
+            assert told.rewards == (-0.01,)
+            low, high = ((low + high) // 2 + 1, high) if told.messages[0]["content"] == "higher" else (
+                low, (low + high) // 2 - 1)  # fmt: skip
+    assert session.observation.rewards == (1.0 / len(guesses),)
+    session.close()
+    score = environment.score(task, Transcript(guesses[-1], earlier=tuple(guesses[:-1])))
+    assert score.reward == pytest.approx(1.0 / len(guesses) - 0.01 * (len(guesses) - 1))
+
+
+def test_a_reset_is_told_seed_and_config(url):
+    def first(seed):
+        _, _, session = opened(section(url, config={"upto": 99}), seed)
+        assert session.observation.messages[0]["content"] == "a number from 0 to 99?"
+        said = tuple(session.step(str(n)).messages[0]["content"] for n in (20, 40, 60, 80))
+        session.close()
+        return said
+
+    assert first(1) == first(1)
+    assert len({first(seed) for seed in range(6)}) > 1
+
+
+def test_the_whole_observation_and_the_whole_action_may_be_json(url):
+    _, _, session = opened(section(url, observation=None))
+    assert session.observation.messages[0]["content"] == '{"text": "a number from 0 to 9?", "tries": 0}'
+    session.close()
+    _, _, session = opened(section(url, action="wrong"))
+    told = session.step("3")
+    assert told.messages[0]["content"] == '{"error": "that is no valid action"}'
+    assert told.rewards == (0.0,) and told.metrics == {"illegal": 1.0} and not told.done
+    session.close()
+
+
+@pytest.mark.parametrize(
+    ("action", "reason"),
+    [
+        ("sleep", "did not answer a step within 1 s"),
+        ("raise", "no such luck"),
+        ("nan", ""),
+        ("flood", "the server left after a step"),
+    ],
+)
+def test_a_server_that_misbehaves_costs_the_episode(url, action, reason):
+    _, _, session = opened(section(url, seconds=1.0))
+    if action == "nan":  # the package's server writes it as null, which is nothing earned
+        assert session.step("nan").rewards == (0.0,)
+        session.close()
+    else:
+        assert reason in failure_of(session, action)
+
+
+def test_a_server_that_dies_or_is_not_there_costs_the_episode():
+    process, url = started()
+    _, _, session = opened(section(url))
+    assert "left after a step" in failure_of(session, "die")
+    process.wait()
+    with pytest.raises(EpisodeFailedError, match="cannot be reached"):
+        opened(section(url))
+    with Scorer(section(url)) as scorer:
+        environment = make_environment(section(url))
+        (live,) = Sessions(scorer, environment).open([(next(environment.tasks("train", 0)), 0)])
+        assert live.found == Failure("environment", live.found.reason)
+
+
+GARBAGE = {
+    "hello": "no JSON",
+    "[1]": "no JSON object",
+    '{"type": "observation"}': "has no data",
+    '{"type": "observation", "data": {}}': "holds no observation",
+    '{"data": {"observation": {"text": "a"}, "reward": NaN, "done": false}}': "NaN is no number",
+    '{"data": {"observation": {"text": "a"}, "reward": 1e999, "done": false}}': "reward is no number",
+    '{"data": {"observation": {"text": "a"}, "reward": "1", "done": false}}': "reward is no number",
+    '{"data": {"observation": {"text": "a"}, "reward": 1, "done": "no"}}': "holds no observation",
+    '{"data": {"observation": {"words": "a"}, "reward": 1, "done": false}}': "no field 'text'",
+    '{"type": "error", "data": {"code": "CAPACITY_REACHED", "message": "full"}}': "CAPACITY_REACHED: full",
+    "[" * 100_000: "no JSON",
+}
+
+
+def test_garbage_is_a_failure_of_the_environment():
+    said = iter(GARBAGE)
+
+    def answer(socket):
+        socket.recv()
+        socket.send(next(said))
+
+    with serve(answer, "127.0.0.1", 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.socket.getsockname()[1]}"
+        for reason in GARBAGE.values():
+            with pytest.raises(EpisodeFailedError) as caught:
+                opened(section(url))
+            assert caught.value.failure.boundary == "environment" and reason in caught.value.failure.reason
+        server.shutdown()
+
+
+def test_what_is_no_server_is_refused_and_the_package_is_named(monkeypatch):
+    for url in ("127.0.0.1:80", "file:///etc/passwd", "ws://host"):
+        with pytest.raises(RequestError, match="HOST"):
+            make_environment(section(url))
+    monkeypatch.setitem(sys.modules, "websockets.sync.client", None)
+    with pytest.raises(RequestError) as caught:
+        make_environment(section("http://127.0.0.1:1"))
+    assert "perilune[openenv]" in caught.value.remedy
