@@ -1,6 +1,7 @@
-"""`perilune data inspect`, as a user runs it."""
+"""`perilune data inspect` and `generate`, as a user runs them."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -9,8 +10,8 @@ from typer.testing import CliRunner
 from perilune.cli.data import app
 from perilune.data.episode import Episode
 from perilune.data.episodes_file import write_episodes
-from perilune.data.records import make_record, write_records
-from perilune.errors import RequestError
+from perilune.data.records import make_record, read_records, write_records
+from perilune.errors import RequestError, WorkFailedError
 
 
 def run(*arguments):
@@ -98,3 +99,39 @@ def test_an_empty_file_and_a_broken_one(tmp_path):
     with pytest.raises(RequestError) as caught:
         run(tmp_path / "broken.jsonl")
     assert caught.value.where.endswith("broken.jsonl:1")
+
+
+def generated(folder, *arguments):
+    return CliRunner().invoke(
+        app, ["generate", "open_spiel", "--set", "game=tic_tac_toe", "--teacher", "open_spiel",
+              "--out", str(folder), *arguments],
+        env={"PERILUNE_HOME": str(folder / "home")},
+    )  # fmt: skip
+
+
+def test_a_teacher_writes_records_and_what_is_refused_is_set_aside(tmp_path):
+    told = ("--option", "keep=won", "--strategy", "random=1.0", "-n", "12", "--json")
+    result = generated(tmp_path / "a", *told)
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    records = read_records(tmp_path / "a")
+    rejected = (tmp_path / "a" / "rejected.jsonl").read_text().splitlines()
+    assert (report["rows"], report["sources"]) == (12, {"open_spiel/random": 12}) and len(records) == 12
+    assert all(one.score == 1.0 for one in records) and len(rejected) == report["rejected"] > 0
+    assert json.loads(rejected[0])["reason"] == "score 0 is below 1e-09"
+    assert generated(tmp_path / "b", *told).exit_code == 0
+    assert (tmp_path / "a" / "records.jsonl").read_bytes() == (tmp_path / "b" / "records.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("told", "error", "message"),
+    [
+        (("--option", "keep=won", "--strategy", "teacher=1.0", "-n", "5"), WorkFailedError, "0 of 5 .*below"),
+        (("--option", "policy"), RequestError, "is no setting"),
+        (("--option", "simulations=1"), RequestError, "options.simulations"),
+        (("--strategy", "someone=1.0"), RequestError, "no strategy 'someone'"),
+    ],
+)
+def test_too_few_records_and_wrong_options_are_errors(tmp_path, told, error, message):
+    result = generated(tmp_path, *told)
+    assert isinstance(result.exception, error) and re.search(message, str(result.exception))

@@ -1,4 +1,4 @@
-"""`perilune data`: look into records and episodes."""
+"""`perilune data`: make records, look into them and into episodes, and filter them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,22 @@ from typing import Annotated, Any
 import typer
 
 from perilune.cli.arguments import command_group
+from perilune.cli.generate import generate
 from perilune.cli.output import echo, print_json
 
 BAR = 40  # characters
 
-app = command_group("Look into data: traces that stages train on, episodes that they leave.")
+app = command_group("Make data and look into it: traces that stages train on, episodes that they leave.")
 
 
 @app.callback()
 def data() -> None:
-    """Look into data: traces that stages train on, episodes that they leave."""
+    """Make data and look into it: traces that stages train on, episodes that they leave."""
+
+
+app.command(
+    epilog="Example: perilune data generate open_spiel --set game=hex --teacher open_spiel --out games"
+)(generate)
 
 
 @app.command(epilog="Example: perilune data inspect train.jsonl validation.jsonl")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -53,7 +54,7 @@ def show(name: Name, as_json: AsJson = False) -> None:
 
     from perilune.environments.registry import environment_spec
 
-    section = _section(name, [])
+    section = section_of(name, [])
     model = environment_spec(section["id"])
     fields: dict[str, dict[str, Any]] = {}
     for field, info in (model.model_fields if model else {}).items():
@@ -100,7 +101,7 @@ def sample(
     """
     if split not in ("train", "heldout"):
         raise RequestError(f"no split called '{split}'", where="--split", remedy="train or heldout")
-    environment = _open(_section(name, settings))
+    environment = _open(section_of(name, settings))
     chosen: Split = "heldout" if split == "heldout" else "train"
     rows = [_row(environment, task) for task in islice(environment.tasks(chosen, seed), count)]
     if as_json:
@@ -127,7 +128,7 @@ def check(
     """Play an environment and say whether it does what every environment must."""
     from perilune.verifiers.conformance import check_environment
 
-    found = check_environment(_section(name, settings), tasks=tasks, seed=seed)
+    found = check_environment(section_of(name, settings), tasks=tasks, seed=seed)
     if as_json:
         print_json(
             {"name": name, "checked": found.checked, "findings": [asdict(one) for one in found.findings]}
@@ -161,7 +162,7 @@ def audit(
     """Find out what a reward pays for before a policy does; without a family, audit all of them."""
     from perilune.environments.registry import environment_families
 
-    section = _section(name, settings)
+    section = section_of(name, settings)
     families = () if "task" in section else environment_families(section["id"])
     sections = [section | {"task": family} for family in families] or [section]
     audit_environments(sections, tasks=tasks, search=search, seed=seed, as_json=as_json, out=out)
@@ -189,11 +190,27 @@ def _row(environment: Environment, task: Task) -> dict[str, Any]:
     }
 
 
-def _section(name: str, settings: list[str]) -> dict[str, Any]:
+def section_of(name: str, settings: list[str]) -> dict[str, Any]:
+    """The environment section that a name and `--set` options describe.
+
+    Raises:
+        RequestError: when an option is no setting.
+    """
+    identifier, _, family = name.partition("/")
+    return settings_of(settings, onto={"id": identifier} | ({"task": family} if family else {}))
+
+
+def settings_of(
+    settings: list[str], option: str = "--set", onto: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What options such as `config.max_terms=2` say, as a section, laid over `onto`; values are YAML.
+
+    Raises:
+        RequestError: when one is no setting.
+    """
     import yaml
 
-    identifier, _, family = name.partition("/")
-    section: dict[str, Any] = {"id": identifier} | ({"task": family} if family else {})
+    section = dict(onto or {})
     for setting in settings:
         key, equals, text = setting.partition("=")
         try:
@@ -201,13 +218,13 @@ def _section(name: str, settings: list[str]) -> dict[str, Any]:
         except yaml.YAMLError:
             equals = ""
         if not equals or not key:
-            raise RequestError(f"'{setting}' is no setting", where="--set", remedy="--set KEY=VALUE")
+            raise RequestError(f"'{setting}' is no setting", where=option, remedy=f"{option} KEY=VALUE")
         target = section
         *parents, last = key.split(".")
         for parent in parents:
             target = target.setdefault(parent, {})
             if not isinstance(target, dict):
-                raise RequestError(f"'{parent}' holds no fields", where=f"--set {setting}")
+                raise RequestError(f"'{parent}' holds no fields", where=f"{option} {setting}")
         target[last] = value
     return section
 

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from perilune.bundle.job import Frozen, Job
 from perilune.errors import RequestError, WorkFailedError
-from perilune.files import write_json_lines
 from perilune.tasks.hints import hinted
 
 if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace
-    from perilune.data.generators.teacher import Candidate, Rejected
+    from perilune.data.generators.teacher import Candidate
 
 MOST_REASONS = 20  # told in the summary; all are in rejected.jsonl
-MOST_REJECTED = 4  # give up after this many rejected candidates for every trace asked for
 
 
 class CollectSpec(Frozen):
@@ -63,66 +60,45 @@ class Collect:
 
     def run(self, workspace: Workspace) -> dict[str, Any]:
         """Teach, verify, write."""
-        from collections import Counter
         from functools import partial
         from itertools import islice
         from time import perf_counter
 
-        from perilune.data.generators.registry import make_teacher, provenance_of
-        from perilune.data.generators.teacher import Rejected, verified, written
-        from perilune.data.records import TraceRecord, write_records
-        from perilune.environments.registry import make_environment
-        from perilune.environments.replay import conversation
-        from perilune.verifiers import Scorer
+        from perilune.data.generators.gathering import gather
+        from perilune.data.generators.registry import make_teacher
 
         spec = CollectSpec.model_validate(workspace.job.spec)
-        seed = workspace.job.seed
         begun = perf_counter()
         workspace.rewind(-1)  # what an earlier attempt left
-        kept: list[TraceRecord] = []
-        rejected: list[Rejected] = []
-        with Scorer(workspace.job.environment) as scorer:
-            environment = make_environment(workspace.job.environment)
-            teacher = make_teacher(spec.teacher, spec.strategies, spec.options)
-            candidates = under_system(written(teacher, environment, seed), spec.system)
-            for one in verified(
-                candidates, scorer.score, environment=environment.id, seed=seed,
-                converse=partial(conversation, environment),
-                provenance=provenance_of(
-                    teacher, workspace.job.environment, system=spec.system, options=spec.options
-                ),
-            ):  # fmt: skip
-                if isinstance(one, Rejected):
-                    rejected.append(one)
-                else:
-                    kept.append(one)
-                workspace.progress(len(kept), spec.traces, "traces", rejected=len(rejected))
-                if len(kept) == spec.traces or len(rejected) > MOST_REJECTED * spec.traces:
-                    break
-        output = workspace.root / self.output
-        _write_rejected(output / "rejected.jsonl", rejected)
-        reasons = Counter(one.reason for one in rejected)
+        found = gather(
+            workspace.job.environment,
+            make_teacher(spec.teacher, spec.strategies, spec.options),
+            spec.traces,
+            workspace.job.seed,
+            told={"system": spec.system, "options": spec.options},
+            prepare=partial(under_system, system=spec.system),
+            show=lambda kept, rejected: workspace.progress(kept, spec.traces, "traces", rejected=rejected),
+        )
+        found.write(workspace.root / self.output)
+        kept = found.kept
         if len(kept) < spec.traces:
-            worst = ", ".join(f"{count} x {reason}" for reason, count in reasons.most_common(3))
             raise WorkFailedError(
-                f"{len(kept)} of {spec.traces} traces passed the verifier ({worst or 'no more tasks'})",
+                f"{len(kept)} of {spec.traces} traces passed the verifier ({found.told()})",
                 where=f"stage {workspace.job.stage}",
                 remedy=f"look at {self.output}/rejected.jsonl in the run's directory; ask for fewer traces,"
                 " widen the environment's config, or take another teacher",
             )
-        write_records(output / "records.jsonl", kept)
-        sources = Counter(record.source for record in kept)
-        counts = {f"source/{name}": count for name, count in sources.items()}
-        workspace.metric(0, rows=len(kept), rejected=len(rejected), **counts)
+        counts = {f"source/{name}": count for name, count in found.sources.items()}
+        workspace.metric(0, rows=len(kept), rejected=len(found.rejected), **counts)
         for record in islice(kept, 3):
             workspace.log(f"{record.source}: {''.join(message['content'] for message in record.messages)}")
         return {
             "kind": "dataset",
             "rows": len(kept),
-            "rejected": len(rejected),
-            "reasons": dict(reasons.most_common(MOST_REASONS)),
-            "sources": dict(sources),
-            "environment": environment.id,
+            "rejected": len(found.rejected),
+            "reasons": dict(found.reasons.most_common(MOST_REASONS)),
+            "sources": dict(found.sources),
+            "environment": found.environment,
             "seconds": perf_counter() - begun,
         }
 
@@ -133,19 +109,6 @@ def under_system(candidates: Iterable[Candidate], system: Mapping[str, str]) -> 
         strategy = one.source.rpartition("/")[2]
         (task,) = hinted([one.task], system.get(strategy, ""))
         yield replace(one, task=task)
-
-
-def _write_rejected(path: Path, rejected: Sequence[Rejected]) -> None:
-    rows = [
-        {
-            "task_id": candidate.task.task_id,
-            "source": candidate.source,
-            "text": candidate.text,
-            "reason": reason,
-        }
-        for candidate, reason in ((one.candidate, one.reason) for one in rejected)
-    ]
-    write_json_lines(path, rows)
 
 
 plugin = Collect()
