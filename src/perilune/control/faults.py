@@ -21,6 +21,17 @@ POINTS = (
     "finalize.begun",
     "finalize.committed",
 )
+MACHINE_POINTS = (  # further ones, of runs that have rented a machine
+    "rent.committed",
+    "create.intended",
+    "create.done",
+    "create.committed",
+    "machine.ready",
+    "machine.draining",
+    "terminate.intended",
+    "terminate.done",
+    "bury.committed",
+)
 
 
 def reached(point: str) -> None:

@@ -281,7 +281,7 @@ class Fleet:
             if told is not None and told.status is MachineStatus.ENDED:
                 row.cost = min(row.cost, cost(row.price, told.billed_seconds))
             row.ended = time.time()
-            _move(session, row, MachineState.GONE, row.reason or reason)
+            _move(session, row, MachineState.GONE, reason)
             attempt = session.get(Attempt, (row.run_id, row.epoch))
             if attempt is not None:
                 settle(session, attempt, "create", "terminate")

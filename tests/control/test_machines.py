@@ -1,0 +1,338 @@
+"""Rented machines of a real (fake) cloud, over HTTP, while calls fail, answers are lost and machines die."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from cloud_cases import LEASE, SMALL, bill, end, hurry, life_of_a_machine, rent_from, rented, tend_until
+from drill_cases import drill_control
+from sqlalchemy import select
+
+from perilune.control import clock, machine_planner, machines
+from perilune.control.budget import accrued, over_the_cap, price_of
+from perilune.control.experiments import Control
+from perilune.control.faults import KILL_AT, MACHINE_POINTS
+from perilune.control.home import Home
+from perilune.control.machines import Fleet
+from perilune.control.providers import cluster_id
+from perilune.control.store import Attempt, Event, Machine, Operation, verify_events
+from perilune.control.sweep import panic, sweep, tend_all
+from perilune.control.transitions import Cleanup, MachineState
+from perilune.errors import PeriluneError
+from perilune.execution.providers.fake.client import FakeCloud
+from perilune.execution.providers.fake.process import start, stop
+from perilune.execution.providers.fake.weather import Fault, Weather
+from perilune.execution.providers.protocol import MachineRequest, MachineStatus
+
+GONE, READY, TERMINATING = MachineState.GONE, MachineState.READY, MachineState.TERMINATING
+
+
+@pytest.fixture
+def weather() -> Weather:
+    return Weather()
+
+
+@pytest.fixture
+def cloud(tmp_path: Path, weather: Weather) -> Iterator[FakeCloud]:
+    """A cloud in a process of its own; at the end all its machines are."""
+    process = start(tmp_path / "cloud", weather)
+    client = FakeCloud(tmp_path / "cloud")
+    yield client
+    for key in bill(client)["alive"]:
+        client.call("POST", "/weather", {"key": key, "fault": "host_death"})
+    stop(process)
+
+
+@pytest.fixture
+def fleet(control: Control, cloud: FakeCloud, monkeypatch: pytest.MonkeyPatch) -> Fleet:
+    for module, name in (
+        (machine_planner, "LEAST_GAP"), (machine_planner, "ASK_GAP"),
+        (machines, "LOOK_SECONDS"), (machines, "ASK_SECONDS"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, getattr(module, name))  # is put back
+    hurry()
+    rent_from(control.home.root, cloud.folder)
+    return Fleet(control.home, control.store)
+
+
+def kinds(control: Control) -> list[str]:
+    with control.store.snapshot() as session:
+        assert verify_events(session) is None
+        return list(session.scalars(select(Event.kind).order_by(Event.seq)))
+
+
+def test_from_the_wish_to_the_proof(control: Control, fleet: Fleet, cloud: FakeCloud) -> None:
+    assert price_of(fleet.providers, SMALL) == 0.4
+    key = rented(control, fleet)
+    ready = tend_until(fleet, key, READY)
+    assert ready.remote_id and bill(cloud)["alive"] == [key]
+    end(control, collected=False)
+    tend_until(fleet, key, MachineState.DRAINING)
+    assert bill(cloud)["alive"] == [key]  # what it holds is still to be fetched
+    assert accrued(ready) > 0
+    with control.store.transaction() as session:
+        session.get_one(Attempt, ("01RUN", 1)).cleanup = Cleanup.DONE.value
+    gone = tend_until(fleet, key, GONE)
+    assert bill(cloud)["alive"] == [] and gone.ended
+    assert gone.cost == pytest.approx(bill(cloud)["costs"][key], abs=1e-4)
+    assert [kind for kind in kinds(control) if kind.startswith(("machine", "create", "terminate"))] == [
+        "machine.requested", "create.intended", "create.done", "machine.created", "machine.ready",
+        "machine.draining", "machine.terminating", "terminate.intended", "machine.terminate_asked",
+        "machine.missed", "machine.gone", "terminate.done",
+    ]  # fmt: skip
+    with control.store.snapshot() as session:
+        assert {operation.status for operation in session.scalars(select(Operation))} == {"done"}
+
+
+@pytest.mark.parametrize("fault", [Fault.LOST_ANSWER, Fault.ERROR_AFTER])
+def test_a_creation_whose_answer_is_lost_is_adopted(
+    control: Control, fleet: Fleet, cloud: FakeCloud, fault: Fault
+) -> None:
+    cloud.befall(call="create", fault=fault, times=1)
+    key = rented(control, fleet)
+    tend_until(fleet, key, READY)
+    assert list(bill(cloud)["costs"]) == [key]
+    assert "machine.create_unanswered" in kinds(control)
+    end(control)
+    tend_until(fleet, key, GONE)
+    assert not bill(cloud)["alive"]
+
+
+@pytest.mark.parametrize("weather", [Weather(late_seconds=0.6)])
+@pytest.mark.parametrize("needed", [True, False], ids=["adopted", "reaped"])
+def test_a_creation_that_happens_late(control: Control, fleet: Fleet, cloud: FakeCloud, needed: bool) -> None:
+    cloud.befall(call="create", fault=Fault.LATE_EFFECT, times=1)
+    key = rented(control, fleet)
+    fleet.tend(key)
+    if needed:
+        tend_until(fleet, key, READY)
+        end(control)
+    else:
+        end(control)
+        tend_until(fleet, key, GONE)  # nothing was to be seen of it, twice
+        deadline = time.monotonic() + 10
+        while not sweep(fleet):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert "machine.terminating" in kinds(control)
+    tend_until(fleet, key, GONE)
+    assert list(bill(cloud)["costs"]) == [key] and not bill(cloud)["alive"]
+
+
+def test_an_end_that_is_not_proven_is_asked_for_again_and_again(
+    control: Control, fleet: Fleet, cloud: FakeCloud
+) -> None:
+    key = rented(control, fleet)
+    tend_until(fleet, key, READY)
+    cloud.befall(call="terminate", fault=Fault.ERROR_BEFORE, times=5)
+    end(control)
+    deadline = time.monotonic() + 20
+    while (machine := fleet.tend(key)) and machine.terminate_calls < 5:
+        assert machine.state == TERMINATING and bill(cloud)["alive"] == [key] and accrued(machine) > 0
+        assert time.monotonic() < deadline
+        time.sleep(0.06)
+    tend_until(fleet, key, GONE)
+    assert not bill(cloud)["alive"]
+
+
+def test_cancelled_in_every_state_on_the_way(control: Control, fleet: Fleet, cloud: FakeCloud) -> None:
+    untouched = rented(control, fleet, number=1)
+    end(control, number=1)
+    asked = rented(control, fleet, number=2)
+    fleet.tend(asked)
+    end(control, number=2)
+    unanswered = rented(control, fleet, number=3)
+    cloud.befall(call="create", fault=Fault.LOST_ANSWER, times=1)
+    fleet.tend(unanswered)
+    end(control, number=3)
+    ready = rented(control, fleet, number=4)
+    tend_until(fleet, ready, READY)
+    end(control, number=4)
+    for key in (untouched, asked, unanswered, ready):
+        tend_until(fleet, key, GONE)
+    assert not bill(cloud)["alive"] and untouched not in bill(cloud)["costs"]
+
+
+@pytest.mark.parametrize("weather", [Weather(notice_seconds=0.5)])
+def test_a_machine_that_is_taken_away_is_drained_and_then_gone(
+    control: Control, fleet: Fleet, cloud: FakeCloud
+) -> None:
+    key = rented(control, fleet)
+    tend_until(fleet, key, READY)
+    cloud.befall(key=key, fault=Fault.PREEMPTED, seconds=0.5)
+    assert tend_until(fleet, key, MachineState.DRAINING).notice
+    assert tend_until(fleet, key, GONE).reason == "preempted"
+
+
+def test_a_machine_that_dies_is_gone_after_two_looks(
+    control: Control, fleet: Fleet, cloud: FakeCloud
+) -> None:
+    key = rented(control, fleet)
+    machine = tend_until(fleet, key, READY)
+    found = cloud.find(key).machine
+    assert found is not None
+    host = cloud.host(found)
+    cloud.befall(key=key, fault=Fault.HOST_DEATH)
+    with pytest.raises(PeriluneError, match="cannot be reached"):
+        host.run(["true"])
+    machine = fleet.tend(key)
+    assert machine is not None and machine.state == READY and machine.missing_since
+    assert tend_until(fleet, key, GONE).reason == "host failure"
+
+
+def test_a_silent_provider_is_a_condition(control: Control, fleet: Fleet, cloud: FakeCloud) -> None:
+    key = rented(control, fleet)
+    tend_until(fleet, key, READY)
+    cloud.befall(call="list", fault=Fault.ERROR_BEFORE, times=3)
+    for _ in range(3):
+        machine = fleet.tend(key)
+        assert machine is not None and machine.state == READY and machine.unseen_since
+    machine = fleet.tend(key)
+    assert machine is not None and machine.unseen_since is None and bill(cloud)["alive"] == [key]
+    told = [kind for kind in kinds(control) if kind in {"machine.unseen", "machine.seen"}]
+    assert told == ["machine.unseen", "machine.seen"]
+
+
+def test_the_end_of_a_lease_ends_the_machine_whatever_runs_there(
+    control: Control, fleet: Fleet, cloud: FakeCloud, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = SMALL.model_copy(update={"lease": LEASE.model_copy(update={"max_cost": 0.4 / 3600 * 1.5})})
+    key = rented(control, fleet, short)
+    tend_until(fleet, key, READY)
+    wall = time.time
+    for days in (1, -1):  # a wrong wall clock changes nothing
+        monkeypatch.setattr(clock.time, "time", lambda days=days: wall() + days * 86400.0)
+        machine = fleet.tend(key)
+        assert machine is not None and machine.state == READY
+    monkeypatch.setattr(clock.time, "time", wall)
+    gone = tend_until(fleet, key, GONE)
+    assert "cost" in gone.reason and not bill(cloud)["alive"]
+    assert bill(cloud)["costs"][key] <= short.lease.max_cost * 1.5
+
+
+def test_the_provider_ends_it_when_nobody_else_does(control: Control, fleet: Fleet, cloud: FakeCloud) -> None:
+    lease = LEASE.model_copy(update={"max_lifetime": 1.2})
+    key = rented(control, fleet, SMALL.model_copy(update={"lease": lease}))
+    tend_until(fleet, key, READY)
+    deadline = time.monotonic() + 10
+    while bill(cloud)["alive"]:  # this control plane does nothing
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    found = cloud.find(key).machine
+    assert found is not None and (found.status, found.reason) == (MachineStatus.ENDED, "lifetime")
+
+
+def test_a_home_from_yesterday_ends_what_it_does_not_remember(
+    control: Control, fleet: Fleet, cloud: FakeCloud
+) -> None:
+    home = control.home
+    first = rented(control, fleet)
+    tend_until(fleet, first, READY)
+    with closing(sqlite3.connect(home.database)) as source:
+        source.execute("VACUUM INTO ?", (str(home.root / "yesterday.db"),))
+    second = rented(control, fleet, number=2)
+    tend_until(fleet, second, READY)
+    control.store.close()
+    for name in ("state.db-wal", "state.db-shm"):
+        (home.root / name).unlink(missing_ok=True)
+    shutil.copyfile(home.root / "yesterday.db", home.database)
+
+    restored = drill_control(home.root)
+    fleet = Fleet(home, restored.store)
+    assert fleet.machine(second) is None
+    assert sweep(fleet, grace=3600.0) == [] and second in bill(cloud)["alive"]  # it may just have been made
+    assert sweep(fleet, grace=0.0) == [second]
+    assert tend_until(fleet, second, GONE).reason == "nothing here knows of it"
+    adopted = fleet.machine(first)
+    assert adopted is not None and adopted.state == READY and bill(cloud)["alive"] == [first]
+    restored.store.close()
+
+
+def test_panic_ends_everything_without_a_database(control: Control, fleet: Fleet, cloud: FakeCloud) -> None:
+    keys = [rented(control, fleet, number=number) for number in (1, 2)]
+    for key in keys:
+        tend_until(fleet, key, READY)
+    other = "perilune-someoneelse-01x-1-0"
+    cloud.create(other, MachineRequest("small", 60.0))
+    control.store.close()
+    control.home.database.write_bytes(b"not a database")
+    told: list[str] = []
+    report = panic(Home.open(control.home.root), 30.0, told.append)
+    assert sorted(report.ended) == sorted(keys) and not report.left and not report.silent
+    assert len(told) == 2 and bill(cloud)["alive"] == [other]
+    control.home.database.unlink()
+
+
+def test_the_daily_cap_counts_what_is_promised(control: Control, fleet: Fleet) -> None:
+    lease = LEASE.model_copy(update={"max_lifetime": 3600.0 * 5})  # 1.0 by its cap on the cost
+    rental = SMALL.model_copy(update={"lease": lease})
+    key = rented(control, fleet, rental)
+    with control.store.transaction() as session:
+        assert not over_the_cap(session, 2.0, rental, 0.4)
+        assert "exceed the daily cap of 1.9: 1 is spent" in over_the_cap(session, 1.9, rental, 0.4)
+        row = session.get_one(Machine, key)
+        row.state, row.cost = GONE.value, 0.25
+        assert not over_the_cap(session, 1.25, rental, 0.4)
+
+
+def test_the_name_under_which_a_home_rents_is_made_once(tmp_path: Path) -> None:
+    home = Home.open(tmp_path / "h")
+    assert cluster_id(home) == cluster_id(Home.open(tmp_path / "h")) and len(cluster_id(home)) == 10
+
+
+def spawn(home: Path, cloud: Path, kill_at: str = "") -> multiprocessing.Process:
+    """A process that carries the life of one machine on from wherever it is, and may die on the way."""
+
+    def live() -> None:
+        os.environ[KILL_AT] = kill_at
+        rent_from(home, cloud)
+        life_of_a_machine(home)
+
+    process = multiprocessing.get_context("fork").Process(target=live)
+    process.start()
+    return process
+
+
+def test_a_kill_at_any_point_leaks_nothing_and_makes_one_machine(
+    fleet: Fleet, cloud: FakeCloud, tmp_path: Path
+) -> None:
+    homes = {point: tmp_path / point for point in MACHINE_POINTS}
+    for kill in (True, False):
+        children = {point: spawn(home, cloud.folder, point if kill else "") for point, home in homes.items()}
+        for child in children.values():
+            child.join(60)
+        expected = -signal.SIGKILL if kill else 0
+        assert {point: child.exitcode for point, child in children.items()} == dict.fromkeys(homes, expected)
+    known = bill(cloud)
+    assert not known["alive"]
+    for home in homes.values():
+        tag = cluster_id(Home(home))
+        assert sum(tag in key for key in known["costs"]) == 1
+        control = drill_control(home)
+        fleet = Fleet(control.home, control.store)
+        assert fleet.all() == [] and len(fleet.all(gone=True)) == 1
+        assert "machine.gone" in kinds(control)
+        with control.store.snapshot() as session:
+            assert {operation.status for operation in session.scalars(select(Operation))} == {"done"}
+        control.store.close()
+
+
+def test_tending_all_tends_every_machine(control: Control, fleet: Fleet) -> None:
+    key = rented(control, fleet)
+    end(control)
+    deadline = time.monotonic() + 20
+    while fleet.all():
+        assert time.monotonic() < deadline
+        tend_all(fleet)
+        time.sleep(0.02)
+    machine = fleet.machine(key)
+    assert machine is not None and machine.state == GONE

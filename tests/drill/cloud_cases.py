@@ -1,0 +1,112 @@
+"""A fake cloud, homes that rent from it, and attempts that want a machine."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+from drill_cases import begin, drill_control, drill_plan
+
+from perilune.control import machine_planner, machines
+from perilune.control.experiments import Control
+from perilune.control.faults import reached
+from perilune.control.leases import Lease, Rental
+from perilune.control.machines import Fleet
+from perilune.control.store import Attempt, Machine, Run, move_attempt
+from perilune.control.transitions import AttemptState, Cleanup, MachineState, RunState
+from perilune.execution.providers.fake.client import FakeCloud
+
+LEASE = Lease(max_lifetime=600.0, idle=300.0, max_cost=1.0, ready_within=300.0)
+SMALL = Rental(provider="fake", kind="small", lease=LEASE)
+
+
+def hurry() -> None:
+    """Let what takes seconds between two looks take less, in this process."""
+    machine_planner.LEAST_GAP, machine_planner.ASK_GAP = 0.05, 0.2
+    machines.LOOK_SECONDS, machines.ASK_SECONDS = 0.0, 0.05
+
+
+def rent_from(home: Path, cloud: Path, *, daily_cap: float = 100.0, visibility: float = 0.0) -> None:
+    """Let the home at `home` rent from the fake cloud at `cloud`."""
+    provider = {"type": "fake", "folder": str(cloud), "visibility_seconds": visibility}
+    home.mkdir(parents=True, exist_ok=True)
+    document = {"daily_cap": daily_cap, "providers": {"fake": provider}}
+    (home / "providers.yaml").write_text(yaml.safe_dump(document))
+
+
+def an_attempt(control: Control, number: int = 1) -> Attempt:
+    """A run, and its current attempt, as they are before there is a machine."""
+    with control.store.transaction() as session:
+        run = session.get(Run, "01RUN")
+        if run is not None:
+            run.current_epoch = number
+    if run is None:
+        experiment = begin(control, [drill_plan()])
+        with control.store.transaction() as session:
+            session.add(
+                Run(
+                    id="01RUN", submit_key="k", experiment_id=experiment, stage="drill", task="drill",
+                    bundle_digest="d", current_epoch=number, state=RunState.ACTIVE.value, created=time.time(),
+                )
+            )  # fmt: skip
+    with control.store.transaction() as session:
+        attempt = Attempt(
+            run_id="01RUN", number=number, placement="fake", launcher="process", created=time.time()
+        )
+        session.add(attempt)
+        return attempt
+
+
+def rented(control: Control, fleet: Fleet, rental: Rental = SMALL, number: int = 1) -> str:
+    """Key of the machine that a new attempt is to have."""
+    attempt = an_attempt(control, number)
+    with control.store.transaction() as session:
+        return fleet.rent(session, attempt, rental, price=0.4).key
+
+
+def end(control: Control, *, collected: bool = True, number: int = 1) -> None:
+    """The attempt ends."""
+    with control.store.transaction() as session:
+        row = session.get_one(Attempt, ("01RUN", number))
+        row.cleanup = (Cleanup.DONE if collected else Cleanup.PENDING).value
+        move_attempt(session, row, AttemptState.CANCELLED)
+
+
+def tend_until(fleet: Fleet, key: str, state: MachineState, seconds: float = 20.0) -> Machine:
+    """Tend a machine until it is in that state."""
+    deadline = time.monotonic() + seconds
+    while (machine := fleet.tend(key)) is None or machine.state != state:
+        assert time.monotonic() < deadline, f"{machine and (machine.state, machine.reason)} is not {state}"
+        time.sleep(0.02)
+    return machine
+
+
+def bill(cloud: FakeCloud) -> dict[str, Any]:
+    """What the cloud itself knows: costs by key, what is alive."""
+    return dict(cloud.call("GET", "/bill"))
+
+
+def life_of_a_machine(home: Path) -> None:
+    """Rent a machine, have it, give it back; from wherever an earlier process has come to."""
+    control = drill_control(home)
+    fleet = Fleet(control.home, control.store)
+    key = fleet.key("01RUN", 1)
+    if fleet.machine(key) is None:
+        with control.store.snapshot() as session:
+            attempt = session.get(Attempt, ("01RUN", 1))
+        attempt = attempt or an_attempt(control)
+        with control.store.transaction() as session:
+            fleet.rent(session, attempt, SMALL, 0.4)
+        reached("rent.committed")
+    while fleet.tend(key).state == MachineState.REQUESTED:
+        time.sleep(0.02)
+    with control.store.snapshot() as session:
+        ended = session.get_one(Attempt, ("01RUN", 1)).ended
+    if ended is None:
+        end(control, collected=False)
+    fleet.tend(key)
+    with control.store.transaction() as session:
+        session.get_one(Attempt, ("01RUN", 1)).cleanup = Cleanup.DONE.value
+    tend_until(fleet, key, MachineState.GONE)
