@@ -40,7 +40,7 @@ def sections() -> dict[str, tuple[Key, ...]]:
         found[name] = _keys(section)
     for name, model in environment_models().items():
         found[f"environment: {name}"] = _keys(model)
-    found["stages"] = _keys(Stage, only=STAGE_HEADER)
+    found["stages"] = _keys(Stage, only=(*STAGE_HEADER, "environment"))
     for name in plugin_names():
         found[f"task: {name}"] = _keys(load_plugin(name).spec)
     return found | {title: _keys(model) for title, model in _choices().items()}
@@ -75,7 +75,8 @@ def recipe_schema() -> dict[str, Any]:
     stages: list[dict[str, Any]] = []
     for name in plugin_names():
         own = _inlined(load_plugin(name).spec)
-        properties = {"name": header["name"], "task": {"const": name}, **own.get("properties", {})}
+        general = {"name": header["name"], "environment": header["environment"]}
+        properties = {**general, "task": {"const": name}, **own.get("properties", {})}
         required = [*STAGE_HEADER, *own.get("required", [])]
         closed = {"type": "object", "additionalProperties": False}
         stages.append(closed | {"properties": properties, "required": required})

@@ -39,8 +39,9 @@ def resolve(document: Document, folder: Path) -> Recipe:
     problems: list[Problem] = []
     recipe: Recipe | None = None
     value = dict(document.value)
-    find = partial(_environment, base=lambda path: _base(document, path, folder))
-    stages = partial(_stages, base=lambda path: _base(document, path, folder))
+    base = partial(_base, document, folder=folder)
+    find = partial(_environment, base=base)
+    stages = partial(_stages, base=base, environment=lambda: value.get("environment"))
     for section, check, blank in (("environment", find, {}), ("stages", stages, [_BLANK_STAGE])):
         if section in value:
             try:
@@ -115,28 +116,33 @@ def _base(document: Document, path: KeyPath, folder: Path) -> Path:
     return Path.cwd() if document.place(path).startswith("--set") else folder
 
 
-def _environment(value: Any, base: Callable[[KeyPath], Path]) -> dict[str, Any]:
+def _environment(
+    value: Any, base: Callable[[KeyPath], Path], where: KeyPath = ("environment",), label: str = "environment"
+) -> dict[str, Any]:
     """Check the section against the environment's own model, then against the environment itself."""
-    where = ("environment",)
     if not isinstance(value, dict):
-        raise ProblemsError([Problem(where, "environment must be a section that has keys")])
+        raise ProblemsError([Problem(where, f"{label} must be a section that has keys")])
     registry = environment_registry()
     known = value.get("id") in registry.environment_ids()
     checked: dict[str, Any] = value
     try:
         if known and (model := registry.environment_spec(value["id"])) is not None:
-            checked = validate(model, value, where, "environment").model_dump(mode="json")
-            checked = registry.located(checked, lambda key: base(("environment", *key.split("."))))
+            checked = validate(model, value, where, label).model_dump(mode="json")
+            checked = registry.located(checked, lambda key: base((*where, *key.split("."))))
         registry.make_environment(checked)
     except RequestError as error:
-        own = error.where.startswith("environment")
-        path = tuple(error.where.split(".")) if own else where
+        section, *keys = error.where.split(".")
+        own = section.startswith("environment")
         what = error.what if own or not error.where else f"{error.where}: {error.what}"
-        raise ProblemsError([Problem(path, f"{'.'.join(path)}: {what}", error.remedy)]) from None
+        path = (*where, *keys) if own else where
+        named = ".".join((label, *keys)) if own else label
+        raise ProblemsError([Problem(path, f"{named}: {what}", error.remedy)]) from None
     return checked
 
 
-def _stages(value: Any, base: Callable[[KeyPath], Path]) -> list[dict[str, Any]]:
+def _stages(
+    value: Any, base: Callable[[KeyPath], Path], environment: Callable[[], Any]
+) -> list[dict[str, Any]]:
     if not isinstance(value, list):
         raise ProblemsError([Problem(("stages",), "stages must be a list")])
     problems: list[Problem] = []
@@ -145,7 +151,7 @@ def _stages(value: Any, base: Callable[[KeyPath], Path]) -> list[dict[str, Any]]
     for index, item in enumerate(value):
         path = ("stages", index)
         try:
-            stage = _stage(item, path, base)
+            stage = _stage(item, path, base, environment())
         except ProblemsError as found:
             problems += found.problems
             continue
@@ -163,11 +169,11 @@ def _stages(value: Any, base: Callable[[KeyPath], Path]) -> list[dict[str, Any]]
     return [stage.model_dump() for stage in _ordered(stages, positions)]
 
 
-def _stage(item: Any, path: KeyPath, base: Callable[[KeyPath], Path]) -> Stage:
+def _stage(item: Any, path: KeyPath, base: Callable[[KeyPath], Path], environment: Any) -> Stage:
     if not isinstance(item, dict):
         raise ProblemsError([Problem(path, "a stage is a mapping with at least name and task")])
     label = f"stages.{item.get('name', path[-1])}"
-    header = {key: item[key] for key in ("name", "task") if key in item}
+    header = {key: item[key] for key in ("name", "task", "environment") if key in item}
     stage = validate(Stage, header, path, label)
     try:
         spec = load_plugin(stage.task).spec
@@ -180,7 +186,11 @@ def _stage(item: Any, path: KeyPath, base: Callable[[KeyPath], Path]) -> Stage:
     for field in naming_fields(spec):
         fields[field] = _absolute(fields[field], base((*path, field)))
     consumes = {field: fields[field] for field in consumed_fields(spec) if fields[field] is not None}
-    return stage.model_copy(update={"spec": fields, "consumes": consumes})
+    section: dict[str, Any] = {}
+    if stage.environment and environment:  # empty where the recipe's is wrong, which is told of by itself
+        whole = ({} if "id" in stage.environment else environment) | stage.environment
+        section = _environment(whole, base, (*path, "environment"), f"{label}.environment")
+    return stage.model_copy(update={"spec": fields, "consumes": consumes, "environment": section})
 
 
 def _absolute(name: str | None, base: Path) -> str | None:

@@ -64,11 +64,15 @@ class Stage(Frozen):
         name: unique within the recipe.
         task: name of the task plugin.
         spec: the plugin's own fields, every default filled in.
+        environment: of a stage that has been read, its whole section; empty where it is the recipe's.
         consumes: field of `spec` to the stage whose output it takes ("model" for the recipe's own model).
     """
 
     name: str = Field(pattern=NAME_PATTERN, description="name by which other stages refer to this one")
     task: str = Field(description="kind of stage; the fields it takes are listed below")
+    environment: dict[str, Any] = Field(
+        {}, description="fields of the environment that are others in this stage"
+    )
     spec: dict[str, Any] = Field(default_factory=dict)
     consumes: dict[str, str] = Field(default_factory=dict)
 
@@ -128,7 +132,7 @@ def job_for(recipe: Recipe, stage: Stage) -> Job:
         stage=stage.name,
         spec=stage.spec,
         model=recipe.model.model_dump(),
-        environment=with_rewards(recipe.environment, recipe.rewards),
+        environment=with_rewards(stage.environment or recipe.environment, recipe.rewards),
         seed=recipe.seed,
         resources=resources,
         secrets=recipe.secrets,

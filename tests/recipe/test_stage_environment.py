@@ -1,0 +1,58 @@
+"""A stage may have other fields of the environment than the recipe."""
+
+import pytest
+
+from perilune.errors import RequestError
+from perilune.recipe.load import load_recipe
+from perilune.recipe.schema import job_for
+
+RECIPE = """name: dishes
+model: {{preset: tiny}}
+environment: {{id: open_spiel, game: tic_tac_toe, list_moves: false}}
+stages:
+  - {{name: before, task: evaluate, checkpoint: model}}
+  - name: after
+    task: evaluate
+    checkpoint: model
+    environment: {own}
+"""
+
+
+def loaded(tmp_path, own, overrides=()):
+    path = tmp_path / "dishes.yaml"
+    path.write_text(RECIPE.format(own=own))
+    return load_recipe(path, overrides)
+
+
+def sections(recipe):
+    return {stage.name: job_for(recipe, stage).environment for stage in recipe.stages}
+
+
+def test_a_stage_s_fields_are_laid_over_the_recipe_s(tmp_path):
+    found = sections(loaded(tmp_path, "{opponent: mcts, simulations: 7}"))
+    assert (found["before"]["opponent"], found["after"]["opponent"]) == ("self", "mcts")
+    assert found["after"] == found["before"] | {"opponent": "mcts", "simulations": 7}
+    assert found["after"]["list_moves"] is False
+
+
+def test_another_environment_takes_nothing_from_the_recipe_s(tmp_path):
+    found = sections(loaded(tmp_path, "{id: calculator, digits: 1}"))
+    assert found["after"]["digits"] == 1 and "game" not in found["after"]
+
+
+def test_an_override_reaches_a_stage_s_environment(tmp_path):
+    recipe = loaded(tmp_path, "{opponent: mcts}", ["after.environment.opponent=random"])
+    assert sections(recipe)["after"]["opponent"] == "random"
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ("{oponent: mcts}", r"dishes.yaml:9: .*stages.after.environment.oponent.*(?s:.)*'opponent'"),
+        ("{opponent: cfr, game: go}", r"dishes.yaml:9: .*stages.after.environment\b"),
+        ("mcts", r"dishes.yaml:9: .*stages.after.environment"),
+    ],
+)
+def test_what_is_wrong_with_it_is_told_with_its_line(tmp_path, own, message):
+    with pytest.raises(RequestError, match=message):
+        loaded(tmp_path, own)
