@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "quickstart": ("perilune.cli.quickstart", "quickstart", "The whole story on this machine, in minutes."),
     "run": ("perilune.cli.run", "run", "Run a recipe, or take up again one that was run before."),
     "runs": ("perilune.cli.runs", "runs", "List runs."),
+    "top": ("perilune.cli.top", "top", "Show what is under way, live."),
     "show": ("perilune.cli.runs", "show", "Show one run: state, attempts, figures, where its files are."),
     "logs": ("perilune.cli.runs", "logs", "Print a run's log; -f follows it."),
     "wait": ("perilune.cli.history", "wait", "Wait for a run to end; the exit code says how."),

@@ -74,8 +74,8 @@ def show(run: RunArgument, as_json: Json = False) -> None:
     echo(f"  state      {document['state']}{because(document)}")
     for attempt in document["attempts"]:
         where = f"{attempt['placement']}/{attempt['launcher']}"
-        doubts = _doubts(attempt["reachability"], attempt["cleanup"])
-        echo(f"  attempt {attempt['number']}  {attempt['state']} on {where}{doubts}{because(attempt)}")
+        doubt = doubts(attempt["reachability"], attempt["cleanup"])
+        echo(f"  attempt {attempt['number']}  {attempt['state']} on {where}{doubt}{because(attempt)}")
     if document["retry_of"]:
         echo(f"  retry of   {document['retry_of']}")
     for name, value in _figures(document["summary"]).items():
@@ -242,7 +242,8 @@ def _tell_unclean(control: Control) -> None:
         )
 
 
-def _doubts(reachability: str, cleanup: str) -> str:
+def doubts(reachability: str, cleanup: str) -> str:
+    """What is not sure of a state."""
     unstopped = ", not proven to have stopped" if cleanup == "pending" else ""
     return unstopped or (", unreachable" if reachability == "unreachable" else "")
 
@@ -258,17 +259,18 @@ def _print_table(statuses: Sequence[StageStatus]) -> None:
     for name in ("experiment", "stage", "task", "state", "attempts", "time", "result", "run"):
         table.add_column(name, no_wrap=name != "result")
     for status in statuses:
-        state = status.state + _doubts(status.reachability, status.cleanup)
+        state = status.state + doubts(status.reachability, status.cleanup)
         time_taken = duration(status.seconds) if status.seconds is not None else ""
         attempts = str(status.attempts or "")
-        row = (status.experiment, status.name, status.task, state, attempts, time_taken, _result(status))
+        row = (status.experiment, status.name, status.task, state, attempts, time_taken, result(status))
         table.add_row(*map(as_markup, row), status.run_id)
     if not console.is_terminal:
         console = Console(highlight=False, width=160)
     console.print(table)
 
 
-def _result(status: StageStatus) -> str:
+def result(status: StageStatus) -> str:
+    """The figure that says most of what a stage made, or why it made nothing."""
     score = status.summary.get("pass@1")
     if score:
         return f"pass@1 {_interval(score)}"

@@ -1,0 +1,114 @@
+"""`perilune top`, in a real terminal: what it shows, and the keys."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import pty
+import re
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "drill"))
+
+from drill_cases import Command, drill_plan, has_event, only_run, start, wait_for
+from drill_fixtures import *  # noqa: F403
+
+from perilune.cli.top import COLUMNS, rows
+from perilune.control.experiments import Control
+
+PATIENCE = 60.0
+
+
+def hanging(control: Control) -> str:
+    """The id of a run that hangs after two of its five steps."""
+    _, attempt = start(control, drill_plan("one", steps=5, fail_at=2, how="hang", say="hello there"))
+    wait_for(lambda: has_event(attempt, "hangs"), "the hang")
+    return only_run(control).id
+
+
+class Terminal:
+    """`perilune top` in a pseudo-terminal of 40 lines."""
+
+    def __init__(self) -> None:
+        self.shown = b""
+        self.pid, self.side = pty.fork()
+        if self.pid == 0:
+            os.environ |= {"TERM": "xterm-256color", "COLUMNS": "180", "LINES": "40"}
+            os.execv(sys.executable, [sys.executable, "-m", "perilune.cli.main", "top", "--every", "0.2"])
+
+    def wait_for(self, seen: Callable[[bytes], object]) -> None:
+        until = time.monotonic() + PATIENCE
+        while not seen(self.shown):
+            assert time.monotonic() < until, self.shown[-3000:]
+            if select.select([self.side], [], [], 0.2)[0]:
+                self.shown += os.read(self.side, 1 << 16)
+
+    def press(self, key: str) -> None:
+        os.write(self.side, key.encode())
+
+    def leave(self) -> int:
+        self.press("q")
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until:
+            if select.select([self.side], [], [], 0.2)[0]:
+                with contextlib.suppress(OSError):
+                    os.read(self.side, 1 << 16)
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+        os.kill(self.pid, signal.SIGKILL)
+        raise AssertionError("it does not leave")
+
+
+def test_a_live_table_with_the_log_the_reason_the_clipboard_and_an_end(control: Control) -> None:
+    run = hanging(control)
+    terminal = Terminal()
+    terminal.wait_for(lambda shown: run.encode() in shown and b"active" in shown and b"hello there" in shown)
+    terminal.press("c")
+    copied = re.compile(rb"\x1b]52;c;([A-Za-z0-9+/=]+)\x07")
+    terminal.wait_for(copied.search)
+    found = copied.search(terminal.shown)
+    assert found and base64.b64decode(found[1]).decode() == run
+    terminal.press("e")
+    terminal.wait_for(lambda shown: b"its worker lives" in shown)
+    terminal.press("x")
+    terminal.wait_for(lambda shown: b"x again cancels one" in shown)
+    assert control.run(run).desired == "succeeded"
+    terminal.press("x")
+    terminal.wait_for(lambda shown: b"cancelled" in shown)
+    assert terminal.leave() == 0
+    assert control.run(run).state == "cancelled"
+
+
+def test_without_a_terminal_it_is_text(perilune: Command, control: Control) -> None:
+    run = hanging(control)
+    code, out, _ = perilune("top")
+    head, line = out.splitlines()
+    assert code == 0 and head.split("\t") == list(COLUMNS)
+    cells = dict(zip(COLUMNS, line.split("\t"), strict=True))
+    assert (cells["stage"], cells["state"], cells["run"]) == ("one", "active", run)
+    assert cells["progress"].endswith("/5")
+    (document,) = json.loads(perilune("top", "--json")[1])["runs"]
+    done = document["progress"]["done"]  # it tells of some steps only
+    assert done in {1, 2} and document["elapsed"] > 0
+    (row,) = rows(control, 10, now=control.run(run).created + 10)
+    assert row.cells()[5] == {1: "0:40", 2: "0:15"}[done]
+    assert perilune("cancel", run)[0] == 0
+
+
+def test_nothing_yet(perilune: Command) -> None:
+    assert perilune("top")[1].split() == list(COLUMNS)
+
+
+@pytest.mark.parametrize("given", ["--every=0", "--last=0"])
+def test_wrong_options(perilune: Command, given: str) -> None:
+    assert perilune("top", given)[0] == 2
