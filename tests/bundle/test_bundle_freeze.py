@@ -33,10 +33,9 @@ def test_the_layout_is_the_documented_one(pristine: Path) -> None:
         *("artifacts", "bundle.json", "inputs", "job.json", "runtime", "scripts"),
     ]
     assert sorted(path.name for path in (pristine / "inputs").iterdir()) == ["checkpoint", "data"]
-    scripts = sorted(path.name for path in (pristine / "scripts").iterdir())
-    assert scripts[:2] + scripts[3:] == [
-        *("bootstrap.py", "entrypoint.sh"),
-        *("perilune-0.1.0-py3-none-any.whl", "requirements.lock"),
+    assert sorted(path.name for path in (pristine / "scripts").iterdir()) == [
+        *("bootstrap.py", "entrypoint.sh", "hardware_sampler.py", "perilune-0.1.0-py3-none-any.whl"),
+        *("requirements.lock", "runner.py"),
     ]
     assert not list((pristine / "runtime").iterdir()) + list((pristine / "artifacts").iterdir())
 

@@ -14,12 +14,18 @@ EXECUTABLE = 0o555
 READ_ONLY = 0o444
 
 
+def runner_source() -> bytes:
+    """The runner, which a machine is sent before it has anything of ours."""
+    return (files("perilune.bundle") / "remote" / "runner.py").read_bytes()
+
+
 def write_scripts(job: Job, directory: Path) -> None:
-    """Write entrypoint.sh, bootstrap.py, hardware_sampler.py, requirements.lock and our wheel."""
+    """Write runner.py, entrypoint.sh, bootstrap.py, hardware_sampler.py, requirements.lock and our wheel."""
     package = files("perilune.bundle")
     name, wheel = build_wheel()
     entrypoint = (package / "remote" / "entrypoint.sh").read_text(encoding="utf-8")
     scripts = {
+        "runner.py": runner_source(),
         "entrypoint.sh": entrypoint.replace("@COMMAND@", shlex.join(job.entrypoint)).encode(),
         "bootstrap.py": (package / "remote" / "bootstrap.py").read_bytes(),
         "hardware_sampler.py": (package / "hardware.py").read_bytes(),

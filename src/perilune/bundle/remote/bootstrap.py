@@ -6,7 +6,11 @@ same lock, wheel and Python.
 
 Build labels ("+cpu", "+cu126") are part of a locked version. Where this machine needs another build of the
 same version (a GPU instead of the CPU that froze the bundle), set PERILUNE_ANY_BUILD=1 to ignore the labels.
-pip's own settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS) are honoured.
+pip's own settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, PIP_NO_INDEX) are honoured, also
+where PERILUNE_INSTALLER=uv has uv install in its place.
+
+With PERILUNE_INSTALLED=1 nothing is made: this Python must already hold exactly the lock and the wheel, file
+by file, or the bundle is not run.
 """
 
 import fcntl
@@ -17,6 +21,9 @@ import re
 import subprocess
 import sys
 import venv
+import zipfile
+import zlib
+from importlib import metadata, util
 from pathlib import Path
 
 SCRIPTS = Path(__file__).resolve().parent
@@ -24,11 +31,20 @@ SCRIPTS = Path(__file__).resolve().parent
 
 def main() -> int:
     if sys.version_info < (3, 11):  # noqa: UP036 - any Python may be told to run this
-        return fail(f"Python 3.11 or newer is needed, this is {platform.python_version()}: set PYTHON")
+        return fail(f"Python 3.11 or newer is needed, this is {platform.python_version()}: set PYTHON", 2)
     requirements = (SCRIPTS / "requirements.lock").read_text(encoding="utf-8").split()
     if os.environ.get("PERILUNE_ANY_BUILD"):
         requirements = [re.sub(r"\+.*", "", line) for line in requirements]
     (wheel,) = SCRIPTS.glob("perilune-*.whl")
+
+    if os.environ.get("PERILUNE_INSTALLED"):
+        wrong = [line for line in requirements if installed(line.partition("==")[0]) != plain(line)]
+        wrong += differing(wheel)
+        if wrong:
+            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            return fail(f"{sys.executable} does not hold what the bundle needs: {wrong[0]}{more}", 2)
+        print(Path(os.environ.get("PYTHON") or sys.executable).absolute().parent.parent)
+        return 0
 
     package = hashlib.sha256(wheel.read_bytes()).hexdigest()
     identity = [platform.python_version(), sys.prefix, *requirements, package]
@@ -50,21 +66,62 @@ def home() -> Path:
     return Path(os.environ.get("PERILUNE_HOME") or Path.home() / ".perilune").resolve()
 
 
+def installed(name: str) -> str:
+    """The line of a lock that what is installed here as `name` would have; "" for none."""
+    try:
+        return plain(f"{name}=={metadata.version(name)}")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def plain(line: str) -> str:
+    return re.sub(r"\+.*", "", line) if os.environ.get("PERILUNE_ANY_BUILD") else line
+
+
+def differing(wheel: Path) -> list[str]:
+    """Files of our package that are here not as they are in the wheel."""
+    spec = util.find_spec("perilune")
+    if spec is None or spec.origin is None:
+        return [wheel.name]
+    root = Path(spec.origin).parent.parent
+    with zipfile.ZipFile(wheel) as archive:
+        members = [member for member in archive.infolist() if member.filename.startswith("perilune/")]
+    files = [(root / member.filename, member.CRC) for member in members]
+    return [str(file) for file, crc in files if not file.is_file() or zlib.crc32(file.read_bytes()) != crc]
+
+
 def install(environment: Path, wanted: list[str]) -> int:
     print(f"making {environment}", file=sys.stderr)
-    venv.create(environment, clear=True, with_pip=True)
-    pip = [str(environment / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install"]
-    code = subprocess.run([*pip, *wanted], stdout=sys.stderr, check=False).returncode
+    with_uv = os.environ.get("PERILUNE_INSTALLER") == "uv"
+    venv.create(environment, clear=True, with_pip=not with_uv)
+    python = str(environment / "bin" / "python")
+    installer = ["uv", "pip", "install", "--python", python, *settings_for_uv()]
+    if not with_uv:
+        installer = [python, "-m", "pip", "--disable-pip-version-check", "install"]
+    try:
+        code = subprocess.run([*installer, *wanted], stdout=sys.stderr, check=False).returncode
+    except FileNotFoundError:
+        return fail("uv is not on PATH", 2)
     if code == 0:
         return 0
     labelled = [line for line in wanted if "==" in line and "+" in line]
     hint = f"; {', '.join(labelled)} may need PIP_EXTRA_INDEX_URL or PERILUNE_ANY_BUILD=1" if labelled else ""
-    return fail(f"pip could not install the locked requirements{hint}")
+    return fail(f"{'uv' if with_uv else 'pip'} could not install the locked requirements{hint}")
 
 
-def fail(message: str) -> int:
+def settings_for_uv() -> list[str]:
+    """pip's settings as uv's options."""
+    options = [] if not os.environ.get("PIP_NO_INDEX") else ["--no-index"]
+    for name in ("FIND_LINKS", "INDEX_URL", "EXTRA_INDEX_URL"):
+        for value in os.environ.get(f"PIP_{name}", "").split():
+            options += ["--" + name.lower().replace("_", "-"), value]
+    return options
+
+
+def fail(message: str, code: int = 1) -> int:
+    """Say why; 1 may be different the next time, 2 will not."""
     print(f"bootstrap: {message}", file=sys.stderr)
-    return 1
+    return code
 
 
 if __name__ == "__main__":

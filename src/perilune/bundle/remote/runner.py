@@ -1,0 +1,611 @@
+"""The runner: all that a machine needs of us to carry one attempt, before anything of ours is installed.
+
+One file, standard library only, Python 3.8 or newer, Linux. It is frozen into every bundle, and every call of
+it sends it over stdin, so nothing has to be there before. A call does one verb, answers with one line of JSON
+(pull: frames) and may be repeated:
+
+    receive  unpack the attempt's files from a tar on stdin, verify them, give them their name
+    start    refuse an old epoch, claim this one and start its keeper; twice is the same claim
+    observe  what is there
+    pull     what is new since the last pull
+    stop     end the attempt and prove it
+    remove   delete the attempt's files
+
+The keeper lives as long as the attempt. It arms the timers that end it, claims, runs the bundle's entrypoint
+(which makes the environment and becomes the worker), and leaves a verdict where the worker could not. Below
+the workspace lie RUN/EPOCH (the files), RUN/claim.EPOCH.json (kept for ever: it fences) and RUN/lock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+REFUSED = 3  # exit code: the runner said no, and why
+BLOCK = 1 << 20
+POLL = 0.1  # seconds
+EXIT_MARGIN = 15.0  # seconds beyond its grace in which a stopping worker hashes what is there
+MARK, WORKER_MARK = "PERILUNE_ATTEMPT", "PERILUNE_CLAIM"
+SUBREAPER, DEATH_SIGNAL = 36, 1  # of prctl(2)
+GROWING = (".log", ".jsonl")  # written at their ends only
+LAST = ("artifacts/manifest.json", "runtime/result.json")  # brought home after everything they speak of
+UNITS = "artifacts/checkpoints/"  # each folder in it is complete, and comes home, as one
+
+
+class RefusedError(Exception):
+    """What was asked for is not done, for a reason that the asker is told; `kind` is for programs."""
+
+    def __init__(self, what: str, kind: str = "refused") -> None:
+        super().__init__(what)
+        self.kind = kind
+
+
+class Attempt:
+    """Where everything of one attempt lies."""
+
+    def __init__(self, workspace: str, run: str, epoch: int) -> None:
+        if not run.isalnum() or epoch < 1:
+            raise RefusedError("not the name of an attempt")
+        self.epoch = epoch
+        self.run = Path(workspace).expanduser() / run
+        self.files = self.run / str(epoch)
+        self.runtime = self.files / "runtime"
+        self.contact = self.run / f"contact.{epoch}"
+
+    def claim(self, epoch: int | None = None) -> dict[str, Any] | None:
+        """The claim on this epoch, or on another of the same run."""
+        return read_json(self.run / f"claim.{epoch or self.epoch}.json")
+
+    def claimed_epochs(self) -> list[int]:
+        """Every epoch of the run that was ever claimed here."""
+        names = (path.name.split(".") for path in self.run.glob("claim.*.json"))
+        return sorted(int(name[1]) for name in names if len(name) == 3)
+
+    def write_claim(self, pid: int) -> dict[str, Any]:
+        """Claim the epoch for a process; fails when it is claimed (a link never replaces)."""
+        claim = {
+            "epoch": self.epoch,
+            "host": host_id(),
+            "boot_id": boot_id(),
+            "pid": pid,
+            "starttime": starttime(pid),
+            "nonce": secrets.token_hex(16),
+        }
+        temporary = self.run / f".claim.{claim['nonce']}"
+        write_durably(temporary, json.dumps(claim).encode())
+        try:
+            os.link(str(temporary), str(self.run / f"claim.{self.epoch}.json"))
+        finally:
+            temporary.unlink()
+        sync_directory(self.run)
+        return claim
+
+    def touch(self) -> None:
+        """Note that somebody has looked: the keeper sees the file change, whatever the clocks say."""
+        if self.files.is_dir():
+            with contextlib.suppress(OSError):  # no room
+                self.contact.write_text(secrets.token_hex(4))
+
+    def result(self) -> dict[str, Any] | None:
+        """The verdict on this epoch."""
+        found = read_json(self.runtime / "result.json")
+        return found if found and found.get("epoch") == self.epoch else None
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """One verb at a time changes a run here."""
+        self.run.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with (self.run / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+# The verbs.
+
+
+def receive(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
+    """Unpack, verify, rename: the files are there whole and as they were sent, or not at all."""
+    with attempt.lock():
+        if attempt.claimed_epochs()[-1:] >= [attempt.epoch]:
+            raise RefusedError("this attempt or a newer one has begun here")
+        for leftover in attempt.run.glob("tmp.*"):
+            shutil.rmtree(str(leftover))
+        building = attempt.run / f"tmp.{secrets.token_hex(8)}"
+        building.mkdir()
+        try:
+            unpack(sys.stdin.buffer, building, options.bytes)
+            if tree_digest(building) != options.tree:
+                raise RefusedError("what arrived is not what was sent", "damaged")
+            for path in [*building.rglob("*"), building]:
+                if path.is_dir():
+                    sync_directory(path)
+                else:
+                    with path.open("rb") as file:
+                        os.fsync(file.fileno())
+            if attempt.files.exists():
+                shutil.rmtree(str(attempt.files))
+            building.rename(attempt.files)
+            sync_directory(attempt.run)
+        finally:
+            shutil.rmtree(str(building), ignore_errors=True)
+    return {"received": options.tree}
+
+
+def start(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
+    """The claim on this attempt, by a keeper that is started if there is none. Older attempts end first."""
+    values = json.loads(sys.stdin.buffer.read() or b"{}")
+    with attempt.lock():
+        newest = (attempt.claimed_epochs() or [0])[-1]
+        if newest > attempt.epoch:
+            raise RefusedError(f"attempt {newest} has begun here", "superseded")
+        if newest == attempt.epoch:
+            return {"claim": attempt.claim()}
+        if not (attempt.files / "job.json").exists():
+            raise RefusedError("its files are not here", "unstaged")
+        for epoch in attempt.claimed_epochs():
+            if not end(attempt, epoch, 0.0):
+                raise RefusedError(f"processes of attempt {epoch} cannot be ended")
+        me = str(attempt.files / "scripts" / "runner.py")
+        command = [sys.executable, "-I", me, "keep", *sys.argv[2:]]
+        with (attempt.runtime / "worker.log").open("ab") as log:
+            keeper = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                cwd=str(attempt.files),
+                start_new_session=True,
+            )
+        with keeper.stdin as told, keeper.stdout as telling:  # type: ignore[union-attr]
+            with contextlib.suppress(BrokenPipeError):
+                told.write(json.dumps(values).encode())
+                told.close()
+            said = telling.read()  # until it has claimed, or died
+        if not said:
+            raise RefusedError("no keeper came up, see runtime/worker.log")
+        return {"claim": json.loads(said)}
+
+
+def observe(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
+    """What is there. A verdict counts once the keeper has left: until then it may be killing, or adding."""
+    attempt.touch()
+    claim = attempt.claim()
+    lives = False if claim is None else alive(claim)
+    beat = read_json(attempt.runtime / "heartbeat.json") or {}
+    return {
+        "claim": claim,
+        "alive": lives,
+        "result": attempt.result() if lives is False else None,
+        "superseded": attempt.claimed_epochs()[-1:] > [attempt.epoch],
+        "heartbeat": beat.get("count", 0) if beat.get("epoch") == attempt.epoch else 0,
+        "staged": attempt.files.is_dir(),
+    }
+
+
+def stop(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
+    """End the attempt. One that was never claimed is claimed now, so that nothing can begin it later."""
+    with attempt.lock():
+        if attempt.claim() is None:
+            attempt.write_claim(os.getpid())
+            return {"stopped": True}
+    return {"stopped": end(attempt, attempt.epoch, options.grace)}
+
+
+def remove(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
+    """Delete the attempt's files; its claim stays, and goes on fencing."""
+    with attempt.lock():
+        claim = attempt.claim()
+        if claim is not None and alive(claim) is not False:
+            raise RefusedError("it still runs")
+        for path in [attempt.files, *attempt.run.glob("tmp.*")]:
+            if path.exists():
+                shutil.rmtree(str(path))
+        with contextlib.suppress(OSError):
+            attempt.contact.unlink()
+    return {"removed": True}
+
+
+def pull(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
+    """Write frames, each a line of JSON and so many bytes, the small and lively first, up to a limit.
+
+    Stdin says what is there already: {"files": {path: [inode, mtime, bytes]}, "units": [names], "limit": n,
+    "last": whether to end with manifest and result}.
+    """
+    attempt.touch()
+    have = json.loads(sys.stdin.buffer.read())
+    if not attempt.files.is_dir():
+        raise RefusedError("its files are not here", "unstaged")
+    out, room = sys.stdout.buffer, int(have["limit"])
+    units: dict[str, dict[str, int]] = {}
+    more = False
+    for path, status in offered(attempt.files, bool(have["last"])):
+        if path.startswith(UNITS) and path.count("/") > 2:
+            name, _, inside = path[len(UNITS) :].partition("/")
+            units.setdefault(name, {})[inside] = status.st_size
+            if name in have["units"]:
+                continue
+        begin = first_new_byte(path, status, have["files"].get(path))
+        if begin is not None:
+            more = more or room <= 0
+            if room > 0:
+                room -= send(out, attempt.files / path, path, begin, room)
+                more = more or room <= 0
+    return {"end": True, "more": more, "units": units}
+
+
+# What pull sends.
+
+
+def offered(root: Path, last: bool) -> Iterator[tuple[str, os.stat_result]]:
+    """Plain files in the order in which they are wanted: finished by their names, at last all artifacts."""
+    found = []
+    for top in ("runtime", "artifacts"):
+        every = last and top == "artifacts"
+        for folder, folders, names in os.walk(str(root / top)):
+            folders[:] = [name for name in folders if every or finished(name)]
+            for name in (name for name in names if every or finished(name)):
+                path = os.path.join(folder, name)
+                with contextlib.suppress(FileNotFoundError):
+                    status = os.lstat(path)
+                    relative = os.path.relpath(path, str(root))
+                    if stat.S_ISREG(status.st_mode) and (last or relative not in LAST):
+                        found.append((urgency(root, relative, status), relative, status))
+    return ((relative, status) for _, relative, status in sorted(found, key=lambda one: one[:2]))
+
+
+def finished(name: str) -> bool:
+    return not name.startswith(".") and not name.endswith((".tmp", ".lock"))
+
+
+def urgency(root: Path, path: str, status: os.stat_result) -> tuple[int, float]:
+    """Logs and verdicts, then figures, then the newest checkpoint, then what is large; last, the last."""
+    if path in LAST:
+        return 4 + LAST.index(path), 0.0
+    if path.startswith("runtime/"):
+        return 0, 0.0
+    if path.startswith(UNITS) and path.count("/") > 2:
+        unit = Path(str(root), *path.split("/")[:3])
+        return 2, -unit.stat().st_mtime
+    return (1, 0.0) if status.st_size < BLOCK else (3, 0.0)
+
+
+def grows(path: str) -> bool:
+    """Whether a file is only ever written at its end."""
+    name = path.rpartition("/")[2]
+    return name.endswith(GROWING) or name.startswith("runtime.log")
+
+
+def first_new_byte(path: str, status: os.stat_result, have: list[int] | None) -> int | None:
+    """Where to go on; None when all of it is there already."""
+    if have is None or have[0] != status.st_ino or have[2] > status.st_size:
+        return 0
+    same = have[1] == status.st_mtime_ns
+    if have[2] == status.st_size and (same or grows(path)):
+        return None
+    return have[2] if same or grows(path) else 0
+
+
+def send(out: BinaryIO, source: Path, path: str, begin: int, room: int) -> int:
+    """Send the file from byte `begin` in frames; returns how many bytes. What changes is left for later."""
+    sent = 0
+    with contextlib.suppress(FileNotFoundError), source.open("rb") as file:
+        status = os.fstat(file.fileno())
+        file.seek(begin)
+        while sent < room:
+            data = file.read(max(0, min(BLOCK, status.st_size - begin - sent)))
+            now = os.fstat(file.fileno())
+            if not grows(path) and (now.st_size, now.st_mtime_ns) != (status.st_size, status.st_mtime_ns):
+                break
+            header = {
+                "path": path,
+                "offset": begin + sent,
+                "length": len(data),
+                "ino": status.st_ino,
+                "mtime": status.st_mtime_ns,
+                "size": status.st_size,
+                "sha256": hashlib.sha256(data).hexdigest(),
+            }
+            out.write(json.dumps(header).encode() + b"\n" + data)
+            out.flush()
+            sent += len(data)
+            if begin + sent >= status.st_size:
+                break
+    return max(sent, 1)
+
+
+# The keeper.
+
+
+def keep(attempt: Attempt, options: argparse.Namespace) -> None:
+    """Carry the attempt to its end, or end it: at its time limit, unseen for too long, or when asked to."""
+    signal.setitimer(
+        signal.ITIMER_REAL, options.lifetime + options.grace + 2 * EXIT_MARGIN
+    )  # ends us, always
+    began = time.monotonic()
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    prctl(SUBREAPER, 1)
+    values = json.loads(sys.stdin.buffer.read())
+    claim = attempt.write_claim(os.getpid())
+    with contextlib.suppress(BrokenPipeError):  # whoever asked may have been cut off meanwhile
+        print(json.dumps(claim), flush=True)
+    os.dup2(2, 1)
+
+    marks = {MARK: claim["nonce"]}
+    entrypoint = subprocess.Popen(
+        [str(attempt.files / "scripts" / "entrypoint.sh"), "--epoch", str(attempt.epoch)],
+        stdin=subprocess.DEVNULL,
+        stdout=2,
+        cwd=str(attempt.files),
+        env={**os.environ, **values["environment"], **values["secrets"], **marks},
+        start_new_session=True,
+        preexec_fn=lambda: prctl(DEATH_SIGNAL, signal.SIGKILL),  # noqa: PLW1509 - we have one thread
+    )
+    seen, seen_at = modified(attempt.contact), began
+    cause, why = "", ""
+    while entrypoint.poll() is None and not cause:
+        time.sleep(POLL)
+        now = time.monotonic()
+        if modified(attempt.contact) != seen:
+            seen, seen_at = modified(attempt.contact), now
+        if asked:
+            cause, why = "stopped", "stopped on request"
+        elif now - began > options.lifetime:
+            cause, why = "timeout", f"it took longer than max_lifetime, {options.lifetime:.0f} s"
+        elif options.unseen and now - seen_at > options.unseen:
+            cause, why = "stopped", f"nobody has looked at it for {options.unseen:.0f} s"
+    if cause:
+        with contextlib.suppress(ProcessLookupError):
+            entrypoint.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            entrypoint.wait(options.grace + EXIT_MARGIN)
+    end_marked(attempt, claim)
+    conclude(attempt, entrypoint.wait(), cause, why, time.monotonic() - began)
+
+
+def conclude(attempt: Attempt, status: int, cause: str, why: str, seconds: float) -> None:
+    """Leave a verdict where the worker left none, and say why it was stopped where it could not know."""
+    verdict = attempt.result()
+    if verdict is None:
+        worker = read_json(attempt.runtime / "claim.json") or {}
+        if not cause and worker.get("epoch") == attempt.epoch:
+            cause, why = "runner_died", "the worker died without a result"
+        elif not cause:
+            cause = "request_error" if status == 2 else "start_failed"
+            why = f"no worker came up: {last_words(attempt.runtime / 'worker.log')}"
+        verdict = {
+            "epoch": attempt.epoch,
+            "exit_code": status if status >= 0 else None,
+            "signal": -status if status < 0 else None,
+            "manifest_digest": None,
+            "seconds": round(seconds, 3),
+        }
+    elif verdict["cause"] != "stopped" or not cause:
+        return
+    verdict.update(cause=cause, message=why)
+    temporary = attempt.runtime / ".result.tmp"
+    write_durably(temporary, json.dumps(verdict, indent=2, sort_keys=True).encode() + b"\n")
+    temporary.rename(attempt.runtime / "result.json")
+    sync_directory(attempt.runtime)
+
+
+def last_words(log: Path, size: int = 2000) -> str:
+    with contextlib.suppress(OSError):
+        text = log.read_bytes()[-size:].decode("utf-8", "replace").strip()
+        return "\n".join(text.splitlines()[-3:])
+    return "it said nothing"
+
+
+# Processes.
+
+
+def end(attempt: Attempt, epoch: int, grace: float) -> bool:
+    """End an attempt's keeper, and then all that it started; whether none is left."""
+    claim = attempt.claim(epoch)
+    if claim is None:
+        return True
+    if alive(claim):
+        for number, patience in ((signal.SIGTERM, grace + EXIT_MARGIN), (signal.SIGKILL, EXIT_MARGIN)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(claim["pid"], number)
+            until = time.monotonic() + patience
+            while alive(claim) and time.monotonic() < until:
+                time.sleep(POLL)
+    return alive(claim) is False and end_marked(
+        Attempt(str(attempt.run.parent), attempt.run.name, epoch), claim
+    )
+
+
+def end_marked(attempt: Attempt, claim: dict[str, Any]) -> bool:
+    """Kill every process of the attempt, whatever session it has made itself; whether none is left."""
+    marks = {f"{MARK}={claim['nonce']}".encode()}
+    worker = read_json(attempt.runtime / "claim.json")
+    if worker is not None:
+        marks.add(f"{WORKER_MARK}={worker['nonce']}".encode())
+    until = time.monotonic() + EXIT_MARGIN
+    while True:
+        left = [pid for pid in processes() if marks & environment_of(pid) and starttime(pid)]
+        if not left or time.monotonic() > until:
+            return not left
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:  # orphans that came to us
+                pass
+        time.sleep(POLL)
+
+
+def processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+
+
+def environment_of(pid: int) -> set[bytes]:
+    try:
+        return set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+    except OSError:
+        return set()
+
+
+def alive(claim: dict[str, Any]) -> bool | None:
+    """Whether the very process that claimed lives, not another with its number; None when it is not ours
+    to see (a container beside this one)."""
+    if claim["boot_id"] != boot_id():
+        return False
+    if claim["host"] != host_id():
+        return None
+    return bool(starttime(claim["pid"]) == claim["starttime"])
+
+
+def starttime(pid: int) -> int | None:
+    """Ticks from boot to the start of a living process; None for a zombie and for none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def host_id() -> str:
+    return f"{os.uname().nodename}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+# Files.
+
+
+def unpack(stream: BinaryIO, root: Path, most: int) -> None:
+    """Unpack plain files and folders below `root`, each once, at most `most` bytes in all."""
+    total = 0
+    try:
+        with tarfile.open(fileobj=stream, mode="r|") as tar:
+            for member in tar:
+                parts = member.name.split("/")
+                total += member.size
+                if any(part in ("", ".", "..") for part in parts) or total > most:
+                    raise RefusedError(f"{member.name!r} does not belong here", "damaged")
+                path = root.joinpath(*parts)
+                if member.isdir():
+                    path.mkdir(parents=True, exist_ok=True)
+                    continue
+                content = tar.extractfile(member) if member.isreg() else None
+                if content is None:
+                    raise RefusedError(f"{member.name!r} is not a plain file", "damaged")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("xb") as file:
+                    shutil.copyfileobj(content, file, BLOCK)
+                path.chmod(member.mode & 0o777)
+    except (tarfile.TarError, EOFError, FileExistsError) as error:
+        raise RefusedError(f"what arrived is damaged: {error}", "damaged") from None
+
+
+def tree_digest(root: Path) -> str:
+    """SHA-256 over path, size, content and mode of every file, as the other side computes it."""
+    entries = []
+    for path in sorted(root.rglob("*"), key=lambda one: one.relative_to(root).as_posix()):
+        if path.is_file():
+            digest = hashlib.sha256()
+            with path.open("rb") as file:
+                while True:
+                    block = file.read(BLOCK)
+                    if not block:
+                        break
+                    digest.update(block)
+            status = path.stat()
+            entries.append(
+                {
+                    "path": path.relative_to(root).as_posix(),
+                    "size": status.st_size,
+                    "sha256": digest.hexdigest(),
+                    "mode": f"{stat.S_IMODE(status.st_mode):04o}",
+                }
+            )
+    text = json.dumps(entries, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    descriptor = os.open(str(path), os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def modified(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def main() -> int:
+    verbs = {verb.__name__: verb for verb in (receive, start, keep, observe, pull, stop, remove)}
+    parser = argparse.ArgumentParser(prog="runner")
+    parser.add_argument("verb", choices=sorted(verbs))
+    parser.add_argument("--workspace", required=True)
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--epoch", type=int, required=True)
+    parser.add_argument("--tree", default="")
+    parser.add_argument("--bytes", type=int, default=0)
+    parser.add_argument("--lifetime", type=float, default=0.0)
+    parser.add_argument("--unseen", type=float, default=0.0)
+    parser.add_argument("--grace", type=float, default=0.0)
+    options = parser.parse_args()
+    os.umask(0o077)
+    try:
+        attempt = Attempt(options.workspace, options.run, options.epoch)
+        answer = verbs[options.verb](attempt, options)
+        code = 0
+    except RefusedError as error:
+        answer, code = {"refused": str(error), "kind": error.kind}, REFUSED
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        answer, code = {"refused": f"its disk is full ({error})", "kind": "disk_full"}, REFUSED
+    if answer is not None:
+        print(json.dumps(answer), flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,204 @@
+"""An attempt's files on another machine, as they come home: in frames, resumed where the last pull was cut.
+
+The cursor (what has come of each file) is written after the bytes it speaks of are durable. What grows is
+appended to in place, cut back to the cursor first; everything else, and every checkpoint as a whole, gets its
+name when all of it is here. Where frames come from is hostile until it has been checked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from perilune.bundle.storage import storage_errors
+from perilune.errors import WorkFailedError
+from perilune.execution.hosts.protocol import HostRefusedError
+from perilune.files import canonical_json, fsync_directory, read_json, sha256_bytes, sha256_file, write_atomic
+
+FRAME = 1 << 20  # bytes; a larger one is refused
+HEADER = 1 << 24  # bytes of a line of JSON
+MANIFEST, RESULT = "artifacts/manifest.json", "runtime/result.json"
+UNITS = "artifacts/checkpoints"
+OBSERVED = ("runtime", "artifacts")
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """How far one pull came: whether its end has arrived, and whether more was there than it took."""
+
+    ended: bool
+    more: bool
+
+
+class Mirror:
+    """The files of one attempt, of which `directory` is the copy at home."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._arriving = directory.with_name(f".{directory.name}.arriving")
+        self._cursor_file = directory.with_name(f"{directory.name}.pulled.json")
+        self._cursor: dict[str, list[int]] = (
+            read_json(self._cursor_file) if self._cursor_file.exists() else {}
+        )
+
+    def reset(self) -> None:
+        """Forget what came of an earlier staging."""
+        self._cursor = {}
+        self._cursor_file.unlink(missing_ok=True)
+        shutil.rmtree(self._arriving, ignore_errors=True)
+
+    def request(self, limit: int, *, last: bool) -> bytes:
+        """What the other side needs to know: what is here."""
+        asked = {"files": self._cursor, "units": self._units(), "limit": limit, "last": last}
+        return canonical_json(asked)
+
+    def take(self, frames: BinaryIO) -> Pulled:
+        """Put down what has arrived, up to the first frame that is cut or damaged.
+
+        Raises:
+            HostRefusedError: when a frame names a place where nothing of an attempt belongs.
+            RequestError: when this disk is full. What was put down before that stays.
+        """
+        with storage_errors("keep what a machine sent", self.directory):
+            try:
+                while header := self._header(frames):
+                    if "end" in header:
+                        self._complete_units(header["units"])
+                        return Pulled(True, bool(header["more"]))
+                    data = frames.read(int(header["length"]))
+                    if len(data) != header["length"] or sha256_bytes(data) != header["sha256"]:
+                        break
+                    self._put(header, data)
+            except HostRefusedError:
+                raise
+            except (ValueError, KeyError, TypeError, AttributeError):
+                pass  # cut in the middle of a line, or nonsense: as if nothing more had come
+            finally:
+                write_atomic(self._cursor_file, canonical_json(self._cursor))
+        return Pulled(False, True)
+
+    def settle(self) -> None:
+        """Make `artifacts/` exactly what the manifest says, then put manifest and result in their places.
+
+        Raises:
+            WorkFailedError: when something is not what the manifest says; it is forgotten, to be pulled
+                again.
+        """
+        result = read_json(self._arriving / RESULT)
+        arrived = self._arriving / MANIFEST
+        with storage_errors("keep the evidence", self.directory):
+            if result.get("manifest_digest") is not None:
+                if not arrived.exists() or sha256_file(arrived) != result["manifest_digest"]:
+                    self._forget(MANIFEST)
+                    raise WorkFailedError(f"{MANIFEST} is not the one that the verdict names")
+                self._check(read_json(arrived)["files"])
+                self._place(arrived, self.directory / MANIFEST)
+            self._place(self._arriving / RESULT, self.directory / RESULT)
+        shutil.rmtree(self._arriving, ignore_errors=True)
+
+    def _check(self, promised: dict[str, Any]) -> None:
+        """Compare every artifact with the manifest; what it does not name goes."""
+        artifacts = self.directory / "artifacts"
+        wrong = []
+        for relative, entry in promised.items():
+            path = self.directory / _checked(f"artifacts/{relative}")
+            whole = path.is_file() and path.stat().st_size == entry["size"]
+            if not whole or sha256_file(path) != entry["sha256"]:
+                self._forget(f"artifacts/{relative}")
+                wrong.append(relative)
+        if wrong:
+            raise WorkFailedError(f"artifacts/{wrong[0]} is not what the manifest says")
+        for path in sorted(artifacts.rglob("*"), reverse=True):
+            if path.is_file() and path.relative_to(artifacts).as_posix() not in promised:
+                path.unlink()
+            elif path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
+
+    def _forget(self, path: str) -> None:
+        """Have a file, and the checkpoint it belongs to, pulled again."""
+        self._cursor.pop(path, None)
+        (self._arriving / path).unlink(missing_ok=True)
+        if unit := _unit(path):
+            shutil.rmtree(self.directory / UNITS / unit, ignore_errors=True)
+            self._cursor = {one: at for one, at in self._cursor.items() if _unit(one) != unit}
+        write_atomic(self._cursor_file, canonical_json(self._cursor))
+
+    def _header(self, frames: BinaryIO) -> dict[str, Any] | None:
+        line = frames.readline(HEADER)
+        return dict(json.loads(line)) if line.endswith(b"\n") else None
+
+    def _put(self, header: dict[str, Any], data: bytes) -> None:
+        path, offset = _checked(header["path"]), int(header["offset"])
+        if len(data) > FRAME or offset < 0:
+            raise HostRefusedError(f"it sent a frame of {len(data)} bytes at {offset}")
+        status = [int(header["ino"]), int(header["mtime"])]
+        known = self._cursor.get(path)
+        if offset and (known is None or known[0] != status[0] or known[2] != offset):
+            return  # it does not follow from what is here
+        here, arriving = self.directory / path, self._arriving / path
+        in_place = offset > 0 and not arriving.exists()
+        target = here if in_place else arriving
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("r+b" if offset else "wb") as file:
+            file.truncate(offset)
+            file.seek(offset)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        end = offset + len(data)
+        self._cursor[path] = [*status, end]
+        is_whole = end >= int(header["size"])
+        if is_whole and not in_place and path not in {MANIFEST, RESULT} and not _unit(path):
+            self._place(arriving, here)
+
+    def _place(self, arrived: Path, here: Path) -> None:
+        here.parent.mkdir(parents=True, exist_ok=True)
+        arrived.replace(here)
+        fsync_directory(here.parent)
+
+    def _units(self) -> list[str]:
+        folder = self.directory / UNITS
+        return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+
+    def _complete_units(self, units: dict[str, dict[str, int]]) -> None:
+        """Name the checkpoints of which all has come; once all are here, let go of those that went there."""
+        for name, files in units.items():
+            arrived, here = self._arriving / UNITS / name, self.directory / _checked(f"{UNITS}/{name}")
+            if here.exists() or not files:
+                continue
+            if all(
+                _size(arrived / _checked(f"{UNITS}/{inside}")[len(UNITS) + 1 :]) == size
+                for inside, size in files.items()
+            ):
+                self._place(arrived, here)
+        here_now = set(self._units())
+        if units and here_now >= units.keys():
+            for name in here_now - units.keys():
+                shutil.rmtree(self.directory / UNITS / name)
+
+
+def _unit(path: str) -> str:
+    """Name of the checkpoint that a file belongs to, or ""."""
+    parts = path.split("/")
+    return parts[2] if path.startswith(f"{UNITS}/") and len(parts) > 3 else ""
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else -1
+
+
+def _checked(path: Any) -> str:
+    """A relative path below runtime/ or artifacts/.
+
+    Raises:
+        HostRefusedError: when it is anything else.
+    """
+    parts = path.split("/") if isinstance(path, str) else []
+    odd = [part for part in parts if part in {"", ".", ".."} or "\0" in part]
+    if len(parts) < 2 or parts[0] not in OBSERVED or odd:
+        raise HostRefusedError(f"it sent something for {str(path)[:200]!r}, which is no place of an attempt")
+    return str(path)

@@ -1,0 +1,82 @@
+"""A machine that is this one, reached as one elsewhere is, by a way that can be cut; and its interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from drill_cases import INSTALLED
+
+import perilune
+from perilune.execution.hosts import Answer, HostRefusedError, HostUnreachableError
+from perilune.execution.limits import Limits
+from perilune.execution.placements.remote import RemotePlacement, Site
+
+
+class NearbyHost:
+    """Runs commands here. `cut` decides for each verb whether the way is cut, "before" or "after" it ran.
+
+    Attributes:
+        calls: the verbs that were asked for.
+        bend: changes what is sent to it.
+    """
+
+    name = "nearby"
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.cut: Callable[[str], str] = lambda verb: ""
+        self.refuses = False
+        self.bend: Callable[[bytes], bytes] = lambda data: data
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        source: BinaryIO | None = None,
+        sink: BinaryIO | None = None,
+        timeout: float = 60.0,
+    ) -> Answer:
+        verb = command[5]
+        self.calls.append(verb)
+        if self.refuses:
+            raise HostRefusedError("it has another host key")
+        when = self.cut(verb)
+        if when == "before":
+            raise HostUnreachableError("the line is cut")
+        data = self.bend(source.read()) if source is not None else b""
+        with tempfile.TemporaryFile() as out:
+            done = subprocess.run(
+                command, input=data, stdout=sink or out, stderr=subprocess.PIPE, timeout=timeout, check=False
+            )
+            out.seek(0)
+            answer = Answer(done.returncode, out.read(), done.stderr.decode())
+        if when == "after":
+            raise HostUnreachableError("the line is cut")
+        return answer
+
+
+def interpreter(folder: Path) -> Path:
+    """A Python "installed" at `folder` that holds perilune as it is now and the drill task."""
+    found = folder / "bin"
+    found.mkdir(parents=True)
+    paths = f"{INSTALLED}{os.pathsep}{Path(perilune.__path__[0]).parent}"
+    for name, command in (("python", sys.executable), ("perilune", f"{sys.executable} -m perilune.cli.main")):
+        script = found / name
+        script.write_text(f'#!/bin/sh\nPYTHONPATH={paths} OMP_NUM_THREADS=1 exec {command} "$@"\n')
+        script.chmod(0o755)
+    return found / "python"
+
+
+def nearby(folder: Path, host: NearbyHost | None = None, limits: Limits | None = None) -> RemotePlacement:
+    """A placement on this machine over a host, with its workspace in `folder`."""
+    python = folder / "python" / "bin" / "python"
+    if not python.exists():
+        interpreter(folder / "python")
+    site = Site(python=str(python), installed=True, workspace=str(folder / "workspace"))
+    return RemotePlacement(host or NearbyHost(), site, limits or Limits())
