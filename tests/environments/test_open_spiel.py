@@ -132,3 +132,14 @@ def test_search_does_what_every_environment_must():
 def test_what_cannot_be_played_is_refused(wrong, message):
     with pytest.raises(RequestError, match=rf"(?s){message}"):
         make_environment({"id": "open_spiel", **wrong})
+
+
+def test_not_to_end_a_move_is_no_way_out():
+    """Were the game then over without rewards, who is about to lose would learn to go on and on."""
+    environment = make_environment(section("tic_tac_toe"))
+    session = environment.reset(first(environment), 0)
+    session.step("1,1")
+    ended = session.step("0,0", finished=False)
+    assert ended.done and ended.rewards == (1.0, -1.0) and ended.metrics["illegal"] == 1.0
+    transcript = Transcript("0,0", finished=False, earlier=("1,1",), player=1)
+    assert environment.score(first(environment), transcript).reward == -1.0

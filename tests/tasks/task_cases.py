@@ -99,6 +99,7 @@ OPTIONS = {
     "rl": RL,
     "evaluate": EVALUATE,
     "calibrate": CALIBRATE,
+    "selfplay": {"checkpoint": "model"},
 }
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 from perilune.environments.open_spiel import OpenSpielEnvironment
+from perilune.environments.open_spiel_match import is_simultaneous, pyspiel
 from perilune.environments.protocol import Environment, Message
 from perilune.errors import RequestError
 
@@ -55,13 +55,10 @@ class ExactGame:
         """The game of an environment; None where it is none of OpenSpiel's, or too large."""
         if not isinstance(environment, OpenSpielEnvironment) or environment.spec.opponent != "self":
             return None
-        pyspiel = import_module("pyspiel")
-        game = pyspiel.load_game(environment.spec.game, dict(environment.spec.config))
-        kind = game.get_type()
-        one_at_a_time = kind.dynamics == pyspiel.GameType.Dynamics.SEQUENTIAL
-        if not (one_at_a_time and kind.provides_information_state_string):
+        game = environment.game
+        if is_simultaneous(game) or not game.get_type().provides_information_state_string:
             return None
-        walk = _Walk(environment, game)
+        walk = _Walk(environment)
         return cls(game, list(walk.found.values())) if walk.is_whole else None
 
     def nash_conv(self, policy: Policy) -> float:
@@ -76,8 +73,7 @@ class ExactGame:
             if len(chances) != len(one.actions) or abs(sum(chances) - 1) > 1e-6 or min(chances) < 0:
                 raise RequestError(f"no probabilities of {' '.join(one.moves)}", where=one.name)
             table[one.name] = list(zip(one.actions, map(float, chances), strict=True))
-        pyspiel = import_module("pyspiel")
-        return float(pyspiel.nash_conv(self._game, pyspiel.TabularPolicy(table)))
+        return float(pyspiel().nash_conv(self._game, pyspiel().TabularPolicy(table)))
 
     def exploitability(self, policy: Policy) -> float:
         """NashConv over the number of players."""
@@ -87,11 +83,12 @@ class ExactGame:
 class _Walk:
     """Goes through all of a game, and gives up when it is too large."""
 
-    def __init__(self, environment: OpenSpielEnvironment, game: Any) -> None:
+    def __init__(self, environment: OpenSpielEnvironment) -> None:
         self.found: dict[str, Decision] = {}
         self._environment, self._left = environment, MOST_STATES
         prompt = next(environment.tasks("train", 0)).prompt
-        self.is_whole = self._visit(game.new_initial_state(), [tuple(prompt)] * game.num_players())
+        start = environment.game.new_initial_state()
+        self.is_whole = self._visit(start, [tuple(prompt)] * start.num_players())
 
     def _visit(self, state: Any, heard: Sequence[tuple[Message, ...]]) -> bool:
         self._left -= 1

@@ -38,13 +38,15 @@ class MultiTurn(ABC):
     """Base of an environment of several turns: write `tasks` and `play`.
 
     A move that was cut off by the token limit is not played: it ends the episode with what was
-    earned so far.
+    earned so far, or is taken for `cut_off` where the class says so. A game needs that, in which who is about
+    to lose would otherwise not end its move.
     """
 
     id: str
     players = 1
     max_turns = 16
     confined = True
+    cut_off: str | None = None
 
     @abstractmethod
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
@@ -56,7 +58,7 @@ class MultiTurn(ABC):
 
     def reset(self, task: Task, seed: int) -> ScriptedSession:
         """Open a session: `play` up to its first observation."""
-        return ScriptedSession(self.play(task, Chance(seed, task.task_id)), self.max_turns)
+        return ScriptedSession(self.play(task, Chance(seed, task.task_id)), self.max_turns, self.cut_off)
 
     def score(self, task: Task, transcript: Transcript) -> Outcome:
         """Play the transcript's actions again, and add up what they earned."""
@@ -81,8 +83,8 @@ class MultiTurn(ABC):
 class ScriptedSession:
     """A session that a generator plays."""
 
-    def __init__(self, play: Play, max_turns: int) -> None:
-        self._play, self._left = play, max_turns
+    def __init__(self, play: Play, max_turns: int, cut_off: str | None = None) -> None:
+        self._play, self._left, self._cut_off = play, max_turns, cut_off
         self.observation = next(play)
 
     def step(self, action: str, finished: bool = True) -> Observation:
@@ -90,7 +92,8 @@ class ScriptedSession:
         if self.observation.done:
             raise ValueError("the episode is done")
         self._left -= 1
-        self.observation = self._next(action) if finished else Observation(done=True, truncated=True)
+        played = action if finished else self._cut_off
+        self.observation = Observation(done=True, truncated=True) if played is None else self._next(played)
         if self.observation.done:
             self.close()
         return self.observation

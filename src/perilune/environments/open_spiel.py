@@ -55,6 +55,7 @@ class OpenSpielEnvironment(MultiTurn):
     """
 
     Spec = OpenSpielSpec
+    cut_off = ""  # no game has such a move: not to end one's move is no way out
 
     def __init__(self, spec: OpenSpielSpec) -> None:
         self.spec = spec

@@ -1,0 +1,71 @@
+"""Small games looked at whole: known figures, and the very conversations that a session would have."""
+
+import pytest
+
+from perilune.environments import make_environment
+from perilune.environments.exact_games import ExactGame
+from perilune.errors import RequestError
+
+
+def game(name, **more):
+    return ExactGame.of(make_environment({"id": "open_spiel", "game": name, **more}))
+
+
+def uniform(exact):
+    return {one.name: [1 / len(one.moves)] * len(one.moves) for one in exact.decisions}
+
+
+def equilibrium(alpha=0.0):
+    """Kuhn's own: (pass, bet) by card and what was done so far; any alpha from 0 to 1/3 is one."""
+    bets = {
+        "0": alpha, "1": 0.0, "2": 3 * alpha, "0pb": 0.0, "1pb": alpha + 1 / 3, "2pb": 1.0,
+        "0p": 1 / 3, "1p": 0.0, "2p": 1.0, "0b": 0.0, "1b": 1 / 3, "2b": 1.0,
+    }  # fmt: skip
+    return {name: [1 - bet, bet] for name, bet in bets.items()}
+
+
+def said(messages):
+    return tuple((one["role"], one["content"]) for one in messages)
+
+
+def test_kuhn_poker_has_the_figures_that_are_known():
+    kuhn = game("kuhn_poker")
+    assert len(kuhn.decisions) == 12
+    assert kuhn.nash_conv(uniform(kuhn)) == pytest.approx(11 / 12)
+    assert kuhn.exploitability(uniform(kuhn)) == pytest.approx(11 / 24)
+    for alpha in (0.0, 0.2, 1 / 3):
+        assert kuhn.nash_conv(equilibrium(alpha)) == pytest.approx(0, abs=1e-12)
+    honest = equilibrium() | {"0p": [1.0, 0.0]}  # never bluffs
+    assert kuhn.nash_conv(honest) > 0.01
+
+
+def test_a_decision_has_the_conversation_that_a_session_would_have():
+    environment = make_environment({"id": "open_spiel", "game": "kuhn_poker"})
+    known = {said(one.messages): one for one in ExactGame.of(environment).decisions}
+    task, seen = next(environment.tasks("train", 0)), set()
+    for seed in range(24):
+        for moves in (("Pass", "Bet", "Bet"), ("Bet", "Pass"), ("Pass", "Pass")):
+            session = environment.reset(task, seed)
+            heard = {player: list(task.prompt) for player in (0, 1)}
+            for move in moves:
+                one = session.observation
+                heard[one.player] += one.messages
+                decision = known[said(heard[one.player])]
+                assert (decision.player, decision.moves) == (one.player, one.legal)
+                seen.add(decision.name)
+                heard[one.player].append({"role": "assistant", "content": move})
+                session.step(move)
+    assert len(seen) == 12
+
+
+def test_what_is_too_large_or_not_of_one_s_own_has_no_figures():
+    assert game("tic_tac_toe") is None
+    assert game("goofspiel", config={"num_cards": 4}) is None
+    assert game("kuhn_poker", opponent="random") is None
+
+
+@pytest.mark.parametrize("broken", [{"0": [0.7, 0.7]}, {"0": [1.0]}, {"0": [1.5, -0.5]}])
+def test_what_are_no_probabilities_is_refused(broken):
+    kuhn = game("kuhn_poker")
+    with pytest.raises(RequestError, match="no probabilities of Pass Bet"):
+        kuhn.nash_conv(uniform(kuhn) | broken)

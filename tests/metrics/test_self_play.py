@@ -1,0 +1,74 @@
+"""Figures of games, and which signs of a collapse are seen when."""
+
+import math
+
+import numpy as np
+import pytest
+
+from perilune.data.episode import Episode
+from perilune.metrics.self_play import alarms, effective_number, game_figures, seat_of
+
+
+def episode(group: str, said: str, reward: float | None, **metrics: float) -> Episode:
+    return Episode(
+        episode_id=f"{group}/0", group_id=group, task_id="t", environment="e", seed=0,
+        messages=({"role": "user", "content": "?"}, {"role": "assistant", "content": said}),
+        prompt_ids=np.zeros(1, np.int32), token_ids=np.ones(1, np.int32), loss_mask=np.ones(1, np.bool_),
+        logprobs=np.zeros(1, np.float32), policy_version=np.zeros(1, np.int32),
+        finish_reason="stop", metrics=metrics, reward=reward,
+        failure=None if reward is not None else "environment: none",
+    )  # fmt: skip
+
+
+def test_figures_of_games() -> None:
+    games = [
+        episode("3/0", "a", 1.0, illegal=1.0, turns=2.0),
+        episode("3/0/p1", "x", -1.0, illegal=1.0, turns=1.0),
+        episode("3/1", "b", 0.0, illegal=0.0, turns=3.0),
+        episode("3/1/p1", "y", 0.0, illegal=0.0, turns=2.0),
+        episode("3/2", "c", None),
+    ]
+    found = game_figures(games)
+    assert [seat_of(one) for one in games] == [0, 1, 0, 1, 0]
+    assert found == {
+        "illegal": 0.5, "turns": 2.0, "unfinished": 0.0, "drawn": 0.5, "openings": pytest.approx(2.0),
+        "seat/0/reward": 0.5, "seat/0/won": 0.5, "seat/1/reward": -0.5, "seat/1/won": 0.0,
+    }  # fmt: skip
+    assert game_figures([]) == {}
+
+
+def test_effective_numbers() -> None:
+    assert effective_number({"a": 5}) == 1.0
+    assert effective_number({"a": 3, "b": 3}) == pytest.approx(2.0)
+    assert 1 < effective_number({"a": 9, "b": 1}) < 2
+
+
+HEALTHY = {"illegal": 0.02, "unfinished": 0.0, "entropy": 0.4, "openings": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("sick", "name", "is_collapse"),
+    [
+        ({"illegal": 0.5}, "illegal", True),
+        ({"unfinished": 0.4}, "unfinished", True),
+        ({"entropy": 0.001}, "entropy", False),
+        ({"openings": 1.0}, "openings", False),
+    ],
+)
+def test_each_sign_is_seen_once_it_has_lasted(sick: dict[str, float], name: str, is_collapse: bool) -> None:
+    lines = [dict(HEALTHY) for _ in range(20)]
+    assert alarms(lines) == []
+    assert alarms([*lines, {**HEALTHY, **sick}]) == []
+    (found,) = alarms([*lines, *[{**HEALTHY, **sick}] * 8])
+    assert (found.name, found.is_collapse) == (name, is_collapse) and found.said
+    assert alarms([*lines, *[{**HEALTHY, **sick}] * 8, *[HEALTHY] * 8]) == []
+
+
+def test_playing_worse_than_it_began_is_a_collapse_at_once() -> None:
+    (found,) = alarms([HEALTHY], weaker=["minimax"])
+    assert found.is_collapse and "minimax" in found.said
+
+
+def test_a_policy_that_began_with_one_opening_has_not_lost_any() -> None:
+    assert alarms([{**HEALTHY, "openings": 1.0}] * 30) == []
+    assert math.isclose(effective_number({"a": 1}), 1)

@@ -1,0 +1,38 @@
+"""A game of two players for tests of self-play: each says a digit unseen, and the higher one wins."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from perilune.environments import Chance, MultiTurn, Play, Split, Task, ask, over
+from perilune.errors import RequestError
+
+
+class Duel(MultiTurn):
+    """What is no digit is an illegal move, and loses. `opponent: random` says any digit."""
+
+    id = "duel"
+    max_turns = 2
+    cut_off = ""
+
+    def __init__(self, section: Mapping[str, Any]) -> None:
+        self.opponent = section.get("opponent", "self")
+        if self.opponent not in ("self", "random"):
+            raise RequestError(f"nobody is called {self.opponent}")
+        self.players = 2 if self.opponent == "self" else 1
+
+    def tasks(self, split: Split, seed: int) -> Iterator[Task]:
+        for number in range(10_000):
+            task_id = hashlib.sha256(f"{seed}/{number}".encode()).hexdigest()[:32]
+            if (task_id[0] == "0") == (split == "heldout"):
+                yield Task(task_id, ({"role": "user", "content": "a digit?"},), {})
+
+    def play(self, task: Task, chance: Chance) -> Play:
+        mine = yield ask(player=0)
+        theirs = (yield ask(player=1)) if self.players == 2 else str(chance.integer(10, "theirs"))
+        values = [int(said) if said.isdigit() else -1 for said in (mine, theirs)]
+        won = float(values[0] > values[1]) - float(values[0] < values[1])
+        told = {"illegal": float(min(values) < 0)}
+        yield over(won, -won, metrics=told) if self.players == 2 else over(won, metrics=told)

@@ -1,0 +1,251 @@
+"""selfplay as a stage: who is met, what is judged, what is published, and that a kill changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from task_cases import episodes, make_bundle, make_job, metrics, run_in, run_task, summary
+
+from perilune.bundle.compare import compare_artifacts
+from perilune.data.records import make_record, write_records
+from perilune.engine.engine import Engine
+from perilune.errors import RequestError, WorkFailedError
+from perilune.execution.placements.local import carry_over
+from perilune.files import sha256_file
+from perilune.learn import checkpoints
+from perilune.models.checksum import checksum
+from perilune.models.loading import load_checkpoint
+from perilune.tasks.judging import Table
+from perilune.tasks.league import League
+from perilune.tasks.observation import Observer
+from perilune.tasks.snapshots import Snapshots
+
+DUEL = {"id": "factory", "factory": "duel_environment:Duel"}
+FINAL = "artifacts/checkpoints/final"
+LEAGUE = "artifacts/checkpoints/league"
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy that says a digit, any."""
+    folder = tmp_path_factory.mktemp("start")
+    rows = [
+        make_record(
+            [{"role": "user", "content": "a digit?"}, {"role": "assistant", "content": str(number % 10)}],
+            environment="duel", task_id=str(number), score=1.0, source="test", seed=0,
+        )
+        for number in range(40)
+    ]  # fmt: skip
+    write_records(folder / "traces/records.jsonl", rows)
+    bundle = run_task(
+        folder / "b", "sft", environment=DUEL, inputs={"data": folder / "traces"},
+        steps=25, batch_size=20, lr=4e-3, save_every=100,
+    )  # fmt: skip
+    return bundle / FINAL
+
+
+def options(**more: Any) -> dict[str, Any]:
+    league = {"every": 2, "games": 24, "share": 0.5} | more.pop("league", {})
+    return {"environment": DUEL, "steps": 6, "prompts": 6, "samples": 6, "lr": 3e-3, "save_every": 3,
+            "max_tokens": 4, "temperature": 1.0, "league": league, **more}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def played(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Self-play that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("played") / "b"
+    return run_task(folder, "selfplay", inputs={"checkpoint": start}, **options())
+
+
+def test_it_learns_to_win_and_says_by_how_much(played: Path) -> None:
+    told, lines = summary(played)["league"], metrics(played)
+    assert [one["step"] for one in told["judgements"]] == [0, 2, 4, 6]
+    first, *_, last = told["judgements"]
+    assert last["against/step 0/low"] > 0 and last["against/random/low"] > 0
+    assert last["elo"] > first["elo/high"] - 50 and told["champion"] == 6 and not told["collapsed"]
+    assert told["ratings"]["random"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
+    assert all(one["won"] + one["drawn"] + one["lost"] == 24 for one in told["matches"])
+    assert [line["step"] for line in lines if "elo" in line] == [2, 4, 6]
+    assert lines[-1]["elo"] == last["elo"] and {"openings", "illegal", "drawn", "met"} <= lines[0].keys()
+    assert {line["met"] for line in lines[:2]} == {0.0}
+
+
+def test_the_frozen_have_seats_in_their_share_of_the_tasks_and_teach_nobody(played: Path) -> None:
+    found = episodes(played)
+    groups = found.groupby("group_id").size()
+    tasks = {name.removesuffix("/p1") for name in groups.index}
+    assert len(tasks) == 36 and set(groups) == {6}
+    with_league = 2 * len(tasks) - len(groups)  # of those only one seat's group is there
+    assert 8 <= with_league <= 28
+    newest = found.groupby("step")["policy_version"].apply(lambda column: {int(v.max()) for v in column})
+    assert list(newest) == [{version} for version in range(6)]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(checkpoints.read(folder, ("weights",))[0]["weights"])
+
+
+def test_opponents_are_the_ones_that_were_frozen(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the second engine computes with is looked at whenever it samples."""
+    seen: list[tuple[int, dict[str, torch.Tensor]]] = []
+    sample, prepare = Engine.sample, League.prepare
+    leagues: list[League] = []
+
+    def remembers(self: League, step: int) -> None:
+        leagues[:] = [self]
+        prepare(self, step)
+
+    def watched(self: Engine, *arguments: Any, **more: Any) -> Any:
+        if leagues and self is leagues[0].engine:
+            held = {name: one.clone() for name, one in self._source.named_parameters()}
+            seen.append((self.version, held))
+        return sample(self, *arguments, **more)
+
+    monkeypatch.setattr(League, "prepare", remembers)
+    monkeypatch.setattr(Engine, "sample", watched)
+    bundle = run_task(tmp_path / "b", "selfplay", inputs={"checkpoint": start}, **options(steps=4))
+    frozen = {step: weights(bundle / LEAGUE / f"step-{step:06d}") for step in (0, 2, 4)}
+    assert checksum(frozen[0]) != checksum(frozen[2])
+    began = dict(load_checkpoint(start, torch.device("cpu"))[0].named_parameters())
+    assert all(torch.equal(frozen[0][name], began[name]) for name in began)
+    assert {version for version, _ in seen} == {0, 2}
+    for version, held in seen:
+        assert all(torch.equal(held[name], one) for name, one in frozen[version].items())
+
+
+def test_a_kill_changes_nothing_league_included(
+    played: Path, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after the fifth step, whose judgement of step 4 no checkpoint has."""
+    job, inputs = make_job("selfplay", inputs={"checkpoint": start}, **options()), {"checkpoint": start}
+    broken = make_bundle(tmp_path / "one", job, inputs)
+    record = Observer.record
+
+    def dies(self: Observer, step: int, *arguments: Any) -> None:
+        if step == 5:
+            raise KeyboardInterrupt
+        record(self, step, *arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Observer, "record", dies)
+        run_in(broken)
+    again = make_bundle(tmp_path / "two", job, inputs)
+    carry_over(broken / "artifacts", again / "artifacts")
+    run_in(again)
+    assert compare_artifacts(played, again) == []
+    assert metrics(played) == metrics(again) and summary(played)["league"] == summary(again)["league"]
+    for path in sorted((played / "artifacts/checkpoints").rglob("*.safetensors")):
+        assert sha256_file(path) == sha256_file(again / path.relative_to(played)), path
+
+
+def test_a_frozen_policy_that_was_changed_is_refused(played: Path, start: Path, tmp_path: Path) -> None:
+    decoder = load_checkpoint(start, torch.device("cpu"))[0]
+    snapshots = Snapshots(tmp_path / "league", decoder, Engine(decoder, slots=2))
+    digest = snapshots.freeze(3, decoder)
+    assert snapshots.seat(3, digest).version == 3
+    with pytest.raises(WorkFailedError, match="frozen at step 3"):
+        Snapshots(tmp_path / "league", decoder, Engine(decoder, slots=2)).seat(3, "another")
+    file = tmp_path / "league/step-000003/weights.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    with pytest.raises(RequestError, match=r"weights\.safetensors is missing or differs"):
+        Snapshots(tmp_path / "league", decoder, Engine(decoder, slots=2)).seat(3, digest)
+
+
+def test_a_worse_policy_is_not_published(start: Path, tmp_path: Path) -> None:
+    """A learning rate that destroys: the collapse is told, and the first policy stays champion."""
+    bundle = run_task(
+        tmp_path / "b", "selfplay", inputs={"checkpoint": start}, **options(lr=0.3, warmup=0, steps=10)
+    )
+    told = summary(bundle)["league"]
+    assert told["champion"] == 0 and told["collapsed"], told["judgements"]
+    assert {one["name"] for one in told["alarms"] if one["kind"] == "collapse"} & {
+        "weaker",
+        "illegal",
+        "unfinished",
+    }
+    published = load_file(bundle / FINAL / "model.safetensors")
+    began = load_file(start / "model.safetensors")
+    assert all(torch.equal(published[name], began[name]) for name in began)
+    last = load_file(bundle / FINAL / "optimizer/weights.safetensors")
+    assert any(not torch.equal(last[name], one) for name, one in published.items() if name in last)
+
+
+def table(*judged: dict[str, Any]) -> Table:
+    found = Table({}, ("random",), seed=0)
+    for step, one in enumerate(judged):
+        returns = {
+            name: dict(enumerate(values)) for name, values in one.items() if not isinstance(values, float)
+        }
+        exact = {name: value for name, value in one.items() if isinstance(value, float)}
+        found.enter(step, {n: {str(k): v for k, v in r.items()} for n, r in returns.items()}, exact)
+    return found
+
+
+EVEN, WON, LOST = [1.0, -1.0] * 20, [1.0] * 30 + [-1.0] * 10, [1.0] * 10 + [-1.0] * 30
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "why"),
+    [
+        ({"random": EVEN}, {"random": EVEN, "step 0": EVEN}, []),
+        ({"random": EVEN}, {"random": WON, "step 0": WON}, []),
+        ({"random": EVEN}, {"random": EVEN, "step 0": LOST}, ["loses to step 0"]),
+        ({"random": WON}, {"random": EVEN, "step 0": EVEN}, ["less against random than then"]),
+        (
+            {"random": EVEN, "exploitability": 0.2, "illegal_mass": 0.0},
+            {"random": WON, "step 0": WON, "exploitability": 0.3, "illegal_mass": 0.0},
+            ["exploitability was 0.200 at step 0"],
+        ),
+        (
+            {"random": EVEN, "exploitability": 0.2, "illegal_mass": 0.0},
+            {"random": WON, "step 0": LOST, "exploitability": 0.1, "illegal_mass": 0.0},
+            [],
+        ),
+        (
+            {"random": EVEN, "exploitability": 0.2, "illegal_mass": 0.0},
+            {"random": WON, "step 0": WON, "exploitability": 0.1, "illegal_mass": 0.2},
+            ["illegal mass was 0.000 at step 0"],
+        ),
+    ],
+)
+def test_the_gate(first: dict[str, Any], then: dict[str, Any], why: list[str]) -> None:
+    assert table(first, then).worse(1, 0) == why
+
+
+def test_prioritised_choices_go_to_who_is_hard_to_beat(played: Path) -> None:
+    chosen = {choice: drawn(choice) for choice in ("uniform", "prioritised")}
+    assert 60 < chosen["uniform"].count(0) < 140
+    assert chosen["prioritised"].count(0) > 170
+
+
+def drawn(choice: str) -> list[int]:
+    league = object.__new__(League)
+    members = {"points": {"0": 0.1, "2": 0.9}, "members": {"0": "", "2": ""}, "champion": 2}
+    parts: dict[str, Any] = {
+        "_settings": type("", (), {"choice": choice, "size": 8}),
+        "_workspace": type("", (), {"job": type("", (), {"seed": 1})}),
+        "_learner": type("", (), {"memory": {"league": members}}),
+    }
+    for name, value in parts.items():
+        setattr(league, name, value)
+    return [league._drawn(step) for step in range(200)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"environment": {**DUEL, "opponent": "random"}}, r"environment: .*one seat"),
+        ({"league": {"against": ["nobody"]}}, r"league.against: no player 'nobody'"),
+    ],
+)
+def test_what_has_nobody_to_play_against_is_refused(change: dict[str, Any], message: str) -> None:
+    from perilune.tasks.selfplay import plugin
+
+    with pytest.raises(RequestError, match=message):
+        plugin.plan(make_job("selfplay", **options(**change)))
