@@ -60,3 +60,8 @@ def test_a_wrong_request_says_where(arguments, where):
     with pytest.raises(RequestError) as caught:
         run(*arguments)
     assert caught.value.where == where
+
+
+def test_show_names_the_teacher_of_each_game():
+    assert "    kuhn_poker     cfr: CFR+" in run("show", "open_spiel")
+    assert json.loads(run("show", "open_spiel", "--json"))["notes"]["teachers"]["hex"].startswith("mcts")

@@ -52,7 +52,7 @@ def show(name: Name, as_json: AsJson = False) -> None:
     """Show what a recipe can set for an environment: its fields, and the settings of its family."""
     from pydantic import BaseModel
 
-    from perilune.environments.registry import environment_spec
+    from perilune.environments.registry import environment_notes, environment_spec
 
     section = section_of(name, [])
     model = environment_spec(section["id"])
@@ -67,10 +67,11 @@ def show(name: Name, as_json: AsJson = False) -> None:
     missing = {field for field, facts in fields.items() if facts["required"]} - set(section)
     environment = None if missing else _open(section)
     settings = _settings(environment)
+    notes = environment_notes(section["id"])
     players, turns = getattr(environment, "players", None), getattr(environment, "max_turns", None)
     if as_json:
         form = {"players": players, "max_turns": turns}
-        print_json({"name": name, **form, "fields": fields, "config": settings})
+        print_json({"name": name, **form, "fields": fields, "config": settings, "notes": notes})
         return
     echo(f"environment: {json.dumps(section)}")
     if turns is not None and (turns > 1 or players != 1):
@@ -80,6 +81,10 @@ def show(name: Name, as_json: AsJson = False) -> None:
         echo(f"  {field:10} {shown:14} {facts['description']}")
     for setting, value in settings.items():
         echo(f"  config.{setting}: {json.dumps(value, default=str)}")
+    for heading, lines in notes.items():
+        echo(f"  {heading}")
+        for what, line in lines.items():
+            echo(f"    {what:14} {line}")
 
 
 @app.command(

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from perilune.environments.chance import Chance
-from perilune.environments.game_teachers import choose, make_game_teacher
+from perilune.environments.game_teachers import BEST, GAME_TEACHERS, choose, make_game_teacher
 from perilune.environments.multi_turn import MultiTurn, Play, ask, over
 from perilune.environments.open_spiel_match import Match, is_simultaneous, pyspiel
 from perilune.environments.open_spiel_text import game_text, move_text
@@ -71,6 +71,11 @@ class OpenSpielEnvironment(MultiTurn):
         )
         self.players = game.num_players() if self._opponent is None else 1
         self.max_turns = int(game.max_game_length()) * (self.players if is_simultaneous(game) else 1)
+
+    @staticmethod
+    def notes() -> dict[str, dict[str, str]]:
+        """The teacher of each game, for who asks about the environment."""
+        return {"teachers": {game: f"{name}: {GAME_TEACHERS[name]}" for game, name in BEST.items()}}
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
         """Deals without end; where the game deals nothing, further games against other luck."""

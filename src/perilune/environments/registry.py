@@ -70,6 +70,16 @@ def environment_families(name: str) -> tuple[str, ...]:
     return families
 
 
+def environment_notes(name: str) -> dict[str, dict[str, str]]:
+    """What else the environment `name` has to say of itself: under each heading, a line by name.
+
+    Raises:
+        RequestError: when no such environment is installed.
+    """
+    notes: dict[str, dict[str, str]] = getattr(_factory({"id": name}), "notes", dict)()
+    return notes
+
+
 def named_files(section: Mapping[str, Any]) -> dict[str, str]:
     """Fields of an environment section that name files, dotted where they are nested, and their paths.
 

@@ -1,0 +1,174 @@
+"""How strong the teachers of games are: exploitability where that can be known, else matches.
+
+    nice python benchmarks/game_teachers.py [--pairs 40] [--only exploitability matches]
+
+Exploitability is NashConv / 2: what best answers to the average policy win, on average over the two seats;
+0 is an equilibrium. A match is pairs of games with the same luck and the seats swapped; a share of the points
+(a draw is half of one) has Wilson's 95% interval, the mean return the bootstrap's over pairs. Times are of
+one core that was shared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyspiel
+
+from perilune.environments import Chance
+from perilune.environments.game_teachers import BEST, GameTeacher, choose, make_game_teacher
+from perilune.environments.game_teachers.regret import ITERATIONS, RegretSolver
+from perilune.environments.open_spiel_match import Match
+from perilune.metrics.bootstrap import bootstrap_problems
+from perilune.metrics.proportion import wilson
+from recipe_runs import HERE, document, write
+
+CURVES = {
+    "kuhn_poker": ({}, {"cfr": (10, 100, 200, 1000), "mccfr": (1000, 10_000, 200_000)}),
+    "leduc_poker": ({}, {"cfr": (10, 100, 200), "mccfr": (10_000, 200_000, 1_000_000)}),
+    "goofspiel": ({"num_cards": 4}, {"cfr": (10, 100, 200), "mccfr": (10_000, 200_000)}),
+    "liars_dice": ({}, {"cfr": (10, 50, 100), "mccfr": (10_000, 100_000, 200_000)}),
+}
+KNOWN = {
+    ("kuhn_poker", "cfr", 100): 0.0012,
+    ("leduc_poker", "cfr", 100): 0.0134,
+    ("leduc_poker", "mccfr", 10_000): 0.298,
+}
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A teacher, who it plays, and how often."""
+
+    game: str
+    teacher: tuple[str, int]  # name, simulations
+    opponent: tuple[str, int]
+    config: Mapping[str, Any]
+    pairs: float = 1.0  # of those asked for
+
+
+CHANCE = ("random", 2)
+HEX, CLOBBER = {"board_size": 7}, {"rows": 5, "columns": 5}
+CONTESTS = (
+    Contest("tic_tac_toe", ("minimax", 2), CHANCE, {}, 5),
+    Contest("tic_tac_toe", ("minimax", 2), ("mcts", 50), {}, 5),
+    Contest("connect_four", ("mcts", 1000), CHANCE, {}),
+    Contest("connect_four", ("mcts", 1000), ("mcts", 100), {}),
+    Contest("othello", ("mcts", 200), CHANCE, {}, 0.5),
+    Contest("othello", ("mcts", 200), ("mcts", 20), {}, 0.5),
+    Contest("hex", ("mcts", 1000), CHANCE, HEX),
+    Contest("hex", ("mcts", 1000), ("mcts", 100), HEX),
+    Contest("clobber", ("mcts", 1000), CHANCE, CLOBBER),
+    Contest("clobber", ("mcts", 1000), ("mcts", 100), CLOBBER),
+    Contest("kuhn_poker", ("cfr", 2), CHANCE, {}, 50),
+    Contest("leduc_poker", ("cfr", 2), CHANCE, {}, 50),
+    Contest("leduc_poker", ("cfr", 2), ("mccfr", 2), {}, 50),
+    Contest("goofspiel", ("cfr", 2), CHANCE, {"num_cards": 4}, 25),
+    Contest("liars_dice", ("cfr", 2), CHANCE, {}, 25),
+    Contest("liars_dice", ("cfr", 2), ("mccfr", 2), {}, 50),
+    Contest("gin_rummy", ("rules", 2), CHANCE, {}, 1.5),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument(
+        "--only", nargs="+", choices=("exploitability", "matches"), default=("exploitability", "matches")
+    )
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "game_teachers.json")
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    found: dict[str, Any] = {
+        "title": "Teachers of games",
+        "about": " ".join((__doc__ or "").split("\n\n")[2].split()),
+    }
+    if "exploitability" in arguments.only:
+        found["exploitability"] = {
+            f"{game} by {algorithm}": curve(game, config, algorithm, iterations)
+            for game, (config, algorithms) in CURVES.items()
+            for algorithm, iterations in algorithms.items()
+        }
+    if "matches" in arguments.only:
+        found["matches"] = [match(one, max(2, round(one.pairs * arguments.pairs))) for one in CONTESTS]
+    found["each game's own"] = dict(BEST)
+    found["iterations of a solution"] = dict(ITERATIONS)
+    write(arguments.out, found | document("game_teachers.py", sys.argv[1:], began))
+
+
+def curve(
+    game: str, config: Mapping[str, Any], algorithm: str, iterations: tuple[int, ...]
+) -> list[dict[str, Any]]:
+    """Exploitability and seconds of solving after so many iterations."""
+    began = time.process_time()
+    solver = RegretSolver(pyspiel.load_game(game, dict(config)), algorithm, seed=0)
+    rows, done, seconds = [], 0, time.process_time() - began
+    for target in iterations:
+        began = time.process_time()
+        solver.run(target - done)
+        seconds += time.process_time() - began
+        done = target
+        known = KNOWN.get((game, algorithm, target)) if not config else None
+        rows.append(
+            {
+                "iterations": target,
+                "exploitability": round(solver.exploitability(), 5),
+                "known": known,
+                "seconds": round(seconds, 2),
+            }
+        )
+        print(game, algorithm, rows[-1], file=sys.stderr, flush=True)
+    return rows
+
+
+def match(contest: Contest, pairs: int) -> dict[str, Any]:
+    """Games with seats swapped: how many points, what the mean return."""
+    game = pyspiel.load_game(contest.game, dict(contest.config))
+    began = time.process_time()
+    teacher, opponent = (
+        make_game_teacher(name, game, simulations=simulations)
+        for name, simulations in (contest.teacher, contest.opponent)
+    )
+    solving, began = time.process_time() - began, time.process_time()
+    returns = [[played(game, teacher, opponent, seat, number) for seat in (0, 1)] for number in range(pairs)]
+    flat = [one for pair in returns for one in pair]
+    points = sum(1.0 if one > 0 else 0.5 if one == 0 else 0.0 for one in flat)
+    share, mean = wilson(points, len(flat)), bootstrap_problems([sum(pair) / 2 for pair in returns])
+    row = {
+        "game": str(game),
+        "teacher": named(*contest.teacher),
+        "against": named(*contest.opponent),
+        "games": len(flat),
+        "won": sum(one > 0 for one in flat),
+        "drawn": sum(one == 0 for one in flat),
+        "points": f"{share.mean:.3f} ({share.low:.3f} to {share.high:.3f})",
+        "mean return": f"{mean.mean:+.3f} ({mean.low:+.3f} to {mean.high:+.3f})",
+        "seconds a game": round((time.process_time() - began) / len(flat), 3),
+        "seconds of solving": round(solving, 2),
+    }
+    print(row, file=sys.stderr, flush=True)
+    return row
+
+
+def played(game: Any, teacher: GameTeacher, opponent: GameTeacher, seat: int, number: int) -> float:
+    """What the teacher got in `seat` of a game."""
+    match = Match(game, Chance(number, "deal"))
+    while not match.over:
+        who = teacher if match.player == seat else opponent
+        match.take(choose(who, match, Chance(number, f"{who is teacher}")).action)
+    return match.returns[seat]
+
+
+def named(name: str, simulations: int) -> str:
+    return f"{name} {simulations}" if name == "mcts" else name
+
+
+if __name__ == "__main__":
+    main()
