@@ -113,6 +113,7 @@ class Life:
         return (
             self.recorded.state is MachineState.TERMINATING
             or desire is Desire.RELEASED
+            or (desire is Desire.COLLECTED and self.recorded.state is MachineState.REQUESTED)
             or age >= min(LEASE.max_lifetime, LEASE.max_cost / PRICE * 3600)
             or (idle is not None and now.since(idle) >= LEASE.idle)
             or (self.recorded.state is MachineState.REQUESTED and age >= LEASE.ready_within)

@@ -110,7 +110,8 @@ def plan_machine(  # noqa: PLR0911 - one return a row of the table
 def _condemned(desire: Desire, recorded: Recorded, now: Instant) -> str:
     """Why a machine is to go, or ""."""
     lease, age = recorded.lease, now.since(recorded.leased)
-    if desire is Desire.RELEASED:
+    unused = desire is Desire.COLLECTED and recorded.state is MachineState.REQUESTED
+    if desire is Desire.RELEASED or unused:
         return "nothing needs it any more"
     if age >= lease.max_lifetime:
         return f"it has existed for its longest time, {lease.max_lifetime:g} s"

@@ -74,6 +74,7 @@ class Fleet:
         self.home, self.store = home, store
         self.providers = providers or Providers(home)
         self._listings: dict[str, Listing] = {}
+        self._seen: dict[str, RentedMachine] = {}
         self._asked: dict[str, Instant] = {}
 
     def machine(self, key: str) -> Machine | None:
@@ -92,6 +93,11 @@ class Fleet:
     def key(self, run_id: str, epoch: int, rank: int = 0) -> str:
         """Key of the machine of one attempt."""
         return str(MachineKey(cluster_id(self.home), run_id, epoch, rank))
+
+    def last_seen(self, provider: str, key: str) -> RentedMachine | None:
+        """A machine as its provider last told of it; None when this process has not heard of it."""
+        self.listing(provider)
+        return self._seen.get(key)
 
     def rent(self, session: Session, attempt: Attempt, rental: Rental, price: float) -> Machine:
         """Record, in the caller's transaction, that the attempt is to have a machine. `tend` gets it."""
@@ -121,6 +127,7 @@ class Fleet:
             try:
                 machines = self.providers.get(provider).list(tag_of(cluster_id(self.home)))
                 known = Listing(now, {machine.key: machine for machine in machines})
+                self._seen.update(known.machines or {})
             except PeriluneError as error:
                 known = Listing(now, None, str(error))
             self._listings[provider] = known
@@ -289,6 +296,7 @@ class Fleet:
                     attempt.cleanup = Cleanup.DONE.value
                     record(session, "attempt.clean", run_id=row.run_id, epoch=row.epoch)
         self._asked.pop(now.machine.key, None)
+        self._seen.pop(now.machine.key, None)
         reached("bury.committed")
 
     def _move(self, now: _Situation, state: MachineState, reason: str) -> None:

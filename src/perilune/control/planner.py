@@ -98,8 +98,11 @@ CLASS_OF = {
     Cause.START_FAILED: RetryClass.INFRASTRUCTURE,
     Cause.KILLED: RetryClass.INFRASTRUCTURE,
     Cause.PROCESS_LOST: RetryClass.INFRASTRUCTURE,
+    Cause.NO_MACHINE: RetryClass.INFRASTRUCTURE,
     Cause.STOPPED: RetryClass.PREEMPTION,
+    Cause.PREEMPTED: RetryClass.PREEMPTION,
     Cause.UNREACHABLE: RetryClass.LOST,
+    Cause.MACHINE_LOST: RetryClass.LOST,
 }  # everything else is the user's
 
 

@@ -21,9 +21,11 @@ from perilune.control.evidence import evidence_problem, worker_said
 from perilune.control.faults import reached
 from perilune.control.home import Home, locked
 from perilune.control.ledger import current, done, end_attempt, intend, operations, started
+from perilune.control.machines import Fleet
 from perilune.control.placements import Placements
 from perilune.control.planner import RetryPolicy, Step, next_step
 from perilune.control.reachability import note_reachability, unseen_seconds
+from perilune.control.rented import Rentals
 from perilune.control.store import Attempt, Run, Store, move_attempt, move_run, record
 from perilune.control.transitions import AttemptState, Cleanup, RunState
 from perilune.errors import PeriluneError, WorkFailedError
@@ -43,6 +45,7 @@ class Reconciler:
     def __init__(self, home: Home, store: Store, policy: RetryPolicy | None = None) -> None:
         self.home, self.store = home, store
         self.placements = Placements(home, policy or RetryPolicy())
+        self.rentals = Rentals(Fleet(home, store), self._end)
         self._look_after: dict[str, float] = {}  # run to the moment from which looking again may tell more
         self._misses: dict[str, int] = {}
 
@@ -60,6 +63,7 @@ class Reconciler:
             with locked(self.home.run(attempt.run_id)) as mine:
                 if mine:
                     self._clean(attempt)
+        self.rentals.tend_all()
         self.sweep()
         return runs
 
@@ -75,6 +79,7 @@ class Reconciler:
             with locked(self.home.run(run_id)) as mine:
                 while mine and self._step(run_id, act):
                     pass
+                self.rentals.follow(run_id)
             self._look_after[run_id] = time.monotonic() + self._pause(run_id)
         return self.run(run_id)
 
@@ -108,7 +113,10 @@ class Reconciler:
         if state is RunState.QUEUED:
             return self._admit(run, attempt, act)
         assert attempt is not None
-        seen = self._placement(attempt).observe(self._assignment(attempt))
+        placement, there = self._placement(attempt), self._assignment(attempt)
+        if not self.rentals.provide(placement, run, attempt, there, act):
+            return False
+        seen = placement.observe(there)
         note_reachability(self.store, attempt, seen)
         self._misses[run_id] = self._misses.get(run_id, 0) + 1 if seen.hidden else 0
         try:
@@ -190,18 +198,13 @@ class Reconciler:
         if previous is not None and not self._out_of_the_way(previous):
             return False
         placement = self.placements.of(run.id)
+        if (newest := self.rentals.newest_epoch(placement, run)) is None:
+            return False
         with self.store.transaction() as session:
             run = session.get_one(Run, run.id)
-            run.current_epoch += 1
-            session.add(
-                Attempt(
-                    run_id=run.id,
-                    number=run.current_epoch,
-                    placement=placement.name,
-                    launcher=placement.launcher,
-                    created=time.time(),
-                )
-            )
+            run.current_epoch = max(run.current_epoch, newest) + 1
+            where = {"placement": placement.name, "launcher": placement.launcher}
+            session.add(Attempt(run_id=run.id, number=run.current_epoch, created=time.time(), **where))
             session.flush()
             record(session, "attempt.planned", run_id=run.id, epoch=run.current_epoch)
             move_run(session, run, RunState.ACTIVE)

@@ -40,6 +40,10 @@ class Cause(StrEnum):
     START_FAILED = "start_failed"  # no worker came to life
     RUNNER_DIED = "runner_died"  # the worker is dead and left no result
     UNREACHABLE = "unreachable"  # not heard of for longer than the policy waits
+    NO_MACHINE = "no_machine"  # none could be rented in time
+    PREEMPTED = "preempted"  # its machine was taken away
+    MACHINE_LOST = "machine_lost"  # its machine is gone, and nobody says why
+    LEASE_ENDED = "lease_ended"  # its machine had existed, or cost, as much as it might
 
 
 @dataclass(frozen=True, slots=True)
