@@ -210,7 +210,7 @@ def _check_record(control: Control) -> None:
     if broken is not None:
         raise RequestError(
             f"event {broken} was changed after it was recorded",
-            where=str(control.home.database),
+            where=control.store.database.where,
             remedy="restore the database from a backup",
         )
 

@@ -1,27 +1,24 @@
-"""What was wanted and what was seen, in SQLite: projections, an append-only event log, and intents.
+"""What was wanted and what was seen: projections, an append-only event log, and intents.
 
 Every change of a projection is made in the transaction that appends its event. States are guarded by the
-tables in `transitions`: assigning a state that may not follow raises. Transactions begin IMMEDIATE, so
-they never fail half-way for want of the write lock; `synchronous=FULL` keeps an acknowledged commit
-through a power cut.
+tables in `transitions`: assigning a state that may not follow raises. Where the tables lie is `database`'s.
 """
 
 from __future__ import annotations
 
-import resource
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import JSON, Engine, ForeignKey, ForeignKeyConstraint, create_engine, event, false, select
+from sqlalchemy import JSON, ForeignKey, ForeignKeyConstraint, false, select
 from sqlalchemy import Row as SqlRow
 from sqlalchemy.exc import DatabaseError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, validates
 
+from perilune.control.database import DEFERRED, database_of
 from perilune.control.home import Home
-from perilune.control.migrations import LATEST, migrate, schema_of, set_schema
+from perilune.control.migrations import LATEST
 from perilune.control.transitions import (
     AttemptState,
     Cleanup,
@@ -32,11 +29,7 @@ from perilune.control.transitions import (
     check_machine,
     check_run,
 )
-from perilune.errors import PeriluneError, RequestError, WorkFailedError
 from perilune.files import canonical_json, sha256_bytes
-
-BUSY_SECONDS = 30.0
-ROOM = 1 << 17  # bytes that SQLite may want at once for its write-ahead log
 
 
 class Base(DeclarativeBase):
@@ -189,12 +182,6 @@ class Event(Base):
     hash: Mapped[str]
 
 
-APPEND_ONLY = [
-    f"CREATE TRIGGER events_no_{verb} BEFORE {verb} ON events BEGIN SELECT RAISE(ABORT, 'append-only'); END"
-    for verb in ("update", "delete")
-]
-
-
 class Store:
     """The database of one home, made where there is none and brought forward where it is older.
 
@@ -204,18 +191,17 @@ class Store:
     """
 
     def __init__(self, home: Home) -> None:
-        self.home = home
-        self.engine = _sqlite(home)
+        self.database = database_of(home)
+        self.engine = self.database.engine
         with self.transaction() as session:
             connection = session.connection()
-            found = schema_of(connection)
+            found = self.database.schema(connection)
             if found == 0:
                 Base.metadata.create_all(connection)
-                for statement in APPEND_ONLY:
-                    connection.exec_driver_sql(statement)
-                set_schema(connection, LATEST)
-            elif backup := migrate(connection, home.database):
-                record(session, "store.migrated", found=found, now=LATEST, backup=backup.name)
+                self.database.protect(connection)
+                self.database.set_schema(connection, LATEST)
+            elif backup := self.database.migrate(connection):
+                record(session, "store.migrated", found=found, now=LATEST, backup=backup)
 
     @contextmanager
     def transaction(self) -> Iterator[Session]:
@@ -231,17 +217,17 @@ class Store:
             with Session(self.engine, expire_on_commit=False) as session, session.begin():
                 yield session
         except DatabaseError as error:
-            raise _explain(error, self.home) from error
+            raise self.database.explain(error) from error
 
     @contextmanager
     def snapshot(self) -> Iterator[Session]:
         """A session on one consistent state of the database; takes no write lock."""
-        reader = self.engine.execution_options(begin="DEFERRED")
+        reader = self.engine.execution_options(**DEFERRED)
         try:
             with Session(reader, expire_on_commit=False, autoflush=False) as session:
                 yield session
         except DatabaseError as error:
-            raise _explain(error, self.home) from error
+            raise self.database.explain(error) from error
 
     def close(self) -> None:
         """Give back connections."""
@@ -318,41 +304,3 @@ def event_hash(previous: str, row: Event | SqlRow[Any]) -> str:
         "detail": row.detail,
     }
     return sha256_bytes(canonical_json(content))
-
-
-def _sqlite(home: Home) -> Engine:
-    engine = create_engine(f"sqlite:///{home.database}", connect_args={"timeout": BUSY_SECONDS})
-
-    @event.listens_for(engine, "connect")
-    def _configure(connection: Any, _: Any) -> None:
-        connection.isolation_level = None  # we say BEGIN ourselves
-        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
-            connection.execute(f"PRAGMA {pragma}")
-
-    @event.listens_for(engine, "begin")
-    def _begin(connection: Any) -> None:
-        mode = connection.get_execution_options().get("begin", "IMMEDIATE")
-        connection.exec_driver_sql(f"BEGIN {mode}")
-
-    return engine
-
-
-def _explain(error: DatabaseError, home: Home) -> PeriluneError:
-    text = str(error.orig)
-    where = str(home.database)
-    full = shutil.disk_usage(home.root).free < ROOM
-    if "full" in text or ("disk I/O" in text and full):  # SQLite cannot always tell why it could not write
-        remedy = "free some space, or choose another disk with PERILUNE_HOME"
-        return RequestError("the disk is full; nothing was changed", where=where, remedy=remedy)
-    if "disk I/O" in text and resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
-        remedy = "raise `ulimit -f`"
-        return RequestError(f"it may not grow past this process's limit ({text})", where=where, remedy=remedy)
-    if "readonly" in text or "unable to open" in text:
-        return RequestError(f"cannot write the state database ({text})", where=where)
-    if "not a database" in text or "malformed" in text:
-        return WorkFailedError(f"the state database is damaged ({text})", where=where)
-    if "locked" in text:
-        return WorkFailedError(
-            f"another process has held the state database for {BUSY_SECONDS:.0f} s", where=where
-        )
-    return WorkFailedError(f"state database: {text}", where=where)

@@ -1,0 +1,134 @@
+"""The same promises on a real PostgreSQL server."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from drill_cases import Command, carry_out, drill_control, drill_plan
+from postgres_server import binaries, server
+from sqlalchemy import text
+from sqlalchemy.exc import DatabaseError
+
+from perilune.control.database import VARIABLE, Postgres, database_of
+from perilune.control.experiments import Control
+from perilune.control.home import Home
+from perilune.control.progress import StageFailed, StageFinished, StageReused
+from perilune.control.store import Store, record, verify_events
+from perilune.errors import RequestError, WorkFailedError
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    if binaries() is None:
+        pytest.skip("no PostgreSQL server: apt-get install postgresql")
+    with server() as found:
+        yield found
+
+
+@pytest.fixture
+def control(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Control]:
+    monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv(VARIABLE, url)
+    opened = drill_control(tmp_path / "home")
+    yield opened
+    opened.store.close()
+
+
+def test_runs_go_their_way_and_commands_find_them(control: Control, perilune: Command) -> None:
+    assert isinstance(control.store.database, Postgres) and not control.home.database.exists()
+    plans = [drill_plan("one", steps=1), drill_plan("two", fail_at=0, how="work")]
+    events = carry_out(control, *plans)
+    assert {type(event) for event in events} >= {StageFinished, StageFailed}
+    assert isinstance(carry_out(control, plans[0])[0], StageReused)
+    assert "one" in perilune("runs")[1] and perilune("verify", "one")[0] == 0
+    assert perilune("reconcile")[0] == 0
+    with control.store.snapshot() as session:
+        assert verify_events(session) is None
+
+
+def test_events_only_grow(control: Control) -> None:
+    carry_out(control, drill_plan("one", steps=1))
+    for statement in ("UPDATE events SET detail = '{}'", "DELETE FROM events", "TRUNCATE events"):
+        with pytest.raises(DatabaseError, match="append-only"), control.store.engine.begin() as connection:
+            connection.execute(text(statement))
+
+
+def test_writers_take_turns_and_no_event_is_lost(control: Control) -> None:
+    def write(number: int) -> None:
+        for _ in range(10):
+            with control.store.transaction() as session:
+                record(session, "drill", writer=number)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with control.store.snapshot() as session:
+        assert verify_events(session) is None
+        assert session.scalar(text("SELECT count(*) FROM events WHERE kind = 'drill'")) == 60
+
+
+def test_a_snapshot_is_one_state_and_takes_no_lock(control: Control) -> None:
+    with control.store.snapshot() as session:
+        before = session.scalar(text("SELECT count(*) FROM events"))
+        began = time.monotonic()
+        with control.store.transaction() as other:
+            record(other, "drill")
+        assert time.monotonic() - began < 5
+        assert session.scalar(text("SELECT count(*) FROM events")) == before
+
+
+def test_homes_do_not_see_each_other(control: Control, tmp_path: Path) -> None:
+    carry_out(control, drill_plan("one", steps=1))
+    other = drill_control(tmp_path / "other")
+    with other.store.snapshot() as session:
+        assert session.scalar(text("SELECT count(*) FROM runs")) == 0
+    other.store.close()
+
+
+def test_a_home_stays_with_its_database(
+    control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE)
+    assert isinstance(database_of(control.home), Postgres)  # remembered
+    monkeypatch.setenv(VARIABLE, "postgresql://elsewhere/other")
+    with pytest.raises(RequestError, match="the state of this home lies in"):
+        database_of(control.home)
+    monkeypatch.delenv(VARIABLE)
+    plain = Home.open(tmp_path / "plain")
+    Store(plain).close()
+    monkeypatch.setenv(VARIABLE, "postgresql://elsewhere/other")
+    with pytest.raises(RequestError, match=r"lies in .*state\.db"):
+        database_of(plain)
+
+
+@pytest.mark.parametrize(
+    ("url", "what"),
+    [
+        ("postgresql://me:secret@host/db", "holds a password"),
+        ("mysql://host/db", "names a mysql database"),
+        ("nonsense", "is no URL"),
+    ],
+)
+def test_what_is_no_database_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, what: str
+) -> None:
+    monkeypatch.setenv(VARIABLE, url)
+    with pytest.raises(RequestError, match=what) as found:
+        database_of(Home.open(tmp_path / "home"))
+    assert "secret" not in str(found.value)
+    assert not (tmp_path / "home" / "database").exists()
+
+
+def test_a_server_that_is_away_is_told_of_and_nothing_is_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, f"postgresql://perilune@/postgres?host={tmp_path}")
+    with pytest.raises(WorkFailedError, match="cannot reach the state database"):
+        Store(Home.open(tmp_path / "home"))
+    assert not (tmp_path / "home" / "database").exists()
