@@ -1,26 +1,30 @@
-"""`perilune data generate`: records that a teacher writes, each judged by the environment."""
+"""`perilune data generate`: records that a teacher or a model writes, each judged by the environment."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from perilune.cli.environments import section_of, settings_of
 from perilune.cli.output import echo, print_json
-from perilune.errors import WorkFailedError
+from perilune.errors import RequestError, WorkFailedError
+
+if TYPE_CHECKING:
+    from perilune.environments import Split
 
 
 def generate(
     environment: Annotated[
         str, typer.Argument(metavar="ENVIRONMENT", help="An id, with a family: reasoning_gym/chain_sum.")
     ],
-    teacher: Annotated[str, typer.Option(help="Who writes.")],
     out: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Where records.jsonl and rejected.jsonl are written.")
     ],
     *,
+    teacher: Annotated[str, typer.Option(help="Who writes.")] = "",
     settings: Annotated[
         list[str],
         typer.Option("--set", metavar="KEY=VALUE", help="A field of the environment: game=hex."),
@@ -34,44 +38,87 @@ def generate(
             "--strategy", metavar="NAME=SHARE", help="Share of a strategy; the teacher's own if none."
         ),
     ] = [],  # noqa: B006  # likewise
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="CHECKPOINT", help="Instead of a teacher: a Hugging Face folder, or the run that made it."
+        ),
+    ] = "",
+    samples: Annotated[int, typer.Option(min=1, help="Answers of a model to each task.")] = 4,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer of a model.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.01, help="That a model is sampled at.")] = 1.0,
     count: Annotated[int, typer.Option("-n", "--count", min=1, help="How many records.")] = 1000,
-    seed: Annotated[int, typer.Option(help="Fixes tasks and what the teacher writes.")] = 0,
+    tasks: Annotated[
+        int | None, typer.Option(min=1, help="Of how many tasks, whatever comes of them; else until enough.")
+    ] = None,
+    split: Annotated[str, typer.Option(help="train or heldout.")] = "train",
+    seed: Annotated[int, typer.Option(help="Fixes tasks and what is written.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Let a teacher write records for an environment's training tasks; what is refused is set aside."""
+    """Let a teacher or a model write records for an environment's tasks; what is refused is set aside.
+
+    Killed, it goes on where it was when it is asked for again, and ends with the same bytes.
+    """
+    if bool(teacher) == bool(model):
+        raise RequestError("a teacher writes, or a model", where="--teacher", remedy="name one of them")
+    if split not in ("train", "heldout"):
+        raise RequestError(f"no split called '{split}'", where="--split", remedy="train or heldout")
     from perilune.cli.console import stage_progress
-    from perilune.data.generators import make_teacher
-    from perilune.data.generators.gathering import gather
+    from perilune.data import generation
+    from perilune.environments.registry import make_environment
+    from perilune.verifiers import Scorer
 
-    told = settings_of(options, "--option")
-    shares = settings_of(strategies, "--strategy")
-    with stage_progress() as view:
+    section = section_of(environment, settings)
+    made = make_environment(section)
+    of: Split = "heldout" if split == "heldout" else "train"
+    with ExitStack() as stack:
+        scorer = stack.enter_context(Scorer(section))
+        generator: generation.Generator
+        if teacher:
+            from perilune.data.generators import make_teacher
+            from perilune.data.generators.taught import Taught
+
+            told = settings_of(options, "--option")
+            writer = make_teacher(teacher, settings_of(strategies, "--strategy"), told)
+            generator = Taught(writer, made, scorer.score, seed, section=section, told={"options": told})
+        else:
+            from perilune.cli.serve import checkpoint_folder
+            from perilune.tasks.sampled import Sampled, Sampling
+
+            sampling = Sampling(samples, max_tokens, temperature, seed)
+            generator = Sampled.open(checkpoint_folder(model), section, made, scorer, sampling)
+        view = stack.enter_context(stage_progress())
         view.started("generate", "")
-
-        def show(kept: int, rejected: int) -> None:
-            view.progressed("generate", kept, count, "records", {"rejected": rejected})
-
-        found = gather(
-            section_of(environment, settings), make_teacher(teacher, shares, told), count, seed,
-            told={"options": told}, show=show,
+        found = generation.generate(
+            generator, made.tasks(of, seed), generation.Wanted(count, tasks, seed, split), out,
+            lambda kept, rejected: view.progressed(
+                "generate", kept, count, "records", {"rejected": rejected}
+            ),
         )  # fmt: skip
         view.ended("generate", "done", "")
-    found.write(out)
+    report = {"environment": made.id, **found}
     if as_json:
-        print_json({
-            "environment": found.environment, "rows": len(found.kept), "rejected": len(found.rejected),
-            "reasons": dict(found.reasons), "sources": dict(found.sources),
-        })  # fmt: skip
+        print_json(report)
     else:
-        echo(f"{len(found.kept):,} records of {found.environment}, {len(found.rejected):,} rejected")
-        for source, number in found.sources.most_common():
-            echo(f"  {source:24} {number:,}")
-        for reason, number in found.reasons.most_common():
-            echo(f"  rejected: {reason:14} {number:,}")
-        echo(f"{out}: records.jsonl, rejected.jsonl with reasons")
-    if len(found.kept) < count:
+        _tell(report, out)
+    if found["rows"] < (count if tasks is None else 1):
+        asked = f"{count} records were kept" if tasks is None else f"{found['tasks']} tasks gave a record"
         raise WorkFailedError(
-            f"{len(found.kept)} of {count} records were kept ({found.told()})",
-            where=str(out / "rejected.jsonl"),
+            f"{found['rows']} of {asked} ({_worst(found['reasons'])})",
+            where=str(out / generation.REJECTED),
             remedy="ask for fewer, tell the environment or the teacher otherwise, or take another teacher",
         )
+
+
+def _tell(report: dict[str, Any], out: Path) -> None:
+    echo(f"{report['rows']:,} records of {report['environment']}, {report['rejected']:,} rejected")
+    for source, number in report["sources"].items():
+        echo(f"  {source:24} {number:,}")
+    for reason, number in report["reasons"].items():
+        echo(f"  rejected: {reason:14} {number:,}")
+    echo(f"{out}: records.jsonl, rejected.jsonl with reasons, generate.json")
+
+
+def _worst(reasons: dict[str, int]) -> str:
+    worst = sorted(reasons.items(), key=lambda item: -item[1])[:3]
+    return ", ".join(f"{count} x {reason}" for reason, count in worst) or "no more tasks"

@@ -68,7 +68,7 @@ def serve(
         raise RequestError(
             f"the package {missing[0]} is not installed", remedy="pip install 'perilune[serve]'"
         )
-    folder = _folder(checkpoint)
+    folder = checkpoint_folder(checkpoint)
     from perilune.serve.server import Settings
     from perilune.serve.server import serve as run_server
 
@@ -102,7 +102,7 @@ def _adapter(given: str) -> tuple[str, Path]:
     return name, Path(folder).expanduser()
 
 
-def _folder(checkpoint: str) -> Path:
+def checkpoint_folder(checkpoint: str) -> Path:
     """The folder meant: a path, or the output of a run.
 
     Raises:

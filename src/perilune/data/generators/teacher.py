@@ -75,14 +75,16 @@ class Teacher(Protocol):
         ...
 
 
-def written(teacher: Teacher, environment: Environment, seed: int) -> Iterator[Candidate]:
-    """What a teacher writes for the training tasks of an environment.
+def meet(teacher: Teacher, environment: Environment) -> None:
+    """Show the environment itself to a teacher that has to know it, as to play in it: one with a `meet`."""
+    introduce = getattr(teacher, "meet", None)
+    if introduce is not None:
+        introduce(environment)
 
-    One that has to know the environment itself, as to play in it, has a method `meet` that is called first.
-    """
-    meet = getattr(teacher, "meet", None)
-    if meet is not None:
-        meet(environment)
+
+def written(teacher: Teacher, environment: Environment, seed: int) -> Iterator[Candidate]:
+    """What a teacher writes for the training tasks of an environment, once they have met."""
+    meet(teacher, environment)
     return teacher.candidates(environment.tasks("train", seed), seed)
 
 

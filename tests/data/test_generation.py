@@ -1,0 +1,223 @@
+"""Records made chunk by chunk: killed anywhere and begun again, they end with the same bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from perilune.cli.data import app
+from perilune.data import generation
+from perilune.data.generation import Wanted, generate
+from perilune.data.generators import make_teacher
+from perilune.data.generators.taught import Taught
+from perilune.data.records import read_records
+from perilune.environments import Failure, make_environment
+from perilune.errors import RequestError, WorkFailedError
+
+SECTION = {"id": "calculator", "digits": 1}
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: nothing that cleans up after exceptions sees it."""
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(generation, "CHUNK", 8)
+
+
+def calculator(seed=0, refuse=()):
+    """The calculator's teacher, and a scorer that has no verdict on some tasks."""
+    environment = make_environment(SECTION)
+
+    def score(pairs):
+        return [
+            Failure("verifier", "hung")
+            if int(task.task_id[:2], 16) % 5 in refuse
+            else environment.score(task, said)
+            for task, said in pairs
+        ]
+
+    teacher = make_teacher("calculator")
+    return environment, Taught(teacher, environment, score, seed, section=SECTION, told={})
+
+
+def made(folder, wanted, refuse=(2,)):
+    environment, generator = calculator(wanted.seed, refuse)
+    return generate(generator, environment.tasks("train", wanted.seed), wanted, folder)
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_rows_are_verified_and_say_where_they_come_from(tmp_path):
+    report = made(tmp_path, Wanted(records=1000, tasks=30, seed=3))
+    rows = read_records(tmp_path)
+    refused = [json.loads(line) for line in (tmp_path / "rejected.jsonl").read_text().splitlines()]
+    assert len(rows) + len(refused) == report["tasks"] == 30 and len(refused) == report["rejected"] > 0
+    assert {row["reason"] for row in refused} == {"verifier: hung"} == set(report["reasons"])
+    assert {(row.score, row.seed) for row in rows} == {(1.0, 3)}
+    (provenance,) = {row.provenance for row in rows}
+    assert provenance.generator == "calculator" and len(provenance.settings) == 64
+    assert set(contents(tmp_path)) == {"records.jsonl", "rejected.jsonl", "generate.json"}
+    assert json.loads((tmp_path / "generate.json").read_text()) == report
+
+
+def test_a_kill_at_any_write_changes_nothing(tmp_path, monkeypatch):
+    wanted = Wanted(records=21, tasks=None, seed=1)
+    whole = made(tmp_path / "whole", wanted)
+    assert whole["rows"] == 21 and whole["tasks"] == 24  # three chunks
+    left: list[int] = []
+    for name in ("_append", "write_json"):
+        real = getattr(generation, name)
+
+        def dying(path, what, real=real, torn=name == "_append"):
+            left[0] -= 1
+            if left[0] < 0:  # in the middle of it
+                if torn and what:
+                    with path.open("ab") as file:
+                        file.write(what[0][: len(what[0]) // 2])
+                raise Killed
+            return real(path, what)
+
+        monkeypatch.setattr(generation, name, dying)
+    replace = Path.replace
+
+    def dying_replace(self, target):
+        if self.suffix == ".partial":
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", dying_replace)
+    moments = 0
+    while True:
+        folder = tmp_path / f"killed {moments}"
+        left[:] = [moments]
+        try:
+            made(folder, wanted)
+            break
+        except Killed:
+            assert not (folder / "generate.json").exists()
+        left[:] = [moments + 1]  # once more, a little further on
+        try:
+            made(folder, wanted)
+        except Killed:
+            left[:] = [1000]
+            made(folder, wanted)
+        assert contents(folder) == contents(tmp_path / "whole"), moments
+        moments += 1
+    assert moments > 12
+
+
+def test_conversations_of_earlier_chunks_are_not_repeated_after_a_kill(tmp_path):
+    environment, generator = calculator()
+    tasks = [task for task, _ in zip(environment.tasks("train", 0), range(12), strict=False)]
+    wanted = Wanted(records=100, tasks=24, seed=0)
+
+    def dying():
+        yield from tasks
+        yield from tasks[:4]
+        raise Killed
+
+    with pytest.raises(Killed):
+        generate(generator, dying(), wanted, tmp_path)
+    report = generate(generator, [*tasks, *tasks], wanted, tmp_path)
+    assert (report["rows"], report["reasons"]) == (12, {"duplicate": 12})
+
+
+def test_other_settings_do_not_go_on_with_what_was_begun(tmp_path):
+    environment, generator = calculator()
+
+    def dying():
+        yield next(environment.tasks("train", 0))
+        raise Killed
+
+    with pytest.raises(Killed):
+        generate(generator, dying(), Wanted(5, 5, 0), tmp_path)
+    for other in (Wanted(6, 5, 0), Wanted(5, 6, 0), Wanted(5, 5, 1), Wanted(5, 5, 0, "heldout")):
+        with pytest.raises(RequestError, match="other settings"):
+            generate(generator, environment.tasks("train", 0), other, tmp_path)
+    assert generate(generator, environment.tasks("train", 0), Wanted(5, 5, 0), tmp_path)["rows"] == 5
+    with pytest.raises(RequestError, match="already"):
+        generate(generator, environment.tasks("train", 0), Wanted(5, 5, 0), tmp_path)
+
+
+def test_a_teacher_that_is_mostly_refused_is_given_up(tmp_path):
+    report = made(tmp_path, Wanted(records=10, tasks=None, seed=0), refuse=range(5))
+    assert report["rows"] == 0 and 40 < report["rejected"] <= 48
+
+
+def run(*arguments):
+    result = CliRunner().invoke(app, ["generate", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_the_command_writes_a_teachers_records(tmp_path):
+    out = tmp_path / "traces"
+    report = json.loads(
+        run("calculator", "--teacher", "calculator", "--strategy", "guess=1", "--set", "digits=1",
+            "--tasks", 9, "--seed", 4, "--out", out, "--json")
+    )  # fmt: skip
+    assert (report["rows"], report["sources"]) == (9, {"calculator/guess": 9})
+    assert len(read_records(out)) == 9
+    shown = run("planning", "--teacher", "planning", "-n", 3, "--split", "heldout", "--out", tmp_path / "b")
+    assert "3 records of planning, 0 rejected" in shown
+    train = run("planning", "--teacher", "planning", "-n", 3, "--out", tmp_path / "c", "--json")
+    assert json.loads(train)["rows"] == 3
+    both = [{row.task_id for row in read_records(tmp_path / name)} for name in "bc"]
+    assert not both[0] & both[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ([], "a teacher writes, or a model"),
+        (["--teacher", "gold", "--model", "x"], "a teacher writes, or a model"),
+        (["--teacher", "gold", "--split", "test"], "no split called 'test'"),
+        (["--teacher", "golt"], "no teacher called 'golt'"),
+        (["--teacher", "planning"], "knows trips alone"),
+    ],
+)
+def test_what_the_command_refuses(tmp_path, arguments, what):
+    with pytest.raises(RequestError, match=what):
+        run("calculator", *arguments, "--out", tmp_path / "out")
+    assert not list(tmp_path.glob("out/*.jsonl"))
+
+
+def test_too_few_records_are_a_failure_and_can_be_looked_at(tmp_path, monkeypatch):
+    monkeypatch.setattr(generation, "CHUNK", 256)
+    with pytest.raises(WorkFailedError, match="of 1000000 records were kept"):
+        run("calculator", "--set", "digits=1", "--teacher", "gold", "-n", 1000000, "--out", tmp_path)
+    assert len(read_records(tmp_path)) > 500
+
+
+def test_a_model_writes_what_the_environment_accepts_the_same_way_in_any_chunks(tmp_path, monkeypatch):
+    """A fresh model writes characters at random, and often enough the one that is asked for."""
+    from perilune.models.loading import new_model, save_checkpoint
+    from perilune.models.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.characters()
+    decoder = new_model("tiny", tokenizer, 0)
+    save_checkpoint(tmp_path / "model", decoder, tokenizer)
+    (tmp_path / "questions.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{n}?", "answer": "."}) + "\n" for n in range(40))
+    )
+    told = [
+        "jsonl", "--set", f"path={tmp_path / 'questions.jsonl'}", "--set", "match=contains", "--model",
+        tmp_path / "model", "--samples", 3, "--max-tokens", 120, "--temperature", 5, "--tasks", 16, "--json",
+    ]  # fmt: skip
+    one = json.loads(run(*told, "--out", tmp_path / "one"))
+    monkeypatch.setattr(generation, "CHUNK", 5)
+    other = json.loads(run(*told, "--out", tmp_path / "other"))
+    assert one == other and one["rows"] + one["rejected"] == 48 and 0 < one["rows"] <= 16
+    assert one["provenance"]["generator"] == "sampled"
+    rows = read_records(tmp_path / "one")
+    assert all("." in row.answer and row.source == "sampled/own" for row in rows)
+    assert contents(tmp_path / "one") == contents(tmp_path / "other")
