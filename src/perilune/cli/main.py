@@ -42,6 +42,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "worker": ("perilune.cli.evidence", "worker", "Execute a bundle here (what a remote machine runs)."),
     "bundle": ("perilune.cli.bundle", "app", "Freeze, verify and inspect bundles."),
     "environments": ("perilune.cli.environments", "app", "List and sample environments."),
+    "sandbox": ("perilune.cli.sandbox", "app", "Audit the sandbox for code that a model wrote."),
     "data": ("perilune.cli.data", "app", "Generate, filter and inspect data."),
     "model": ("perilune.cli.model", "app", "Look into a model without reading its weights."),
     "serve": ("perilune.cli.serve", "serve", "Serve a checkpoint to OpenAI's clients."),

@@ -13,6 +13,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -108,6 +109,7 @@ def _settle(cell: Cell, files: Mapping[str, str]) -> None:
     """Go where the code will be, place its files, and become nobody."""
     mechanisms, limits = cell.mechanisms, cell.limits
     if mechanisms.namespaces:
+        socket.sethostname("sandbox")
         enter_own_root(cell.folder, limits.scratch_bytes, limits.scratch_files)
         readable, scratch = ["/"], str(Path.cwd())
     else:
@@ -139,8 +141,8 @@ def _become_code(cell: Cell, armed: int, code: str) -> NoReturn:
         if cell.mechanisms.seccomp:
             kernel.filter_calls(
                 call_filter(
-                    one_group=not cell.mechanisms.namespaces,
-                    no_processes=not cell.mechanisms.counts_processes,
+                    among_others=not cell.mechanisms.namespaces,
+                    no_processes=not cell.mechanisms.counted,
                 )
             )
     except BaseException as error:
@@ -162,7 +164,7 @@ def _limit(cell: Cell) -> None:
     lower(resource.RLIMIT_MSGQUEUE, 0)
     lower(resource.RLIMIT_CPU, limits.cpu_seconds + 1)
     resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_seconds, limits.cpu_seconds + 1))
-    if cell.mechanisms.counts_processes:
+    if cell.mechanisms.counted:
         lower(resource.RLIMIT_NPROC, limits.processes + others)
 
 

@@ -15,7 +15,7 @@ import resource
 import shutil
 import sys
 import traceback
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +59,7 @@ class Keeper:
         self._taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         self._user = _own_user()
         self._mechanisms, reasons = self._what_works(without)
-        self.found = {
-            "namespaces": self._mechanisms.namespaces,
-            "own_users": self._mechanisms.own_users,
-            "own_user": self._mechanisms.own_user,
-            "landlock": self._mechanisms.landlock,
-            "seccomp": self._mechanisms.seccomp,
-            "reasons": reasons,
-        }
+        self.found = {"mechanisms": asdict(self._mechanisms), "reasons": reasons}
 
     def run(self, size: int, trial: Mechanisms | None = None) -> dict[str, Any]:
         """Run the request that stands in the socket, of so many bytes; of none, the trial."""
@@ -108,7 +101,7 @@ class Keeper:
         seccomp = "seccomp" not in without and _can_filter()
         if not seccomp:
             reasons.setdefault("seccomp", f"no filter for {platform.machine()}, or the kernel refuses it")
-        least = Mechanisms(False, False, False, landlock, seccomp)
+        least = Mechanisms(False, False, False, False, landlock, seccomp)
         for tried in _candidates(least):
             if without & tried.names:
                 continue
@@ -130,11 +123,11 @@ def _begin(cell: Cell, size: int) -> None:
 
 def _candidates(least: Mechanisms) -> list[Mechanisms]:
     if os.geteuid():
-        return [replace(least, namespaces=True, own_users=True), least]
+        return [replace(least, namespaces=True, own_users=True, counted=True), least]
     return [
-        replace(least, namespaces=True, own_user=True),
+        replace(least, namespaces=True, own_user=True, counted=True),
         replace(least, namespaces=True, own_users=True),
-        replace(least, own_user=True),
+        replace(least, own_user=True, counted=True),
         least,
     ]
 
@@ -147,7 +140,7 @@ def _own_user() -> int:
 
 
 def _can_filter() -> bool:
-    program = call_filter(one_group=True, no_processes=True)
+    program = call_filter(among_others=True, no_processes=True)
     if not program:
         return False
     child = os.fork()

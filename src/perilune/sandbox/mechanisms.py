@@ -10,9 +10,14 @@ WALLS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "writes": ("writes nowhere but in its scratch folder", ("namespaces", "landlock")),
     "names": ("does not learn which files, processes and users the host has", ("namespaces",)),
     "scratch": ("fills no more than the scratch folder's size", ("namespaces", "watch")),
-    "network": ("opens no socket, of whatever family", ("namespaces", "seccomp")),
+    "network": ("reaches no machine, and no socket of this one", ("namespaces", "seccomp")),
+    "sockets": ("opens no socket of other families: netlink, vsock, raw packets", ("seccomp",)),
     "signals": ("reaches no process but its own", ("namespaces", "own_user", "landlock_scopes")),
-    "processes": ("has so many processes and threads at a time", ("own_user", "own_users", "seccomp")),
+    "processes": (
+        "has so many processes and threads at a time, or no process but one",
+        ("counted", "seccomp"),
+    ),
+    "programs": ("starts no program of the host", ("seccomp", "landlock")),
     "whole tree": ("leaves no process behind", ("namespaces", "seccomp")),
     "memory": ("takes so much memory", ("limits", "watch")),
     "time": ("ends in time, on the clock and the processor", ("limits", "watch")),
@@ -31,6 +36,7 @@ class Mechanisms:
         namespaces: mounts, processes, network, System V IPC and host name of its own, and a root of its own.
         own_users: the namespaces belong to a user namespace, made without privileges.
         own_user: it runs as a user whom nothing else belongs to; takes root.
+        counted: the kernel can limit its processes apart from those of others; it does not count root's.
         landlock: version of Landlock, 0 for none.
         seccomp: calls to the kernel are filtered.
     """
@@ -38,6 +44,7 @@ class Mechanisms:
     namespaces: bool
     own_users: bool
     own_user: bool
+    counted: bool
     landlock: int
     seccomp: bool
 
@@ -50,11 +57,6 @@ class Mechanisms:
             | {"limits", "watch", "no_new_privileges"}
             | ({"landlock_scopes"} if self.landlock >= 6 else set())
         )
-
-    @property
-    def counts_processes(self) -> bool:
-        """Whether a limit on processes counts these alone; else new ones are refused altogether."""
-        return self.own_user or (self.namespaces and self.own_users)
 
     def walls(self) -> dict[str, tuple[str, ...]]:
         """Each wall with the mechanisms that keep it; none where it is missing."""

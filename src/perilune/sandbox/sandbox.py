@@ -155,6 +155,11 @@ class Sandbox:
             self.close()
             raise
 
+    @property
+    def process_id(self) -> int:
+        """Of the process that all others descend from."""
+        return self._started().process_id
+
     def close(self) -> None:
         """End its process; the next run starts another."""
         if self._keeper is not None:
@@ -205,6 +210,10 @@ class _Keeper:
             self.close()
             raise
 
+    @property
+    def process_id(self) -> int:
+        return self._process.pid
+
     def ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """What the keeper answers."""
         self._socket.settimeout(seconds)
@@ -248,10 +257,8 @@ class _Keeper:
 
 
 def _capabilities(found: Mapping[str, Any]) -> Capabilities:
-    own = dict(found)
-    reasons = own.pop("reasons")
-    mechanisms = Mechanisms(**own)
-    return Capabilities(mechanisms, mechanisms.walls(), reasons)
+    mechanisms = Mechanisms(**found["mechanisms"])
+    return Capabilities(mechanisms, mechanisms.walls(), found["reasons"])
 
 
 def _execution(answer: Mapping[str, Any], before: Mapping[str, bytes]) -> Execution:

@@ -85,7 +85,7 @@ class Watch:
     def _look(self) -> None:
         """Kill what takes too much of what the kernel does not limit by itself."""
         resident, own = 0, _resident(os.getpid())
-        for process in _descendants(os.getpid()):
+        for process in descendants(os.getpid()):
             with contextlib.suppress(OSError):
                 resident += max(_resident(process) - own, 0)
         if resident > self._limits.memory_bytes:
@@ -152,7 +152,7 @@ class Output:
         return bytes(self._head) + b"\n[... %d bytes were cut ...]\n" % self.cut + tail
 
 
-def _descendants(process: int) -> Iterator[int]:
+def descendants(process: int) -> Iterator[int]:
     """Processes that this one began, and those that they began."""
     try:
         children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
@@ -160,7 +160,7 @@ def _descendants(process: int) -> Iterator[int]:
         return
     for child in map(int, children):
         yield child
-        yield from _descendants(child)
+        yield from descendants(child)
 
 
 def _resident(process: int) -> int:

@@ -1,0 +1,213 @@
+"""The audit: has untrusted code try to get out of a sandbox, probe by probe, and says what it reached."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from perilune.sandbox.baits import Baits
+from perilune.sandbox.limits import SandboxLimits
+from perilune.sandbox.mechanisms import WALLS
+from perilune.sandbox.probes import escape, exhaust, reach, read, see, signals, write
+from perilune.sandbox.sandbox import Capabilities, Execution, Sandbox
+from perilune.sandbox.watch import descendants
+
+AUDITED = SandboxLimits(
+    seconds=1.2, cpu_seconds=1, memory_bytes=64 << 20, processes=6, open_files=32, scratch_bytes=4 << 20,
+    scratch_files=64, flood_bytes=4 << 20,
+)  # fmt: skip
+_MARK = "perilune-audit:"
+_LONGEST_EVIDENCE = 120
+
+_HARNESS = """
+import json
+reached, refused = {{}}, {{}}
+for name, attempt in {probe}(json.loads({facts!r})).items():
+    try:
+        found = attempt()
+    except BaseException as error:
+        refused[name] = f"{{type(error).__name__}}: {{error}}"
+    else:
+        if found:
+            reached[name] = str(found)
+        else:
+            refused[name] = "nothing was found"
+print("\\n{mark}" + json.dumps([reached, refused]))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One thing that untrusted code tries.
+
+    Attributes:
+        group: see, read, write, signal, reach, exhaust or escape.
+        wall: that should keep it from it.
+        function: what it does, from `perilune.sandbox.probes`.
+    """
+
+    group: str
+    wall: str
+    function: Callable[[Mapping[str, Any]], Mapping[str, Callable[[], Any]]]
+
+    @property
+    def name(self) -> str:
+        """As it is listed: "see processes"."""
+        return f"{self.group} {self.function.__name__.replace('_', ' ')}"
+
+    def code(self, facts: Mapping[str, Any]) -> str:
+        """The program that makes its attempts and prints what came of them."""
+        source = "from __future__ import annotations\n" + inspect.getsource(self.function)
+        probe = self.function.__name__
+        return source + _HARNESS.format(probe=probe, facts=json.dumps(facts), mark=_MARK)
+
+
+PROBES = (
+    *(Probe("see", "names", one) for one in (see.processes, see.files, see.host)),
+    *(Probe("see", "files", one) for one in (see.environment,)),
+    *(Probe("read", "files", one) for one in (read.secrets, read.project, read.descriptors, read.run_before)),
+    Probe("read", "signals", read.memory),
+    *(Probe("write", "writes", one) for one in (write.folders, write.existing_files, write.devices)),
+    *(Probe("signal", "signals", one) for one in (signals.signals, signals.priorities)),
+    *(Probe("reach", "network", one) for one in (reach.network, reach.local_sockets)),
+    Probe("reach", "sockets", reach.other_families),
+    *(Probe("exhaust", "memory", one) for one in (exhaust.memory, exhaust.memory_of_many)),
+    Probe("exhaust", "processes", exhaust.processes),
+    Probe("exhaust", "files", exhaust.descriptors),
+    Probe("exhaust", "scratch", exhaust.disk),
+    *(Probe("exhaust", "time", one) for one in (exhaust.processor, exhaust.clock)),
+    Probe("exhaust", "output", exhaust.output),
+    Probe("escape", "privileges", escape.privileges),
+    *(Probe("escape", "kernel", one) for one in (escape.namespaces, escape.kernel, escape.tracing)),
+    Probe("escape", "programs", escape.programs),
+    Probe("escape", "whole tree", escape.daemon),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What came of a probe.
+
+    Attributes:
+        probe: its name; `what` it tries, and the `wall` that should hold.
+        stands: whether this machine has that wall.
+        verdict: "contained" when every attempt was refused, "open" when none was, else "partly".
+        reached: attempts that got somewhere, each with the evidence.
+        refused: the others, each with what it met.
+    """
+
+    probe: str
+    what: str
+    wall: str
+    stands: bool
+    verdict: str
+    reached: Mapping[str, str]
+    refused: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxAudit:
+    """What untrusted code could do on this machine."""
+
+    machine: Mapping[str, str]
+    capabilities: Capabilities
+    findings: Sequence[Finding]
+
+    @property
+    def breached(self) -> tuple[Finding, ...]:
+        """Probes that got somewhere although the wall stands."""
+        return tuple(one for one in self.findings if one.stands and one.verdict != "contained")
+
+    def document(self) -> dict[str, Any]:
+        """As JSON can carry it."""
+        capabilities = asdict(self.capabilities)
+        walls = {wall: {"keeps": WALLS[wall][0], "by": by} for wall, by in capabilities["walls"].items()}
+        return {
+            "machine": dict(self.machine),
+            "mechanisms": capabilities["mechanisms"],
+            "missing": dict(self.capabilities.reasons),
+            "walls": walls,
+            "findings": [asdict(one) for one in self.findings],
+        }
+
+
+def audit_sandbox(
+    *,
+    without: Sequence[str] = (),
+    probes: Sequence[Probe] = PROBES,
+    on_finding: Callable[[Finding], None] | None = None,
+) -> SandboxAudit:
+    """Run probes in a sandbox on this machine.
+
+    Args:
+        without: mechanisms not to use, as `Sandbox` takes them.
+        probes: by default all.
+
+    Raises:
+        SandboxFailedError: when nothing can be run here.
+    """
+    findings = []
+    with Baits() as baits, Sandbox(AUDITED, without=without, allow_missing=tuple(WALLS)) as sandbox:
+        capabilities = sandbox.capabilities()
+        for probe in probes:
+            finding = examine(probe, sandbox.run, baits, sandbox.process_id, capabilities)
+            findings.append(finding)
+            if on_finding:
+                on_finding(finding)
+    return SandboxAudit(_machine(), capabilities, findings)
+
+
+def examine(
+    probe: Probe,
+    run: Callable[[str], Execution],
+    baits: Baits,
+    keeper: int,
+    capabilities: Capabilities,
+) -> Finding:
+    """Have one probe tried by `run`, and look from outside what came of it.
+
+    Args:
+        keeper: the process whose descendants are what the code leaves behind.
+    """
+    facts = baits.facts | asdict(AUDITED) | {"keeper": keeper}
+    run(f"keep = {{'text': {baits.left_behind!r}, 'more': []}}\nopen('left_behind', 'w').write(keep['text'])")
+    execution = run(probe.code(facts))
+    reached, refused = _told(execution)
+    seen = baits.taken() + [f"process {one} lives on" for one in descendants(keeper)]
+    if any(baits.secret.encode() in content for content in execution.files.values()):
+        seen.append("a secret was carried out in a file")
+    if len(execution.output) > 2 * AUDITED.output_bytes:
+        seen.append(f"{len(execution.output)} characters were kept")
+    reached |= {f"from outside {number}": text for number, text in enumerate(seen, 1)}
+    verdict = "contained" if not reached else "partly" if refused else "open"
+    what = inspect.getdoc(probe.function) or ""
+    stands = bool(capabilities.walls[probe.wall])
+    return Finding(probe.name, what, probe.wall, stands, verdict, _short(reached), _short(refused))
+
+
+def _told(execution: Execution) -> tuple[dict[str, str], dict[str, str]]:
+    """What the code says that it reached, and what it met; that it was killed is something that it met."""
+    for line in reversed(execution.output.splitlines()):
+        if line.startswith(_MARK):
+            reached, refused = json.loads(line.removeprefix(_MARK))
+            return reached, refused
+    how = f"signal {execution.signal}" if execution.signal else f"exit code {execution.exit_code}"
+    return {}, {"the run": f"was ended: {execution.cause}, {how} after {execution.seconds:.1f} s"}
+
+
+def _short(attempts: Mapping[str, str]) -> dict[str, str]:
+    return {name: " ".join(text.split())[:_LONGEST_EVIDENCE] for name, text in attempts.items()}
+
+
+def _machine() -> dict[str, str]:
+    return {
+        "system": f"{platform.system()} {platform.release()}",
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "user": "root" if os.geteuid() == 0 else "an ordinary user",
+    }

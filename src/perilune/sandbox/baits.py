@@ -1,0 +1,110 @@
+"""What an audit lays out for untrusted code to find: each bait is real, and shows when it was taken."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import secrets
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import perilune
+from perilune.sandbox.seccomp import denied_calls
+
+VARIABLE = "PERILUNE_AUDIT_BAIT"
+_CLONE = {"x86_64": 56, "aarch64": 220}
+
+
+class Baits:
+    """A secret in files, a variable and memory, a process to be killed, and ends to talk to.
+
+    Enter it before the sandbox starts, so that the sandbox could inherit what it should not.
+
+    Attributes:
+        secret: a text that is nowhere else.
+        facts: where the baits are, as probes are told.
+    """
+
+    def __init__(self) -> None:
+        self.secret = secrets.token_hex(16)
+        self.left_behind = secrets.token_hex(16)
+        self.facts: dict[str, Any] = {}
+        self._kept = ctypes.create_string_buffer(self.secret.encode())
+
+    def __enter__(self) -> Baits:
+        self._folder = tempfile.TemporaryDirectory(prefix="perilune-audit-")
+        folder = Path(self._folder.name)
+        folder.chmod(0o755)
+        for name, mode in (("public", 0o644), ("private", 0o600)):
+            (folder / name).write_text(self.secret)
+            (folder / name).chmod(mode)
+        os.environ[VARIABLE] = self.secret
+        self._descriptor = os.open(folder / "private", os.O_RDONLY)
+        os.set_inheritable(self._descriptor, True)
+        self._tcp = socket.create_server(("127.0.0.1", 0))
+        self._udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._udp.bind(("127.0.0.1", 0))
+        self._unix, self._abstract = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+        abstract = f"perilune-audit-{self.secret[:8]}"
+        for one, address in ((self._unix, str(folder / "socket")), (self._abstract, "\0" + abstract)):
+            one.bind(address)
+            one.listen()
+        (folder / "socket").chmod(0o777)
+        self._start_victim()
+        self.facts |= {
+            "secret": self.secret,
+            "public_file": str(folder / "public"),
+            "private_file": str(folder / "private"),
+            "descriptor": self._descriptor,
+            "address": ctypes.addressof(self._kept),
+            "owner": os.getpid(),
+            "tcp": self._tcp.getsockname()[1],
+            "udp": self._udp.getsockname()[1],
+            "unix": str(folder / "socket"),
+            "abstract": abstract,
+            "home": str(Path.home()),
+            "project": perilune.__file__,
+            "package_root": str(Path(perilune.__file__).parents[1]),
+            "packages": sysconfig.get_path("purelib"),
+            "host": platform.node(),
+            "left_behind": self.left_behind[::-1],
+            "clone": _CLONE.get(platform.machine(), -1),
+            "calls": denied_calls(),
+        }
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._victim.kill()
+        self._victim.wait()
+        for one in (self._tcp, self._udp, self._unix, self._abstract):
+            one.close()
+        os.close(self._descriptor)
+        os.environ.pop(VARIABLE, None)
+        self._folder.cleanup()
+
+    def taken(self) -> list[str]:
+        """What shows from outside that it was reached, since the last look."""
+        found = []
+        if self._victim.poll() is not None:
+            found.append("another process was killed")
+            self._start_victim()
+        self._udp.setblocking(False)
+        try:
+            self._udp.recv(100)
+            found.append("a datagram arrived")
+        except BlockingIOError:
+            pass
+        return found
+
+    def _start_victim(self) -> None:
+        self._victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        self.facts["victim"] = self._victim.pid

@@ -1,0 +1,168 @@
+"""What untrusted code can use up. Every attempt goes a little beyond its limit and stops by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Attempts = Mapping[str, Callable[[], Any]]
+
+
+def memory(facts: Mapping[str, Any]) -> Attempts:
+    """Twice its memory."""
+
+    def taken(pieces: int) -> str:
+        kept = [bytearray(b"x") * (2 * facts["memory_bytes"] // pieces) for _ in range(pieces)]
+        return f"{sum(map(len, kept)) >> 20} MiB"
+
+    return {"at once": lambda: taken(1), "in pieces": lambda: taken(16)}
+
+
+def memory_of_many(facts: Mapping[str, Any]) -> Attempts:
+    """Twice its memory, by several processes that each take less than all of it."""
+    import os
+    import time
+
+    def together() -> str:
+        children = []
+        for _ in range(4):
+            child = os.fork()
+            if child == 0:
+                kept = bytearray(b"x") * (facts["memory_bytes"] // 2)
+                time.sleep(0.5)
+                os._exit(not kept)
+            children.append(child)
+        ended = [os.waitpid(child, 0)[1] for child in children]
+        if any(ended):
+            raise MemoryError(f"ended with {ended}")
+        return f"4 processes of {facts['memory_bytes'] >> 21} MiB"
+
+    return {"together": together}
+
+
+def processes(facts: Mapping[str, Any]) -> Attempts:
+    """More processes, and more threads, than it may have."""
+    import os
+    import signal
+    import threading
+
+    most = facts["processes"] + 4
+
+    def forked() -> str:
+        children: list[int] = []
+        try:
+            while len(children) < most:
+                child = os.fork()
+                if child == 0:
+                    signal.pause()
+                children.append(child)
+        finally:
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+        return f"{len(children)} processes"
+
+    def threaded() -> str:
+        done = threading.Event()
+        begun = []
+        try:
+            for _ in range(4 * most):
+                thread = threading.Thread(target=done.wait)
+                thread.start()
+                begun.append(thread)
+        finally:
+            done.set()
+        return f"{len(begun)} threads"
+
+    return {"processes": forked, "threads": threaded}
+
+
+def descriptors(facts: Mapping[str, Any]) -> Attempts:
+    """More open files than it may have."""
+    import os
+
+    def opened() -> str:
+        kept: list[int] = []
+        try:
+            while len(kept) < facts["open_files"]:
+                kept.append(os.open("/dev/null", os.O_RDONLY))
+        finally:
+            for one in kept:
+                os.close(one)
+        return f"{len(kept)} descriptors"
+
+    return {"open files": opened}
+
+
+def disk(facts: Mapping[str, Any]) -> Attempts:
+    """Twice its scratch folder, for a moment: by one file, by many, and by names alone."""
+    import os
+    import time
+    from pathlib import Path
+
+    def filled(count: int) -> str:
+        folder = Path(f"full{count}")
+        folder.mkdir()
+        try:
+            for number in range(count):
+                (folder / str(number)).write_bytes(bytes(2 * facts["scratch_bytes"] // count))
+            time.sleep(0.2)
+        finally:
+            for path in folder.iterdir():
+                path.unlink()
+            folder.rmdir()
+        return f"{2 * facts['scratch_bytes'] >> 20} MiB in {count} files"
+
+    def named() -> str:
+        made = []
+        try:
+            for number in range(2 * facts["scratch_files"]):
+                os.mkdir(f"empty{number}")  # noqa: PTH102
+                made.append(number)
+            time.sleep(0.2)
+        finally:
+            for number in made:
+                os.rmdir(f"empty{number}")  # noqa: PTH106
+        return f"{len(made)} folders"
+
+    return {"one file": lambda: filled(1), "many files": lambda: filled(8), "names": named}
+
+
+def processor(facts: Mapping[str, Any]) -> Attempts:
+    """More time on the processor than it may have."""
+    import time
+
+    def burnt() -> str:
+        until = time.process_time() + facts["cpu_seconds"] + 0.5
+        while time.process_time() < until:
+            pass
+        return f"{time.process_time():.1f} s"
+
+    return {"a loop": burnt}
+
+
+def clock(facts: Mapping[str, Any]) -> Attempts:
+    """More time than it may have, deaf to every signal that can be ignored."""
+    import signal
+    import time
+
+    def slept() -> str:
+        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            signal.signal(number, signal.SIG_IGN)
+        time.sleep(facts["seconds"] + 0.5)
+        return "slept"
+
+    return {"sleep through": slept}
+
+
+def output(facts: Mapping[str, Any]) -> Attempts:
+    """Ten million lines, or as many as are heard."""
+    import os
+
+    def flooded() -> str:
+        lines = b"line\n" * 10_000
+        for _ in range(1_000):
+            os.write(1, lines)
+        return "10,000,000 lines"
+
+    return {"lines": flooded}

@@ -1,0 +1,65 @@
+"""What untrusted code can talk to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Attempts = Mapping[str, Callable[[], Any]]
+
+
+def network(facts: Mapping[str, Any]) -> Attempts:
+    """This machine and others, by network."""
+    import socket
+
+    def connected(family: int, kind: int, address: Any) -> str:
+        with socket.socket(family, kind) as one:
+            one.settimeout(0.5)
+            one.connect(address)
+            return f"connected to {address}"
+
+    def sent() -> str:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+            one.sendto(b"probe", ("127.0.0.1", facts["udp"]))
+            return "sent a datagram"
+
+    stream, datagram = socket.SOCK_STREAM, socket.SOCK_DGRAM
+    return {
+        "TCP on this machine": lambda: connected(socket.AF_INET, stream, ("127.0.0.1", facts["tcp"])),
+        "UDP on this machine": sent,
+        "a route to a name server": lambda: connected(socket.AF_INET, datagram, ("192.0.2.53", 53)),
+        "listen": lambda: socket.create_server(("127.0.0.1", 0)) and "listening",
+    }
+
+
+def local_sockets(facts: Mapping[str, Any]) -> Attempts:
+    """Sockets of this machine that are no network."""
+    import socket
+
+    def connected(address: str) -> str:
+        with socket.socket(socket.AF_UNIX) as one:
+            one.settimeout(0.5)
+            one.connect(address)
+            return "connected"
+
+    return {
+        "by its path": lambda: connected(facts["unix"]),
+        "by its abstract name": lambda: connected("\0" + facts["abstract"]),
+    }
+
+
+def other_families(facts: Mapping[str, Any]) -> Attempts:
+    """Families that no network namespace contains, or that change the kernel's tables."""
+    import socket
+
+    def opened(family: str, kind: int) -> str:
+        with socket.socket(getattr(socket, family), kind):
+            return f"a socket of {family}"
+
+    return {
+        "netlink": lambda: opened("AF_NETLINK", socket.SOCK_RAW),
+        "vsock": lambda: opened("AF_VSOCK", socket.SOCK_STREAM),
+        "packets": lambda: opened("AF_PACKET", socket.SOCK_RAW),
+        "the kernel's ciphers": lambda: opened("AF_ALG", socket.SOCK_SEQPACKET),
+        "interfaces": lambda: [name for _, name in socket.if_nameindex()],
+    }

@@ -1,0 +1,194 @@
+"""The sandbox: what a run may do, what ends it, and that nothing of it is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from perilune.errors import RequestError
+from perilune.sandbox import WALLS, Sandbox, SandboxFailedError, SandboxLimits
+from perilune.sandbox.watch import Output, descendants
+
+LIMITS = SandboxLimits(
+    seconds=1.5, cpu_seconds=1, memory_bytes=96 << 20, processes=6, scratch_bytes=2 << 20, scratch_files=32,
+    flood_bytes=1 << 20,
+)  # fmt: skip
+DEAF = "import signal\nfor n in signal.valid_signals() - {9, 19}: signal.signal(n, signal.SIG_IGN)\n"
+FORK_BOMB = """
+import os
+while True:
+    try:
+        os.fork()
+    except OSError:
+        pass
+"""
+DAEMON = f"""
+import os, time
+{DEAF}
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        while True: time.sleep(0.01)
+    os._exit(0)
+time.sleep(0.1)
+print("gone")
+"""
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    with Sandbox(LIMITS) as shared:
+        yield shared
+
+
+def test_a_run_has_its_files_and_gives_back_what_it_made(sandbox):
+    code = "text = open('in/rows.csv').read()\nopen('out.txt', 'w').write(text.upper())\nprint(len(text))"
+    found = sandbox.run(code, {"in/rows.csv": b"a,b\n"})
+    assert (found.succeeded, found.output, found.exit_code) == (True, "4\n", 0)
+    assert found.files == {"in/rows.csv": b"a,b\n", "out.txt": b"A,B\n"}
+    assert sandbox.run("import os; print(os.listdir())").output == "[]\n"
+
+
+def test_a_run_is_a_main_program_of_pythons_library_alone(sandbox):
+    assert (
+        sandbox.run("print(__name__, __file__); import json, sqlite3; exit(0)").output == "__main__ main.py\n"
+    )
+    for package in ("perilune", "numpy", "pytest"):
+        assert "ModuleNotFoundError" in sandbox.run(f"import {package}").output
+    found = sandbox.run("def f():\n    raise ValueError('no')\nf()")
+    assert found.output.splitlines()[1:3] == ['  File "main.py", line 3, in <module>', "    f()"]
+    assert (found.cause, found.exit_code) == ("error", 1)
+
+
+def test_chance_is_the_same_in_every_run():
+    code = "import random, os; print(random.random(), hash('text'), {'a', 'b', 'c'}, sorted(os.environ))"
+    outputs = set()
+    for _ in range(2):
+        with Sandbox() as one:
+            outputs |= {one.run(code).output, one.run(code).output}
+    assert len(outputs) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "cause", "said"),
+    [
+        ("import sys; sys.exit(3)", "error", ""),
+        ("def", "error", "SyntaxError"),
+        ("x = bytearray(10**10)", "memory", "MemoryError"),
+        ("while True: pass", "timeout", ""),
+        (f"{DEAF}import time; print('begun', flush=True); time.sleep(60)", "timeout", "begun"),
+        ("import ctypes; ctypes.string_at(0)", "killed", ""),
+        ("import os; os.kill(os.getpid(), 9)", "killed", ""),
+        (FORK_BOMB, "timeout", ""),
+        ("with open('a', 'wb') as f: f.write(bytes(10 << 20))", "error", "No space left"),
+        ("for i in range(10): open(str(i), 'wb').write(bytes(1 << 20))", "error", "No space left"),
+        ("for i in range(99): open(str(i), 'wb')", "error", "Errno"),
+        ("for i in range(10_000_000): print(i)", "output", "0\n1\n2\n"),
+    ],
+)  # fmt: skip
+def test_what_ends_a_run(sandbox, code, cause, said):
+    before = {"kept": b"x"}
+    began = time.monotonic()
+    found = sandbox.run(code, before)
+    assert found.cause == cause and said in found.output
+    assert time.monotonic() - began < LIMITS.seconds + 3
+    assert len(found.output) <= LIMITS.output_bytes + 100
+    if found.exit_code is None:
+        assert found.files == before
+    assert not list(descendants(sandbox.process_id))
+    assert sandbox.run("print('well')").output == "well\n"  # the next one does not notice
+
+
+def test_memory_is_counted_over_all_processes(sandbox):
+    child = "if os.fork() == 0: x = b'x' * (50 << 20); time.sleep(9)"
+    code = f"import os, time\nfor _ in range(3):\n {child}\ntime.sleep(9)"
+    found = sandbox.run(code)
+    assert (found.cause, found.seconds < 1) == ("memory", True)
+
+
+def test_a_daemon_does_not_survive(sandbox):
+    assert sandbox.run(DAEMON).output == "gone\n"
+    assert not list(descendants(sandbox.process_id))
+
+
+def test_long_output_keeps_both_ends_and_says_what_was_cut(sandbox):
+    found = sandbox.run("for i in range(20_000): print(i)")
+    assert found.succeeded and found.cut > 0
+    assert found.output.startswith("0\n1\n") and found.output.endswith("19998\n19999\n")
+    assert f"[... {found.cut} bytes were cut ...]" in found.output
+
+
+@pytest.mark.parametrize("size", [0, 1, 49, 50, 51, 99, 100, 101, 150, 1000])
+def test_what_is_kept_of_output_in_whatever_pieces_it_comes(size):
+    data = bytes(i % 251 for i in range(size))
+    for piece in (1, 7, 1000):
+        heard = Output(100)
+        for start in range(0, size, piece):
+            heard.add(data[start : start + piece])
+        cut = max(size - 100, 0)
+        assert heard.cut == cut
+        whole = data if not cut else data[:50] + b"\n[... %d bytes were cut ...]\n" % cut + data[-50:]
+        assert heard.text(is_whole=True) == whole
+
+
+def test_only_regular_files_come_back():
+    code = """
+import os
+os.symlink('/dev/zero', 'endless'); os.mkfifo('fifo')
+os.makedirs('a/b'); open('a/b/kept', 'w').write('x')
+os.mkdir('closed'); os.chmod('closed', 0)
+open(b'odd\\xff', 'w').close()
+"""
+    with Sandbox(LIMITS, without=["landlock"]) as one:  # which does not let these be made
+        found = one.run(code)
+    assert dict(found.files) == {"a/b/kept": b"x"}, found.output
+    assert set(found.left_out) == {"'endless'", "'fifo'", "'closed'", "'odd\\udcff'"}
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../out", "a/../../b", "", "nul\0"])
+def test_names_that_lead_out_are_refused(sandbox, name):
+    with pytest.raises(RequestError, match="no name of a file"):
+        sandbox.run("", {name: b""})
+
+
+def test_a_wall_that_is_missing_is_told_and_by_default_nothing_runs():
+    with Sandbox(without=["seccomp"]) as one:
+        assert set(one.capabilities().missing) >= {"kernel", "sockets"}
+        assert one.capabilities().reasons["seccomp"] == "switched off"
+        with pytest.raises(RequestError, match=r"lacks walls of the .*kernel.*seccomp: switched off"):
+            one.run("print(1)")
+    with Sandbox(without=["seccomp"], allow_missing=tuple(WALLS)) as one:
+        assert one.run("print(1)").output == "1\n"
+    with pytest.raises(RequestError, match="no wall 'moat'"):
+        Sandbox(allow_missing=["moat"])
+
+
+def test_a_keeper_that_is_gone_is_a_failure_of_the_sandbox_and_replaced():
+    with Sandbox(LIMITS) as one:
+        one.run("")
+        os.kill(one.process_id, signal.SIGKILL)
+        with pytest.raises(SandboxFailedError, match="process"):
+            one.run("print(1)")
+        assert one.run("print(1)").output == "1\n"
+
+
+def test_a_run_ends_with_who_asked_for_it(tmp_path):
+    script = (
+        "import sys, threading, time\nfrom perilune.sandbox import Sandbox, SandboxLimits\n"
+        "s = Sandbox(SandboxLimits(seconds=60)); s.run('')\n"
+        "threading.Thread(target=s.run, args=('import time; time.sleep(60)',), daemon=True).start()\n"
+        "time.sleep(0.3); print(s.process_id, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as owner:
+        keeper = int(owner.stdout.readline())
+        family = [keeper, *descendants(keeper)]
+        assert len(family) == 4
+        owner.kill()
+    until = time.monotonic() + 10
+    while any(Path(f"/proc/{one}").exists() for one in family):
+        assert time.monotonic() < until, family
+        time.sleep(0.05)

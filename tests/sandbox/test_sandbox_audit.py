@@ -1,0 +1,153 @@
+"""The audit: nothing gets through a wall that stands, and every probe would notice a wall that does not."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from bare_run import bare_run
+
+import perilune
+from perilune.sandbox import SandboxLimits
+from perilune.sandbox.audit import AUDITED, PROBES, Probe, audit_sandbox, examine
+from perilune.sandbox.baits import Baits
+from perilune.sandbox.mechanisms import WALLS, Mechanisms
+from perilune.sandbox.probes import read
+from perilune.sandbox.sandbox import Capabilities
+
+ALL = Mechanisms(True, True, True, True, landlock=7, seccomp=True)
+QUICK = [one for one in PROBES if one.wall not in ("time", "output")]  # which no mechanism keeps
+NOTHING = Capabilities(ALL, dict.fromkeys(WALLS, ("pretended",)), {})
+SHY = {
+    "read run before",
+    "escape privileges",
+    "escape kernel",
+    "exhaust output",
+}  # shown in tests of their own
+AS_ROOT = {"write devices"}
+
+
+def told(audit):
+    return [f"{one.probe}: {one.verdict}: {dict(one.reached)}" for one in audit.findings]
+
+
+def test_nothing_gets_out_of_the_sandbox_of_this_machine():
+    audit = audit_sandbox()
+    assert not audit.breached, told(audit)
+    assert [one.probe for one in audit.findings] == [one.name for one in PROBES]
+    if os.environ.get("CI"):
+        assert not audit.capabilities.missing, audit.capabilities.reasons
+    assert json.loads(json.dumps(audit.document()))["walls"].keys() == WALLS.keys()
+
+
+@pytest.mark.parametrize("without", [["namespaces"], ["own_user"], ["landlock"]])
+def test_what_is_left_without_a_mechanism_holds_too(without):
+    audit = audit_sandbox(without=without, probes=QUICK)
+    assert not audit.breached, told(audit)
+    missing = {"names"} if "namespaces" in without else set()
+    assert set(audit.capabilities.missing) == missing
+    assert {one.wall for one in audit.findings if one.verdict != "contained"} == missing
+
+
+def test_where_seccomp_is_missing_the_audit_shows_what_it_kept():
+    audit = audit_sandbox(without=["seccomp"], probes=QUICK)
+    assert {one.wall for one in audit.findings if one.verdict != "contained"} == {"kernel", "sockets"}
+    assert not audit.breached
+
+
+@pytest.fixture(scope="module")
+def baits():
+    with Baits() as laid_out:
+        yield laid_out
+
+
+@pytest.mark.parametrize("probe", [one for one in PROBES if one.name not in SHY], ids=lambda one: one.name)
+def test_a_probe_gets_through_where_there_is_no_sandbox(probe, baits):
+    if os.geteuid() and probe.name in AS_ROOT:
+        pytest.skip("takes root even without a sandbox")
+    found = examine(probe, bare_run, baits, os.getpid(), NOTHING)
+    assert found.verdict in ("open", "partly"), found.refused
+
+
+def test_the_kernel_answers_where_nothing_filters(baits):
+    (probe,) = (one for one in PROBES if one.name == "escape kernel")
+    found = examine(probe, bare_run, baits, os.getpid(), NOTHING)
+    assert {"memfd_create", "keyctl", "kcmp"} & set(found.reached)
+
+
+def test_output_is_heard_whole_where_nobody_cuts_it(baits):
+    (probe,) = (one for one in PROBES if one.name == "exhaust output")
+    assert examine(probe, bare_run, baits, os.getpid(), NOTHING).verdict == "open"
+
+
+def test_what_a_run_leaves_is_found_where_it_is_left(baits, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    kept = {"text": baits.left_behind, "more": []}
+    Path("left_behind").write_text(kept["text"])
+    attempts = read.run_before(baits.facts)
+    assert attempts["files"]() == ["left_behind"] and attempts["memory"]() > 0
+
+
+def test_privileges_show_where_they_are_held(baits):
+    (probe,) = (one for one in PROBES if one.name == "escape privileges")
+    found = examine(probe, bare_run, baits, os.getpid(), NOTHING)
+    assert "setuid programs" in found.reached
+    assert ("capabilities" in found.reached) == (os.geteuid() == 0)
+
+
+def test_a_probe_of_ones_own_is_sent_as_its_text(baits):
+    def arithmetic(facts):
+        return {"two": lambda: 1 + 1, "nothing": lambda: 0, "error": lambda: 1 / 0}
+
+    arithmetic.__doc__ = "Adds."
+    source = Probe("see", "names", read.descriptors).code({})
+    assert "def descriptors" in source and "perilune-audit:" in source
+
+
+def python_for_others() -> str | None:
+    """An interpreter that a user without rights can start; that of this environment may lie in a home."""
+    for candidate in (sys.executable, shutil.which("python3", path="/usr/bin:/usr/local/bin") or ""):
+        command = [candidate, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]
+        try:
+            if candidate and not subprocess.run(command, user=65534, group=65534, check=False).returncode:
+                return candidate
+        except OSError:
+            continue
+    return None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as an ordinary user already")
+@pytest.mark.parametrize("without", ["[]", "['namespaces']"])
+def test_it_holds_for_an_ordinary_user(without, tmp_path_factory):
+    python = python_for_others()
+    if python is None:
+        pytest.skip("no Python that another user can start")
+    package = Path("/tmp") / f"perilune-for-others-{os.getpid()}"  # where another user may read
+    shutil.copytree(Path(perilune.__file__).parent / "sandbox", package / "perilune" / "sandbox")
+    for name in ("__init__.py", "errors.py"):
+        shutil.copy(Path(perilune.__file__).parent / name, package / "perilune" / name)
+    try:
+        script = (
+            "import json\nfrom perilune.sandbox.audit import PROBES, audit_sandbox\n"
+            "quick = [one for one in PROBES if one.wall not in ('time', 'output')]\n"
+            f"found = audit_sandbox(without={without}, probes=quick)\n"
+            "print(json.dumps([found.machine['user'], found.capabilities.missing,"
+            " [[one.probe, one.reached] for one in found.breached]]))"
+        )
+        ended = subprocess.run(
+            [python, "-B", "-c", script], env={"PYTHONPATH": str(package), "HOME": "/nonexistent"},
+            user=65534, group=65534, extra_groups=[], cwd="/", capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    finally:
+        shutil.rmtree(package)
+    user, missing, breached = json.loads(ended.stdout)
+    assert (user, breached) == ("an ordinary user", [])
+    assert missing == (["names"] if without != "[]" else [])
+
+
+def test_limits_of_the_audit_are_small():
+    assert AUDITED.processes <= 8 and AUDITED.memory_bytes <= 1 << 27 and AUDITED.seconds <= 2
+    assert isinstance(AUDITED, SandboxLimits)
