@@ -42,6 +42,7 @@ _BUILT_IN = {
     "planning_repair": "perilune.environments.planning:PlanningRepairEnvironment",
     "reasoning_gym": "perilune.environments.reasoning_gym:ReasoningGymEnvironment",
     "textarena": "perilune.environments.textarena:TextArenaEnvironment",
+    "verifiers": "perilune.environments.verifiers_package:VerifiersEnvironment",
 }
 
 
