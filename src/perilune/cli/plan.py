@@ -38,11 +38,12 @@ def derive(recipe: Recipe) -> list[dict[str, Any]]:
 
 def print_plan(recipe: Recipe, stages: Sequence[dict[str, Any]], out: TextIO) -> None:
     """Print what was derived, a block a stage."""
-    model = recipe.model.preset or recipe.model.path
-    environment = "/".join(
-        str(recipe.environment[key]) for key in ("id", "task") if key in recipe.environment
-    )
-    lines = [f"{recipe.name}, seed {recipe.seed}: model {model}, environment {environment}"]
+    lines = [f"{recipe.name}, seed {recipe.seed}"]
+    if recipe.model is not None:
+        environment = "/".join(
+            str(recipe.environment[key]) for key in ("id", "task") if key in recipe.environment
+        )
+        lines = [f"{lines[0]}: model {recipe.model.preset or recipe.model.path}, environment {environment}"]
     labels = [name for stage in stages for name in stage["derived"]]
     width = max((len(label) for label in labels), default=0)
     for stage in stages:

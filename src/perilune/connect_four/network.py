@@ -7,11 +7,14 @@ What it finds is put together by matrices.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perilune.connect_four.board import COLUMNS, PLANES, ROWS
+from perilune.learn import checkpoints
 
 WINDOW = 4
 PLACES = (COLUMNS - WINDOW + 1) * (ROWS - WINDOW + 1)
@@ -46,3 +49,22 @@ class Network(nn.Module):
             found = found + F.relu(self.second(found))
             logits, value = self.policy(found), self.value(found)
         return logits.float(), torch.tanh(value.float()).squeeze(1)
+
+
+def save_player(directory: Path, network: Network) -> None:
+    """Write a network that plays, so that `directory` is complete or absent."""
+    weights = {name: p.detach() for name, p in network.named_parameters()}
+    shape = {"channels": network.lines.out_features, "hidden": network.second.out_features}
+    checkpoints.write(directory, {"weights": weights}, shape)
+
+
+def load_player(directory: Path) -> Network:
+    """The network that was written there.
+
+    Raises:
+        RequestError: when files are missing or damaged.
+    """
+    tensors, shape = checkpoints.read(directory, ["weights"])
+    network = Network(int(shape["channels"]), int(shape["hidden"]))
+    checkpoints.copy_into(dict(network.named_parameters()), tensors["weights"], directory)
+    return network

@@ -5,43 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 
 from perilune.connect_four.board import Boards, legal, planes, plies
 from perilune.connect_four.network import Network
 from perilune.connect_four.self_play import SelfPlay, Stretch, advantages, masked_logprobs
+from perilune.connect_four.settings import PPOSettings
 from perilune.learn import checkpoints
 from perilune.learn.optimizer import AdamW
+from perilune.learn.processes import ALONE
 
 BETA2 = 0.99
 WEIGHT_DECAY = 1e-4
 GRAD_CLIP = 1.0
 VALUE_WEIGHT = 0.5
 _TENSORS = ("weights", "first_moments", "second_moments", "games")
-
-
-class PPOSettings(BaseModel):
-    """How a player learns."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    channels: int = Field(64, ge=1, description="what the network's convolution looks for")
-    hidden: int = Field(256, ge=1, description="width of the network's layers")
-    games: int = Field(1024, ge=1, description="games played side by side")
-    moves: int = Field(32, ge=1, description="moves of each between two updates")
-    epochs: int = Field(2, ge=1, description="times that each move is learned from")
-    minibatch: int = Field(4096, ge=1, description="moves an optimizer step")
-    lr: float = Field(2e-3, gt=0, description="learning rate at the beginning")
-    final_lr: float = Field(
-        0.05, ge=0, le=1, description="last learning rate over the first; falls in a line"
-    )
-    trace: float = Field(0.9, ge=0, le=1, description="lambda of the advantages")
-    clip: float = Field(0.2, gt=0, description="how far a probability's ratio counts")
-    entropy: float = Field(0.01, ge=0, description="weight of the entropy, at the beginning")
 
 
 class Moves(NamedTuple):
@@ -68,6 +49,8 @@ class Trainer:
     Attributes:
         step: stretches learned from so far.
     """
+
+    processes = ALONE
 
     def __init__(self, settings: PPOSettings, seed: int) -> None:
         self.settings = settings
@@ -141,30 +124,31 @@ class Trainer:
             "kl": float((moves.logprobs - now.detach()).mean()),
         }
 
-    def save(self, directory: Path, extra: Mapping[str, object] | None = None) -> None:
-        """Write everything that goes on, so that `directory` is complete or absent."""
+    def save_state(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None:
+        """Write everything that goes on, so that `directory` is complete or absent; `extra` is JSON."""
         tensors = {
             "weights": {name: p.detach() for name, p in self.network.named_parameters()},
             "first_moments": self.optimizer.first,
             "second_moments": self.optimizer.second,
             "games": {"own": _signed(self.games.boards.own), "stones": _signed(self.games.boards.stones)},
         }
-        state = {"step": self.step, "updates": self.optimizer.step, "settings": self.settings.model_dump()}
-        checkpoints.write(directory, tensors, state | {"extra": dict(extra or {})})
+        state = {"step": self.step, "updates": self.optimizer.step, "extra": dict(extra or {})}
+        checkpoints.write(directory, tensors, state)
 
-    def load(self, directory: Path) -> None:
-        """Become the trainer that was saved, to the last bit.
+    def load_state(self, directory: Path) -> dict[str, Any]:
+        """Become the trainer that was saved, to the last bit; return the `extra` it was saved with.
 
         Raises:
-            RequestError: when files are missing or damaged, or of another network.
+            RequestError: when files are missing or damaged, or of another network or number of games.
         """
         tensors, state = checkpoints.read(directory, _TENSORS)
         checkpoints.copy_into(dict(self.network.named_parameters()), tensors["weights"], directory)
         checkpoints.copy_into(self.optimizer.first, tensors["first_moments"], directory)
         checkpoints.copy_into(self.optimizer.second, tensors["second_moments"], directory)
-        games = {name: value.numpy().view(np.uint64) for name, value in tensors["games"].items()}
-        self.games.boards = Boards(games["own"], games["stones"])
+        games = {"own": _signed(self.games.boards.own), "stones": _signed(self.games.boards.stones)}
+        checkpoints.copy_into(games, tensors["games"], directory)
         self.step, self.optimizer.step = int(state["step"]), int(state["updates"])
+        return dict(state["extra"])
 
 
 def _signed(words: np.ndarray[tuple[int, ...], np.dtype[np.uint64]]) -> torch.Tensor:

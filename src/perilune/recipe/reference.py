@@ -35,9 +35,10 @@ def sections() -> dict[str, tuple[Key, ...]]:
     fields = Recipe.model_fields
     found = {"recipe": _keys(Recipe, only=tuple(fields))}
     for name in ("model", "resources"):
-        section = fields[name].annotation
-        assert isinstance(section, type) and issubclass(section, BaseModel)
-        found[name] = _keys(section)
+        kinds = (fields[name].annotation, *get_args(fields[name].annotation))
+        found[name] = next(
+            _keys(one) for one in kinds if isinstance(one, type) and issubclass(one, BaseModel)
+        )
     for name, model in environment_models().items():
         found[f"environment: {name}"] = _keys(model)
     found["stages"] = _keys(Stage, only=(*STAGE_HEADER, "environment"))

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from perilune.bundle.job import Frozen, Job, Resources
-from perilune.bundle.plugin import load_plugin, runs_in_several
+from perilune.bundle.plugin import load_plugin, needs_a_model, plugin_names, runs_in_several
 from perilune.tracking.sinks import SinkName
 
 MODEL = "model"  # the reserved stage name: the recipe's own model section
@@ -82,8 +82,12 @@ class Recipe(Frozen):
 
     name: str = Field(pattern=NAME_PATTERN, description="name of the experiment")
     seed: int = Field(0, ge=0, lt=2**63, description="the one seed that every random number derives from")
-    model: ModelSpec = Field(description="the model that training starts from")
-    environment: dict[str, Any] = Field(description="where episodes happen")
+    model: ModelSpec | None = Field(
+        None, description="the model that training starts from; only tasks of another kind do without"
+    )
+    environment: dict[str, Any] = Field(
+        {}, description="where episodes happen; only tasks of another kind do without"
+    )
     rewards: dict[str, Weight | RewardFunction] = Field(
         {}, description="what an answer is worth: terms by name, each a weight or a function; see the how-to"
     )
@@ -98,6 +102,15 @@ class Recipe(Frozen):
         if resources.sharded and resources.processes == 1:
             raise ValueError("sharded cuts weights over several processes, and processes is 1")
         return resources
+
+    @model_validator(mode="after")
+    def _what_stages_need(self) -> Recipe:
+        tasks = {stage.task for stage in self.stages} & set(plugin_names())
+        if any(needs_a_model(load_plugin(task)) for task in tasks):
+            for name in ("model", "environment"):
+                if name not in self.model_fields_set:
+                    raise ValueError(f"{name} is missing")
+        return self
 
     def stage(self, name: str) -> Stage:
         """The stage called `name`.
@@ -131,7 +144,7 @@ def job_for(recipe: Recipe, stage: Stage) -> Job:
         task=stage.task,
         stage=stage.name,
         spec=stage.spec,
-        model=recipe.model.model_dump(),
+        model={} if recipe.model is None else recipe.model.model_dump(),
         environment=with_rewards(stage.environment or recipe.environment, recipe.rewards),
         seed=recipe.seed,
         resources=resources,

@@ -6,12 +6,13 @@ import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from perilune.bundle.workspace import Workspace
 from perilune.files import fsync_directory
 from perilune.learn.adaptation import trainable
 from perilune.learn.checkpoints import is_complete, latest_complete
+from perilune.learn.processes import Processes
 from perilune.learn.trainer import Learner
 from perilune.models.adapters import save_policy
 from perilune.models.decoder import Decoder
@@ -34,7 +35,17 @@ from perilune.watchdog import Waiting
 OPTIMIZER = "optimizer"  # beside the final weights: the learner's state, for a stage that carries it on
 
 
-def resume(workspace: Workspace, learner: Learner) -> int:
+class Resumable(Protocol):
+    """What can be written down and gone on with."""
+
+    processes: Processes
+
+    def save_state(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None: ...
+
+    def load_state(self, directory: Path) -> dict[str, Any]: ...
+
+
+def resume(workspace: Workspace, learner: Resumable) -> int:
     """Continue from the last complete checkpoint of an earlier attempt; return the step to start at.
 
     What was being written when it died is removed.
@@ -66,7 +77,7 @@ def _checkpoint_to_resume(workspace: Workspace) -> Path | None:
     return directory
 
 
-def save_when_due(workspace: Workspace, learner: Learner, step: int, spec: Saving) -> None:
+def save_when_due(workspace: Workspace, learner: Resumable, step: int, spec: Saving) -> None:
     """After every `save_every` steps but the last: write a checkpoint to resume from, and drop older ones."""
     if step % spec.save_every or step >= spec.steps:
         return
@@ -103,7 +114,7 @@ def finish(
                 write(partial, policy.decoder, policy.tokenizer)
             learner.save_state(partial / OPTIMIZER, {"step": spec.steps})
             if workspace.leads:
-                _put_in_place(partial, workspace.checkpoints / FINAL)
+                put_in_place(partial, workspace.checkpoints / FINAL)
         best = best_step(workspace, spec, [*saved_steps(workspace), spec.steps]) if workspace.leads else None
         if best == spec.steps or (workspace.checkpoints / BEST).exists():
             best = None
@@ -113,7 +124,7 @@ def finish(
         if best is not None:
             partial = workspace.checkpoints / f".{BEST}.partial"
             write(partial, policy.decoder, policy.tokenizer)
-            _put_in_place(partial, workspace.checkpoints / BEST)
+            put_in_place(partial, workspace.checkpoints / BEST)
     learner.processes.check_same("last version", str(learner.version))
     if not workspace.leads:
         return {}
@@ -132,7 +143,8 @@ def finish(
     }
 
 
-def _put_in_place(partial: Path, whole: Path) -> None:
+def put_in_place(partial: Path, whole: Path) -> None:
+    """Give a directory that is complete its name."""
     partial.rename(whole)
     fsync_directory(whole.parent)
 

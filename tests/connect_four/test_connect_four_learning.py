@@ -1,0 +1,181 @@
+"""Advantages with their signs, the same games from the same seed, and a player that gets better."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from perilune.connect_four.board import Boards, empty, from_moves, has_four, is_full, joined, legal, play
+from perilune.connect_four.judge import match, openings, positions
+from perilune.connect_four.network import Network, load_player, save_player
+from perilune.connect_four.players import Intuition, Searching, TreeSearch, one_ply, random_player
+from perilune.connect_four.ppo import Trainer
+from perilune.connect_four.search import search
+from perilune.connect_four.self_play import SelfPlay, Stretch, advantages, evaluate
+from perilune.connect_four.settings import PPOSettings
+from perilune.connect_four.solver import foreseen
+from perilune.errors import RequestError
+
+SMALL = PPOSettings(channels=16, hidden=32, games=64, moves=8, minibatch=128)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def stretch(values: list[float], rewards: list[float], over: list[bool]) -> Stretch:
+    """One game's."""
+    one = (len(rewards), 1)
+    zeros = np.zeros(one, np.int64)
+    return Stretch(
+        empty(len(rewards)), zeros, zeros.astype(np.float32), np.array(values, np.float32)[:, None],
+        np.array(rewards, np.float32)[:, None], np.array(over)[:, None],
+    )  # fmt: skip
+
+
+def test_what_is_good_for_the_next_to_move_counts_against_this_one() -> None:
+    """By hand: three moves, the last of which wins, and then one of another game."""
+    seen = stretch([0.1, -0.2, 0.5, 0.0, 0.3], [0, 0, 1, 0], [False, False, True, False])
+    third = 1 - 0.5
+    second = -0.5 - -0.2 - 0.9 * third
+    first = 0.2 - 0.1 - 0.9 * second
+    fourth = -0.3 - 0.0
+    assert advantages(seen, 0.9)[:, 0] == pytest.approx([first, second, third, fourth])
+
+
+def test_with_a_trace_of_one_returns_are_the_outcome() -> None:
+    seen = stretch([0.3, -0.8, 0.1, 0.4], [0, 0, 1], [False, False, True])
+    returns = advantages(seen, 1.0)[:, 0] + seen.values[:-1, 0]
+    assert returns == pytest.approx([1, -1, 1])
+
+
+def test_a_stretch_is_of_legal_moves_in_games_that_go_on() -> None:
+    network = Network(8, 16)
+    games = SelfPlay(32, seed=3)
+    first = games.play(network, 0, 20)
+    second = games.play(network, 1, 20)
+    for seen in (first, second):
+        moved = seen.columns.reshape(-1)
+        assert legal(seen.boards)[np.arange(len(moved)), moved].all()
+        assert not has_four(seen.boards.other).any()
+        after = play(seen.boards, moved)
+        won = has_four(after.other)
+        assert np.array_equal(won, seen.rewards.reshape(-1) > 0)
+        assert np.array_equal(won | is_full(after), seen.over.reshape(-1))
+        logprobs, values = evaluate(network, seen.boards)
+        assert logprobs[np.arange(len(moved)), moved] == pytest.approx(seen.logprobs.reshape(-1), abs=2e-2)
+        assert values == pytest.approx(seen.values[:-1].reshape(-1), abs=2e-2)
+    assert first.over.sum() > 10
+    assert not np.array_equal(first.columns, second.columns)
+
+
+def test_the_same_seed_learns_the_same_also_after_a_rest(tmp_path: Path) -> None:
+    straight, rested = Trainer(SMALL, 5), Trainer(SMALL, 5)
+    figures = [straight.advance(step / 4) for step in range(4)]
+    again = [rested.advance(step / 4) for step in range(2)]
+    rested.save_state(tmp_path / "half", {"step": 2})
+    resumed = Trainer(SMALL, 99)
+    resumed._seed = resumed.games._seed = 5
+    assert resumed.load_state(tmp_path / "half") == {"step": 2}
+    again += [resumed.advance(step / 4) for step in (2, 3)]
+    clocks = ("play_seconds", "learn_seconds")
+    assert [{k: v for k, v in one.items() if k not in clocks} for one in again] == [
+        {k: v for k, v in one.items() if k not in clocks} for one in figures
+    ]
+    ours, theirs = straight.network.state_dict(), resumed.network.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    other = Trainer(SMALL, 6).advance(0)
+    assert other["entropy"] != figures[0]["entropy"]
+
+
+def test_a_player_is_read_as_it_was_written_and_no_other(tmp_path: Path) -> None:
+    network = Network(8, 16)
+    save_player(tmp_path / "player", network)
+    boards = positions(random_player, 12, 20, 0)
+    read = load_player(tmp_path / "player")
+    assert np.array_equal(evaluate(read, boards)[0], evaluate(network, boards)[0])
+    path = tmp_path / "player" / "weights.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(RequestError, match="differs"):
+        load_player(tmp_path / "player")
+
+
+@pytest.fixture(scope="module")
+def learned() -> Trainer:
+    """After some seconds."""
+    torch.set_num_threads(1)
+    trainer = Trainer(PPOSettings(games=256), 0)
+    for step in range(40):
+        trainer.advance(step / 40)
+    return trainer
+
+
+def test_in_seconds_it_beats_one_ply(learned: Trainer) -> None:
+    start = openings(2, 100, 0)
+    player = Intuition(learned.network)
+    assert match(player, random_player, start).figures()["points"]["low"] > 0.9
+    assert match(player, one_ply, start).figures()["points"]["low"] > 0.5
+
+
+def test_it_takes_wins_and_blocks_threats(learned: Trainer) -> None:
+    boards = positions(random_player, 16, 400, 1)
+    at_once, after_reply = foreseen(boards, 1), foreseen(boards, 2)
+    columns = Intuition(learned.network)(boards, np.zeros(len(boards)))
+    picked = np.arange(len(boards)), columns
+    wins = (at_once == 1).any(axis=1)
+    assert (at_once[picked] == 1)[wins].mean() > 0.9
+    blocks = ~wins & (after_reply.max(axis=1) == 0) & (after_reply == -1).any(axis=1)
+    assert (after_reply[picked] == 0)[blocks].mean() > 0.9
+    assert min(wins.sum(), blocks.sum()) > 50
+
+
+def test_looking_ahead_finds_what_is_forced() -> None:
+    """An untrained network knows nothing: what is found is found by looking."""
+    network = Network(8, 16)
+    wins = from_moves("121212")
+    found = search(network, wins, 60)
+    assert found.visits.sum() == 60
+    assert found.visits[0].argmax() == 0
+    assert found.values[0, 0] == 1.0
+    must_block = from_moves("12121")
+    assert search(network, must_block, 200).visits[0].argmax() == 0
+    lost = search(network, from_moves("22334"), 400)
+    assert lost.values[0][lost.visits[0] > 5].max() < -0.5
+    full_column = from_moves("121212" + "2121"[:0] + "")
+    both = search(network, joined(wins, full_column, must_block), 60)
+    assert np.array_equal(both.visits[0], both.visits[1])
+
+
+def test_a_search_never_chooses_a_full_column() -> None:
+    boards = positions(random_player, 30, 60, 4)
+    columns = Searching(Network(8, 16), 20)(boards, np.zeros(len(boards)))
+    assert legal(boards)[np.arange(len(boards)), columns].all()
+
+
+def test_a_match_has_both_sides_and_every_opening_twice() -> None:
+    start = openings(2, 200, 0)
+    even = match(one_ply, one_ply, start)
+    assert even.began.sum() == 200
+    points = even.figures()["points"]
+    assert points["low"] < 0.5 < points["high"]
+    told = match(one_ply, random_player, start).figures()
+    assert told["points"]["low"] > 0.85
+    assert told["won"] + told["drawn"] + told["lost"] == told["games"] == 400
+    assert told["points beginning"]["mean"] > told["points replying"]["mean"]
+
+
+def test_open_spiel_searches_the_same_position() -> None:
+    boards = joined(from_moves("121212"), from_moves("12121"), from_moves("1122331"))
+    columns = TreeSearch(200, seed=0)(boards, np.zeros(3))
+    assert columns.tolist() == [0, 0, 3]
+
+
+def test_positions_are_of_their_ply_and_not_over() -> None:
+    boards = positions(one_ply, 30, 25, 0)
+    assert isinstance(boards, Boards)
+    assert len(boards) == 25
+    assert not has_four(boards.other).any()

@@ -1,0 +1,97 @@
+"""The solver's scores are those of a search that tries everything, and what is known of the game."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from slow_game import SlowGame
+
+from perilune.connect_four import solver as solver_module
+from perilune.connect_four.board import Boards, from_moves, joined, mirrored
+from perilune.connect_four.judge import positions
+from perilune.connect_four.players import one_ply, random_player
+from perilune.connect_four.solver import NO_COLUMN, Solver, foreseen
+from perilune.errors import WorkFailedError
+from perilune.models.native import build
+
+
+@pytest.fixture(scope="module")
+def solver() -> Solver:
+    return Solver(20)
+
+
+def slow(boards: Boards) -> SlowGame:
+    """The same position on lists; players are named by whose turn it is."""
+    game = SlowGame()
+    own, stones = int(boards.own[0]), int(boards.stones[0])
+    game.moves = stones.bit_count()
+    me = game.moves % 2
+    for column in range(7):
+        for row in range(6):
+            bit = 1 << 7 * column + row
+            if stones & bit:
+                game.columns[column].append(me if own & bit else 1 - me)
+    return game
+
+
+def test_late_positions_score_as_when_everything_is_tried(solver: Solver) -> None:
+    boards = joined(*(positions(who, ply, 6, 0) for who in (random_player, one_ply) for ply in (33, 35, 37)))
+    scores, columns = solver.scores(boards), solver.column_scores(boards)
+    for index in range(len(boards)):
+        game = slow(boards[index : index + 1])
+        assert scores[index] == game.score()
+        for column in range(7):
+            if column not in game.legal():
+                assert columns[index, column] == NO_COLUMN
+                continue
+            game.play(column)
+            assert columns[index, column] == -game.score()
+            game.take_back(column)
+    assert len(set(scores.tolist())) > 5
+
+
+def test_what_is_left_of_a_window_is_its_nearer_end(solver: Solver) -> None:
+    boards = positions(random_player, 20, 50, 1)
+    exact = solver.scores(boards)
+    assert np.array_equal(solver.scores(boards, -1, 1), np.sign(exact))
+    assert np.array_equal(solver.scores(boards, -3, 2), exact.clip(-3, 2))
+    assert np.array_equal(Solver(12).scores(boards), exact)  # a small table forgets, and is never wrong
+    assert exact.min() < -3 and exact.max() > 2
+
+
+def test_ends_are_scored_by_the_stones_they_take(solver: Solver) -> None:
+    assert solver.scores(from_moves("121212"))[0] == 18  # wins with its fourth stone
+    assert solver.scores(from_moves("22334"))[0] == -18  # three in a row, open at both ends
+    columns = solver.column_scores(from_moves("121212"))[0]
+    assert columns[0] == 18
+    assert (columns[[1, 2, 3]] < 18).all()
+
+
+def test_a_mirrored_position_is_worth_the_same(solver: Solver) -> None:
+    boards = positions(random_player, 16, 20, 2)
+    other = Boards(mirrored(boards.own), mirrored(boards.stones))
+    assert np.array_equal(solver.scores(boards), Solver(18).scores(other))
+    assert np.array_equal(solver.column_scores(boards), solver.column_scores(other)[:, ::-1])
+
+
+def test_what_is_foreseen_is_what_the_solver_knows(solver: Solver) -> None:
+    boards = positions(one_ply, 36, 60, 3)
+    exact = solver.column_scores(boards)
+    room = exact != NO_COLUMN
+    assert np.array_equal(foreseen(boards, 6)[room], np.sign(exact)[room])  # six squares are left
+    assert (foreseen(boards, 6)[~room] == NO_COLUMN).all()
+    at_once = foreseen(boards, 1)
+    assert np.array_equal(at_once[room] == 1, (exact == 3)[room])
+    assert set(np.unique(at_once[room])) == {0, 1}
+
+
+def test_without_a_compiler_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(solver_module, "compiled", lambda unit: build.Native(None, "no C compiler found"))
+    solver_module._function.cache_clear()
+    try:
+        with pytest.raises(WorkFailedError, match="no C compiler"):
+            Solver(10)
+    finally:
+        solver_module._function.cache_clear()
