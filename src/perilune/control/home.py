@@ -98,6 +98,16 @@ class Home:
         """Working copy of the bundle in which attempt `number` runs."""
         return self.run(run_id) / "attempts" / str(number)
 
+    def newest_attempt(self, run_id: str) -> int:
+        """The highest number of an attempt that has a directory; 0 for none."""
+        attempts = self.run(run_id) / "attempts"
+        numbers = (
+            [int(path.name) for path in attempts.iterdir() if path.name.isdecimal()]
+            if attempts.is_dir()
+            else []
+        )
+        return max(numbers, default=0)
+
     @contextmanager
     def scratch(self) -> Iterator[Path]:
         """A new directory to prepare something in, locked until the block ends, then removed if still there.

@@ -89,12 +89,16 @@ class Reconciler:
         return every if misses == 0 else random.uniform(0.5, 1.0) * min(LONGEST_WAIT, every * 2.0**misses)
 
     def sweep(self) -> None:
-        """Remove what submissions left that were killed before they were accepted."""
+        """Remove what submissions left that were killed before they were accepted.
+
+        A run that was begun and that the record does not know, as after yesterday's database was put back,
+        is evidence and stays.
+        """
         self.home.sweep()
         found = {path.name for path in self.home.runs.iterdir()}
         for run_id in found - self._known():
             with locked(self.home.run(run_id)) as mine:  # its maker holds the lock until it is accepted
-                if mine and run_id not in self._known():
+                if mine and run_id not in self._known() and not self.home.newest_attempt(run_id):
                     remove_tree(self.home.run(run_id))
 
     def _known(self) -> set[str]:
@@ -200,9 +204,13 @@ class Reconciler:
         placement = self.placements.of(run.id)
         if (newest := self.rentals.newest_epoch(placement, run)) is None:
             return False
+        here = self.home.newest_attempt(run.id)
+        for forgotten in range(run.current_epoch + 1, here + 1):  # the record is older than the files
+            if not placement.stop(Assignment(run.id, forgotten, self.home.attempt(run.id, forgotten))):
+                return False
         with self.store.transaction() as session:
             run = session.get_one(Run, run.id)
-            run.current_epoch = max(run.current_epoch, newest) + 1
+            run.current_epoch = max(run.current_epoch, newest, here) + 1
             where = {"placement": placement.name, "launcher": placement.launcher}
             session.add(Attempt(run_id=run.id, number=run.current_epoch, created=time.time(), **where))
             session.flush()
