@@ -8,16 +8,15 @@ import shutil
 import signal
 import sqlite3
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from cloud_cases import LEASE, SMALL, bill, end, hurry, life_of_a_machine, rent_from, rented, tend_until
+from cloud_cases import LEASE, SMALL, bill, end, life_of_a_machine, rent_from, rented, tend_until
 from drill_cases import drill_control
 from sqlalchemy import select
 
-from perilune.control import clock, machine_planner, machines
+from perilune.control import clock
 from perilune.control.budget import accrued, over_the_cap, price_of
 from perilune.control.experiments import Control
 from perilune.control.faults import KILL_AT, MACHINE_POINTS
@@ -29,39 +28,10 @@ from perilune.control.sweep import panic, sweep, tend_all
 from perilune.control.transitions import Cleanup, MachineState
 from perilune.errors import PeriluneError
 from perilune.execution.providers.fake.client import FakeCloud
-from perilune.execution.providers.fake.process import start, stop
 from perilune.execution.providers.fake.weather import Fault, Weather
 from perilune.execution.providers.protocol import MachineRequest, MachineStatus
 
 GONE, READY, TERMINATING = MachineState.GONE, MachineState.READY, MachineState.TERMINATING
-
-
-@pytest.fixture
-def weather() -> Weather:
-    return Weather()
-
-
-@pytest.fixture
-def cloud(tmp_path: Path, weather: Weather) -> Iterator[FakeCloud]:
-    """A cloud in a process of its own; at the end all its machines are."""
-    process = start(tmp_path / "cloud", weather)
-    client = FakeCloud(tmp_path / "cloud")
-    yield client
-    for key in bill(client)["alive"]:
-        client.call("POST", "/weather", {"key": key, "fault": "host_death"})
-    stop(process)
-
-
-@pytest.fixture
-def fleet(control: Control, cloud: FakeCloud, monkeypatch: pytest.MonkeyPatch) -> Fleet:
-    for module, name in (
-        (machine_planner, "LEAST_GAP"), (machine_planner, "ASK_GAP"),
-        (machines, "LOOK_SECONDS"), (machines, "ASK_SECONDS"),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, getattr(module, name))  # is put back
-    hurry()
-    rent_from(control.home.root, cloud.folder)
-    return Fleet(control.home, control.store)
 
 
 def kinds(control: Control) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from drill_cases import begin, drill_control, drill_plan
 
-from perilune.control import machine_planner, machines
+from perilune.control import machine_planner, machines, sweep
 from perilune.control.experiments import Control
 from perilune.control.faults import reached
 from perilune.control.leases import Lease, Rental
@@ -26,6 +26,7 @@ def hurry() -> None:
     """Let what takes seconds between two looks take less, in this process."""
     machine_planner.LEAST_GAP, machine_planner.ASK_GAP = 0.05, 0.2
     machines.LOOK_SECONDS, machines.ASK_SECONDS = 0.0, 0.05
+    sweep.PANIC_SECONDS = 0.1
 
 
 def rent_from(home: Path, cloud: Path, *, daily_cap: float = 100.0, visibility: float = 0.0) -> None:

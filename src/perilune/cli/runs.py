@@ -233,7 +233,10 @@ def _interval(value: Mapping[str, float]) -> str:
 
 
 def _tell_unclean(control: Control) -> None:
-    """Say first, and on stderr, what is not proven to have stopped."""
+    """Say first, and on stderr, what is not proven to have stopped, or to cost nothing any more."""
+    from perilune.cli.machines import tell_unproven
+
+    tell_unproven(control)
     for attempt in control.reconciler.unclean():
         echo(
             f"warning: attempt {attempt.number} of run {attempt.run_id} is not proven to have stopped;"

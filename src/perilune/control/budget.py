@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -41,11 +42,16 @@ def over_the_cap(session: Session, cap: float, rental: Rental, price: float) -> 
         price: of the machine, per hour.
     """
     recent = session.scalars(select(Machine).where(Machine.created > time.time() - DAY))
-    committed = sum(promised(machine) for machine in recent)
+    committed = today(recent)
     wanted = cost(price, rental.lease.seconds(price))
     if committed + wanted <= cap:
         return ""
     return f"{wanted:.4g} more would exceed the daily cap of {cap:.4g}: {committed:.4g} is spent or promised"
+
+
+def today(machines: Iterable[Machine]) -> float:
+    """What the machines of the last 24 hours have cost, or may cost in all."""
+    return sum(promised(machine) for machine in machines if machine.created > time.time() - DAY)
 
 
 def promised(machine: Machine) -> float:

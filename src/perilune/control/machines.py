@@ -149,6 +149,12 @@ class Fleet:
             self._apply(operation, _Situation(machine, recorded, seen, listing.at), plan)
         return self.machine(key)
 
+    def dismiss(self, key: str, reason: str) -> None:
+        """Record that a machine is to go, whatever runs there: the user wants it."""
+        machine = self.machine(key)
+        if machine is not None and machine.state not in {MachineState.TERMINATING, MachineState.GONE}:
+            self._condemn(machine, reason)
+
     def _recorded(self, machine: Machine) -> Recorded:
         capabilities = self.providers.get(machine.provider).capabilities
         return Recorded(

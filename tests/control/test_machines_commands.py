@@ -1,0 +1,83 @@
+"""What a user sees of rented machines, and how to be rid of them, through the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cloud_cases import bill, end, rented, tend_until
+from drill_cases import Command
+
+from perilune.control.experiments import Control
+from perilune.control.machines import Fleet
+from perilune.control.transitions import MachineState
+from perilune.execution.providers.fake.client import FakeCloud
+from perilune.execution.providers.fake.weather import Fault
+from perilune.execution.providers.protocol import MachineRequest
+
+
+def test_machines_are_listed_shown_and_ended(
+    control: Control, fleet: Fleet, cloud: FakeCloud, perilune: Command
+) -> None:
+    assert perilune("machines", "list")[1] == "no machines are rented\n"
+    key = rented(control, fleet)
+    tend_until(fleet, key, MachineState.READY)
+    code, out, _ = perilune("machines", "list", "--json")
+    (listed,) = json.loads(out)["machines"]
+    assert (code, listed["key"], listed["state"], listed["price"]) == (0, key, "ready", 0.4)
+    assert 0 < listed["cost"] < listed["promised"] <= 1.0
+    assert key in perilune("machines", "list")[1]
+    shown = perilune("machines", "show", key[-8:])[1]
+    assert "for        attempt 1 of run 01RUN" in shown and "machine.ready" in shown
+
+    code, _, err = perilune("machines", "rm", key)
+    assert code == 2 and "perilune cancel 01RUN" in err and bill(cloud)["alive"] == [key]
+    code, out, _ = perilune("machines", "rm", key, "--force", "--json")
+    assert code == 0 and json.loads(out)["state"] == "terminating"
+    tend_until(fleet, key, MachineState.GONE)
+    assert not bill(cloud)["alive"]
+    assert "no machine is called 'nonsense'" in perilune("machines", "show", "nonsense")[2]
+
+
+def test_what_is_not_proven_gone_comes_first_with_what_it_costs(
+    control: Control, fleet: Fleet, cloud: FakeCloud, perilune: Command
+) -> None:
+    key = rented(control, fleet)
+    tend_until(fleet, key, MachineState.READY)
+    cloud.befall(call="terminate", fault=Fault.ERROR_BEFORE, times=10**6)
+    end(control)
+    code, _, err = perilune("runs")
+    assert code == 0 and f"machine {key} is not proven gone; it has cost" in err
+    code, out, _ = perilune("machines", "reap", "--json")
+    assert code == 1 and [one["key"] for one in json.loads(out)["terminating"]] == [key]
+    costs = json.loads(perilune("cost", "--json")[1])
+    assert costs["not_proven_gone"] == costs["alive"] == 1 and costs["per_hour"] == 0.4
+    cloud.befall(call="terminate", fault=Fault.ERROR_BEFORE, times=0)
+    assert perilune("machines", "reap", "--wait", "20")[:2] == (0, "all that was to go is gone\n")
+    told = perilune("cost")[1]
+    assert "0 an hour for 0" in told and f"run {'01RUN'}" in told
+
+
+def test_reaping_finds_what_nothing_here_knows_of(
+    control: Control, fleet: Fleet, cloud: FakeCloud, perilune: Command
+) -> None:
+    stray = fleet.key("01LOST", 3)
+    cloud.create(stray, MachineRequest("small", 600.0))
+    assert perilune("machines", "reap")[1] == "all that was to go is gone\n" and bill(cloud)["alive"]
+    code, out, _ = perilune("machines", "reap", "--grace", "0", "--wait", "20")
+    assert code == 0 and out.startswith(f"{stray}: nothing here knew of it") and not bill(cloud)["alive"]
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_panic_says_what_is_left(
+    control: Control, fleet: Fleet, cloud: FakeCloud, perilune: Command, silent: bool, tmp_path: Path
+) -> None:
+    tend_until(fleet, rented(control, fleet), MachineState.READY)
+    if silent:
+        cloud.befall(call="list", fault=Fault.ERROR_BEFORE, times=1)
+        code, out, _ = perilune("panic", "--patience", "0")
+        assert code == 1 and "no answer from fake" in out
+    code, out, _ = perilune("panic", "--json")
+    report = json.loads(out)
+    assert code == 0 and len(report["ended"]) == 1 and not report["left"] and not bill(cloud)["alive"]

@@ -1,0 +1,44 @@
+"""Fixtures: a fake cloud in a process of its own, and a home that rents from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cloud_cases import bill, hurry, rent_from
+
+from perilune.control import machine_planner, machines, sweep
+from perilune.control.experiments import Control
+from perilune.control.machines import Fleet
+from perilune.execution.providers.fake.client import FakeCloud
+from perilune.execution.providers.fake.process import start, stop
+from perilune.execution.providers.fake.weather import Weather
+
+
+@pytest.fixture
+def weather() -> Weather:
+    return Weather()
+
+
+@pytest.fixture
+def cloud(tmp_path: Path, weather: Weather) -> Iterator[FakeCloud]:
+    """A cloud in a process of its own; at the end all its machines are."""
+    process = start(tmp_path / "cloud", weather)
+    client = FakeCloud(tmp_path / "cloud")
+    yield client
+    for key in bill(client)["alive"]:
+        client.call("POST", "/weather", {"key": key, "fault": "host_death"})
+    stop(process)
+
+
+@pytest.fixture
+def fleet(control: Control, cloud: FakeCloud, monkeypatch: pytest.MonkeyPatch) -> Fleet:
+    for module, name in (
+        (machine_planner, "LEAST_GAP"), (machine_planner, "ASK_GAP"),
+        (machines, "LOOK_SECONDS"), (machines, "ASK_SECONDS"), (sweep, "PANIC_SECONDS"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, getattr(module, name))  # is put back
+    hurry()
+    rent_from(control.home.root, cloud.folder)
+    return control.reconciler.rentals.fleet
