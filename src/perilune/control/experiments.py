@@ -34,6 +34,7 @@ from perilune.control.progress import (
 from perilune.control.reconcile import Reconciler
 from perilune.control.store import Attempt, Experiment, Run, Stage, Store, record
 from perilune.control.submission import Wish, submit
+from perilune.control.templates import Template
 from perilune.control.transitions import RunState
 from perilune.errors import RequestError
 from perilune.execution.log import log_tail
@@ -94,9 +95,12 @@ class Control:
         return committed and verdict is not None and not evidence_problem(self.directory(run), verdict)
 
 
-def stage_plans(recipe: Recipe) -> list[StagePlan]:
-    """The stages of a recipe in an order in which they can run."""
-    return [StagePlan(stage.name, job_for(recipe, stage), stage.consumes) for stage in recipe.stages]
+def stage_plans(recipe: Recipe, template: Template | None = None) -> list[StagePlan]:
+    """The stages of a recipe in an order in which they can run, with what the template's machine has."""
+    jobs = {stage.name: job_for(recipe, stage) for stage in recipe.stages}
+    if template is not None:
+        jobs = {name: template.job(job) for name, job in jobs.items()}
+    return [StagePlan(stage.name, jobs[stage.name], stage.consumes) for stage in recipe.stages]
 
 
 def open_experiment(control: Control, recipe: Recipe) -> str:
@@ -128,9 +132,16 @@ def register_experiment(
 
 
 def advance(
-    control: Control, experiment_id: str, plans: Sequence[StagePlan], *, poll: float = POLL_SECONDS
+    control: Control,
+    experiment_id: str,
+    plans: Sequence[StagePlan],
+    *,
+    template: Template | None = None,
+    poll: float = POLL_SECONDS,
 ) -> Iterator[StageEvent]:
     """Carry an experiment to its end, or to its first failure, telling what happens.
+
+    Runs that are begun go where `template` says; those that are under way or done stay where they are.
 
     May be abandoned at any event, or killed: runs go on by themselves, and the next call takes up from
     there. The last event is StageFailed when a stage failed or was cancelled.
@@ -140,7 +151,7 @@ def advance(
     """
     done: dict[str, Run] = {}
     for position, plan in enumerate(plans, start=1):
-        wish = Wish(experiment_id, plan.name, plan.job.task)
+        wish = Wish(experiment_id, plan.name, plan.job.task, template=template)
         job, inputs = with_inputs(control, plan, plans, done)
         run = submit(control.home, control.store, wish, partial(freeze, job, inputs), control.intact)
         if run.state == RunState.SUCCEEDED:

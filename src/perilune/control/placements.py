@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from perilune.control.home import Home
 from perilune.control.planner import RetryPolicy
+from perilune.control.templates import Here, OverSsh, Template, recorded_template
+from perilune.execution.hosts.ssh import SshHost
 from perilune.execution.placements.local import LocalPlacement
 from perilune.execution.placements.protocol import Placement
+from perilune.execution.placements.remote import RemotePlacement
 
 
 class Placements:
@@ -20,15 +21,32 @@ class Placements:
     def __init__(self, home: Home, policy: RetryPolicy) -> None:
         self.home, self.policy = home, policy
         self.local = LocalPlacement()
+        self._templates: dict[str, Template | None] = {}
+        self._made: dict[str, Placement] = {}
 
     def of(self, run_id: str) -> Placement:
         """Where the attempts of a run are."""
-        return self.local
+        template = self._template(run_id)
+        return self.local if template is None else self.make(template)
+
+    def make(self, template: Template) -> Placement:
+        """The placement that a template names."""
+        match template.placement:
+            case Here():
+                return self.local
+            case OverSsh() as there:
+                key = f"{there.model_dump_json()} {template.limits.model_dump_json()}"
+                if key not in self._made:
+                    host = SshHost(there.ssh, self.home.root / "ssh")
+                    self._made[key] = RemotePlacement(host, there.site, template.limits)
+                return self._made[key]
 
     def policy_of(self, run_id: str) -> RetryPolicy:
         """How often, and when, another attempt of a run follows one that has ended."""
-        return self.policy
+        template = self._template(run_id)
+        return self.policy if template is None else template.policy()
 
-    def template_path(self, run_id: str) -> Path:
-        """Where the template lies that a run was submitted with."""
-        return self.home.run(run_id) / "template.json"
+    def _template(self, run_id: str) -> Template | None:
+        if run_id not in self._templates:
+            self._templates[run_id] = recorded_template(self.home, run_id)
+        return self._templates[run_id]

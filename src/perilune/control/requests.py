@@ -15,6 +15,7 @@ from perilune.control.evidence import worker_said
 from perilune.control.experiments import POLL_SECONDS, Control
 from perilune.control.store import Attempt, Run, record
 from perilune.control.submission import Wish, submit
+from perilune.control.templates import recorded_template
 from perilune.control.transitions import Reachability, RunState
 from perilune.errors import RequestError, WorkFailedError
 from perilune.execution.log import LogReader, log_pieces
@@ -99,7 +100,8 @@ def retry(control: Control, run_id: str) -> Run:
         raise RequestError(
             f"the run is {run.state}", where=f"run {run_id}", remedy=f"perilune cancel {run_id}, then retry"
         )
-    wish = Wish(run.experiment_id, run.stage, run.task, retry_of=run_id)
+    template = recorded_template(control.home, run_id)
+    wish = Wish(run.experiment_id, run.stage, run.task, retry_of=run_id, template=template)
 
     def copy(destination: Path) -> str:
         attempt_copy(control.home.bundle(run_id), destination)

@@ -17,9 +17,10 @@ from perilune.control.home import Home
 from perilune.control.ids import new_ulid
 from perilune.control.reconcile import LIVE_RUNS
 from perilune.control.store import Run, Stage, Store, record
+from perilune.control.templates import TEMPLATE, Template
 from perilune.control.transitions import RunState
 from perilune.errors import RequestError
-from perilune.files import fsync_directory
+from perilune.files import fsync_directory, write_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class Wish:
     Attributes:
         key: idempotency key; None takes one made of experiment, stage, digest and how often that was
             tried, so that two commands asking for the same thing at once get one run.
+        template: where and how it is to go; recorded with the run. None is this machine.
     """
 
     experiment_id: str
@@ -36,6 +38,7 @@ class Wish:
     task: str
     key: str | None = None
     retry_of: str | None = None
+    template: Template | None = None
 
 
 def submit(
@@ -62,6 +65,8 @@ def submit(
         reached("submit.frozen")
         run_id = new_ulid()
         attest_bundle(home, scratch, run_id)
+        if wish.template is not None:
+            write_json(scratch / TEMPLATE, wish.template.model_dump(mode="json"))
         with storage_errors("keep the bundle", home.runs):
             scratch.rename(home.run(run_id))
             fsync_directory(home.runs)

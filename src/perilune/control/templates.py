@@ -1,0 +1,165 @@
+"""Templates: named YAML files that say where runs go, with what, how often they are tried, and for how long.
+
+A template is read when a run is submitted and recorded with it, so a later edit reaches later runs only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from perilune.bundle.job import Job, Resources
+from perilune.control.home import Home
+from perilune.control.planner import RetryPolicy
+from perilune.errors import RequestError
+from perilune.execution.hosts.ssh import SshSettings
+from perilune.execution.limits import Limits
+from perilune.execution.placements.remote import Site
+from perilune.recipe.problems import ProblemsError, nearest, raise_first, validate
+from perilune.recipe.source import Document, parse_yaml
+
+LOCAL = "local"
+TEMPLATE = "template.json"  # in a run's directory: what it was submitted with
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Here(_Section):
+    """This machine."""
+
+    name: Literal["local"] = "local"
+
+
+class OverSsh(_Section):
+    """A machine that one reaches with ssh."""
+
+    name: Literal["ssh"]
+    ssh: SshSettings = Field(description="how it is reached")
+    site: Site = Field(Site(), description="what is where on it")
+
+
+class Retry(_Section):
+    """How often another attempt follows one that has ended, by whose fault that was."""
+
+    infrastructure: int = Field(5, ge=0, description="the machine, or what we run on it, failed")
+    lost: int = Field(5, ge=0, description="nothing was heard of it")
+    user: int = Field(0, ge=0, description="the task itself failed")
+    base: float = Field(0.5, gt=0, description="seconds; the n-th retry waits at most base * 2**n, at random")
+    cap: float = Field(300.0, gt=0, description="seconds that a retry waits at most")
+
+
+class ResourcesChange(_Section):
+    """What the machine has, in place of what the recipe says."""
+
+    device: Literal["auto", "cpu", "cuda"] | None = Field(None, description="where tensors live")
+    threads: int | None = Field(None, ge=0, description="threads of a process on a CPU")
+    processes: int | None = Field(None, ge=1, le=64, description="processes of a training stage")
+    sharded: bool | None = Field(None, description="whether processes cut weights between them")
+
+
+class Template(_Section):
+    """Where and how runs go."""
+
+    description: str = Field("", description="for people")
+    placement: Annotated[Here | OverSsh, Field(discriminator="name")] = Field(
+        Here(), description="where: local, or ssh with how to get there"
+    )
+    launcher: Literal["process"] = Field("process", description="how a worker is started there")
+    resources: ResourcesChange = Field(ResourcesChange(), description="what the machine has")
+    retry: Retry = Field(Retry(), description="how often it is tried again")
+    limits: Limits = Field(Limits(), description="how long an attempt may go on elsewhere")
+    allowed_overrides: tuple[str, ...] = Field(
+        (), description="keys that `perilune run --with KEY=VALUE` may change, as limits.max_lifetime"
+    )
+
+    def policy(self) -> RetryPolicy:
+        """As the reconciler wants it."""
+        here = isinstance(self.placement, Here)
+        lost_after = RetryPolicy().lost_after if here else self.limits.given_up_after
+        return RetryPolicy(**self.retry.model_dump(), lost_after=lost_after)
+
+    def job(self, job: Job) -> Job:
+        """The job as it runs there."""
+        changes = self.resources.model_dump(exclude_none=True)
+        if not changes:
+            return job
+        resources = Resources.model_validate(job.resources.model_dump() | changes)
+        return job.model_copy(update={"resources": resources})
+
+
+BUILT_IN = {LOCAL: Template(description="this machine")}
+
+
+def folder(home: Home) -> Path:
+    """Where the user's templates lie."""
+    return home.root / "templates"
+
+
+def template_names(home: Home) -> list[str]:
+    """Names of all templates there are; the user's own come before those that are built in."""
+    own = sorted(path.stem for path in folder(home).glob("*.yaml"))
+    return [*own, *(name for name in BUILT_IN if name not in own)]
+
+
+def load_template(home: Home, name: str, changes: Sequence[str] = ()) -> Template:
+    """The template called `name`, with `changes` ("key.key=value") that it allows.
+
+    Raises:
+        RequestError: there is none, it is not valid (file, line, key), or it does not allow a change.
+    """
+    path = folder(home) / f"{name}.yaml"
+    if name not in template_names(home):
+        raise RequestError(
+            f"no template is called '{name}'",
+            where=str(folder(home)),
+            remedy=nearest(name, template_names(home)),
+        )
+    if not path.exists():
+        document = Document(json.loads(BUILT_IN[name].model_dump_json()), {(): f"template {name}"})
+    else:
+        document = parse_yaml(_read(path), str(path))
+    template = _validated(document)
+    for change in changes:
+        _apply(document, change, template.allowed_overrides, name)
+    return _validated(document) if changes else template
+
+
+def recorded_template(home: Home, run_id: str) -> Template | None:
+    """The template that a run was submitted with."""
+    path = home.run(run_id) / TEMPLATE
+    return Template.model_validate_json(path.read_bytes()) if path.exists() else None
+
+
+def _validated(document: Document) -> Template:
+    value = document.value if document.value is not None else {}
+    try:
+        return validate(Template, value, (), "")
+    except ProblemsError as found:
+        raise_first(found.problems, document.place)
+
+
+def _apply(document: Document, change: str, allowed: Sequence[str], name: str) -> None:
+    key, equals, text = change.partition("=")
+    place = f"--with {change}"
+    if not equals or not key:
+        raise RequestError("not of the form key=value", where=place, remedy="--with limits.max_lifetime=3600")
+    if key not in allowed:
+        listed = (
+            f"it allows {', '.join(allowed)}" if allowed else "it allows none: name them in allowed_overrides"
+        )
+        raise RequestError(f"the template {name} does not let '{key}' be changed", where=place, remedy=listed)
+    value: Any = parse_yaml(text, place).value
+    document.set(tuple(key.split(".")), value, place)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"cannot be read: {error}", where=str(path)) from None

@@ -1,0 +1,203 @@
+"""A machine that one reaches with OpenSSH: the system's `ssh`, with the user's own configuration.
+
+Whatever the user's ssh config says of a host (its address, ProxyJump, keys) holds here too. What this adds is
+strict: no questions, no unknown or changed host key, nothing forwarded, one shared connection a machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import shlex
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from perilune.errors import RequestError
+from perilune.execution.hosts.protocol import Answer, HostRefusedError, HostUnreachableError
+from perilune.files import write_atomic
+
+OPTIONS = {
+    "BatchMode": "yes",
+    "CheckHostIP": "no",
+    "ClearAllForwardings": "yes",
+    "ConnectTimeout": "10",
+    "ControlMaster": "auto",
+    "ControlPersist": "60",
+    "EscapeChar": "none",
+    "ForwardAgent": "no",
+    "ForwardX11": "no",
+    "LogLevel": "ERROR",
+    "PermitLocalCommand": "no",
+    "RequestTTY": "no",
+    "ServerAliveCountMax": "3",
+    "ServerAliveInterval": "5",
+    "StrictHostKeyChecking": "yes",
+    "UpdateHostKeys": "no",
+}
+FAILED = 255  # ssh's own exit code: what became of the command is not known
+TAIL = 1 << 14  # bytes of stderr that are kept
+# What ssh says when the machine is the wrong one, or lets nobody in.
+REFUSALS = {
+    "IDENTIFICATION HAS CHANGED": "its host key has changed",
+    "Host key verification failed": "its host key is not the one that is pinned, or is not known",
+    "Permission denied": "it lets nobody in",
+    "Too many authentication failures": "it lets nobody in",
+    "no matching host key type": "it has no host key of the pinned kind",
+    "Bad configuration option": "the ssh configuration is wrong",
+}
+
+
+class SshSettings(BaseModel):
+    """How a machine is reached. What is not said here, the user's ssh config says."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: str = Field(
+        pattern=r"^[A-Za-z0-9_:][A-Za-z0-9._:%-]*$", description="address, or name in the ssh config"
+    )
+    port: int | None = Field(None, ge=1, le=65535, description="its port")
+    user: str | None = Field(None, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", description="who to be there")
+    identity: str | None = Field(None, description="file of the private key")
+    host_key: str | None = Field(
+        None,
+        pattern=r"^(ssh|ecdsa|sk)-[A-Za-z0-9@.-]+ [A-Za-z0-9+/=]+$",
+        description='its public host key, "ssh-ed25519 AAAA..."; by default known_hosts must hold it',
+    )
+    config: str | None = Field(None, description="an ssh config file other than the user's")
+
+
+class SshHost:
+    """The machine that `settings` lead to.
+
+    Args:
+        folder: where pinned keys are kept.
+
+    Raises:
+        RequestError: when there is no private place for connections.
+    """
+
+    def __init__(self, settings: SshSettings, folder: Path) -> None:
+        self.settings = settings
+        self.name = f"ssh:{settings.host}"
+        identity = hashlib.sha256(settings.model_dump_json().encode()).hexdigest()[:16]
+        options = {**OPTIONS, "ControlPath": str(private_folder() / identity)}
+        if settings.host_key is not None:
+            pinned = folder / f"{identity}.known_hosts"
+            write_atomic(pinned, f"{identity} {settings.host_key}\n")
+            options |= {"HostKeyAlias": identity, "UserKnownHostsFile": str(pinned)}
+            options |= {"GlobalKnownHostsFile": os.devnull}
+        self._command = ["ssh", "-T"]
+        if settings.config is not None:
+            self._command += ["-F", str(Path(settings.config).expanduser())]
+        for name, value in options.items():
+            self._command += ["-o", f"{name}={value}"]
+        if settings.identity is not None:
+            identity_file = str(Path(settings.identity).expanduser())
+            self._command += ["-i", identity_file, "-o", "IdentitiesOnly=yes"]
+        self._command += ["-p", str(settings.port)] if settings.port is not None else []
+        self._command += ["-l", settings.user] if settings.user is not None else []
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        source: BinaryIO | None = None,
+        sink: BinaryIO | None = None,
+        timeout: float = 60.0,
+    ) -> Answer:
+        """As `Host.run`. The machine's login shell is given one line, with every argument quoted."""
+        line = shlex.join(command)
+        with _stdin(source) as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+            try:
+                process = subprocess.Popen(
+                    [*self._command, "--", self.settings.host, line],
+                    stdin=given,
+                    stdout=sink or out,
+                    stderr=errors,
+                    start_new_session=True,  # Ctrl-C is ours to judge
+                )
+            except FileNotFoundError:
+                raise RequestError("there is no ssh here", remedy="install OpenSSH's client") from None
+            try:
+                code = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                self.disconnect()
+                raise HostUnreachableError(f"no answer in {timeout:.0f} s", where=self.name) from None
+            finally:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+            said = _tail(errors)
+            if code == FAILED:
+                raise self._failure(said)
+            out.seek(0)
+            return Answer(code, out.read(), said)
+
+    def disconnect(self) -> None:
+        """Close the shared connection; the next command makes a new one."""
+        command = [*self._command, "-O", "exit", "--", self.settings.host]
+        with contextlib.suppress(subprocess.TimeoutExpired, FileNotFoundError):
+            subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=10, check=False)
+
+    def _failure(self, said: str) -> HostRefusedError | HostUnreachableError:
+        last = (said.strip().splitlines() or ["the connection was lost"])[-1]
+        for words, meaning in REFUSALS.items():
+            if words in said:
+                return HostRefusedError(f"{meaning} ({last})", where=self.name, remedy=self._remedy(meaning))
+        return HostUnreachableError(last, where=self.name)
+
+    def _remedy(self, meaning: str) -> str:
+        if "host key" not in meaning:
+            return f"ssh {self.settings.host} should work without questions"
+        return (
+            "if the machine was set up anew, compare its key there (ssh-keygen -lf"
+            " /etc/ssh/ssh_host_ed25519_key.pub) and write it into the template's host_key, or into"
+            " known_hosts; if not, keep away from it"
+        )
+
+
+def private_folder() -> Path:
+    """A folder for sockets that nobody else can enter, with a short path.
+
+    Raises:
+        RequestError: when somebody else has made it, or it is open to others.
+    """
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(runtime, "perilune") if runtime else Path(tempfile.gettempdir(), f"perilune-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise RequestError("this folder is open to others", where=str(folder), remedy="remove it")
+    return folder
+
+
+@contextmanager
+def _stdin(source: BinaryIO | None) -> Iterator[BinaryIO | int]:
+    """Something with a descriptor that yields what `source` does."""
+    if source is None:
+        yield subprocess.DEVNULL
+        return
+    try:
+        source.fileno()
+    except io.UnsupportedOperation:
+        with tempfile.TemporaryFile() as file:
+            file.write(source.read())
+            file.seek(0)
+            yield file
+    else:
+        yield source
+
+
+def _tail(file: BinaryIO) -> str:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - TAIL))
+    return file.read().decode("utf-8", "replace")
