@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from perilune.data.generators.gathering import MOST_REJECTED
 from perilune.data.generators.teacher import Rejected
-from perilune.data.records import Provenance, TraceRecord, settings_digest
+from perilune.data.records import Provenance, TraceRecord, as_row, settings_digest
 from perilune.data.seen import Seen
 from perilune.data.stream import stream_lines
 from perilune.environments.protocol import Task
@@ -159,7 +159,7 @@ class _Work:
         sources, reasons = Counter(progress.sources), Counter(progress.reasons)
         for row in rows:
             if isinstance(row, TraceRecord) and self.seen.same(bytes.fromhex(row.digest), 0) is None:
-                made.append(canonical_json(asdict(row)))
+                made.append(canonical_json(as_row(row)))
                 sources[row.source] += 1
             else:
                 told = _refusal(row)

@@ -90,12 +90,14 @@ def settings_digest(**settings: Any) -> str:
 
 def write_records(path: Path, records: Iterable[TraceRecord]) -> int:
     """Write records to `path`, one canonical JSON line each, whole or not at all; returns how many."""
-    rows = [
-        {name: value for name, value in asdict(record).items() if name != "details" or value is not None}
-        for record in records
-    ]
+    rows = [as_row(record) for record in records]
     write_json_lines(path, rows)
     return len(rows)
+
+
+def as_row(record: TraceRecord) -> dict[str, Any]:
+    """A record as a JSON object; details only where there are any."""
+    return {name: value for name, value in asdict(record).items() if name != "details" or value is not None}
 
 
 def records_file(path: Path) -> Path:

@@ -38,6 +38,16 @@ def stream_lines(path: Path) -> Iterator[Line]:
         RequestError: when the file cannot be read.
     """
     file = records_file(path)
+    for number, raw, problem in stream_bytes(file):
+        yield Line(file, number, raw, None, problem) if problem else _line(file, number, raw)
+
+
+def stream_bytes(file: Path) -> Iterator[tuple[int, bytes, str]]:
+    """Number, bytes and problem of each line that is not blank; one that is too long has a problem.
+
+    Raises:
+        RequestError: when the file cannot be read.
+    """
     try:
         with file.open("rb") as lines:
             number = 0
@@ -46,9 +56,9 @@ def stream_lines(path: Path) -> Iterator[Line]:
                 if len(raw) > LONGEST_LINE:
                     while (rest := lines.readline(LONGEST_LINE)) and not rest.endswith(b"\n"):
                         pass
-                    yield Line(file, number, raw[:200], None, f"longer than {LONGEST_LINE:,} bytes")
+                    yield number, raw[:200], f"longer than {LONGEST_LINE:,} bytes"
                 elif raw.strip():
-                    yield _line(file, number, raw.rstrip(b"\r\n"))
+                    yield number, raw.rstrip(b"\r\n"), ""
     except OSError as error:
         raise RequestError(f"cannot read records: {error.strerror}", where=str(file)) from None
 

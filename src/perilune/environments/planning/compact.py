@@ -32,9 +32,10 @@ def write(trip: Trip, plan: Plan) -> str:
 
 
 def working(trip: Trip, plan: Plan) -> str:
-    """How a plan came about: of each visit the way, arrival, begin and end, and the money left.
+    """How a plan came about: of each visit place, way, arrival, hours, begin, stay, end, price, money left.
 
-    `A3=03>05-07$04 B4=11>11-12$01` goes 3 steps to A, waits until 5, stays until 7, and has 4 left.
+    `A2+2=02,00-20>02+1=03,$3=17 B5+3=06,03-15>06+2=08,$4=13` goes 2 steps to A, is there at 2, stays from 2 for
+    1 step until 3, and has 17 left; from A it is 3 steps to B.
     """
     told, left = [], trip.budget
     day, time, here = 1, 0, HOME
@@ -46,7 +47,10 @@ def working(trip: Trip, plan: Plan) -> str:
             day, time, here = visit.day, 0, HOME
         way, end = travel(here, place.at), visit.start + place.stay
         left -= place.price
-        told.append(f"{visit.name}{way}={time + way:02}>{visit.start:02}-{end:02}${left:02}")
+        told.append(
+            f"{_where(trip, place)}+{way}={time + way:02},{_hours(place)}>{visit.start:02}"
+            f"+{place.stay}={end:02},${place.price}={left:02}"
+        )
         time, here = end, place.at
     return " ".join(told)
 
@@ -69,11 +73,18 @@ def read(text: str) -> Plan | None:
 
 
 def _row(trip: Trip, place: Place) -> str:
-    where = str(place.at[0]) if all(p.at[1] == 0 for p in trip.places) else f"{place.at[0]},{place.at[1]}"
     must = "!" if place.must_see else ""
-    hours = f"{place.opens:02}-{place.closes:02}"
-    row = f"{place.name}{where} {hours} {place.stay} ${place.price} *{place.interest}{must}"
+    row = f"{_where(trip, place)} {_hours(place)} {place.stay} ${place.price} *{place.interest}{must}"
     return row if place.window is None else f"{row} {_reserved(trip, place.window)}"
+
+
+def _where(trip: Trip, place: Place) -> str:
+    x, y = place.at
+    return f"{place.name}{x}" if all(one.at[1] == 0 for one in trip.places) else f"{place.name}{x},{y}"
+
+
+def _hours(place: Place) -> str:
+    return f"{place.opens:02}-{place.closes:02}"
 
 
 def _reserved(trip: Trip, window: Window) -> str:
