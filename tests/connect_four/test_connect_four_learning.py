@@ -10,11 +10,11 @@ import torch
 
 from perilune.connect_four.board import Boards, empty, from_moves, has_four, is_full, joined, legal, play
 from perilune.connect_four.judge import match, openings, positions
-from perilune.connect_four.network import Network, load_player, save_player
+from perilune.connect_four.network import Network, evaluate, load_player, save_player
 from perilune.connect_four.players import Intuition, Searching, TreeSearch, one_ply, random_player
 from perilune.connect_four.ppo import Trainer
 from perilune.connect_four.search import search
-from perilune.connect_four.self_play import SelfPlay, Stretch, advantages, evaluate
+from perilune.connect_four.self_play import SelfPlay, Stretch, advantages
 from perilune.connect_four.settings import PPOSettings
 from perilune.connect_four.solver import foreseen
 from perilune.errors import RequestError
@@ -30,9 +30,8 @@ def one_thread() -> None:
 def stretch(values: list[float], rewards: list[float], over: list[bool]) -> Stretch:
     """One game's."""
     one = (len(rewards), 1)
-    zeros = np.zeros(one, np.int64)
     return Stretch(
-        empty(len(rewards)), zeros, zeros.astype(np.float32), np.array(values, np.float32)[:, None],
+        empty(len(rewards)), np.zeros(one, np.int64), np.zeros((*one, 7), np.float32), np.array(values, np.float32)[:, None],
         np.array(rewards, np.float32)[:, None], np.array(over)[:, None],
     )  # fmt: skip
 
@@ -55,7 +54,7 @@ def test_with_a_trace_of_one_returns_are_the_outcome() -> None:
 
 def test_a_stretch_is_of_legal_moves_in_games_that_go_on() -> None:
     network = Network(8, 16)
-    games = SelfPlay(32, seed=3)
+    games = SelfPlay(32, seed=3, opening=6, simulations=0)
     first = games.play(network, 0, 20)
     second = games.play(network, 1, 20)
     for seen in (first, second):
@@ -67,7 +66,7 @@ def test_a_stretch_is_of_legal_moves_in_games_that_go_on() -> None:
         assert np.array_equal(won, seen.rewards.reshape(-1) > 0)
         assert np.array_equal(won | is_full(after), seen.over.reshape(-1))
         logprobs, values = evaluate(network, seen.boards)
-        assert logprobs[np.arange(len(moved)), moved] == pytest.approx(seen.logprobs.reshape(-1), abs=2e-2)
+        assert np.exp(logprobs) == pytest.approx(np.exp(seen.policies.reshape(-1, 7)), abs=2e-2)
         assert values == pytest.approx(seen.values[:-1].reshape(-1), abs=2e-2)
     assert first.over.sum() > 10
     assert not np.array_equal(first.columns, second.columns)

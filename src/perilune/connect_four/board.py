@@ -134,12 +134,14 @@ def mirrored(words: Words) -> Words:
     return found
 
 
-def mirrored_where(boards: Boards, where: NDArray[np.bool_]) -> Boards:
+def where(chosen: NDArray[np.bool_], yes: Boards, no: Boards) -> Boards:
+    """Of each game the one position or the other."""
+    return Boards(np.where(chosen, yes.own, no.own), np.where(chosen, yes.stones, no.stones))
+
+
+def mirrored_where(boards: Boards, chosen: NDArray[np.bool_]) -> Boards:
     """The positions, mirrored where it is asked for: the game is the same."""
-    return Boards(
-        np.where(where, mirrored(boards.own), boards.own),
-        np.where(where, mirrored(boards.stones), boards.stones),
-    )
+    return where(chosen, Boards(mirrored(boards.own), mirrored(boards.stones)), boards)
 
 
 def planes(boards: Boards) -> NDArray[np.uint8]:

@@ -20,9 +20,9 @@ from perilune.connect_four.board import (
     legal,
     plies,
 )
-from perilune.connect_four.network import Network
+from perilune.connect_four.network import Network, evaluate
 from perilune.connect_four.search import search
-from perilune.connect_four.self_play import drawn, evaluate
+from perilune.connect_four.self_play import drawn
 from perilune.connect_four.solver import Solver, foreseen
 from perilune.errors import RequestError
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from perilune.connect_four.board import Boards, legal, planes, plies
-from perilune.connect_four.network import Network
-from perilune.connect_four.self_play import SelfPlay, Stretch, advantages, masked_logprobs
+from perilune.connect_four.network import Network, masked_logprobs
+from perilune.connect_four.self_play import SelfPlay, Stretch, advantages
 from perilune.connect_four.settings import PPOSettings
 from perilune.learn import checkpoints
 from perilune.learn.optimizer import AdamW
@@ -31,14 +31,14 @@ class Moves(NamedTuple):
     Attributes:
         boards: M positions.
         columns: int64[M].
-        logprobs: float32[M], when they were played.
+        policies: float32[M, 7], log-probabilities that they were drawn from.
         gains: float32[M], advantages of mean 0 and deviation 1.
         returns: float32[M], what the value should have been.
     """
 
     boards: Boards
     columns: torch.Tensor
-    logprobs: torch.Tensor
+    policies: torch.Tensor
     gains: torch.Tensor
     returns: torch.Tensor
 
@@ -59,7 +59,7 @@ class Trainer:
         self.optimizer = AdamW(
             dict(self.network.named_parameters()), beta2=BETA2, weight_decay=WEIGHT_DECAY, grad_clip=GRAD_CLIP
         )
-        self.games = SelfPlay(settings.games, seed)
+        self.games = SelfPlay(settings.games, seed, settings.opening, settings.simulations)
         self.step = 0
         self._seed = seed
 
@@ -87,7 +87,7 @@ class Trainer:
         returns = torch.from_numpy((found + stretch.values[:-1]).reshape(-1))
         gains = torch.from_numpy(((found - found.mean()) / (found.std() + 1e-6)).reshape(-1))
         columns = torch.from_numpy(stretch.columns.reshape(-1))
-        before = torch.from_numpy(stretch.logprobs.reshape(-1))
+        policies = torch.from_numpy(stretch.policies.reshape(len(columns), -1))
         lr = settings.lr * (1 - progress * (1 - settings.final_lr))
         order = np.random.default_rng([self._seed, self.step])
         sums: dict[str, float] = {}
@@ -97,7 +97,7 @@ class Trainer:
         ):
             chosen = torch.from_numpy(part)
             moves = Moves(
-                stretch.boards[part], columns[chosen], before[chosen], gains[chosen], returns[chosen]
+                stretch.boards[part], columns[chosen], policies[chosen], gains[chosen], returns[chosen]
             )
             loss, figures = self._loss(moves, settings.entropy * (1 - progress))
             loss.backward()  # type: ignore[no-untyped-call]
@@ -110,18 +110,28 @@ class Trainer:
         logits, values = self.network(torch.from_numpy(planes(moves.boards)))
         allowed = torch.from_numpy(legal(moves.boards))
         logprobs = masked_logprobs(logits, allowed)
-        now = logprobs.gather(1, moves.columns[:, None]).squeeze(1)
-        ratio = (now - moves.logprobs).exp()
-        bounded = ratio.clamp(1 - self.settings.clip, 1 + self.settings.clip)
-        policy_loss = -torch.minimum(ratio * moves.gains, bounded * moves.gains).mean()
-        value_loss = (values - moves.returns).square().mean()
         entropy = -(logprobs.exp() * logprobs.masked_fill(~allowed, 0)).sum(1).mean()
-        loss = policy_loss + VALUE_WEIGHT * value_loss - entropy_weight * entropy
-        return loss, {
-            "value_loss": float(value_loss.detach()),
-            "entropy": float(entropy.detach()),
-            "clipped": float((ratio.detach() != bounded.detach()).float().mean()),
-            "kl": float((moves.logprobs - now.detach()).mean()),
+        value_loss = (values - moves.returns).square().mean()
+        figures = {"value_loss": float(value_loss.detach()), "entropy": float(entropy.detach())}
+        if self.settings.simulations:
+            policy_loss = -(moves.policies.exp() * logprobs.masked_fill(~allowed, 0)).sum(1).mean()
+            figures["policy_loss"] = float(policy_loss.detach())
+        else:
+            policy_loss, of_ratios = self._clipped(moves, logprobs)
+            figures |= of_ratios
+        return policy_loss + VALUE_WEIGHT * value_loss - entropy_weight * entropy, figures
+
+    def _clipped(self, moves: Moves, logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+        """PPO's surrogate: advantages times ratios, which count within the clip only."""
+        chosen = moves.columns[:, None]
+        before, now = (found.gather(1, chosen).squeeze(1) for found in (moves.policies, logprobs))
+        ratio = (now - before).exp()
+        bounded = ratio.clamp(1 - self.settings.clip, 1 + self.settings.clip)
+        outside = float((ratio.detach() != bounded.detach()).float().mean())
+        kl = float((before - now.detach()).mean())
+        return -torch.minimum(ratio * moves.gains, bounded * moves.gains).mean(), {
+            "clipped": outside,
+            "kl": kl,
         }
 
     def save_state(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from perilune.connect_four.board import (
@@ -20,16 +19,15 @@ from perilune.connect_four.board import (
     is_full,
     legal,
     mirrored_where,
-    planes,
     play,
+    where,
 )
-from perilune.connect_four.network import Network
+from perilune.connect_four.network import Floats, Network, evaluate
+from perilune.connect_four.search import search
 from perilune.engine.random import uniforms
 
-OPENING_PLIES = 6  # a game may start with as many random moves: too few for a line of four
+_POOLS = 4  # of openings in a stretch: a game that ends twice within a pool's share of it starts alike
 _DRAWS = 2  # a move: which column, which side of the mirror
-
-Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +37,7 @@ class Stretch:
     Attributes:
         boards: T * G positions, in the order of the moves.
         columns: int64[T, G] that were played.
-        logprobs: float32[T, G] of those columns.
+        policies: float32[T, G, 7], log-probabilities that they were drawn from.
         values: float32[T + 1, G], for whoever was to move; the last are of where the stretch ends.
         rewards: float32[T, G], 1 for the move that won.
         over: bool[T, G], after that move.
@@ -47,22 +45,10 @@ class Stretch:
 
     boards: Boards
     columns: NDArray[np.int64]
-    logprobs: Floats
+    policies: Floats
     values: Floats
     rewards: Floats
     over: NDArray[np.bool_]
-
-
-def evaluate(network: Network, boards: Boards) -> tuple[Floats, Floats]:
-    """Log-probabilities float32[N, 7], -inf where a column is full, and values float32[N]."""
-    with torch.inference_mode():
-        logits, values = network(torch.from_numpy(planes(boards)))
-        return masked_logprobs(logits, torch.from_numpy(legal(boards))).numpy(), values.numpy()
-
-
-def masked_logprobs(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
-    """Log-softmax over the allowed columns; -inf elsewhere."""
-    return logits.masked_fill(~allowed, float("-inf")).log_softmax(dim=1)
 
 
 def drawn(logprobs: Floats, uniform: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -75,65 +61,68 @@ def drawn(logprobs: Floats, uniform: NDArray[np.float64]) -> NDArray[np.int64]:
 class SelfPlay:
     """Games under way.
 
+    Args:
+        opening: a game starts after 0 to as many random moves, so that more is met than what is played well.
+        simulations: how far each move is searched; 0 takes what the network says.
+
     Attributes:
         boards: where they stand.
     """
 
-    def __init__(self, games: int, seed: int) -> None:
+    def __init__(self, games: int, seed: int, opening: int, simulations: int) -> None:
         self._seed = seed
-        self.boards = self._openings(np.arange(games), step=0, turn=0)
+        self._opening = opening
+        self._simulations = simulations
+        self.boards = self._openings(games, 0)
 
     def play(self, network: Network, step: int, moves: int) -> Stretch:
         """The next `moves` moves of every game; a game that ends is followed by another."""
-        games = np.arange(len(self.boards))
-        chance = self._uniforms(step, games, np.arange(moves * _DRAWS)).reshape(-1, moves, _DRAWS)
-        shape = (moves, len(games))
+        count = len(self.boards)
+        games = np.arange(count)
+        chance = self._uniforms(step, count, np.arange(moves * _DRAWS)).reshape(-1, moves, _DRAWS)
+        pool = self._openings(_POOLS * count, step + 1)
+        shape = (moves, count)
         own, stones = np.empty(shape, np.uint64), np.empty(shape, np.uint64)
         columns, won, over = np.empty(shape, np.int64), np.empty(shape, np.bool_), np.empty(shape, np.bool_)
-        logprobs, values = np.empty(shape, np.float32), np.empty((moves + 1, len(games)), np.float32)
+        policies = np.empty((*shape, COLUMNS), np.float32)
+        values = np.empty((moves + 1, count), np.float32)
         for turn in range(moves):
             boards = mirrored_where(self.boards, chance[:, turn, 1] < 0.5)
             own[turn], stones[turn] = boards.own, boards.stones
-            found, values[turn] = evaluate(network, boards)
-            columns[turn] = drawn(found, chance[:, turn, 0])
-            logprobs[turn] = found[games, columns[turn]]
+            policies[turn], values[turn] = self._considered(network, boards)
+            columns[turn] = drawn(policies[turn], chance[:, turn, 0])
             after = play(boards, columns[turn])
             won[turn] = has_four(after.other)
             over[turn] = won[turn] | is_full(after)
-            self.boards = self._renewed(after, over[turn], step, turn + 1)
-        values[moves] = evaluate(network, self.boards)[1]
+            fresh = pool[turn * _POOLS // moves * count + games]
+            self.boards = where(over[turn], fresh, after)
+        values[moves] = self._considered(network, self.boards)[1]
         seen = Boards(own.reshape(-1), stones.reshape(-1))
-        return Stretch(seen, columns, logprobs, values, won.astype(np.float32), over)
+        return Stretch(seen, columns, policies, values, won.astype(np.float32), over)
 
-    def _renewed(self, boards: Boards, over: NDArray[np.bool_], step: int, turn: int) -> Boards:
-        which = np.flatnonzero(over)
-        if not len(which):
-            return boards
-        own, stones = boards.own.copy(), boards.stones.copy()
-        fresh = self._openings(which, step, turn)
-        own[which], stones[which] = fresh.own, fresh.stones
-        return Boards(own, stones)
+    def _considered(self, network: Network, boards: Boards) -> tuple[Floats, Floats]:
+        """What to play with which log-probability, and what the positions are worth."""
+        if not self._simulations:
+            return evaluate(network, boards)
+        found = search(network, boards, self._simulations)
+        with np.errstate(divide="ignore"):
+            return np.log(found.visits / np.float32(self._simulations)), found.worth
 
-    def _openings(self, games: NDArray[np.int64], step: int, turn: int) -> Boards:
-        """Boards after 0 to OPENING_PLIES random moves, so that more is met than the network would play."""
-        places = (1 << 20) + turn * (OPENING_PLIES + 1) + np.arange(OPENING_PLIES + 1)
-        chance = self._uniforms(step, games, places)
-        lengths = (chance[:, 0] * (OPENING_PLIES + 1)).astype(np.int64)
-        boards = empty(len(games))
-        for ply in range(OPENING_PLIES):
+    def _openings(self, count: int, step: int) -> Boards:
+        """Boards after random moves; one is left out where it would end the game."""
+        keys = 1 << 20
+        chance = self._uniforms(step, count, keys + np.arange(self._opening + 1))
+        lengths = (chance[:, 0] * (self._opening + 1)).astype(np.int64)
+        boards = empty(count)
+        for ply in range(self._opening):
             moved = play(boards, random_columns(boards, chance[:, ply + 1]))
-            goes_on = lengths > ply
-            boards = Boards(
-                np.where(goes_on, moved.own, boards.own), np.where(goes_on, moved.stones, boards.stones)
-            )
+            boards = where((lengths > ply) & ~has_four(moved.other), moved, boards)
         return boards
 
-    def _uniforms(
-        self, step: int, games: NDArray[np.int64], places: NDArray[np.int64]
-    ) -> NDArray[np.float64]:
-        keys = np.zeros((len(games), 4), np.uint64)
-        keys[:, 0], keys[:, 1], keys[:, 2] = self._seed, step, games
-        return uniforms(keys, np.broadcast_to(places, (len(games), len(places))))
+    def _uniforms(self, step: int, count: int, places: NDArray[np.int64]) -> NDArray[np.float64]:
+        keys = np.zeros((count, 4), np.uint64)
+        keys[:, 0], keys[:, 1], keys[:, 2] = self._seed, step, np.arange(count)
+        return uniforms(keys, np.broadcast_to(places, (count, len(places))))
 
 
 def random_columns(boards: Boards, uniform: NDArray[np.float64]) -> NDArray[np.int64]:

@@ -20,6 +20,10 @@ class PPOSettings(BaseModel):
     final_lr: float = Field(
         0.05, ge=0, le=1, description="last learning rate over the first; falls in a line"
     )
+    simulations: int = Field(
+        0, ge=0, description="how far each move is searched; it then learns what the search found, not by PPO"
+    )
+    opening: int = Field(24, ge=0, le=36, description="a game starts after up to so many random moves")
     trace: float = Field(0.9, ge=0, le=1, description="lambda of the advantages")
     clip: float = Field(0.2, gt=0, description="how far a probability's ratio counts")
     entropy: float = Field(0.01, ge=0, description="weight of the entropy, at the beginning")

@@ -1,20 +1,13 @@
 /* Connect Four, solved: alpha-beta over bitboards with a table of positions met before.
  *
  * A score is how early the game is won: 22 less the winner's stones at its end, negative for a loss, 0 for a draw.
- * Words are as in board.py: bit 7 * column + row, the seventh bit of a column empty.
  */
-#include <stdint.h>
+#include "lines.h"
 
-#define COLUMNS 7
-#define HEIGHT 7
-#define SQUARES 42
-#define BOTTOM 0x40810204081ull
-#define BOARD (BOTTOM * 63)
 #define MIRRORED_BELOW 16 /* stones; mirror images are looked up together while that saves more than it costs */
 #define NEVER INT8_MIN
 
 static const int CENTRE_FIRST[COLUMNS] = {3, 2, 4, 1, 5, 0, 6};
-static const int DIRECTIONS[4] = {1, HEIGHT - 1, HEIGHT, HEIGHT + 1};
 
 /* `entries` are 64-bit words, 1 << bits of them: a position's key above, what is known of its score in 8 bits. */
 struct table {
@@ -23,17 +16,7 @@ struct table {
     int64_t nodes;
 };
 
-static uint64_t column(int c) { return 63ull << HEIGHT * c; }
 static int stones_of(uint64_t words) { return __builtin_popcountll(words); }
-
-static int has_four(uint64_t s)
-{
-    for (int i = 0; i < 4; i++) {
-        uint64_t pairs = s & s >> DIRECTIONS[i];
-        if (pairs & pairs >> 2 * DIRECTIONS[i]) return 1;
-    }
-    return 0;
-}
 
 /* Empty squares that would make four. */
 static inline uint64_t completing(uint64_t s, uint64_t taken)
@@ -129,8 +112,8 @@ static int solve(struct table *t, uint64_t own, uint64_t stones, int least, int 
 {
     int count = stones_of(stones);
     if (count == SQUARES) return 0;
-    if (completing(own, stones) & (stones + BOTTOM)) least = (SQUARES + 1 - count) / 2 < most ? (SQUARES + 1 - count) / 2 : most, most = least;
     int low = -(SQUARES - count) / 2, high = (SQUARES + 1 - count) / 2;
+    if (completing(own, stones) & (stones + BOTTOM)) return high < least ? least : high > most ? most : high;
     if (low < least) low = least;
     if (high > most) high = most;
     while (low < high) { /* halve what is left, near 0 first: short searches settle most of it */
