@@ -23,12 +23,13 @@ from typing import Any
 
 from comparison.view import view as algorithms_view
 from rollout.view import view as rollout_view
+from selfplay_view import view as selfplay_view
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ROOT / "docs" / "results"
 HEADER = ("title", "about", "command")
-VIEWS = {"rollout": rollout_view, "algorithms": algorithms_view}
+VIEWS = {"rollout": rollout_view, "algorithms": algorithms_view, "selfplay": selfplay_view}
 MOST_ROWS = 40  # longer tables are for programs
 MOST_REPEATS = 20  # longer lists of numbers are curves
 INTRODUCTION = """\

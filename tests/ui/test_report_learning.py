@@ -38,6 +38,15 @@ def test_what_the_watches_said_stands_over_the_curves(tmp_path: Path) -> None:
     assert "From step 2 on, chosen answers" in training.description
 
 
+def test_self_play_is_told_over_its_curves(tmp_path: Path) -> None:
+    alarm = {"name": "illegal", "kind": "collapse", "said": "30% of games ended badly", "step": 3, "until": 4}
+    for alarms, said in (([], "no sign of a collapse"), ([alarm], "30% of games ended badly (from step 3)")):
+        made = made_with_rl(tmp_path / str(len(alarms)), league={"champion": 2, "alarms": alarms})
+        (training,) = [one for one in collect(made.view()).training if one.task == "rl"]
+        assert "the champion, the policy of step 2." in training.description
+        assert said in training.description
+
+
 def test_length_dynamics_reach_the_page(tmp_path: Path) -> None:
     row = {
         "difficulty": "3",

@@ -232,6 +232,11 @@ def _watched(summary: Mapping[str, Any]) -> str:
     said = ""
     if (collapse := summary.get("collapse_step")) is not None:
         said += f" From step {collapse} on, chosen answers themselves had become unlikely."
+    league = summary.get("league")
+    if isinstance(league, Mapping):
+        said += f" What is published is the champion, the policy of step {league['champion']}."
+        signs = [f"{one['said']} (from step {one['step']})" for one in league["alarms"]]
+        said += f" Signs of a collapse: {'; '.join(signs)}." if signs else " There was no sign of a collapse."
     gold = summary.get("gold")
     if isinstance(gold, Mapping) and (stop := gold.get("recommended_stop")) is not None:
         said += (

@@ -69,7 +69,7 @@ const Course = ((data) => {
       reward_model: "Mean over the step's pairs, in nats. 0.69 is a coin.",
       distill: "Mean over the tokens the student wrote.",
     };
-    if (training.task !== "rl") {
+    if (training.task !== "rl" && training.task !== "selfplay") {
       add(
         "loss",
         "Loss",
@@ -178,6 +178,48 @@ const Course = ((data) => {
       Object.keys(training.columns)
         .filter((key) => key.startsWith(prefix))
         .map((key) => key.slice(prefix.length));
+    add("elo", "Elo", "Ratings of the policies that were frozen, from all matches so far, chance being 0; with 95% intervals.", [
+      ["elo", "rating", 1],
+      ["elo/low", "low", 7],
+      ["elo/high", "high", 7],
+    ]);
+    add(
+      "exploitability",
+      "Exploitability",
+      "What the best answer to the policy gains, on average over seats. 0 is an equilibrium.",
+      [["exploitability", "exploitability", 2]],
+    );
+    add(
+      "against",
+      "Matches",
+      "Mean return of the policies that were frozen, on held-out tasks.",
+      named("against/")
+        .filter((name) => !name.includes("/"))
+        .map((name, index) => [`against/${name}`, name, hues[index % 6]]),
+    );
+    add(
+      "games",
+      "How games ended",
+      "Share that nobody won, that ended by an illegal move, and that were cut off.",
+      [
+        ["drawn", "drawn", 1],
+        ["illegal", "illegal move", 2],
+        ["unfinished", "cut off", 5],
+      ],
+      unit,
+    );
+    add(
+      "seats",
+      "Won by each player",
+      "Share of the step's games, by seat.",
+      named("seat/")
+        .filter((name) => name.endsWith("/won"))
+        .map((name, index) => [`seat/${name}`, `player ${name.split("/")[0]}`, hues[index % 6]]),
+      unit,
+    );
+    add("openings", "Openings", "How many equally frequent first moves would vary as much.", [
+      ["openings", "first moves", 4],
+    ]);
     add(
       "terms",
       "Reward terms",

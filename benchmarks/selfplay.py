@@ -1,0 +1,64 @@
+"""Self-play of a tiny language model in tic-tac-toe and Kuhn poker, 256 steps, for several seeds.
+
+    python benchmarks/selfplay.py [--seeds 0 1 2] [--only kuhn_poker]
+
+Runs recipes/selfplay.yaml and benchmarks/kuhn_poker.yaml. Writes results/selfplay.json, where games that are
+not run again stay as they were.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from perilune.recipe.load import bundled_recipe
+from recipe_runs import HERE, document, for_seeds, options, run_recipe, write
+
+RECIPES = {"tic_tac_toe": bundled_recipe("selfplay"), "kuhn_poker": HERE / "kuhn_poker.yaml"}
+CURVES = ("entropy", "openings", "illegal", "drawn", "turns", "seat/0/reward", "seat/0/won", "seat/1/won")
+EVERY = 4  # steps of which one is kept of a curve
+
+
+def main() -> None:
+    parser = options(__doc__, "selfplay")
+    parser.add_argument("--only", choices=RECIPES, help="one game")
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    known = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"runs": {}}
+    runs = dict(known["runs"])
+    for game in [arguments.only] if arguments.only else RECIPES:
+        runs[game] = for_seeds(lambda seed, game=game: run(game, seed), arguments.seeds, arguments.jobs)
+    words = [] if len(runs) == len(RECIPES) else ["--only", *runs]
+    write(arguments.out, {"runs": runs} | document("selfplay.py", words, began))
+
+
+def run(game: str, seed: int) -> dict[str, Any]:
+    """What a recipe's self-play said of itself."""
+    with tempfile.TemporaryDirectory(prefix="perilune-benchmark-") as home:
+        stages = run_recipe(RECIPES[game], seed, home=Path(home))
+        seconds = {stage: processor_seconds(found["folder"]) for stage, found in stages.items()}
+    played = stages["selfplay"]
+    lines = [line for line in played["metrics"] if line["step"] % EVERY == 0 or line["step"] == 1]
+    return {
+        "seed": seed,
+        "parameters": played["summary"]["parameters"],
+        "processor_seconds": {"sft": seconds["sft"], "selfplay": seconds["selfplay"]},
+        "league": played["summary"]["league"],
+        "curves": {"step": [line["step"] for line in lines]}
+        | {name: [line[name] for line in lines] for name in CURVES if name in lines[0]},
+    }
+
+
+def processor_seconds(bundle: Path) -> float:
+    """Of the stage's own process, over all its steps."""
+    path = bundle / "artifacts" / "timings.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return round(sum(json.loads(line).get("processor", 0.0) for line in lines), 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

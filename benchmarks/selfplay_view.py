@@ -1,0 +1,185 @@
+"""What the page on self-play shows of its runs: before and after, and curves over the steps, as SVG.
+
+Curves are means over seeds, with a band from the least to the most. Shares of won and drawn games have 95%
+intervals (Wilson), over the games of a match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from statistics import fmean
+from typing import Any
+
+from perilune.metrics.proportion import wilson
+
+WIDTH, HEIGHT = 250, 160  # of a panel
+LEFT, RIGHT, TOP, BOTTOM = 40, 10, 22, 24
+INK, LINE = "#808080", "#3f7fdf"
+TITLES = {"tic_tac_toe": "Tic-tac-toe", "kuhn_poker": "Kuhn poker"}
+PANELS = {
+    "tic_tac_toe": ("against/random", "against/minimax", "against/step 0", "elo", "entropy", "illegal"),
+    "kuhn_poker": ("exploitability", "against/random", "against/cfr", "elo", "entropy", "illegal"),
+}
+ABOUT = """\
+A language model of 0.3 million parameters is shown some games of a teacher, and then plays 256 steps of 64
+games against itself and, in half of the tasks, against frozen predecessors. Every 32 steps it is frozen and
+judged; *champion* is what is published, *last* the policy at the end of training. Returns are means a game: 1
+is a win at tic-tac-toe, 1 or 2 chips one at poker. Elo is of all matches of a run, chance being 0.
+Exploitability is exact: what the best answer to the policy's move probabilities gains, on average over both
+seats (0 in an equilibrium, 0.458 for a policy that moves at random)."""
+
+Run = Mapping[str, Any]
+
+
+def view(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The document with tables, findings and charts."""
+    shown: dict[str, Any] = {"title": "Self-play", "command": document["command"]}
+    about, charts = [ABOUT], {}
+    for game, runs in document["runs"].items():
+        picture = f"selfplay_{game}.svg"
+        charts[picture] = chart(runs, PANELS[game])
+        about += [
+            f"**{TITLES[game]}**",
+            "\n".join(f"* {finding(run)}" for run in runs),
+            f"![Curves of {TITLES[game]} over the steps, three seeds]({picture})",
+        ]
+        shown[TITLES[game]] = {
+            "before and after": [row for run in runs for row in rows(run)],
+            "matches": [row for run in runs for row in matches(run)],
+        }
+    rest = {key: value for key, value in document.items() if key not in (*shown, "runs")}
+    return {**shown, "about": "\n\n".join(about), "charts": charts, **rest}
+
+
+def judged(run: Run) -> dict[str, Mapping[str, float]]:
+    """The judgements of the policy at the start, of the champion, and at the end."""
+    league = run["league"]
+    of_step = {one["step"]: one for one in league["judgements"]}
+    last = league["judgements"][-1]["step"]
+    return {"start": of_step[0], "champion": of_step[league["champion"]], "last": of_step[last]}
+
+
+def finding(run: Run) -> str:
+    """One sentence a seed."""
+    policies, league = judged(run), run["league"]
+    start, champion = policies["start"], policies["champion"]
+    parts = [
+        f"{what} {start[name]:{form}} to {champion[name]:{form}}"
+        for name, what, form in (
+            ("exploitability", "exploitability", ".3f"),
+            ("against/minimax", "against perfect play", "+.2f"),
+            ("against/random", "against chance", "+.2f"),
+            ("elo", "Elo", "+.0f"),
+        )
+        if name in start
+    ]
+    if "exploitability" in start:
+        parts[0] += f" (last {policies['last']['exploitability']:.3f})"
+    signs = ", ".join(dict.fromkeys(f"{one['name']} from step {one['step']}" for one in league["alarms"]))
+    collapse = "a collapse" if league["collapsed"] else "no collapse"
+    seconds = run["processor_seconds"]
+    return (
+        f"Seed {run['seed']}: {', '.join(parts)}; {collapse}{f' ({signs})' if signs else ''};"
+        f" {seconds['selfplay']:.0f} processor seconds after {seconds['sft']:.0f} of imitation."
+    )
+
+
+def rows(run: Run) -> list[dict[str, Any]]:
+    """Start, champion and last of a seed."""
+    return [
+        {"seed": run["seed"], "policy": name, "step": one["step"]}
+        | {key: figure(one, key) for key in one if key != "step" and key.count("/") < 2 and is_shown(key)}
+        for name, one in judged(run).items()
+    ]
+
+
+def is_shown(key: str) -> bool:
+    """Whether a figure is of a yardstick that all policies have."""
+    return not key.startswith("against/step") and not key.endswith(("/low", "/high"))
+
+
+def figure(one: Mapping[str, float], key: str) -> Any:
+    """A figure with its interval, where it has one."""
+    if f"{key}/low" not in one:
+        return one[key]
+    return {"mean": one[key], "low": one[f"{key}/low"], "high": one[f"{key}/high"]}
+
+
+def matches(run: Run) -> list[dict[str, Any]]:
+    """Games won, drawn and lost by start and champion against the environment's players."""
+    wanted = {f"step {one['step']}": name for name, one in judged(run).items() if name != "last"}
+    found = []
+    for one in run["league"]["matches"]:
+        if one["first"] in wanted and not one["second"].startswith("step"):
+            games = one["won"] + one["drawn"] + one["lost"]
+            shares = {name: wilson(one[name], games)._asdict() for name in ("won", "drawn", "lost")}
+            found.append(
+                {
+                    "seed": run["seed"],
+                    "policy": wanted[one["first"]],
+                    "against": one["second"],
+                    "games": games,
+                }
+                | shares
+            )
+    return sorted(found, key=lambda row: (row["against"], row["policy"] != "start"))
+
+
+def chart(runs: Sequence[Run], names: Sequence[str]) -> str:
+    """Panels of curves over the steps, three a row."""
+    width, height = 3 * WIDTH, -(-len(names) // 3) * HEIGHT + 20
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" font-family="system-ui, sans-serif" font-size="10" fill="{INK}">'
+    ]
+    for place, name in enumerate(names):
+        at = (place % 3) * WIDTH, (place // 3) * HEIGHT
+        parts += [f'<g transform="translate({at[0]} {at[1]})">', *panel(name, runs), "</g>"]
+    label = "steps; line: mean of the seeds, band: from the least to the most"
+    parts.append(f'<text x="{width / 2:g}" y="{height - 6}" text-anchor="middle">{label}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def panel(name: str, runs: Sequence[Run]) -> list[str]:
+    """One figure over the steps."""
+    curves = [curve(run, name) for run in runs]
+    steps = sorted(set.intersection(*(set(one) for one in curves)))
+    values = [[one[step] for one in curves] for step in steps]
+    low, high = bounds([value for column in values for value in column])
+
+    def point(step: float, value: float) -> str:
+        x = LEFT + (WIDTH - LEFT - RIGHT) * step / steps[-1]
+        y = TOP + (HEIGHT - TOP - BOTTOM) * (high - value) / (high - low)
+        return f"{x:.1f} {y:.1f}"
+
+    band = [point(s, max(v)) for s, v in zip(steps, values, strict=True)]
+    band += [point(s, min(v)) for s, v in reversed(list(zip(steps, values, strict=True)))]
+    line = [point(s, fmean(v)) for s, v in zip(steps, values, strict=True)]
+    title = name.replace("step 0", "the start")
+    lines = [f'<text x="{LEFT}" y="14" font-size="12" font-weight="600" fill="{LINE}">{escape(title)}</text>']
+    for level in (low, (low + high) / 2, high):
+        x, y = point(0, level).split()
+        lines.append(f'<path d="M{x} {y}H{WIDTH - RIGHT}" stroke="{INK}" stroke-opacity=".3"/>')
+        lines.append(f'<text x="{LEFT - 5}" y="{float(y) + 3:.1f}" text-anchor="end">{level:.3g}</text>')
+    for step in (0, steps[-1] / 2, steps[-1]):
+        x = point(step, low).split()[0]
+        lines.append(f'<text x="{x}" y="{HEIGHT - BOTTOM + 13}" text-anchor="middle">{step:g}</text>')
+    return [
+        *lines,
+        f'<path d="M{"L".join(band)}Z" fill="{LINE}" fill-opacity=".2"/>',
+        f'<path d="M{"L".join(line)}" fill="none" stroke="{LINE}" stroke-width="1.5"/>',
+    ]
+
+
+def curve(run: Run, name: str) -> dict[int, float]:
+    """A figure by step, of the judgements or of the steps' games."""
+    if name in run["curves"]:
+        return dict(zip(run["curves"]["step"], run["curves"][name], strict=True))
+    return {one["step"]: one[name] for one in run["league"]["judgements"] if name in one}
+
+
+def bounds(values: Sequence[float]) -> tuple[float, float]:
+    """Ends of an axis: what is there, and 0."""
+    low, high = min(0.0, *values), max(0.0, *values)
+    return (low, high) if high > low else (low, low + 1)
