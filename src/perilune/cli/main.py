@@ -24,6 +24,7 @@ from perilune.errors import RequestError
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "quickstart": ("perilune.cli.quickstart", "quickstart", "The whole story on this machine, in minutes."),
     "run": ("perilune.cli.run", "run", "Run a recipe, or take up again one that was run before."),
+    "templates": ("perilune.cli.templates", "app", "List, show and check where runs can go."),
     "runs": ("perilune.cli.runs", "runs", "List runs."),
     "top": ("perilune.cli.top", "top", "Show what is under way, live."),
     "show": ("perilune.cli.runs", "show", "Show one run: state, attempts, figures, where its files are."),
@@ -41,6 +42,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "machines": ("perilune.cli.machines", "app", "List rented machines, and end them."),
     "cost": ("perilune.cli.machines", "cost", "Say what rented machines cost."),
     "panic": ("perilune.cli.machines", "panic", "End every machine that this home has rented."),
+    "backup": ("perilune.cli.backup", "backup", "Copy what this home remembers, while it is in use."),
+    "restore": ("perilune.cli.backup", "restore", "Put a backup back."),
     "reconcile": ("perilune.cli.runs", "reconcile", "Bring recorded state and reality together."),
     "worker": ("perilune.cli.evidence", "worker", "Execute a bundle here (what a remote machine runs)."),
     "bundle": ("perilune.cli.bundle", "app", "Freeze, verify and inspect bundles."),

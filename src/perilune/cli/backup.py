@@ -1,0 +1,54 @@
+"""Commands that keep what a home remembers: copy it, put it back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from perilune.cli.arguments import Json, open_control
+from perilune.cli.output import echo, print_json
+
+
+def backup(
+    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to make.")],
+    evidence: Annotated[
+        bool, typer.Option("--evidence", help="Also copy all bundles and attempts, which may be large.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Copy the record, keys, recipes and templates of this home to a new folder, while it is in use.
+
+    \b
+    perilune backup /media/disk/perilune-friday
+    perilune backup everything --evidence
+    """
+    from perilune.control.backup import back_up
+
+    control = open_control(look=False)
+    back_up(control.store, control.home, out, evidence=evidence)
+    if as_json:
+        print_json({"backup": str(out), "evidence": evidence})
+    else:
+        echo(f"in {out}\n  put it back with: PERILUNE_HOME=NEW perilune restore {out}")
+
+
+def restore(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder that `perilune backup` made.")],
+    as_json: Json = False,
+) -> None:
+    """Make a new home (PERILUNE_HOME) what another was when a backup was made.
+
+    \b
+    PERILUNE_HOME=~/.perilune-2 perilune restore /media/disk/perilune-friday
+    """
+    from perilune.control.backup import restore as put_back
+    from perilune.control.home import Home
+
+    home = Home.open()
+    put_back(folder, home)
+    if as_json:
+        print_json({"home": str(home.root), "backup": str(folder)})
+    else:
+        echo(f"{home.root} is as it was\n  next: perilune reconcile")

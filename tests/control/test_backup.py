@@ -1,0 +1,93 @@
+"""Backups: made under load, put back elsewhere, in another kind of database."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from drill_cases import Command, carry_out, drill_control, drill_plan
+from postgres_server import binaries, server
+from sqlalchemy import text
+
+from perilune.bundle.envelope import PUBLIC
+from perilune.control.backup import back_up, restore
+from perilune.control.database import VARIABLE, Postgres
+from perilune.control.experiments import Control
+from perilune.control.home import Home
+from perilune.control.progress import StageFinished, StageReused
+from perilune.control.store import record, verify_events
+
+
+def test_a_home_is_copied_and_put_back(
+    perilune: Command, control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = drill_plan("one", steps=1)
+    carry_out(control, plan)
+    assert perilune("backup", str(tmp_path / "friday"), "--evidence")[0] == 0
+    assert perilune("backup", str(tmp_path / "friday"))[0] == 2
+    assert perilune("restore", str(tmp_path / "friday"))[0] == 2  # this home has a record
+    monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "new"))
+    assert perilune("restore", str(tmp_path / "nothing"))[0] == 2
+    assert perilune("restore", str(tmp_path / "friday"))[0] == 0
+    assert perilune("verify")[0] == 0 and perilune("verify", "one")[0] == 0
+    new = drill_control(tmp_path / "new")
+    assert isinstance(carry_out(new, plan)[0], StageReused)
+    assert isinstance(carry_out(new, drill_plan("two", steps=1))[-1], StageFinished)
+    assert (new.home.keys / PUBLIC).read_bytes() == (control.home.keys / PUBLIC).read_bytes()
+    assert (new.home.keys / "controller.key").stat().st_mode & 0o777 == 0o600
+    new.store.close()
+
+
+def test_a_backup_under_load_is_one_state(control: Control, tmp_path: Path) -> None:
+    stop = threading.Event()
+
+    def write() -> None:
+        while not stop.is_set():
+            with control.store.transaction() as session:
+                record(session, "drill")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for number in range(3):
+            back_up(control.store, control.home, tmp_path / str(number))
+    finally:
+        stop.set()
+        writer.join()
+    for number in range(3):
+        restore(tmp_path / str(number), Home.open(tmp_path / f"home-{number}"))
+        found = drill_control(tmp_path / f"home-{number}")
+        with found.store.snapshot() as session:
+            assert verify_events(session) is None
+        found.store.close()
+
+
+def test_a_home_moves_to_postgresql_and_back(
+    control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if binaries() is None:
+        pytest.skip("no PostgreSQL server: apt-get install postgresql")
+    plan = drill_plan("one", steps=1)
+    carry_out(control, plan)
+    back_up(control.store, control.home, tmp_path / "backup", evidence=True)
+    with server() as url, monkeypatch.context() as there:
+        there.setenv(VARIABLE, url)
+        restore(tmp_path / "backup", Home.open(tmp_path / "server"))
+        moved = drill_control(tmp_path / "server")
+        assert isinstance(moved.store.database, Postgres)
+        assert isinstance(carry_out(moved, plan)[0], StageReused)
+        assert isinstance(carry_out(moved, drill_plan("two", steps=1))[-1], StageFinished)
+        with moved.store.snapshot() as session:
+            assert verify_events(session) is None
+        back_up(moved.store, moved.home, tmp_path / "again", evidence=True)
+        moved.store.close()
+    restore(tmp_path / "again", Home.open(tmp_path / "back"))
+    back = drill_control(tmp_path / "back")
+    assert isinstance(carry_out(back, drill_plan("two", steps=1))[0], StageReused)
+    with back.store.snapshot() as session:
+        assert verify_events(session) is None
+        kinds = set(session.scalars(text("SELECT kind FROM events")))
+    assert json.dumps(sorted(kinds)).count("store.restored") == 1
+    back.store.close()
