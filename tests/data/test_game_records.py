@@ -1,15 +1,16 @@
 """Games of teachers as records: what the environment shows, filtered by outcome, with probabilities."""
 
 import json
-from collections import Counter
 from functools import partial
 from itertools import islice
 
 import pytest
 
+from perilune.data.filtering import FilterSettings, filter_files
 from perilune.data.generators import Rejected, make_teacher, provenance_of, verified, written
-from perilune.data.records import read_records, write_records
+from perilune.data.records import deduplicate, read_records, write_records
 from perilune.environments import Transcript, make_environment
+from perilune.environments.game_teachers import make_game_teacher
 from perilune.environments.replay import conversation
 from perilune.errors import RequestError
 
@@ -77,18 +78,30 @@ def test_a_record_says_what_the_environment_would_show_a_policy(game, opponent):
 
 
 def test_equilibrium_play_stays_mixed_unless_the_likeliest_move_is_asked_for():
+    """The records bet with a king as often as the equilibrium does: equal games are not thrown away."""
     about = section("kuhn_poker")
-    kept, _ = collected(about, 1500, strategies={"teacher": 1.0}, seats="first")
-    kings = Counter()
-    for record in kept:
-        if record.messages[1]["content"].startswith("your card K"):
-            first = record.messages[2]["content"]
-            kings[first] += 1
-            assert 0.2 < record.details["probabilities"][0] < 0.8
-    assert min(kings.values()) >= 1 and len(kings) == 2
-    greedy, _ = collected(about, 200, strategies={"teacher": 1.0}, seats="first", greedy=True)
+    kept, rejected = collected(about, 900, strategies={"teacher": 1.0}, seats="first")
+    assert len(kept) == 900 and not rejected and list(deduplicate(kept)) == kept
+    kings = [one for one in kept if one.messages[1]["content"].startswith("your card K")]
+    share = sum(one.messages[2]["content"] == "Bet" for one in kings) / len(kings)
+    expected = make_game_teacher("cfr", make_environment(about).game).table.row("2")[1]
+    assert abs(share - expected) < 4 * (0.25 / len(kings)) ** 0.5 and 0.3 < expected < 0.9
+    for one in kings:
+        assert one.details["probabilities"][0] == pytest.approx(
+            expected if one.messages[2]["content"] == "Bet" else 1 - expected
+        )
+    greedy, rejected = collected(about, 200, strategies={"teacher": 1.0}, seats="first", greedy=True)
     likeliest = {one.messages[2]["content"] for one in greedy if "your card K" in one.messages[1]["content"]}
-    assert len(likeliest) == 1
+    assert len(likeliest) == 1 and {one.reason for one in rejected} == {"duplicate"}
+    few, _ = collected(about, 200, strategies={"teacher": 1.0}, repeats=False)
+    assert len(few) < 30
+
+
+def test_a_filter_leaves_mixed_play_as_it_is(tmp_path):
+    kept, _ = collected(section("kuhn_poker"), 100)
+    write_records(tmp_path / "traces.jsonl", kept)
+    report = filter_files([tmp_path / "traces.jsonl"], [], FilterSettings(), tmp_path / "clean")
+    assert report["train"] == len(kept) == 100
 
 
 def test_games_are_kept_by_their_outcome():
@@ -103,7 +116,7 @@ def test_games_are_kept_by_their_outcome():
     most, _ = collected(section("leduc_poker"), 60, keep=2.0)
     every, rejected = collected(section("leduc_poker"), 60)
     assert min(one.score for one in most) >= 2.0 and min(one.score for one in every) < 0
-    assert {one.reason for one in rejected} <= {"duplicate"}
+    assert not rejected
     assert {one.details["seat"] for one in every} == {0, 1}
     assert {one.details["seat"] for one in collected(about, 20, seats="second")[0]} == {1}
 
@@ -123,7 +136,7 @@ def test_details_survive_a_file(tmp_path):
     write_records(tmp_path / "records.jsonl", kept)
     assert read_records(tmp_path) == kept
     row = json.loads((tmp_path / "records.jsonl").read_text().splitlines()[0])
-    assert set(row["details"]) == {"game", "policy", "opponent", "seat", "actions", "probabilities"}
+    assert set(row["details"]) == {"game", "policy", "opponent", "seat", "actions", "probabilities", "mixed"}
     row["details"] = "none"
     (tmp_path / "records.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(RequestError, match="details"):

@@ -194,7 +194,7 @@ def test_the_size_of_a_game_is_estimated():
         ("minimax", pyspiel.load_game("clobber"), "mcts"),
         ("minimax", pyspiel.load_game("kuhn_poker"), "it knows clobber"),
         ("rules", pyspiel.load_game("kuhn_poker"), "gin_rummy"),
-        ("mcts", pyspiel.load_game("liars_dice"), "mccfr, or random"),
+        ("mcts", pyspiel.load_game("liars_dice"), "cfr, or random"),
         ("best", pyspiel.load_game("kuhn_poker"), "one of: random, mcts"),
     ],
 )

@@ -122,6 +122,8 @@ class _Judge:
         return None if found is None else ("contaminated", found)
 
     def _as_repeated(self, record: TraceRecord, place: int) -> tuple[str, str] | None:
+        if record.is_mixed:
+            return None
         earlier = self._seen.same(bytes.fromhex(record.digest), place)
         if earlier is not None:
             return "duplicate", f"of line {earlier + 1} of all"

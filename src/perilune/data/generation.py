@@ -93,7 +93,7 @@ def generate(
 ) -> dict[str, Any]:
     """Make records of `tasks` and write them to the folder `out`, or go on where that was left.
 
-    A conversation that was made before is refused as a duplicate.
+    A conversation that was made before is refused as a duplicate, unless a mixed policy made it.
 
     Args:
         show: is told after each chunk how many records were kept, and how many were not.
@@ -158,7 +158,9 @@ class _Work:
         progress = self.progress
         sources, reasons = Counter(progress.sources), Counter(progress.reasons)
         for row in rows:
-            if isinstance(row, TraceRecord) and self.seen.same(bytes.fromhex(row.digest), 0) is None:
+            if isinstance(row, TraceRecord) and (
+                row.is_mixed or self.seen.same(bytes.fromhex(row.digest), 0) is None
+            ):
                 made.append(canonical_json(as_row(row)))
                 sources[row.source] += 1
             else:

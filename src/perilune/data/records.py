@@ -62,6 +62,11 @@ class TraceRecord:
         return "\n".join(message["content"] for message in self.messages[:-1])
 
     @property
+    def is_mixed(self) -> bool:
+        """Whether it was drawn from a mixed policy: how often equal ones occur is then what it says."""
+        return bool((self.details or {}).get("mixed"))
+
+    @property
     def answer(self) -> str:
         """What the assistant said last."""
         return self.messages[-1]["content"]
@@ -124,12 +129,12 @@ def read_records(path: Path) -> list[TraceRecord]:
 
 
 def deduplicate(records: Iterable[TraceRecord]) -> Iterator[TraceRecord]:
-    """Keep the first record of each content digest and of each (environment, task_id)."""
+    """Keep the first record of each (environment, task_id), and of each content digest that is not mixed."""
     digests: set[str] = set()
     tasks: set[tuple[str, str]] = set()
     for record in records:
         task = (record.environment, record.task_id)
-        if record.digest not in digests and task not in tasks:
+        if (record.is_mixed or record.digest not in digests) and task not in tasks:
             digests.add(record.digest)
             tasks.add(task)
             yield record

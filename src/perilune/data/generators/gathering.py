@@ -78,8 +78,8 @@ def gather(
     Raises:
         RequestError: when the environment or the teacher cannot do what is asked for.
     """
+    environment = make_environment(section)  # first: what it solves, the scorer's process then finds solved
     with Scorer(section) as scorer:
-        environment = make_environment(section)
         found = Gathered(environment.id)
         candidates = prepare(written(teacher, environment, seed))
         provenance = provenance_of(teacher, section, **told)

@@ -21,7 +21,7 @@ from perilune.environments.game_teachers import (
     make_game_teacher,
 )
 from perilune.environments.open_spiel import OpenSpielEnvironment
-from perilune.environments.open_spiel_match import Match
+from perilune.environments.open_spiel_match import Match, is_simultaneous
 from perilune.environments.open_spiel_text import move_text
 from perilune.environments.protocol import Environment, Task
 from perilune.errors import RequestError
@@ -47,6 +47,11 @@ class OpenSpielOptions(BaseModel):
         " decides too, else those not lost",
     )
     seats: Literal["both", "first", "second"] = Field("both", description="which seat is imitated")
+    repeats: bool | None = Field(
+        None,
+        description="keep equal games of different deals, so that a mixed policy's moves are as frequent in"
+        " the records as in its play; null: where luck decides too, unless greedy",
+    )
 
 
 class OpenSpielTeacher:
@@ -137,7 +142,7 @@ class OpenSpielTeacher:
             keep_from=self._least(),
             details={
                 "game": str(environment.game), "policy": self._policy.name, "opponent": facing, "seat": seat,
-                "actions": actions, "probabilities": likely,
+                "actions": actions, "probabilities": likely, "mixed": self._repeats(),
             },
         )  # fmt: skip
 
@@ -145,7 +150,16 @@ class OpenSpielTeacher:
         """What a game has to be worth to the teacher to be kept."""
         keep: Any = self.options.keep
         if keep is None:
-            kind = self._environment.game.get_type()
-            lucky = kind.chance_mode.name != "DETERMINISTIC" or kind.information.name != "PERFECT_INFORMATION"
-            keep = "any" if lucky else "drawn"
+            keep = "any" if self._is_lucky() else "drawn"
         return _LEAST[keep] if isinstance(keep, str) else float(keep)
+
+    def _repeats(self) -> bool:
+        if self.options.repeats is None:
+            return self._is_lucky() and not self.options.greedy
+        return self.options.repeats
+
+    def _is_lucky(self) -> bool:
+        """Whether chance, or what the others hide or do at the same time, decides too."""
+        game = self._environment.game
+        modes = game.get_type().chance_mode.name, game.get_type().information.name
+        return is_simultaneous(game) or modes != ("DETERMINISTIC", "PERFECT_INFORMATION")

@@ -100,7 +100,7 @@ def verified(
 ) -> Iterator[TraceRecord | Rejected]:
     """Each candidate in order, as a record when its score is at least `keep_from`, else rejected.
 
-    Duplicates by content, or by task, are rejected as such; the first one wins.
+    Duplicates by content (unless they are mixed), or by task, are rejected as such; the first one wins.
 
     Args:
         score: scores a batch, normally `Scorer.score`.
@@ -133,7 +133,7 @@ def verified(
                 provenance=provenance,
                 details=candidate.details,
             )
-            if record.digest in digests or record.task_id in tasks:
+            if (record.digest in digests and not record.is_mixed) or record.task_id in tasks:
                 yield Rejected(candidate, "duplicate")
                 continue
             digests.add(record.digest)
