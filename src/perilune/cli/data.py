@@ -11,6 +11,7 @@ import typer
 from perilune.cli.arguments import command_group
 from perilune.cli.generate import generate
 from perilune.cli.output import echo, print_json
+from perilune.errors import RequestError
 
 BAR = 40  # characters
 
@@ -123,3 +124,35 @@ def filter_records(
     for reason, count in report["rejected"].items():
         echo(f"  {reason:15} {count:,}")
     echo(f"{out}: train.jsonl, rejected.jsonl with reasons, filter.json")
+
+
+@app.command(epilog="Example: perilune data convert chats.jsonl --to records --score 1 --out records.jsonl")
+def convert(
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help="Records, OpenAI's messages, ShareGPT's conversations."),
+    ],
+    to: Annotated[str, typer.Option(help="records, openai or sharegpt.")],
+    out: Annotated[Path, typer.Option(metavar="FILE.jsonl", help="Where the rows are written.")],
+    *,
+    environment: Annotated[str, typer.Option(help="Of rows that name none.")] = "chat",
+    source: Annotated[str, typer.Option(help="Of rows that name none.")] = "imported",
+    score: Annotated[
+        float | None, typer.Option(help="Of rows that have none; without it such rows are set aside.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Convert conversations; rows that cannot be go to FILE.rejected.jsonl with file, line and reason."""
+    from perilune.data.conversion import FORMS, Unsaid, convert_files
+
+    form = next((one for one in FORMS if one == to), None)
+    if form is None:
+        raise RequestError(f"no form called '{to}'", where="--to", remedy=f"one of: {', '.join(FORMS)}")
+    report = convert_files(files, form, out, Unsaid(environment, source, score))
+    if as_json:
+        print_json(report)
+        return
+    echo(f"{report['written']:,} of {report['read']:,} rows")
+    for reason, count in report["rejected"].items():
+        echo(f"  set aside: {count:,} x {reason}")
+    echo(str(out))

@@ -27,6 +27,7 @@ Form = Literal["records", "openai", "sharegpt"]
 FORMS: tuple[Form, ...] = ("records", "openai", "sharegpt")
 
 MOST_RAW = 2000  # characters of a row set aside that are kept
+MOST_REASONS = 100  # counted apart in the report; the rest as "others"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ def convert_files(inputs: Sequence[Path], to: Form, out: Path, unsaid: Unsaid = 
                     counts["written"] += 1
                     kept.write(canonical_json(_written(record, to)) + b"\n")
                     continue
-                counts[reason] += 1
+                counts[reason if reason in counts or len(counts) < MOST_REASONS else "others"] += 1
                 row = {"file": str(path), "line": number, "reason": reason}
                 shown = raw[:MOST_RAW].decode(errors="replace")
                 rejected.write(canonical_json({**row, "row": shown}) + b"\n")

@@ -34,8 +34,8 @@ def write(trip: Trip, plan: Plan) -> str:
 def working(trip: Trip, plan: Plan) -> str:
     """How a plan came about: of each visit place, way, arrival, hours, begin, stay, end, price, money left.
 
-    `A2+2=02,00-20>02+1=03,$3=17 B5+3=06,03-15>06+2=08,$4=13` goes 2 steps to A, is there at 2, stays from 2 for
-    1 step until 3, and has 17 left; from A it is 3 steps to B.
+    `A2+2=02,00-20>02+1=03,$3=17 B5+3=06,03-15>06+2=08,$4=13` goes 2 steps to A, is there at 2, stays from 2
+    for 1 step until 3, and has 17 left; from A it is 3 steps to B.
     """
     told, left = [], trip.budget
     day, time, here = 1, 0, HOME

@@ -1,0 +1,243 @@
+"""Chat formats: what is converted and converted back is the same; what cannot be said is refused by name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from perilune.cli.data import app
+from perilune.data.chat_format import from_openai, from_sharegpt, to_openai, to_sharegpt
+from perilune.data.conversion import Unsaid, convert_files
+from perilune.data.records import Provenance, make_record, read_records, write_records
+from perilune.errors import RequestError
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+CALL = st.fixed_dictionaries({"name": st.text(), "arguments": st.dictionaries(st.text(), JSON, max_size=3)})
+SCRAPS = st.sampled_from(
+    ["<tool_call>", "</tool_call>", "\n", "<tool_call>\n", "\n</tool_call>", "{}", '{"name": "x"}', "hello",
+     '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', '{"name": "f", "arguments":{}}', " "]
+)  # fmt: skip
+TEXT = st.text() | st.lists(SCRAPS, max_size=6).map("".join)
+
+
+def block(call):
+    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+
+
+CALLING = st.tuples(st.text(), st.lists(CALL, min_size=1, max_size=3)).map(
+    lambda made: "\n".join([*([made[0]] if made[0] else []), *map(block, made[1])])
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(["system", "user", "assistant", "assistant", "tool"]),
+            "content": TEXT | CALLING,
+        }
+    ),
+    max_size=8,
+)
+
+
+@given(MESSAGES)
+@settings(max_examples=300, deadline=None)
+def test_records_come_back_from_both_formats_as_they_were(messages):
+    written = json.loads(json.dumps(to_openai(messages)))
+    assert from_openai(written) == messages
+    assert to_openai(from_openai(written)) == written
+    assert from_sharegpt(json.loads(json.dumps(to_sharegpt(messages)))) == messages
+
+
+@st.composite
+def agents(draw):
+    """What an API would have: calls with ids, and results in whatever order."""
+    messages, count = [{"role": "user", "content": draw(st.text())}], 0
+    for _ in range(draw(st.integers(1, 3))):
+        calls = draw(st.lists(CALL, min_size=1, max_size=3))
+        ids = [f"call_{count + place}" for place in range(len(calls))]
+        count += len(calls)
+        asked = [
+            {"id": i, "type": "function", "function": {**c, "arguments": json.dumps(c["arguments"])}}
+            for i, c in zip(ids, calls, strict=True)
+        ]
+        messages.append(
+            {"role": "assistant", "content": draw(st.none() | st.text(min_size=1)), "tool_calls": asked}
+        )
+        results = [{"role": "tool", "tool_call_id": i, "content": draw(st.text())} for i in ids]
+        messages += draw(st.permutations(results))
+    return [*messages, {"role": "assistant", "content": draw(st.text())}]
+
+
+def by_call(messages):
+    """The same with results in the order of their calls, and arguments as values."""
+    found = [dict(one) for one in messages]
+    for one in found:
+        for call in one.get("tool_calls", ()):
+            call["function"] = {**call["function"], "arguments": json.loads(call["function"]["arguments"])}
+    return sorted(found[:-1], key=lambda m: (m.get("tool_call_id") or "", m["role"])) + found[-1:]
+
+
+@given(agents())
+@settings(max_examples=100, deadline=None)
+def test_an_agents_calls_and_results_come_back_under_their_ids(messages):
+    again = json.loads(json.dumps(to_openai(from_openai(json.loads(json.dumps(messages))))))
+    assert by_call(again) == by_call(json.loads(json.dumps(messages)))
+    roles = [message["role"] for message in again]
+    assert roles == [message["role"] for message in messages]
+
+
+def test_a_call_and_its_result_as_text():
+    asked = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"a":1,"b":2}'}}
+    conversation = [
+        {"role": "developer", "content": "Count."},
+        {"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "2?"}]},
+        {"role": "assistant", "content": "Let me see.", "tool_calls": [asked], "refusal": None},
+        {"role": "tool", "tool_call_id": "a", "name": "add", "content": "3"},
+        {"role": "assistant", "content": "3"},
+    ]
+    said = 'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+    assert from_openai(conversation) == [
+        {"role": "system", "content": "Count."},
+        {"role": "user", "content": "1+2?"},
+        {"role": "assistant", "content": said},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "3"},
+    ]
+    shared = [
+        {"from": "human", "value": "1+2?"},
+        {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1, "b": 2}}'},
+        {"from": "observation", "value": "3"},
+        {"from": "gpt", "value": "3"},
+    ]
+    roles = [message["role"] for message in from_sharegpt(shared)]
+    assert roles == ["user", "assistant", "tool", "assistant"]
+    assert to_openai(from_sharegpt(shared))[1]["tool_calls"][0]["function"]["name"] == "add"
+
+
+def called(*ids, **function):
+    return {
+        "role": "assistant",
+        "tool_calls": [{"id": i, "function": {"name": "f", "arguments": "{}"} | function} for i in ids],
+    }
+
+
+@pytest.mark.parametrize(
+    ("messages", "what"),
+    [
+        ("hello", "messages is no list"),
+        (["hello"], r"messages\[0\] is no message"),
+        ([{"role": "robot", "content": ""}], r"messages\[0\] has the role 'robot'"),
+        ([{"role": "user", "content": 3}], "content that is not text"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "content that is not text"),
+        ([{"role": "user", "content": "x", "audio": {"id": 1}}], "has audio, which a record cannot hold"),
+        ([called("a", arguments="{")], "arguments that are no JSON object"),
+        ([called("a", arguments="[1]")], "arguments that are no JSON object"),
+        ([called("a", name=None)], "no call with name and arguments"),
+        ([called("a", "a")], "two calls of one id"),
+        ([{"role": "assistant", "tool_calls": [{"type": "custom"}]}], "a call of no function"),
+        ([{"role": "tool", "tool_call_id": "b", "content": ""}], "answers no call that is open"),
+        ([called("a"), *[{"role": "tool", "tool_call_id": "a", "content": ""}] * 2], "answers no call"),
+        ([called("a", "b"), {"role": "tool", "tool_call_id": "b", "content": ""}], "a call has no result"),
+    ],
+)
+def test_what_a_record_cannot_say_is_refused(messages, what):
+    with pytest.raises(RequestError, match=what):
+        from_openai(messages)
+
+
+@pytest.mark.parametrize(
+    ("turns", "what"),
+    [
+        (None, "conversations is no list"),
+        ([{"from": "gpt"}], "no turn with a value"),
+        ([{"from": "bing", "value": ""}], "is from 'bing'"),
+        ([{"from": "function_call", "value": "add(1, 2)"}], "no JSON object"),
+        ([{"from": "function_call", "value": "{}"}], "no call with name and arguments"),
+    ],
+)
+def test_turns_that_are_none_are_refused(turns, what):
+    with pytest.raises(RequestError, match=what):
+        from_sharegpt(turns)
+
+
+RECORDS = [
+    make_record(
+        [{"role": "user", "content": f"{n}+1="}, {"role": "assistant", "content": text}],
+        environment="e", task_id=f"t{n}", score=0.5, source="s/x", seed=n,
+        provenance=Provenance("s", "1", "ab") if n else None, details={"n": n} if n else None,
+    )
+    for n, text in enumerate(["1", block({"name": "f", "arguments": {}}), "3"])
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["openai", "sharegpt", "records"])
+def test_files_of_records_come_back_from_each_form_to_the_byte(tmp_path, form):
+    write_records(tmp_path / "a.jsonl", RECORDS)
+    for source, to, out in (("a", form, "b"), ("b", "records", "c")):
+        report = convert_files([tmp_path / f"{source}.jsonl"], to, tmp_path / f"{out}.jsonl")
+        assert report == {"read": 3, "written": 3, "rejected": {}}
+    assert (tmp_path / "c.jsonl").read_bytes() == (tmp_path / "a.jsonl").read_bytes()
+    first = json.loads((tmp_path / "b.jsonl").read_text().splitlines()[1])
+    assert ("conversations" in first) == (form == "sharegpt")
+    assert (form == "openai") == bool(first.get("messages", [{}])[-1].get("tool_calls"))
+
+
+def test_what_is_broken_is_set_aside_with_file_line_and_reason(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    fine = {
+        "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}],
+        "lang": "en",
+    }
+    unfinished = {"messages": fine["messages"][:1]}
+    rows = [
+        fine,
+        {"text": "x"},
+        {"messages": "x"},
+        unfinished,
+        {"digest": "0"},
+        {"messages": [], "conversations": []},
+    ]
+    path.write_text("\n".join([*map(json.dumps, rows), '{"messages": [', "[" * 100_000]) + "\n")
+    report = convert_files([path], "records", tmp_path / "out.jsonl", Unsaid(score=1.0))
+    (record,) = read_records(tmp_path / "out.jsonl")
+    assert (record.environment, record.source, record.score, record.details) == (
+        "chat", "imported", 1.0, {"lang": "en"},
+    )  # fmt: skip
+    aside = [json.loads(line) for line in (tmp_path / "out.rejected.jsonl").read_text().splitlines()]
+    assert [row["line"] for row in aside] == [2, 3, 4, 5, 6, 7, 8]
+    assert {row["file"] for row in aside} == {str(path)}
+    reasons = [row["reason"] for row in aside]
+    assert "does not end with the assistant" in reasons[2] and "not valid JSON" in reasons[5]
+    assert report["read"] == 8 and report["written"] == 1 and sum(report["rejected"].values()) == 7
+    report = convert_files([path], "records", tmp_path / "out.jsonl")
+    assert (
+        report["written"] == 0
+        and "the row has no score, and none was given for such rows" in report["rejected"]
+    )
+
+
+def test_reasons_without_number_do_not_fill_the_report(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": [{"role": f"r{n}"}]}) + "\n" for n in range(300)))
+    report = convert_files([path], "records", tmp_path / "out.jsonl")
+    assert len(report["rejected"]) == 101 and report["rejected"]["others"] == 200 and report["read"] == 300
+
+
+def test_the_command_converts_and_says_what_it_set_aside(tmp_path):
+    write_records(tmp_path / "a.jsonl", RECORDS)
+    (tmp_path / "b.jsonl").write_text("{}\n")
+    command = ["convert", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"), "--to", "openai"]
+    result = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "c.jsonl")], catch_exceptions=False)
+    assert result.exit_code == 0 and "3 of 4 rows" in result.output
+    assert "a row has messages or conversations" in result.output
+    with pytest.raises(RequestError, match="no form called 'alpaca'"):
+        CliRunner().invoke(
+            app, [*command[:-1], "alpaca", "--out", str(tmp_path / "d")], catch_exceptions=False
+        )
