@@ -23,6 +23,7 @@ from perilune.connect_four.ppo import Trainer
 from perilune.connect_four.settings import PPOSettings
 
 HERE = Path(__file__).resolve().parent
+FALLING = 0.4  # last share of the time, in which learning rate and entropy fall
 MARKS = (15, 30, 60, 120, 180, 300, 450, 600, 900, 1200, 1500, 1800)
 PPO = PPOSettings()
 SEARCHED = {"entropy": 0.0, "games": 512, "moves": 16, "minibatch": 2048}
@@ -52,17 +53,17 @@ def train(folder: Path, seconds: float, seed: int, simulations: int) -> None:
     began = time.process_time()
     trainer = Trainer(settings, seed)
     used = moves = games = 0.0
-    marks = [mark for mark in (*MARKS, seconds) if mark <= seconds]
+    marks = [mark for mark in MARKS if mark < seconds]
     shares: dict[str, float] = {"play_seconds": 0.0, "learn_seconds": 0.0}
     while used < seconds:
-        figures = trainer.advance(min(1.0, used / seconds))
+        figures = trainer.advance(max(0.0, 1 - (seconds - used) / (seconds * FALLING)))
         used = time.process_time() - began
         moves, games = moves + figures["moves"], games + figures["games"]
         shares = {name: total + figures[name] for name, total in shares.items()}
-        if used >= marks[0]:
-            while marks and used >= marks[0]:
-                mark = marks.pop(0)
-            marks = marks or [seconds * 2]
+        if used >= min(seconds, *marks, seconds):
+            mark = max(m for m in (*marks, seconds) if m <= used)
+            marks = [m for m in marks if m > used]
+            seconds = json.loads((folder / "run.json").read_text())["seconds"]  # may be cut short by hand
             save_player(folder / f"player-{mark:04.0f}", trainer.network)
             line: dict[str, Any] = {"mark": mark, "cpu_seconds": used, "moves": moves, "games": games}
             line |= {"moves_per_second": moves / used, **shares, "entropy": figures["entropy"]}
