@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+import tracemalloc
 
 import pytest
 
@@ -78,6 +79,43 @@ def test_a_folder_is_all_its_files(tmp_path):
     written(folder / "a.jsonl", rows(20))
     section = written(folder / "b.jsonl", rows(20, start=50)) | {"path": str(folder)}
     assert sum(make_environment(section).settings().values()) == 40
+
+
+def test_a_row_costs_a_few_bytes_however_long_it_is(tmp_path):
+    many = [row | {"notes": "long " * 400} for row in rows(4000)]
+    section = written(tmp_path / "many.jsonl", many)
+    make_environment(section | {"match": "exact"})  # whatever is loaded once
+    tracemalloc.start()
+    environment = make_environment(section)
+    tasks = environment.tasks("train", 0)
+    next(tasks)
+    held = tracemalloc.get_traced_memory()[0] / len(many)
+    tracemalloc.stop()
+    assert held < 100  # bytes; the rows themselves have 2 kB each
+    assert len({task.task_id for task in tasks}) + 1 == environment.settings()["train"]
+
+
+def test_a_file_that_changes_under_way_is_noticed(tmp_path):
+    path = tmp_path / "sums.jsonl"
+    tasks = make_environment(written(path, rows(30))).tasks("train", 0)
+    next(tasks)
+    written(path, rows(30, start=50))
+    with pytest.raises(RequestError, match="has changed since") as raised:
+        next(tasks)
+    assert raised.value.where.startswith(f"{path}:")
+
+
+def test_of_rows_that_ask_the_same_the_first_one_stays(tmp_path, caplog):
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    written(folder / "a.jsonl", rows(20))
+    section = written(folder / "b.jsonl", [*rows(3, start=18), *rows(3, start=18)])
+    section |= {"path": str(folder), "broken_rows": "drop"}
+    with caplog.at_level(logging.WARNING):
+        kept = make_environment(section)
+    assert sum(kept.settings().values()) == 21
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("5 of 26 rows") and "b.jsonl:1: asks what" in told and "a.jsonl:19 asks" in told
 
 
 BROKEN = {
@@ -198,6 +236,23 @@ def test_a_bundle_holds_the_rows_and_is_the_same_wherever_they_lay(tmp_path):
     assert digests[0] == digests[1]
     environment = make_environment(Workspace(tmp_path / "bundle-here").job.environment)
     assert environment.settings() == {"train": 20, "heldout": 3}
+
+
+def test_a_recipe_needs_somebody_who_judges(tmp_path):
+    (tmp_path / "tasks").mkdir()
+    written(tmp_path / "tasks" / "sums.jsonl", rows(20))
+    written(tmp_path / "kept.jsonl", rows(3, start=50))
+    recipe = tmp_path / "sums.yaml"
+    recipe.write_text(RECIPE.replace("match: number", "match: null"))
+    with pytest.raises(RequestError, match="no rewards that judge instead") as raised:
+        load_recipe(recipe)
+    assert raised.value.where.endswith("sums.yaml:4")
+    (tmp_path / "fits.py").write_text("def fits(completions, **_):\n    return [1.0]\n")
+    recipe.write_text(recipe.read_text() + "rewards: {fits: {function: fits.py:fits, weight: 1.0}}\n")
+    load_recipe(recipe)
+    recipe.write_text(RECIPE.replace("traces: 5}", "traces: 5, environment: {match: null}}"))
+    with pytest.raises(RequestError, match="no rewards that judge instead"):
+        load_recipe(recipe)
 
 
 def test_a_recipe_says_which_row_is_broken(tmp_path):

@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from pathlib import Path
+from array import array
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
-from perilune.environments.jsonl_rows import Broken, Row, read_rows
+from perilune.environments.jsonl_index import HeldOut, RowIndex, indexed
+from perilune.environments.jsonl_rows import Broken
 from perilune.environments.matching import Match, last_number, matches
 from perilune.environments.protocol import Failure, Outcome, Score, Split, Task, Transcript
 from perilune.environments.single_turn import SingleTurn
 from perilune.errors import RequestError
-
-
-class HeldOut(BaseModel):
-    """Which rows are kept for evaluations: a share, those that a column marks, or those of another file."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    share: float = Field(
-        0.1, gt=0, lt=1, description="about this share of all tasks, chosen by a digest of what they ask"
-    )
-    column: str | None = Field(None, description="instead: the rows in which this column has `value`")
-    value: str | bool = Field("test", description="what the column says of rows that are held out")
-    path: str | None = Field(None, description="instead: the rows of this file or folder")
-
-    @model_validator(mode="after")
-    def _one_way(self) -> HeldOut:
-        if self.column is not None and self.path is not None:
-            raise ValueError("has both column and path; choose one")
-        return self
 
 
 class JsonlSpec(BaseModel):
@@ -66,21 +48,33 @@ class JsonlEnvironment(SingleTurn):
         self.spec = spec
         self.id = "jsonl"
         self.judges = spec.match is not None
-        self._splits = self._read()
-        for split, rows in self._splits.items():
-            if not rows:
-                raise RequestError(f"no row of {spec.path} is for {split}", where="environment.heldout")
+
+    def check_files(self) -> None:
+        """Look at every row, once. Scoring needs none of them."""
+        for split, rows in self._index().splits.items():
+            if not len(rows):
+                raise RequestError(f"no row of {self.spec.path} is for {split}", where="environment.heldout")
+
+    @staticmethod
+    def has_verdict(section: Mapping[str, Any]) -> bool:
+        """Whether answers are compared, or reward functions have to judge."""
+        return section.get("match", "exact") is not None
 
     def settings(self) -> dict[str, Any]:
         """How many tasks there are."""
-        return {split: len(rows) for split, rows in self._splits.items()}
+        return {split: len(rows) for split, rows in self._index().splits.items()}
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """Every row of the split once, shuffled by `seed`."""
-        rows = list(self._splits[split])
-        random.Random(f"jsonl/{seed}").shuffle(rows)
-        for row in rows:
+        """Every row of the split once, shuffled by `seed`, and read when it is its turn."""
+        index = self._index()
+        order = array("I", index.splits[split].tobytes())
+        random.Random(f"jsonl/{seed}").shuffle(order)
+        for number in order:
+            row = index.row(number)
             yield Task(row.task_id, row.prompt, row.data)
+
+    def _index(self) -> RowIndex:
+        return indexed(self.spec.path, self.spec.match, self.spec.broken_rows, self.spec.heldout)
 
     def score(self, task: Task, transcript: Transcript) -> Outcome:
         """Hold the output against the answer; what the token limit cut off is none."""
@@ -105,23 +99,3 @@ class JsonlEnvironment(SingleTurn):
         if self.spec.match == "number":
             return None if last_number(said) is not None else False
         return None if self.spec.match == "contains" and wanted.casefold() in said.casefold() else False
-
-    def _read(self) -> dict[Split, list[Row]]:
-        spec, held_out = self.spec, self.spec.heldout
-        if held_out.path is not None:  # read first, so that a row in both is one that training lacks
-            kept, train = read_rows((Path(held_out.path), Path(spec.path)), spec.match, spec.broken_rows)
-            return {"train": train, "heldout": kept}
-        (rows,) = read_rows((Path(spec.path),), spec.match, spec.broken_rows)
-        splits: dict[Split, list[Row]] = {"train": [], "heldout": []}
-        for row in rows:
-            splits["heldout" if _is_held_out(row, held_out) else "train"].append(row)
-        return splits
-
-
-def _is_held_out(row: Row, held_out: HeldOut) -> bool:
-    if held_out.column is None:
-        return int(row.task_id[:8], 16) < held_out.share * (1 << 32)
-    if held_out.column not in row.data:
-        raise RequestError(f"has no column '{held_out.column}'", where=row.place, remedy="heldout.column")
-    said = row.data[held_out.column]
-    return type(said) is type(held_out.value) and said == held_out.value

@@ -104,8 +104,17 @@ def located(section: Mapping[str, Any], base: Callable[[str], Path]) -> dict[str
     return found
 
 
-def make_environment(spec: Mapping[str, Any]) -> Environment:
+def has_verdict(section: Mapping[str, Any]) -> bool:
+    """Whether the environment judges answers itself; where it does not, reward functions have to."""
+    asked = getattr(_factory(section), "has_verdict", None)
+    return asked is None or bool(asked(section))
+
+
+def make_environment(spec: Mapping[str, Any], *, checked: bool = True) -> Environment:
     """Build the environment that `spec` describes: its `id`, and the fields that this id takes.
+
+    Args:
+        checked: whether to look at what only handing out tasks needs, such as files of questions.
 
     What the section says of episodes (`EpisodeSettings`) is checked here, and heeded by who plays them.
 
@@ -128,6 +137,8 @@ def make_environment(spec: Mapping[str, Any]) -> Environment:
         if model is None:
             raise
         raise _explained(error, model) from None
+    if checked and hasattr(environment, "check_files"):
+        environment.check_files()
     for bound in ("max_turns", "max_tokens"):
         if getattr(settings, bound) is not None and getattr(environment, "max_turns", 1) == 1:
             raise RequestError(
@@ -162,7 +173,7 @@ def _factory(spec: Mapping[str, Any]) -> Any:
         raise RequestError(
             f"no environment called {name!r} is installed",
             where="environment.id",
-            remedy=did_you_mean(str(name), environment_ids()),
+            remedy=did_you_mean(str(name or ""), environment_ids()),
         )
     return _load(_factories()[str(name)])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -102,13 +102,27 @@ def _rewards(recipe: Recipe, document: Document, folder: Path) -> dict[str, floa
         else term
         for name, term in recipe.rewards.items()
     }
-    if not found or not recipe.environment:  # empty where it is wrong, which is told of by itself
+    if not recipe.environment:  # empty where it is wrong, which is told of by itself
+        return found
+    if not found:
+        _require_verdicts(recipe)
         return found
     try:
         environment_registry().make_environment(with_rewards(recipe.environment, found))
     except RequestError as error:
         raise ProblemsError([Problem(("rewards",), f"rewards: {error.what}", error.remedy)]) from None
     return found
+
+
+def _require_verdicts(recipe: Recipe) -> None:
+    """Refuse environments that judge nothing, where there are no rewards that do."""
+    sections: list[tuple[KeyPath, Mapping[str, Any]]] = [(("environment",), recipe.environment)]
+    sections += [(("stages", n, "environment"), stage.environment) for n, stage in enumerate(recipe.stages)]
+    for path, section in sections:
+        if section and not environment_registry().has_verdict(section):
+            what = f"{'.'.join(map(str, path))}.match is null, and there are no rewards that judge instead"
+            remedy = "give rewards a function, or say how answers are compared"
+            raise ProblemsError([Problem((*path, "match"), what, remedy)])
 
 
 def _base(document: Document, path: KeyPath, folder: Path) -> Path:
