@@ -42,6 +42,7 @@ _BUILT_IN = {
     "planning_repair": "perilune.environments.planning:PlanningRepairEnvironment",
     "reasoning_gym": "perilune.environments.reasoning_gym:ReasoningGymEnvironment",
     "textarena": "perilune.environments.textarena:TextArenaEnvironment",
+    "tools": "perilune.environments.tools:ToolsEnvironment",
     "verifiers": "perilune.environments.verifiers_package:VerifiersEnvironment",
 }
 
@@ -61,11 +62,20 @@ def environment_spec(name: str) -> type[BaseModel] | None:
     return None if model is None else with_settings(model)
 
 
-def environment_families(name: str) -> tuple[str, ...]:
-    """Families of tasks that the environment `name` can be asked for by its field `task`; empty when none.
+def family_field(name: str) -> str:
+    """The field that says which family of the environment `name` is meant: "task", "game" or another.
 
     Raises:
         RequestError: when no such environment is installed.
+    """
+    return str(getattr(_factory({"id": name}), "family_field", "task"))
+
+
+def environment_families(name: str) -> tuple[str, ...]:
+    """Families of tasks, or games, that the environment `name` can be asked for by `family_field`.
+
+    Raises:
+        RequestError: when no such environment, or not the package that it is about, is installed.
     """
     families: tuple[str, ...] = getattr(_factory({"id": name}), "families", tuple)()
     return families

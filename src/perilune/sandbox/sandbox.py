@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
@@ -163,12 +164,13 @@ class Sandbox:
     def close(self) -> None:
         """End its process; the next run starts another."""
         if self._keeper is not None:
-            self._keeper.close()
+            self._ended()
         self._keeper = None
 
     def _started(self) -> _Keeper:
         if self._keeper is None:
             self._keeper = _Keeper(self.limits, self._without)
+            self._ended = weakref.finalize(self, self._keeper.close)
         return self._keeper
 
     def _require_walls(self, found: Capabilities) -> None:

@@ -31,6 +31,7 @@ _BUILT_IN = {
     "gold": "perilune.data.generators.gold:GoldTeacher",
     "planning": "perilune.data.generators.planning:PlanningTeacher",
     "open_spiel": "perilune.data.generators.open_spiel:OpenSpielTeacher",
+    "tools": "perilune.data.generators.tools:ToolsTeacher",
 }
 
 

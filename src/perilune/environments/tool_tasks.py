@@ -1,0 +1,273 @@
+"""Tasks that are done with tools: small files, a question, and what a right result is.
+
+Each is drawn from a random state alone. What is right is an answer, a file, or a function whose results on
+cases that the policy never sees are those of the reference here; none of it enters the sandbox but the cases'
+inputs, when the function is finally run on them.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import random
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+_DONE = ", then answer <answer>done</answer>."
+
+
+@dataclass(frozen=True, slots=True)
+class ToolTask:
+    """One task.
+
+    Attributes:
+        question: in words; `compact` in a few characters where there is such a form.
+        files: of the scratch folder at the beginning.
+        solution: Python that prints the answer, or does what is asked.
+        answer: the text that is right, or "done".
+        outputs: files that must be there in the end, each as rows of a table, or as JSON.
+        cases: arguments that `function` of solution.py is called with, and `expected` results.
+    """
+
+    question: str
+    files: Mapping[str, str]
+    solution: str
+    answer: str = "done"
+    compact: str = ""
+    outputs: Mapping[str, Any] = field(default_factory=dict)
+    function: str = ""
+    cases: Sequence[Sequence[Any]] = field(default_factory=list)
+    expected: Sequence[Any] = field(default_factory=list)
+
+
+_FIGURES: Mapping[str, tuple[str, Callable[[list[int]], int]]] = {  # of Python: in words, and as they are
+    "sum": ("the sum of the numbers", sum),
+    "max": ("the largest number", max),
+    "min": ("the smallest number", min),
+    "len": ("how many numbers there are", len),
+}
+
+
+def figure(draw: random.Random) -> ToolTask:
+    """A figure of the numbers in a file."""
+    numbers = [draw.randint(10, 99) for _ in range(draw.randint(3, 8))]
+    file = "".join(draw.choices(string.ascii_lowercase, k=2))
+    name = draw.choice(list(_FIGURES))
+    words, function = _FIGURES[name]
+    return ToolTask(
+        question=f"The file {file} holds numbers, one a line. Answer with {words}.",
+        compact=f"{name} {file}>",
+        files={file: "".join(f"{number}\n" for number in numbers)},
+        solution=f"print({name}([*map(int,open('{file}'))]))",
+        answer=str(function(numbers)),
+    )
+
+
+_SALES = "sales.csv has the columns region, item, amount; some amounts are missing"
+_REGIONS = ("north", "south", "east", "west", "centre")
+
+
+def column(draw: random.Random) -> ToolTask:
+    """A total over some rows of a table, in which cells are missing."""
+    rows = _sales(draw)
+    region = draw.choice(sorted({row[0] for row in rows}))
+    total = sum(int(amount) for name, _, amount in rows if name == region and amount)
+    return ToolTask(
+        question=f"{_SALES} and count for nothing. Answer with the total amount of the region {region}.",
+        files={"sales.csv": _table([("region", "item", "amount"), *rows])},
+        solution="import csv\n"
+        "rows = csv.DictReader(open('sales.csv'))\n"
+        f"print(sum(int(row['amount'] or 0) for row in rows if row['region'] == {region!r}))",
+        answer=str(total),
+    )
+
+
+def best(draw: random.Random) -> ToolTask:
+    """The region with the largest total."""
+    while True:
+        rows = _sales(draw)
+        totals = {name: 0 for name, _, _ in rows}
+        for name, _, amount in rows:
+            totals[name] += int(amount or 0)
+        ranked = sorted(totals.values(), reverse=True)
+        if len(ranked) > 1 and ranked[0] > ranked[1]:
+            break
+    return ToolTask(
+        question=f"{_SALES} and count for nothing. Answer with the region whose total amount is largest.",
+        files={"sales.csv": _table([("region", "item", "amount"), *rows])},
+        solution="import csv, collections\n"
+        "totals = collections.Counter()\n"
+        "for row in csv.DictReader(open('sales.csv')):\n"
+        "    totals[row['region']] += int(row['amount'] or 0)\n"
+        "print(totals.most_common(1)[0][0])",
+        answer=max(totals, key=lambda name: totals[name]),
+    )
+
+
+def clean(draw: random.Random) -> ToolTask:
+    """A table written anew: some rows, in another order."""
+    rows = _sales(draw)
+    least = draw.randint(10, 60)
+    kept = sorted(
+        (row for row in rows if row[2] and int(row[2]) >= least), key=lambda row: (-int(row[2]), row[1])
+    )
+    wanted = [["item", "amount"], *([item, amount] for _, item, amount in kept)]
+    return ToolTask(
+        question=f"{_SALES}. Write out.csv with the columns item, amount (a header first): the rows with an"
+        f" amount of at least {least}, the largest amount first, equal ones by item{_DONE}",
+        files={"sales.csv": _table([("region", "item", "amount"), *rows])},
+        solution="import csv\n"
+        "rows = [row for row in csv.DictReader(open('sales.csv')) if row['amount']]\n"
+        f"rows = [row for row in rows if int(row['amount']) >= {least}]\n"
+        "rows.sort(key=lambda row: (-int(row['amount']), row['item']))\n"
+        "with open('out.csv', 'w', newline='') as stream:\n"
+        "    writer = csv.writer(stream)\n"
+        "    writer.writerow(['item', 'amount'])\n"
+        "    writer.writerows([row['item'], row['amount']] for row in rows)",
+        outputs={"out.csv": wanted},
+    )
+
+
+_RULES: Mapping[str, tuple[str, Callable[[list[int]], Any]]] = {  # in words, as Python and as a function
+    "list(itertools.accumulate(n))": ("its running totals", lambda n: list(itertools.accumulate(n))),
+    "list(dict.fromkeys(n))": (
+        "its distinct numbers in the order they first come",
+        lambda n: list(dict.fromkeys(n)),
+    ),
+    "[[k, len(list(g))] for k, g in itertools.groupby(n)]": (
+        "its runs: a list of pairs of a number and how often it stands there in a row",
+        lambda n: [[k, len(list(g))] for k, g in itertools.groupby(n)],
+    ),
+    "[b - a for a, b in zip(n, n[1:])]": (
+        "the differences between each number and the one before it",
+        lambda n: [b - a for a, b in itertools.pairwise(n)],
+    ),
+}
+
+
+def transform(draw: random.Random) -> ToolTask:
+    """A list made of another one."""
+    numbers = [draw.randint(1, 5) for _ in range(draw.randint(8, 20))]
+    expression, (words, function) = draw.choice(list(_RULES.items()))
+    return ToolTask(
+        question=f"data.json holds a list of numbers. Write result.json: {words}{_DONE}",
+        files={"data.json": json.dumps(numbers)},
+        solution="import itertools, json\n"
+        "n = json.load(open('data.json'))\n"
+        f"json.dump({expression}, open('result.json', 'w'))",
+        outputs={"result.json": function(numbers)},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Function:
+    """A function that gets broken in one place; `K` stands for a number that is drawn."""
+
+    name: str
+    says: str
+    source: str
+    broken: tuple[str, str]  # what is right, and what stands there instead
+    arguments: Callable[[random.Random], list[Any]]
+
+
+def _some(draw: random.Random) -> list[Any]:
+    return [[draw.randint(-20, 20) for _ in range(draw.randint(0, 12))]]
+
+
+_FUNCTIONS = (
+    _Function(
+        "clamp_all",
+        "returns the numbers, each moved into the range from -K to K",
+        "def clamp_all(numbers):\n    return [max(-K, min(K, x)) for x in numbers]\n",
+        ("max(-K, min(K, x))", "min(-K, max(K, x))"),
+        _some,
+    ),
+    _Function(
+        "windows",
+        "returns the sums of all K neighbours in a row, from left to right",
+        "def windows(numbers):\n"
+        "    return [sum(numbers[i : i + K]) for i in range(max(len(numbers) - K + 1, 0))]\n",
+        ("len(numbers) - K + 1", "len(numbers) - K"),
+        _some,
+    ),
+    _Function(
+        "every",
+        "returns every K-th number, beginning with the first",
+        "def every(numbers):\n    return numbers[::K]\n",
+        ("[::K]", "[K::K]"),
+        _some,
+    ),
+    _Function(
+        "digit_power_sum",
+        "returns the sum of the K-th powers of the digits of a number",
+        "def digit_power_sum(number):\n    return sum(int(digit) ** K for digit in str(number))\n",
+        ("** K", "* K"),
+        lambda draw: [draw.randint(0, 99999)],
+    ),
+)
+
+
+def repair(draw: random.Random) -> ToolTask:
+    """A function that is broken in one place, and gives wrong results for some case."""
+    chosen = draw.choice(_FUNCTIONS)
+    k = str(draw.randint(2, 9))
+    source = chosen.source.replace("K", k)
+    right, wrong = (text.replace("K", k) for text in chosen.broken)
+    broken = source.replace(right, wrong)
+    expected = found = None
+    while found == expected:
+        cases = [chosen.arguments(draw) for _ in range(12)]
+        expected, found = _results(source, chosen.name, cases), _results(broken, chosen.name, cases)
+    return ToolTask(
+        question=f"solution.py has a function {chosen.name}, which should do this: it"
+        f" {chosen.says.replace('K', k)}. It does not. Mend it in solution.py{_DONE}",
+        files={"solution.py": broken},
+        solution="source = open('solution.py').read()\n"
+        f"open('solution.py', 'w').write(source.replace({wrong!r}, {right!r}))",
+        function=chosen.name,
+        cases=cases,
+        expected=expected or [],
+    )
+
+
+def _results(source: str, name: str, cases: Sequence[Sequence[Any]]) -> list[Any]:
+    """What one of our own functions above gives."""
+    scope: dict[str, Any] = {}
+    exec(source, scope)  # noqa: S102  # text of this module, and no other
+    return [scope[name](*case) for case in cases]
+
+
+FAMILIES: Mapping[str, Callable[[random.Random], ToolTask]] = {
+    one.__name__: one for one in (figure, column, best, clean, transform, repair)
+}
+
+
+def is_right(wanted: Any, name: str, content: bytes) -> bool:
+    """Whether a file holds the rows of a table, or the JSON, that it should; it may hold anything."""
+    try:
+        text = content.decode()
+        found = [*csv.reader(io.StringIO(text))] if name.endswith(".csv") else json.loads(text)
+        return same(found, wanted)
+    except (ValueError, csv.Error, RecursionError):
+        return False
+
+
+def same(found: Any, wanted: Any) -> bool:
+    """Equality as JSON has it, where true is not 1 and 1.0 is not 1."""
+    return json.dumps(found, sort_keys=True) == json.dumps(wanted, sort_keys=True)
+
+
+def _sales(draw: random.Random) -> list[tuple[str, str, str]]:
+    items = draw.sample(range(100), draw.randint(6, 12))
+    return [
+        (draw.choice(_REGIONS), f"item{item:02}", "" if draw.random() < 0.15 else str(draw.randint(1, 99)))
+        for item in items
+    ]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    return "".join(",".join(row) + "\n" for row in rows)
