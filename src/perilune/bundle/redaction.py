@@ -1,4 +1,4 @@
-"""Keeping the values of secrets out of files. A job names its secrets; only the environment knows them."""
+"""Keeping the values of secrets out of files. A job names them; `secret_sources` knows where they are."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from perilune.bundle.job import Job
+from perilune.bundle.secret_sources import secret_value
 from perilune.errors import RequestError
 from perilune.files import canonical_json
 
@@ -17,14 +18,14 @@ _BLOCK = 1 << 20  # bytes read at once
 def secret_values(job: Job) -> dict[bytes, str]:
     """Each form in which a secret's value could stand in a file (plain, as in JSON), to the secret's name.
 
-    Secrets that this environment does not hold are left out: their values cannot have come from here.
+    Secrets that are not set here are left out: their values cannot have come from here.
 
     Raises:
         RequestError: when a value is too short to be told from ordinary text.
     """
     forms: dict[bytes, str] = {}
     for name in job.secrets:
-        value = os.environ.get(name, "")
+        value = secret_value(name)
         if not value:
             continue
         if len(value) < SHORTEST_SECRET:

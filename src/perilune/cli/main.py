@@ -46,6 +46,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "restore": ("perilune.cli.backup", "restore", "Put a backup back."),
     "reconcile": ("perilune.cli.runs", "reconcile", "Bring recorded state and reality together."),
     "worker": ("perilune.cli.evidence", "worker", "Execute a bundle here (what a remote machine runs)."),
+    "secrets": ("perilune.cli.secrets", "app", "Say where secrets are kept."),
     "bundle": ("perilune.cli.bundle", "app", "Freeze, verify and inspect bundles."),
     "environments": ("perilune.cli.environments", "app", "List and sample environments."),
     "sandbox": ("perilune.cli.sandbox", "app", "Audit the sandbox for code that a model wrote."),

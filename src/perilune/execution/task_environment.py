@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from perilune.bundle.job import Job
 from perilune.bundle.machine import usable_threads
-from perilune.errors import RequestError
+from perilune.bundle.secret_sources import require_secret
 
 KEPT = frozenset(
     {
@@ -36,14 +36,7 @@ def task_environment(job: Job, mark: Mapping[str, str]) -> dict[str, str]:
         if name in KEPT
         or (name.startswith(KEPT_PREFIXES) and not any(word in name.upper() for word in WITHHELD))
     }
-    missing = [name for name in job.secrets if not os.environ.get(name)]
-    if missing:
-        raise RequestError(
-            f"the run needs the secret {missing[0]}, which is not set here",
-            where=f"stage {job.stage}",
-            remedy=f"export {missing[0]} and submit again",
-        )
-    secrets = {name: os.environ[name] for name in job.secrets}
+    secrets = {name: require_secret(name, f"stage {job.stage}") for name in job.secrets}
     resources = job.resources
     threads = str(resources.threads or max(1, usable_threads() // resources.processes))
     return {

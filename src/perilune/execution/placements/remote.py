@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from perilune.bundle.digest import describe, entries_digest, walk
 from perilune.bundle.scripts import runner_source
+from perilune.bundle.secret_sources import require_secret
 from perilune.errors import RequestError, WorkFailedError
 from perilune.execution.claim import Claim
 from perilune.execution.hosts.protocol import Answer, Host, HostRefusedError, HostUnreachableError
@@ -98,17 +99,11 @@ class RemotePlacement:
     def start(self, attempt: Assignment) -> None:
         """As `Placement.start`. Secrets go over stdin into the keeper's memory, and on to the worker."""
         job = read_json(attempt.directory / "job.json")
-        missing = [name for name in job["secrets"] if not os.environ.get(name)]
-        if missing:
-            raise RequestError(
-                f"the run needs the secret {missing[0]}, which is not set here",
-                where=f"stage {job['stage']}",
-                remedy=f"export {missing[0]} and submit again",
-            )
+        secrets = {name: require_secret(name, f"stage {job['stage']}") for name in job["secrets"]}
         environment = {**self.site.environment, "PYTHON": self.site.python}
         if self.site.installed:
             environment["PERILUNE_INSTALLED"] = "1"
-        values = {"secrets": {name: os.environ[name] for name in job["secrets"]}, "environment": environment}
+        values = {"secrets": secrets, "environment": environment}
         options = (
             *("--lifetime", str(self.limits.max_lifetime), "--grace", str(STOP_GRACE)),
             *("--unseen", str(self.limits.on_box_stop_after or 0.0)),

@@ -1,0 +1,159 @@
+"""Secrets: kept elsewhere, given to runs, and in no file, archive, record or process list."""
+
+from __future__ import annotations
+
+import io
+import json
+import sqlite3
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from drill_cases import Command, begin, drill_job
+
+from perilune.bundle.archive import pack
+from perilune.bundle.freeze import freeze
+from perilune.bundle.secret_sources import require_secret, secret_value
+from perilune.control.backup import back_up
+from perilune.control.experiments import Control, StagePlan, advance
+from perilune.control.progress import StageFinished
+from perilune.control.verification import export
+from perilune.errors import RequestError
+
+CANARY = "canary-7f3a91c4e5"
+BACKEND = '''
+import json, os
+from pathlib import Path
+from keyring.backend import KeyringBackend
+
+class Keyring(KeyringBackend):
+    """A keyring in a file, for tests."""
+    priority = 1
+
+    def _file(self):
+        return Path(os.environ["DRILL_KEYRING"])
+
+    def _all(self):
+        return json.loads(self._file().read_text()) if self._file().exists() else {}
+
+    def get_password(self, service, name):
+        return self._all().get(f"{service}/{name}")
+
+    def set_password(self, service, name, value):
+        self._file().write_text(json.dumps(self._all() | {f"{service}/{name}": value}))
+'''
+
+
+@pytest.fixture
+def keyring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    import keyring as package
+
+    (tmp_path / "drill_keyring.py").write_text(BACKEND)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHON_KEYRING_BACKEND", "drill_keyring.Keyring")
+    monkeypatch.setenv("DRILL_KEYRING", str(tmp_path / "keyring.json"))
+    before = package.get_keyring()
+    from keyring.core import load_keyring
+
+    package.set_keyring(load_keyring("drill_keyring.Keyring"))
+    yield tmp_path / "keyring.json"
+    package.set_keyring(before)
+
+
+def places_of(needle: str, root: Path) -> list[str]:
+    """Files below `root` that hold `needle`, inside compressed archives and in the rows of databases, too."""
+    found = []
+    for path in (path for path in root.rglob("*") if path.is_file()):
+        data = path.read_bytes()
+        if path.suffix == ".gz":
+            with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+                data = b"".join(tar.extractfile(one).read() for one in tar if one.isfile())  # type: ignore[union-attr]
+        if path.suffix == ".db":
+            with sqlite3.connect(path) as connection:
+                data += "\n".join(connection.iterdump()).encode()
+        if needle.encode() in data:
+            found.append(str(path.relative_to(root)))
+    return found
+
+
+def command_lines() -> str:
+    return "\n".join(" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+
+
+def test_a_canary_is_given_to_the_run_and_found_nowhere(
+    control: Control, perilune: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    kept = tmp_path / "kept"
+    kept.write_text(f"{CANARY}\n")
+    assert perilune("secrets", "set", "JUDGE_KEY", "--file", str(kept))[0] == 0
+    plan = StagePlan("one", drill_job("one", secrets=("JUDGE_KEY",), steps=2, tell="JUDGE_KEY"))
+    seen, last = "", None
+    for event in advance(control, begin(control, [plan]), [plan], poll=0.02):
+        seen, last = seen + command_lines(), event
+    assert isinstance(last, StageFinished)
+    run = control.run(last.run_id)
+    log = (control.directory(run) / "artifacts" / "task.log").read_text()
+    assert "the secret is [JUDGE_KEY]." in log  # it was there, and was replaced
+    pack(control.directory(run), control.home.root / "packed.tar.gz")
+    export(control, run, control.home.root / "exported", crate=True)
+    back_up(control.store, control.home, control.home.root / "backup", evidence=True)
+    told = "".join(
+        perilune(*words)[1] for words in (("show", "one", "--json"), ("events",), ("secrets", "list"))
+    )
+    assert CANARY not in seen + told
+    assert places_of(CANARY, control.home.root) == []
+    (control.home.root / "leak.db").unlink(missing_ok=True)
+    with tarfile.open(control.home.root / "leak.tar.gz", "w:gz") as tar:
+        tar.add(kept)
+    assert places_of(CANARY, control.home.root) == ["leak.tar.gz"]  # the search can find
+
+
+def test_freezing_refuses_a_value_that_is_kept_elsewhere(
+    control: Control, tmp_path: Path, perilune: Command
+) -> None:
+    kept = tmp_path / "kept"
+    kept.write_text(CANARY)
+    assert perilune("secrets", "set", "JUDGE_KEY", "--file", str(kept))[0] == 0
+    with pytest.raises(RequestError, match="the value of the secret JUDGE_KEY stands in"):
+        freeze(drill_job(secrets=("JUDGE_KEY",), say=f"key {CANARY}"), {}, tmp_path / "bundle")
+
+
+def test_where_secrets_are_kept(
+    control: Control, perilune: Command, keyring: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "no secret has a place" in perilune("secrets", "list")[1]
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{CANARY}\n"))
+    assert perilune("secrets", "set", "JUDGE_KEY", "--keyring")[0] == 0
+    assert json.loads(keyring.read_text()) == {"perilune/JUDGE_KEY": CANARY}
+    assert secret_value("JUDGE_KEY") == CANARY
+    monkeypatch.setenv("OTHER", "from-elsewhere")
+    assert perilune("secrets", "set", "SECOND", "--environment", "OTHER")[0] == 0
+    assert perilune("secrets", "set", "THIRD", "--file", str(tmp_path / "missing"))[0] == 0
+    assert require_secret("SECOND", "") == "from-elsewhere"
+    monkeypatch.setenv("SECOND", "for once")
+    assert secret_value("SECOND") == "for once"
+    code, out, _ = perilune("secrets", "list")
+    assert code == 0 and CANARY not in out and "from-elsewhere" not in out
+    assert "JUDGE_KEY  keyring perilune  set" in out and "THIRD" in out and "cannot be read" in out
+    assert [one["set"] for one in json.loads(perilune("secrets", "list", "--json")[1])["secrets"]] == [
+        True,
+        True,
+        False,
+    ]
+    assert perilune("secrets", "forget", "THIRD")[0] == 0
+    assert perilune("secrets", "forget", "THIRD")[0] == 2
+    assert perilune("secrets", "set", "X")[0] == 2
+    assert perilune("secrets", "set", "X", "--keyring", "--file", "y")[0] == 2
+    assert perilune("secrets", "set", "not-a-name", "--environment", "Y")[0] == 2
+    with pytest.raises(RequestError, match="the run needs the secret NOWHERE"):
+        require_secret("NOWHERE", "stage one")
+
+
+def test_a_value_in_the_place_of_a_place_is_not_repeated(control: Control) -> None:
+    (control.home.root / "secrets.yaml").write_text(f"JUDGE_KEY: {CANARY}\n")
+    with pytest.raises(RequestError, match="does not say where secrets are: JUDGE_KEY") as found:
+        secret_value("JUDGE_KEY")
+    assert CANARY not in str(found.value)
