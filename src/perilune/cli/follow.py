@@ -15,15 +15,20 @@ from perilune.execution.verdict import Cause
 
 if TYPE_CHECKING:
     from perilune.control.experiments import Control
+    from perilune.control.templates import Template
     from perilune.recipe.schema import Recipe
 
-REQUEST_CAUSES = frozenset({Cause.REQUEST, Cause.DISK_FULL, Cause.BUNDLE_REJECTED})  # exit code 2
+REQUEST_CAUSES = frozenset(
+    {Cause.REQUEST, Cause.DISK_FULL, Cause.BUNDLE_REJECTED, Cause.HOST_REFUSED}
+)  # exit code 2
 
 REMEDY = "  try: "  # what the last line of an error that has a remedy begins with
 
 
-def follow(control: Control, experiment: str, recipe: Recipe) -> PeriluneError | None:
-    """Carry an experiment to its end, showing it; returns why it failed, or None.
+def follow(
+    control: Control, experiment: str, recipe: Recipe, template: Template | None = None
+) -> PeriluneError | None:
+    """Carry an experiment to its end where `template` says, showing it; returns why it failed, or None.
 
     Raises:
         KeyboardInterrupt: after Ctrl-C; by then a stage that this process began has been told to stop.
@@ -33,7 +38,8 @@ def follow(control: Control, experiment: str, recipe: Recipe) -> PeriluneError |
     trackers = Trackers(control, recipe.tracking)
     with stage_progress() as view:
         try:
-            for event in advance(control, experiment, stage_plans(recipe)):
+            plans = stage_plans(recipe, template)
+            for event in advance(control, experiment, plans, template=template):
                 if isinstance(event, events.StageStarted):
                     running = event
                     trackers.begin(event.stage, event.run_id)

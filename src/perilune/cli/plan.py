@@ -11,11 +11,12 @@ from perilune.recipe.schema import job_for
 from perilune.terminal import printable
 
 if TYPE_CHECKING:
+    from perilune.control.templates import Template
     from perilune.recipe.schema import Recipe
 
 
-def derive(recipe: Recipe) -> list[dict[str, Any]]:
-    """What each stage's plugin derives from its job, in the order in which stages run.
+def derive(recipe: Recipe, template: Template | None = None) -> list[dict[str, Any]]:
+    """What each stage's plugin derives from its job where it is to run, in the order in which stages run.
 
     Raises:
         RequestError: when a stage cannot work, naming the stage.
@@ -24,6 +25,7 @@ def derive(recipe: Recipe) -> list[dict[str, Any]]:
     for stage in recipe.stages:
         try:
             job = job_for(recipe, stage)
+            job = job if template is None else template.job(job)
             figures = dict(load_plugin(stage.task).plan(job))
         except RequestError as error:
             where = f"stages.{stage.name}" + (f": {error.where}" if error.where else "")

@@ -8,15 +8,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from perilune.cli.output import echo, print_json
+from perilune.errors import RequestError
 
 if TYPE_CHECKING:
     from perilune.control.experiments import Control
+    from perilune.control.templates import Template
     from perilune.recipe.schema import Recipe
 
 SetOption = Annotated[
@@ -27,6 +30,14 @@ SeedOption = Annotated[int | None, typer.Option("--seed", help="The same as --se
 JsonOption = Annotated[bool, typer.Option("--json", help="End stdout with one JSON document.")]
 
 
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where runs are to go: a template (None is this machine), and the options that ask for it."""
+
+    template: Template | None = None
+    options: tuple[str, ...] = ()
+
+
 def run(
     recipe: Annotated[
         str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a bundled recipe.")
@@ -34,6 +45,13 @@ def run(
     *,
     set_: SetOption = None,
     seed: SeedOption = None,
+    template: Annotated[
+        str | None, typer.Option(metavar="ID", help="Where runs go: perilune templates list.")
+    ] = None,
+    with_: Annotated[
+        list[str] | None,
+        typer.Option("--with", metavar="KEY=VALUE", help="Replace one key of the template that it allows."),
+    ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Print what would be done, and stop.")] = False,
     detach: Annotated[
         bool, typer.Option("--detach", help="Go on in the background; return at once.")
@@ -44,8 +62,22 @@ def run(
 
     Ctrl-C stops the stage that this command began; the same command goes on from its last checkpoint.
     """
-    command = f"perilune run {recipe}"
-    run_recipe(recipe, overrides(set_, seed), command, plan_only=plan, detach=detach, as_json=as_json)
+    where = _destination(template, with_ or ())
+    command = shlex.join(["perilune", "run", recipe, *where.options])
+    changes = overrides(set_, seed)
+    run_recipe(recipe, changes, command, where=where, plan_only=plan, detach=detach, as_json=as_json)
+
+
+def _destination(name: str | None, changes: Sequence[str]) -> Destination:
+    if name is None:
+        if changes:
+            raise RequestError("--with changes a template, and there is none", remedy="--template ID")
+        return Destination()
+    from perilune.control.home import Home
+    from perilune.control.templates import load_template
+
+    template = load_template(Home.open(), name, changes)
+    return Destination(template, ("--template", name, *(part for one in changes for part in ("--with", one))))
 
 
 def overrides(set_: Sequence[str] | None, seed: int | None) -> list[str]:
@@ -58,6 +90,7 @@ def run_recipe(
     changes: Sequence[str],
     command: str,
     *,
+    where: Destination = Destination(),
     plan_only: bool = False,
     detach: bool = False,
     as_json: bool = False,
@@ -73,17 +106,18 @@ def run_recipe(
 
     path = find_recipe(name)
     recipe = load_recipe(path, changes)
-    derived = derive(recipe)
+    derived = derive(recipe, where.template)
     if plan_only and as_json:
-        print_json({"recipe": recipe.model_dump(mode="json"), "stages": derived})
+        template = where.template and where.template.model_dump(mode="json")
+        print_json({"recipe": recipe.model_dump(mode="json"), "template": template, "stages": derived})
         return
     print_plan(recipe, derived, sys.stdout if plan_only else sys.stderr)
     if plan_only:
         return
     if detach:
-        _detach(recipe, path, changes, command, as_json=as_json)
+        _detach(recipe, path, changes, command, where, as_json=as_json)
     else:
-        _follow(recipe, _with_changes(command, changes), as_json=as_json)
+        _follow(recipe, _with_changes(command, changes), where, as_json=as_json)
 
 
 def find_recipe(name: str) -> Path:
@@ -94,7 +128,7 @@ def find_recipe(name: str) -> Path:
     return bundled_recipe(name) if not path.exists() and name in bundled_recipes() else path
 
 
-def _follow(recipe: Recipe, again: str, *, as_json: bool) -> None:
+def _follow(recipe: Recipe, again: str, where: Destination, *, as_json: bool) -> None:
     """Carry the experiment to its end and tell what came of it."""
     from perilune.cli.follow import follow
     from perilune.cli.results import next_steps, print_results, results_document
@@ -106,7 +140,7 @@ def _follow(recipe: Recipe, again: str, *, as_json: bool) -> None:
     began = time.monotonic()
     control = Control()
     experiment = open_experiment(control, recipe)
-    failure = follow(control, experiment, recipe)
+    failure = follow(control, experiment, recipe, where.template)
     statuses = stage_statuses(control, [experiment])
     problem: Exception | None = failure
     report: Path | None = None
@@ -126,7 +160,9 @@ def _follow(recipe: Recipe, again: str, *, as_json: bool) -> None:
         raise problem
 
 
-def _detach(recipe: Recipe, path: Path, changes: Sequence[str], command: str, *, as_json: bool) -> None:
+def _detach(
+    recipe: Recipe, path: Path, changes: Sequence[str], command: str, where: Destination, *, as_json: bool
+) -> None:
     """Start a process of its own session that follows the experiment, and say how to watch it."""
     from perilune.control.experiments import Control, open_experiment
 
@@ -134,6 +170,7 @@ def _detach(recipe: Recipe, path: Path, changes: Sequence[str], command: str, *,
     experiment = open_experiment(control, recipe)
     log = control.home.experiment(experiment) / "driver.log"
     driver_command = [sys.executable, "-m", "perilune.cli.main", "run", str(path.absolute())]
+    driver_command += where.options
     driver_command += [argument for change in changes for argument in ("--set", change)]
     with log.open("ab") as out:
         driver = subprocess.Popen(

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from perilune.bundle.job import Job, Resources
 from perilune.control.home import Home
+from perilune.control.leases import Rental
 from perilune.control.planner import RetryPolicy
 from perilune.errors import RequestError
 from perilune.execution.hosts.ssh import SshSettings
@@ -39,8 +40,15 @@ class Here(_Section):
 class OverSsh(_Section):
     """A machine that one reaches with ssh."""
 
-    name: Literal["ssh"]
+    name: Literal["ssh"] = "ssh"
     ssh: SshSettings = Field(description="how it is reached")
+    site: Site = Field(Site(), description="what is where on it")
+
+
+class OnRented(Rental):
+    """A machine that is rented for every attempt, and given back after it."""
+
+    name: Literal["rented"]
     site: Site = Field(Site(), description="what is where on it")
 
 
@@ -67,8 +75,8 @@ class Template(_Section):
     """Where and how runs go."""
 
     description: str = Field("", description="for people")
-    placement: Annotated[Here | OverSsh, Field(discriminator="name")] = Field(
-        Here(), description="where: local, or ssh with how to get there"
+    placement: Annotated[Here | OverSsh | OnRented, Field(discriminator="name")] = Field(
+        Here(), description="where: local, ssh with how to get there, or rented with what it may cost"
     )
     launcher: Literal["process"] = Field("process", description="how a worker is started there")
     resources: ResourcesChange = Field(ResourcesChange(), description="what the machine has")
@@ -108,13 +116,13 @@ def template_names(home: Home) -> list[str]:
 
 
 def load_template(home: Home, name: str, changes: Sequence[str] = ()) -> Template:
-    """The template called `name`, with `changes` ("key.key=value") that it allows.
+    """The template called `name`, or in the file `name`, with `changes` ("key.key=value") that it allows.
 
     Raises:
         RequestError: there is none, it is not valid (file, line, key), or it does not allow a change.
     """
-    path = folder(home) / f"{name}.yaml"
-    if name not in template_names(home):
+    path = Path(name) if name.endswith(".yaml") else folder(home) / f"{name}.yaml"
+    if not path.exists() and name not in BUILT_IN:
         raise RequestError(
             f"no template is called '{name}'",
             where=str(folder(home)),
