@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from perilune.control.home import Home
+from perilune.control.machines import Fleet
 from perilune.control.planner import RetryPolicy
-from perilune.control.templates import Here, OverSsh, Template, recorded_template
+from perilune.control.rented import RentedPlacement
+from perilune.control.templates import Here, OnRented, OverSsh, Template, recorded_template
 from perilune.execution.hosts.ssh import SshHost
 from perilune.execution.placements.local import LocalPlacement
 from perilune.execution.placements.protocol import Placement
@@ -15,11 +17,12 @@ class Placements:
     """The placements of a home's runs. One object a place, so that connections are shared.
 
     Args:
+        fleet: the machines that the home rents.
         policy: for runs that were submitted without a template.
     """
 
-    def __init__(self, home: Home, policy: RetryPolicy) -> None:
-        self.home, self.policy = home, policy
+    def __init__(self, home: Home, fleet: Fleet, policy: RetryPolicy) -> None:
+        self.home, self.fleet, self.policy = home, fleet, policy
         self.local = LocalPlacement()
         self._templates: dict[str, Template | None] = {}
         self._made: dict[str, Placement] = {}
@@ -40,6 +43,12 @@ class Placements:
                     host = SshHost(there.ssh, self.home.root / "ssh")
                     self._made[key] = RemotePlacement(host, there.site, template.limits)
                 return self._made[key]
+            case OnRented() as rental:
+                longest = min(template.limits.max_lifetime, rental.lease.max_lifetime)
+                limits = template.limits.model_copy(update={"max_lifetime": longest})
+                return RentedPlacement(
+                    self.fleet, rental, lambda host: RemotePlacement(host, rental.site, limits)
+                )
 
     def policy_of(self, run_id: str) -> RetryPolicy:
         """How often, and when, another attempt of a run follows one that has ended."""

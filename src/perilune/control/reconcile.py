@@ -15,12 +15,12 @@ from pathlib import Path
 
 from sqlalchemy import select
 
-from perilune.bundle.storage import remove_tree
 from perilune.control.attestation import attest_result
 from perilune.control.evidence import evidence_problem, worker_said
 from perilune.control.faults import reached
 from perilune.control.home import Home, locked
 from perilune.control.ledger import current, done, end_attempt, intend, operations, started
+from perilune.control.leftovers import remove_leftovers
 from perilune.control.machines import Fleet
 from perilune.control.placements import Placements
 from perilune.control.planner import RetryPolicy, Step, next_step
@@ -44,8 +44,9 @@ class Reconciler:
 
     def __init__(self, home: Home, store: Store, policy: RetryPolicy | None = None) -> None:
         self.home, self.store = home, store
-        self.placements = Placements(home, policy or RetryPolicy())
-        self.rentals = Rentals(Fleet(home, store), self._end)
+        fleet = Fleet(home, store)
+        self.placements = Placements(home, fleet, policy or RetryPolicy())
+        self.rentals = Rentals(fleet, self._end)
         self._look_after: dict[str, float] = {}  # run to the moment from which looking again may tell more
         self._misses: dict[str, int] = {}
 
@@ -64,7 +65,7 @@ class Reconciler:
                 if mine:
                     self._clean(attempt)
         self.rentals.tend_all()
-        self.sweep()
+        remove_leftovers(self.home, self.store)
         return runs
 
     def unclean(self) -> list[Attempt]:
@@ -88,23 +89,6 @@ class Reconciler:
         every, misses = self.placements.of(run_id).capabilities.look_every, self._misses.get(run_id, 0)
         return every if misses == 0 else random.uniform(0.5, 1.0) * min(LONGEST_WAIT, every * 2.0**misses)
 
-    def sweep(self) -> None:
-        """Remove what submissions left that were killed before they were accepted.
-
-        A run that was begun and that the record does not know, as after yesterday's database was put back,
-        is evidence and stays.
-        """
-        self.home.sweep()
-        found = {path.name for path in self.home.runs.iterdir()}
-        for run_id in found - self._known():
-            with locked(self.home.run(run_id)) as mine:  # its maker holds the lock until it is accepted
-                if mine and run_id not in self._known() and not self.home.newest_attempt(run_id):
-                    remove_tree(self.home.run(run_id))
-
-    def _known(self) -> set[str]:
-        with self.store.snapshot() as session:
-            return set(session.scalars(select(Run.id)))
-
     # One step; True when something changed and another may follow.
 
     def _step(self, run_id: str, act: bool) -> bool:
@@ -115,7 +99,9 @@ class Reconciler:
         if state.terminal:
             return False
         if state is RunState.QUEUED:
-            return self._admit(run, attempt, act)
+            with contextlib.suppress(*CUT):
+                return self._admit(run, attempt, act)
+            return False
         assert attempt is not None
         placement, there = self._placement(attempt), self._assignment(attempt)
         if not self.rentals.provide(placement, run, attempt, there, act):

@@ -1,0 +1,170 @@
+"""Runs on rented machines: from a template to evidence at home, while machines are taken away and die."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cloud_cases import LEASE, bill
+from drill_cases import PATIENCE, begin, drill_plan, only_run
+from hosts_cases import interpreter
+from sqlalchemy import select
+
+from perilune.bundle.verify import verify
+from perilune.control.experiments import Control, StagePlan, advance
+from perilune.control.machines import Fleet
+from perilune.control.progress import StageEvent, StageFailed, StageFinished, StageProgress
+from perilune.control.requests import cancel
+from perilune.control.store import Attempt, Event
+from perilune.control.templates import OnRented, Retry, Template
+from perilune.execution.limits import Limits
+from perilune.execution.placements.remote import Site
+from perilune.execution.providers.fake.client import FakeCloud
+from perilune.execution.providers.fake.weather import Fault, Weather
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Template:
+    site = Site(python=str(interpreter(tmp_path / "python")), installed=True)
+    place = OnRented(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
+    return Template(placement=place, retry=Retry(base=0.01), limits=Limits(on_box_stop_after=60.0))
+
+
+def go(control: Control, template: Template, plan: StagePlan) -> Iterator[StageEvent]:
+    return advance(control, begin(control, [plan]), [plan], template=template, poll=0.05)
+
+
+def state_of(control: Control, state: str) -> str:
+    """Reconcile until the first attempt is in that state; the run's id."""
+    deadline = time.monotonic() + PATIENCE
+    while not (found := attempts(control)) or found[0].state != state:
+        assert time.monotonic() < deadline, f"{found and found[0].state} is not {state}"
+        control.reconciler.all()
+        time.sleep(0.05)
+    return found[0].run_id
+
+
+def at_first_progress(events: Iterator[StageEvent]) -> None:
+    assert any(isinstance(event, StageProgress) for event in events)
+
+
+def attempts(control: Control) -> list[Attempt]:
+    with control.store.snapshot() as session:
+        return list(session.scalars(select(Attempt).order_by(Attempt.number)))
+
+
+def all_gone(control: Control, fleet: Fleet, cloud: FakeCloud) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while fleet.all():
+        assert time.monotonic() < deadline, [(one.key, one.state) for one in fleet.all()]
+        control.reconciler.all(act=False)
+        time.sleep(0.05)
+    assert not bill(cloud)["alive"]
+    assert all(one.cleanup == "done" for one in attempts(control))
+
+
+def test_a_run_waits_for_the_days_budget_has_a_machine_and_gives_it_back(
+    control: Control, fleet: Fleet, cloud: FakeCloud, template: Template
+) -> None:
+    providers = control.home.root / "providers.yaml"
+    enough = providers.read_text()
+    providers.write_text(enough.replace("daily_cap: 100.0", "daily_cap: 0.01"))
+    events = go(control, template, drill_plan(steps=3))
+    next(events)
+    assert state_of(control, "planned")
+    (attempt,) = attempts(control)
+    assert "daily cap" in attempt.message and not bill(cloud)["costs"]
+    providers.write_text(enough)
+
+    last = list(events)[-1]
+    assert isinstance(last, StageFinished) and last.summary["total"] == 12
+    run = only_run(control)
+    (attempt,) = attempts(control)
+    assert (attempt.placement, attempt.state, attempt.message) == ("fake:small", "succeeded", "")
+    assert verify(control.directory(run), run.bundle_digest) == []  # the evidence is at home
+    all_gone(control, fleet, cloud)
+    with control.store.snapshot() as session:
+        states = session.scalars(select(Event.kind).where(Event.kind.startswith("attempt.")))
+        ordered = [kind.removeprefix("attempt.") for kind in states]
+    assert ordered[:4] == ["planned", "provisioning", "staging", "starting"]
+
+
+@pytest.mark.parametrize("weather", [Weather(notice_seconds=30.0)])
+def test_a_cut_link_ends_nothing_and_a_notice_costs_no_finished_step(
+    control: Control, fleet: Fleet, cloud: FakeCloud, template: Template
+) -> None:
+    events = go(control, template, drill_plan(steps=4, fail_at=2, how="hang", fresh_only=True))
+    at_first_progress(events)
+    run = only_run(control)
+    key = fleet.key(run.id, 1)
+    cloud.befall(key=key, fault=Fault.LINK_CUT, seconds=1.5)
+    cloud.befall(call="list", fault=Fault.ERROR_BEFORE, times=3)
+    deadline = time.monotonic() + PATIENCE
+    for wanted in ("unreachable", "reachable"):
+        while attempts(control)[0].reachability != wanted:
+            assert time.monotonic() < deadline
+            control.reconciler.all()
+            time.sleep(0.05)
+        assert attempts(control)[0].state == "running"
+    cloud.befall(key=key, fault=Fault.PREEMPTED, seconds=30.0)
+    last = list(events)[-1]
+    assert isinstance(last, StageFinished) and last.summary["began_at"] == 2
+    assert [one.state for one in attempts(control)] == ["preempted", "succeeded"]
+    all_gone(control, fleet, cloud)
+
+
+def test_a_machine_that_dies_costs_what_had_not_come_home(
+    control: Control, fleet: Fleet, cloud: FakeCloud, template: Template
+) -> None:
+    plan = drill_plan(steps=4, fail_at=2, how="hang", fresh_only=True)
+    events = go(control, template, plan)
+    at_first_progress(events)
+    run = only_run(control)
+    deadline = time.monotonic() + PATIENCE
+    while not (control.directory(run) / "artifacts" / "checkpoints" / "step-000002").exists():
+        assert time.monotonic() < deadline
+        control.reconciler.one(run.id)
+        time.sleep(0.1)
+    cloud.befall(key=fleet.key(run.id, 1), fault=Fault.HOST_DEATH)
+    last = list(events)[-1]
+    assert isinstance(last, StageFinished) and last.summary["began_at"] == 2
+    first, second = attempts(control)
+    assert (first.state, first.cause, second.state) == ("lost", "machine_lost", "succeeded")
+    all_gone(control, fleet, cloud)
+
+
+@pytest.mark.parametrize("when", ["requested", "running"])
+def test_cancelling_ends_the_machine(
+    control: Control, fleet: Fleet, cloud: FakeCloud, template: Template, when: str
+) -> None:
+    if when == "requested":
+        cloud.befall(call="create", fault=Fault.ERROR_BEFORE, times=1000)
+    events = go(control, template, drill_plan(fail_at=1, how="hang"))
+    next(events)
+    run_id = state_of(control, "provisioning" if when == "requested" else "running")
+    assert cancel(control, run_id).state == "cancelled"
+    all_gone(control, fleet, cloud)
+
+
+def test_what_cannot_be_rented_says_so(
+    control: Control, fleet: Fleet, cloud: FakeCloud, template: Template
+) -> None:
+    assert isinstance(template.placement, OnRented)
+    huge = template.model_copy(update={"placement": template.placement.model_copy(update={"kind": "huge"})})
+    last = list(go(control, huge, drill_plan()))[-1]
+    assert isinstance(last, StageFailed) and last.cause == "host_refused"
+    assert "no machine of kind 'huge'" in last.message and not fleet.all(gone=True)
+
+
+def test_a_lease_that_is_over_ends_the_run(
+    control: Control, fleet: Fleet, cloud: FakeCloud, template: Template
+) -> None:
+    assert isinstance(template.placement, OnRented)
+    lease = LEASE.model_copy(update={"max_cost": 0.4 / 3600 * 6})
+    short = template.model_copy(update={"placement": template.placement.model_copy(update={"lease": lease})})
+    last = list(go(control, short, drill_plan(fail_at=1, how="hang")))[-1]
+    assert isinstance(last, StageFailed) and last.cause in {"lease_ended", "no_machine"}
+    all_gone(control, fleet, cloud)
+    assert all(cost <= lease.max_cost * 1.5 for cost in bill(cloud)["costs"].values())
