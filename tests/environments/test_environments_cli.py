@@ -1,6 +1,7 @@
 """`perilune environments`, as a user runs it."""
 
 import json
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -19,7 +20,33 @@ def test_list_names_every_family_and_its_compact_prompt():
     rows = {row["name"]: row["compact_prompt"] for row in json.loads(run("list", "--json"))}
     assert len(rows) > 100
     assert rows["reasoning_gym/chain_sum"] and not rows["reasoning_gym/sudoku"]
-    assert "reasoning_gym/chain_sum  (compact)" in run("list").splitlines()
+    assert "reasoning_gym/chain_sum  (compact)" in run("list", "reasoning_gym").splitlines()
+
+
+def test_list_counts_families_and_games_and_names_them_when_asked(monkeypatch):
+    lines = run("list").splitlines()
+    counts = {line.split()[0]: line.split()[1:3] for line in lines[:-1] if len(line.split()) > 2}
+    for name, kind, least in (
+        ("open_spiel", "games", 60),
+        ("textarena", "games", 60),
+        ("reasoning_gym", "tasks", 90),
+    ):
+        assert int(counts[name][0]) > least and counts[name][1].rstrip(",") == kind
+    assert "calculator" in lines and lines[-1].startswith("perilune environments list NAME")
+    assert "open_spiel/tic_tac_toe" in run("list", "open_spiel").splitlines()
+    assert {"name": "textarena/Nim-v0", "compact_prompt": False, "missing": None} in json.loads(
+        run("list", "textarena", "--json")
+    )
+    monkeypatch.setitem(sys.modules, "textarena.envs.registration", None)
+    assert any(line.startswith("textarena") and "not installed" in line for line in run("list").splitlines())
+    with pytest.raises(RequestError):
+        run("list", "monopoly")
+
+
+def test_a_game_is_named_as_a_family_is():
+    assert "2 players, at most 9 turns" in run("show", "open_spiel/tic_tac_toe")
+    assert "TicTacToe-v0" in run("show", "textarena/TicTacToe-v0")
+    assert "Walk from S to G" in run("sample", "gymnasium/FrozenLake-v1", "-n", "1")
 
 
 def test_show_tells_fields_and_settings_with_their_defaults():

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 app = command_group("List, show and sample environments.")
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="An id, with a family: reasoning_gym/chain_sum.")]
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="An id, with a family or game: reasoning_gym/chain_sum.")
+]
 Settings = Annotated[
     list[str],
     typer.Option("--set", metavar="KEY=VALUE", help="A field: prompt=compact, config.max_terms=2."),
@@ -29,22 +31,43 @@ Settings = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
-@app.command("list", epilog="Example: perilune environments list --json")
-def list_environments(as_json: AsJson = False) -> None:
-    """List every environment and its families, and which have compact prompts."""
+@app.command("list", epilog="Example: perilune environments list reasoning_gym")
+def list_environments(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Name the families or games of this one.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List environments: with a NAME, or as JSON, every family and game; else how many there are of each."""
     from perilune.environments.compact import PROMPTS
-    from perilune.environments.registry import environment_families, environment_ids
+    from perilune.environments.registry import environment_families, environment_ids, family_field
 
-    rows = [
-        {"name": f"{name}/{family}" if family else name, "compact_prompt": family in PROMPTS}
-        for name in environment_ids()
-        for family in environment_families(name) or ("",)
-    ]
+    rows = []
+    for identifier in environment_ids() if name is None else (name,):
+        try:
+            families, missing = environment_families(identifier), None
+        except RequestError as error:  # its package is not installed, or no such environment is
+            if identifier not in environment_ids():
+                raise
+            families, missing = (), f"{error.what}: {error.remedy}"
+        names = [f"{identifier}/{family}" for family in families] or [identifier]
+        compact = [family in PROMPTS for family in families] or [False]
+        if as_json or name is not None:
+            rows += [
+                {"name": n, "compact_prompt": c, "missing": missing}
+                for n, c in zip(names, compact, strict=True)
+            ]
+        else:
+            short = f", {sum(compact)} with a compact prompt" if any(compact) else ""
+            counted = f"{len(families)} {family_field(identifier)}s{short}" if families else missing or ""
+            echo(f"{identifier:16} {counted}".rstrip())
     if as_json:
         print_json(rows)
-        return
-    for row in rows:
-        echo(f"{row['name']}{'  (compact)' if row['compact_prompt'] else ''}")
+    elif name is None:
+        echo("perilune environments list NAME names them all")
+    else:
+        for row in rows:
+            echo(f"{row['name']}{'  (compact)' if row['compact_prompt'] else ''}")
 
 
 @app.command(epilog="Example: perilune environments show reasoning_gym/chain_sum")
@@ -165,10 +188,11 @@ def audit(
     as_json: AsJson = False,
 ) -> None:
     """Find out what a reward pays for before a policy does; without a family, audit all of them."""
-    from perilune.environments.registry import environment_families
+    from perilune.environments.registry import environment_families, family_field
 
     section = section_of(name, settings)
-    families = () if "task" in section else environment_families(section["id"])
+    whole = "task" not in section and family_field(section["id"]) == "task"
+    families = environment_families(section["id"]) if whole else ()
     sections = [section | {"task": family} for family in families] or [section]
     audit_environments(sections, tasks=tasks, search=search, seed=seed, as_json=as_json, out=out)
 
@@ -201,8 +225,11 @@ def section_of(name: str, settings: list[str]) -> dict[str, Any]:
     Raises:
         RequestError: when an option is no setting.
     """
+    from perilune.environments.registry import family_field
+
     identifier, _, family = name.partition("/")
-    return settings_of(settings, onto={"id": identifier} | ({"task": family} if family else {}))
+    own = {family_field(identifier): family} if family else {}
+    return settings_of(settings, onto={"id": identifier} | own)
 
 
 def settings_of(

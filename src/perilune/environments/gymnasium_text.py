@@ -62,6 +62,7 @@ class GymnasiumEnvironment(MultiTurn):
     """
 
     Spec = GymnasiumSpec
+    family_field = "game"
 
     def __init__(self, spec: GymnasiumSpec) -> None:
         self.spec = spec
@@ -69,6 +70,11 @@ class GymnasiumEnvironment(MultiTurn):
         self.max_turns = spec.turns
         self._rules, self._moves = _WORDS[spec.game]
         self._made().close()
+
+    @staticmethod
+    def families() -> tuple[str, ...]:
+        """Names of the games, sorted."""
+        return tuple(sorted(_WORDS))
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
         """Beginnings without end."""

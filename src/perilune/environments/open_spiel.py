@@ -55,6 +55,7 @@ class OpenSpielEnvironment(MultiTurn):
     """
 
     Spec = OpenSpielSpec
+    family_field = "game"
     cut_off = ""  # no game has such a move: not to end one's move is no way out
 
     def __init__(self, spec: OpenSpielSpec) -> None:
@@ -71,6 +72,11 @@ class OpenSpielEnvironment(MultiTurn):
         )
         self.players = game.num_players() if self._opponent is None else 1
         self.max_turns = int(game.max_game_length()) * (self.players if is_simultaneous(game) else 1)
+
+    @staticmethod
+    def families() -> tuple[str, ...]:
+        """Names of the games that can be told, sorted."""
+        return tuple(sorted(kind.short_name for kind in pyspiel().registered_games() if _is_told(kind)))
 
     @staticmethod
     def notes() -> dict[str, dict[str, str]]:
@@ -142,10 +148,15 @@ def _loaded(spec: OpenSpielSpec) -> Any:
             remedy=did_you_mean(spec.game, spiel.registered_names()),
         )
     kind = next(one for one in spiel.registered_games() if one.short_name == spec.game)
-    told = kind.provides_observation_string or kind.provides_information_state_string
-    if kind.dynamics == spiel.GameType.Dynamics.MEAN_FIELD or not told:
+    if not _is_told(kind):
         raise RequestError(f"'{spec.game}' cannot be told in words", where="environment.game")
     try:
         return spiel.load_game(spec.game, dict(spec.config))
     except spiel.SpielError as error:
         raise RequestError(f"'{spec.game}': {error}", where="environment.config") from None
+
+
+def _is_told(kind: Any) -> bool:
+    """Whether a game can say what a player sees."""
+    told = kind.provides_observation_string or kind.provides_information_state_string
+    return bool(told) and kind.dynamics != pyspiel().GameType.Dynamics.MEAN_FIELD

@@ -52,6 +52,7 @@ class TextArenaEnvironment(MultiTurn):
 
     Spec = TextArenaSpec
     family_field = "game"
+    cut_off = ""  # is no move of any game: not to end one's move is no way out
 
     def __init__(self, spec: TextArenaSpec) -> None:
         self.spec = spec

@@ -68,6 +68,7 @@ class VerifiersEnvironment(MultiTurn):
     """
 
     Spec = VerifiersSpec
+    family_field = "package"
 
     def __init__(self, spec: VerifiersSpec) -> None:
         self.spec = spec
