@@ -1,5 +1,7 @@
-"""Connect Four written as plainly as can be: lists of columns, lines looked for square by square, and a search
-without a table. What the fast versions are compared with."""
+"""Connect Four as plainly as can be, for the fast versions to be compared with.
+
+Lists of columns, lines looked for square by square, and a search without a table.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ class SlowGame:
         return found
 
     def score(self, low: int = -99, high: int = 99) -> int:
-        """22 less the winner's stones at the end, negative for a loss: by trying everything, cut at the bounds."""
+        """22 less the winner's stones at the end, negative for a loss, found by trying everything."""
         if self.has_won(1 - self.moves % 2):
             return -((44 - self.moves) // 2)
         if self.moves == 42:

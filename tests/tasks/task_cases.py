@@ -84,6 +84,15 @@ FLYWHEEL: Mapping[str, Any] = {
     "checkpoint": "model", "steps": 2, "tasks": 24, "samples": 4, "updates": 16, "batch_size": 8,
     "heldout": 48, "max_tokens": 60, "warmup": 2, "lr": 3e-3,
 }  # fmt: skip
+CONNECT_FOUR: Mapping[str, Any] = {
+    "steps": 4,
+    "save_every": 2,
+    "learning": {"channels": 8, "hidden": 16, "games": 16, "moves": 8, "minibatch": 64},
+}
+CONNECT_FOUR_JUDGE: Mapping[str, Any] = {
+    "player": "connect_four", "positions": 2, "first_ply": 26, "games": 4, "simulations": [0, 8],
+    "opponents": ["random", "one_ply", "perfect", "mcts_100"],
+}  # fmt: skip
 NEW_MODEL: Mapping[str, Any] = {"preset": "small"}
 
 OPTIONS = {
@@ -100,6 +109,8 @@ OPTIONS = {
     "evaluate": EVALUATE,
     "calibrate": CALIBRATE,
     "selfplay": {"checkpoint": "model"},
+    "connect_four": CONNECT_FOUR,
+    "connect_four_judge": CONNECT_FOUR_JUDGE,
 }
 
 

@@ -22,7 +22,7 @@ from perilune.connect_four.solver import NO_COLUMN, Scores, Solver
 from perilune.engine.random import uniforms
 from perilune.metrics.proportion import wilson
 
-SOLVED_FROM = 8  # stones on the board from which a position takes the solver well under a second
+EARLIEST = 8  # stones on the board from which the solver takes well under a second a position
 BUCKETS = ((8, 11), (12, 15), (16, 19), (20, 23), (24, 27), (28, 31), (32, 40))  # plies judged together
 _MATCH, _POSITIONS = 1 << 30, 1 << 31  # lanes of random numbers that training does not use
 
@@ -32,7 +32,7 @@ class Exam:
     """Positions whose every move is known.
 
     Attributes:
-        boards: N positions of games that are not over, at least `SOLVED_FROM` stones in each.
+        boards: N positions of games that are not over.
         scores: int8[N, 7], the worth of each column, NO_COLUMN where it is full.
     """
 
@@ -40,14 +40,14 @@ class Exam:
     scores: Scores
 
 
-def exam(solver: Solver, per_ply: int, seed: int) -> Exam:
-    """As many positions of each ply from `SOLVED_FROM` to the last but one, solved.
+def exam(solver: Solver, per_ply: int, first_ply: int, seed: int) -> Exam:
+    """As many positions of each ply from `first_ply` to the last but one, solved; best not before `EARLIEST`.
 
     Half are from games of random moves, half from games in which nobody misses a win or a block.
     """
     parts = []
     for player in (random_player, one_ply):
-        for ply in range(SOLVED_FROM, 41):
+        for ply in range(first_ply, 41):
             parts.append(positions(player, ply, -(-per_ply // 2), seed))
     boards = joined(*parts)
     return Exam(boards, solver.column_scores(boards))
@@ -84,18 +84,16 @@ def grade(exam: Exam, player: Player, seed: int = 0) -> dict[str, Any]:
     chosen, best = scores[np.arange(len(scores)), columns], scores.max(axis=1)
     optimal, blunder = chosen == best, np.sign(chosen) < np.sign(best)
     moved = plies(boards)
-    rows = []
-    for first, last in BUCKETS:
-        within = (first <= moved) & (moved <= last)
-        rows.append(
-            {"plies": f"{first} to {last}", "positions": int(within.sum())}
-            | _shares(optimal[within], blunder[within])
-        )
+    buckets = {f"{first} to {last}": (first <= moved) & (moved <= last) for first, last in BUCKETS}
     return {
         "positions": len(boards),
         **_shares(optimal, blunder),
-        "lost score": float((best - chosen).mean()),
-        "by_ply": rows,
+        "lost_score": float((best - chosen).mean()),
+        "by_ply": [
+            {"plies": name, "positions": int(within.sum()), **_shares(optimal[within], blunder[within])}
+            for name, within in buckets.items()
+            if within.any()
+        ],
     }
 
 
@@ -162,12 +160,12 @@ def openings(length: int, count: int, seed: int) -> Boards:
     return empty(count) if length == 0 else positions(random_player, length, count, seed)
 
 
-def openings_against(name: str, solver: Solver, count: int, seed: int) -> Boards:
-    """What to begin with: two random moves; against perfect play `SOLVED_FROM`, of those that it draws."""
+def openings_against(name: str, solver: Solver, count: int, first_ply: int, seed: int) -> Boards:
+    """What to begin with: two random moves; against perfect play as many as `first_ply`, if it draws them."""
     if name != "perfect":
         return openings(2, count, seed)
     found: list[Boards] = []
     while sum(map(len, found)) < count:
-        some = openings(SOLVED_FROM, count, seed + len(found))
+        some = openings(first_ply, count, seed + len(found))
         found.append(some[solver.scores(some, -1, 1) == 0])
     return joined(*found)[:count]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from perilune.errors import RequestError
 from perilune.metrics.bootstrap import Interval
 
 Z = 1.959963984540054  # of the standard normal, two-sided 95%
@@ -12,10 +13,13 @@ Z = 1.959963984540054  # of the standard normal, two-sided 95%
 def wilson(successes: float, trials: int) -> Interval:
     """The share, with the score interval of Wilson (1927), which holds near 0 and 1 and for few trials.
 
-    Successes may be halves (draws); no trials give the interval from 0 to 1.
+    Successes may be halves (draws).
+
+    Raises:
+        RequestError: when there was no trial.
     """
-    if trials == 0:
-        return Interval(math.nan, 0.0, 1.0)
+    if trials < 1:
+        raise RequestError("no trials to take a share of")
     share = successes / trials
     spread = Z * math.sqrt(share * (1 - share) / trials + Z * Z / (4 * trials * trials))
     middle = share + Z * Z / (2 * trials)

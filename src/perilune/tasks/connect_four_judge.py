@@ -25,7 +25,10 @@ class ConnectFourJudgeSpec(Frozen):
     simulations: tuple[int, ...] = Field(
         (0, 100), min_length=1, description="how far it looks ahead, one judgement each; 0 is not at all"
     )
-    positions: int = Field(10, ge=2, description="positions of each ply from 8 on that the solver compares")
+    positions: int = Field(10, ge=2, description="positions of each ply whose columns the solver compares")
+    first_ply: int = Field(
+        12, ge=8, le=40, description="stones on the first of them, and on boards that perfect play is met on"
+    )
     games: int = Field(100, ge=2, description="games against each opponent, every opening from both sides")
     opponents: tuple[Opponent, ...] = Field(
         ("random", "one_ply", "foresight_2", "foresight_4", "perfect"), description="who is played against"
@@ -45,7 +48,7 @@ class ConnectFourJudge:
         """What is compared and played."""
         spec = ConnectFourJudgeSpec.model_validate(job.spec)
         return {
-            "moves": f"33 plies x {spec.positions} positions, each column solved",
+            "moves": f"{41 - spec.first_ply} plies x {spec.positions} positions, each column solved",
             "games": f"{spec.games} against each of {', '.join(spec.opponents)}",
             "looking ahead": ", ".join(str(count) for count in spec.simulations),
         }
@@ -63,7 +66,7 @@ class ConnectFourJudge:
         prepare_device(workspace)
         network = load_player(workspace.input("player"))
         solver = Solver()
-        questions = exam(solver, spec.positions, seed)
+        questions = exam(solver, spec.positions, spec.first_ply, seed)
         workspace.log(f"{len(questions.boards)} positions solved, {solver.nodes:,} nodes")
         judged: dict[str, Any] = {}
         total = len(spec.simulations) * (len(spec.opponents) + 1)
@@ -71,7 +74,7 @@ class ConnectFourJudge:
             player = playing(network, simulations)
             found: dict[str, Any] = {"moves": grade(questions, player, seed)}
             for name in spec.opponents:
-                openings = openings_against(name, solver, -(-spec.games // 2), seed)
+                openings = openings_against(name, solver, -(-spec.games // 2), spec.first_ply, seed)
                 found[name] = match(player, opponent(name, solver, seed), openings, seed).figures()
                 workspace.progress(len(judged) * (len(spec.opponents) + 1) + len(found), total, "judgements")
             judged[str(simulations)] = found

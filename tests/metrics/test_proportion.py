@@ -1,0 +1,24 @@
+"""Wilson's interval: against published figures, and at the edges."""
+
+from __future__ import annotations
+
+import pytest
+
+from perilune.errors import RequestError
+from perilune.metrics.proportion import wilson
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (29, 29, 0.8830, 1.0)],
+)
+def test_the_figures_of_newcombe(successes: int, trials: int, low: float, high: float) -> None:
+    """Newcombe, "Two-sided confidence intervals for the single proportion" (1998), table I, method 3."""
+    found = wilson(successes, trials)
+    assert found.mean == successes / trials
+    assert (found.low, found.high) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_no_trials_have_no_share() -> None:
+    with pytest.raises(RequestError, match="no trials"):
+        wilson(0, 0)

@@ -1,0 +1,91 @@
+"""connect_four and its judge as stages: a kill changes nothing, and the judge is the same twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from task_cases import make_bundle, make_job, metrics, run_in, run_task, summary
+
+from perilune.cli.plan import derive
+from perilune.connect_four.ppo import Trainer
+from perilune.errors import RequestError
+from perilune.execution.placements.local import carry_over
+from perilune.files import sha256_file
+from perilune.recipe.load import load_recipe
+
+FINAL = "artifacts/checkpoints/final"
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_task(tmp_path_factory.mktemp("four") / "b", "connect_four")
+
+
+def test_a_kill_between_steps_changes_nothing(
+    played: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advance = Trainer.advance
+
+    def killed(self: Trainer, progress: float) -> dict[str, float]:
+        if self.step == 3:
+            raise KeyboardInterrupt
+        return advance(self, progress)
+
+    broken = make_bundle(tmp_path / "broken", make_job("connect_four"))
+    monkeypatch.setattr(Trainer, "advance", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run_in(broken)
+    monkeypatch.undo()
+    assert len(metrics(broken)) == 3
+    again = make_bundle(tmp_path / "again", make_job("connect_four"))
+    carry_over(broken, again)
+    run_in(again)
+    for name in (
+        "artifacts/metrics.jsonl",
+        f"{FINAL}/weights.safetensors",
+        f"{FINAL}/optimizer/games.safetensors",
+    ):
+        assert sha256_file(again / name) == sha256_file(played / name)
+    assert summary(again) == summary(played)
+    assert summary(played)["moves"] == 4 * 16 * 8
+
+
+def test_the_judge_says_the_same_twice(played: Path, tmp_path: Path) -> None:
+    first, second = (
+        run_task(tmp_path / name, "connect_four_judge", inputs={"player": played / FINAL}) for name in "ab"
+    )
+    told = summary(first)
+    assert told == summary(second)
+    for found in told["simulations"].values():
+        assert found["moves"]["positions"] > 20
+        for opponent in ("random", "one_ply", "perfect", "mcts_100"):
+            assert found[opponent]["games"] == 4
+    assert told["simulations"]["0"]["perfect"]["won"] == 0
+
+
+def recipe(tmp_path: Path, **sections: object) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump({"name": "four", **sections}))
+    return path
+
+
+STAGES = [
+    {"name": "player", "task": "connect_four", "steps": 2},
+    {"name": "judged", "task": "connect_four_judge", "player": "player"},
+]
+
+
+def test_a_recipe_of_it_needs_no_model(tmp_path: Path) -> None:
+    found = load_recipe(recipe(tmp_path, stages=STAGES))
+    assert found.model is None
+    assert [stage["name"] for stage in derive(found)] == ["player", "judged"]
+
+
+def test_others_in_it_do(tmp_path: Path) -> None:
+    sft = {"name": "traces", "task": "collect", "teacher": "gold", "traces": 4}
+    with pytest.raises(RequestError, match="model is missing"):
+        load_recipe(recipe(tmp_path, stages=[*STAGES, sft]))
+    with pytest.raises(RequestError, match="wants a player"):
+        load_recipe(recipe(tmp_path, stages=[{**STAGES[1], "player": "model"}]))
