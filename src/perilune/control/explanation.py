@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from perilune.control.experiments import Control, read_progress
 from perilune.control.lookup import attempts_of
 from perilune.control.planner import Step, retry_class
+from perilune.control.queue import turn_of
 from perilune.control.store import Attempt, Run
 from perilune.control.transitions import AttemptState, Cleanup, RunState
 from perilune.execution.observation import Observation
@@ -90,8 +91,12 @@ def _queued(control: Control, run: Run, attempts: list[Attempt], history: tuple[
         return Explanation(run.state, (*history, "it is to stop"), "it is cancelled", ("perilune reconcile",))
     wait = run.not_before - time.time()
     number = run.current_epoch + 1
+    with control.store.snapshot() as session:
+        turn = turn_of(session, control.reconciler.placements, run)
     if attempts and attempts[-1].cleanup == Cleanup.PENDING and attempts[-1].state != AttemptState.LOST:
         why = f"attempt {number} waits until nothing of attempt {number - 1} is left"
+    elif not turn.has_come:
+        why = f"attempt {number} waits its turn: {turn}"
     elif wait > 0:
         why = f"attempt {number} may begin in {wait:.0f} s"
     else:

@@ -55,6 +55,16 @@ class Placements:
         template = self._template(run_id)
         return self.policy if template is None else template.policy()
 
+    def turn(self, run_id: str) -> tuple[int | None, int]:
+        """Slots where a run goes (None is any number), and its priority."""
+        template = self._template(run_id)
+        return (None, 0) if template is None else (template.slots, template.priority)
+
+    def place(self, run_id: str) -> str:
+        """What runs that share slots have in common."""
+        template = self._template(run_id)
+        return "" if template is None else template.placement.model_dump_json()
+
     def _template(self, run_id: str) -> Template | None:
         if run_id not in self._templates:
             self._templates[run_id] = recorded_template(self.home, run_id)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from sqlalchemy import select
 
+from perilune.control.admission import Admission
 from perilune.control.attestation import attest_result
 from perilune.control.evidence import evidence_problem, worker_said
 from perilune.control.faults import reached
@@ -47,6 +48,7 @@ class Reconciler:
         fleet = Fleet(home, store)
         self.placements = Placements(home, fleet, policy or RetryPolicy())
         self.rentals = Rentals(fleet, self._end)
+        self.admission = Admission(home, store, self.placements, self.rentals)
         self._look_after: dict[str, float] = {}  # run to the moment from which looking again may tell more
         self._misses: dict[str, int] = {}
 
@@ -187,23 +189,14 @@ class Reconciler:
             return False
         if previous is not None and not self._out_of_the_way(previous):
             return False
-        placement = self.placements.of(run.id)
-        if (newest := self.rentals.newest_epoch(placement, run)) is None:
+        turn = self.admission.turn(run)
+        if not turn.has_come:
+            for other in (*turn.taking, *turn.before):  # nobody else may be there to help them along
+                self.one(other)
             return False
-        here = self.home.newest_attempt(run.id)
-        for forgotten in range(run.current_epoch + 1, here + 1):  # the record is older than the files
-            if not placement.stop(Assignment(run.id, forgotten, self.home.attempt(run.id, forgotten))):
-                return False
-        with self.store.transaction() as session:
-            run = session.get_one(Run, run.id)
-            run.current_epoch = max(run.current_epoch, newest, here) + 1
-            where = {"placement": placement.name, "launcher": placement.launcher}
-            session.add(Attempt(run_id=run.id, number=run.current_epoch, created=time.time(), **where))
-            session.flush()
-            record(session, "attempt.planned", run_id=run.id, epoch=run.current_epoch)
-            move_run(session, run, RunState.ACTIVE)
-        reached("admit.committed")
-        return True
+        with contextlib.suppress(*CUT):  # what is in the way cannot be seen now
+            return self.admission.begin(run)
+        return False
 
     def _stage(self, run: Run, attempt: Attempt) -> bool:
         with self.store.transaction() as session:
@@ -224,7 +217,8 @@ class Reconciler:
         except CUT:
             raise
         except PeriluneError as error:
-            cause = cause_of(error) if cause_of(error) is Cause.DISK_FULL else Cause.BUNDLE_REJECTED
+            damaged = Cause.TRANSFER_FAILED if isinstance(error, WorkFailedError) else Cause.BUNDLE_REJECTED
+            cause = cause_of(error) if cause_of(error) is Cause.DISK_FULL else damaged
             return self._end(attempt, AttemptState.FAILED, cause, str(error))
         reached("stage.done")
         with self.store.transaction() as session:

@@ -82,6 +82,10 @@ class Template(_Section):
     resources: ResourcesChange = Field(ResourcesChange(), description="what the machine has")
     retry: Retry = Field(Retry(), description="how often it is tried again")
     limits: Limits = Field(Limits(), description="how long an attempt may go on elsewhere")
+    slots: int | None = Field(
+        None, ge=1, description="runs that may be under way at this placement at once; others wait their turn"
+    )
+    priority: int = Field(0, description="whose turn it is: the highest first, then who came first")
     allowed_overrides: tuple[str, ...] = Field(
         (), description="keys that `perilune run --with KEY=VALUE` may change, as limits.max_lifetime"
     )

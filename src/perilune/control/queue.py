@@ -1,0 +1,61 @@
+"""Whose turn it is: a placement with slots begins runs by priority, then in the order of submission."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from perilune.control.placements import Placements
+from perilune.control.store import Run
+from perilune.control.transitions import RunState
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Where a queued run stands.
+
+    Attributes:
+        slots: of its placement; None is any number.
+        taking: runs that have one, by id.
+        before: runs that are given one sooner, by id.
+    """
+
+    slots: int | None = None
+    taking: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+
+    @property
+    def has_come(self) -> bool:
+        """Whether it may begin."""
+        return self.slots is None or len(self.taking) + len(self.before) < self.slots
+
+    def __str__(self) -> str:
+        ahead = f", and {len(self.before)} go before it" if self.before else ""
+        return f"{len(self.taking)} of {self.slots} slots are taken{ahead}"
+
+
+def turn_of(session: Session, placements: Placements, run: Run) -> Turn:
+    """Where a queued run stands, in the caller's transaction."""
+    slots, _ = placements.turn(run.id)
+    if slots is None:
+        return Turn()
+    place = placements.place(run.id)
+    live = select(Run).where(Run.state.in_((RunState.QUEUED.value, RunState.ACTIVE.value)))
+    here = [one for one in session.scalars(live) if one.id != run.id and placements.place(one.id) == place]
+    taking = [one.id for one in here if one.state == RunState.ACTIVE]
+    waiting = [
+        one
+        for one in here
+        if one.state == RunState.QUEUED
+        and one.desired != RunState.CANCELLED
+        and one.not_before <= time.time()
+    ]
+    mine = _rank(placements, run)
+    return Turn(slots, tuple(taking), tuple(one.id for one in waiting if _rank(placements, one) < mine))
+
+
+def _rank(placements: Placements, run: Run) -> tuple[int, str]:
+    return -placements.turn(run.id)[1], run.id

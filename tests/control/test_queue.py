@@ -1,0 +1,83 @@
+"""Slots and priorities: never more at once than there are, the highest first, and nobody is forgotten."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from drill_cases import begin, drill_plan, wait_for
+from sqlalchemy import select
+
+from perilune.bundle.freeze import freeze
+from perilune.control.experiments import Control, StagePlan
+from perilune.control.explanation import explain
+from perilune.control.store import Event
+from perilune.control.submission import Wish, submit
+from perilune.control.templates import Template
+from perilune.control.transitions import RunState
+
+
+def submitted(control: Control, name: str, template: Template, **spec: object) -> str:
+    plan: StagePlan = drill_plan(name, **spec)
+    experiment = begin(control, [plan], name)
+    wish = Wish(experiment, name, "drill", template=template)
+    return submit(control.home, control.store, wish, partial(freeze, plan.job, {})).id
+
+
+def states(control: Control, runs: list[str]) -> list[str]:
+    return [control.run(run).state for run in runs]
+
+
+def order_of_beginning(control: Control) -> list[str]:
+    with control.store.snapshot() as session:
+        query = select(Event.run_id).where(Event.kind == "attempt.planned").order_by(Event.seq)
+        return [run for run in session.scalars(query) if run]
+
+
+def test_runs_take_turns_by_priority(control: Control) -> None:
+    low = [submitted(control, f"low{number}", Template(slots=1), steps=1) for number in range(2)]
+    high = submitted(control, "high", Template(slots=1, priority=5), steps=1)
+    runs = [*low, high]
+    most = 0
+
+    def over() -> bool:
+        nonlocal most
+        control.reconciler.all()
+        most = max(most, states(control, runs).count("active"))
+        return states(control, runs) == ["succeeded"] * 3
+
+    wait_for(over)
+    assert most == 1
+    assert order_of_beginning(control) == [high, *low]
+
+
+def test_who_waits_helps_those_before_it_along(control: Control) -> None:
+    first = submitted(control, "first", Template(slots=1), steps=1)
+    second = submitted(control, "second", Template(slots=1), steps=1)
+    turn = explain(control, second)
+    assert "attempt 1 waits its turn: 0 of 1 slots are taken, and 1 go before it" in turn.because
+    wait_for(lambda: control.reconciler.one(second).state == RunState.SUCCEEDED)  # nobody looks at the first
+    assert control.run(first).state == RunState.SUCCEEDED
+    assert order_of_beginning(control) == [first, second]
+
+
+def test_slots_are_a_placements_and_without_them_all_begin(control: Control) -> None:
+    runs = [submitted(control, f"free{number}", Template(), steps=1) for number in range(3)]
+    control.reconciler.all()
+    assert states(control, runs) == ["active"] * 3
+    two = [submitted(control, f"two{number}", Template(slots=5), steps=1) for number in range(2)]
+    control.reconciler.all()
+    assert states(control, two) == ["active"] * 2  # five at once, three of which are the others'
+    one = submitted(control, "one", Template(slots=5), steps=1)
+    assert explain(control, one).because[-1].endswith("5 of 5 slots are taken")
+    wait_for(lambda: control.reconciler.all() == [])
+
+
+def test_a_cancelled_run_holds_nobody_up(control: Control) -> None:
+    from perilune.control.requests import request_cancel
+
+    first = submitted(control, "first", Template(slots=1, priority=9), steps=1)
+    request_cancel(control, first)
+    second = submitted(control, "second", Template(slots=1), steps=1)
+    control.reconciler.one(second)
+    assert control.run(second).state == RunState.ACTIVE
+    wait_for(lambda: control.reconciler.all() == [])
