@@ -1,11 +1,13 @@
 """Connect Four on one core: how fast a player learns, and how strong it gets.
 
     python benchmarks/connect_four.py train FOLDER [--seconds 1800] [--seed 0] [--simulations 16]
-    python benchmarks/connect_four.py judge FOLDER ... [--out FILE]
+    python benchmarks/connect_four.py solve FOLDER
+    python benchmarks/connect_four.py judge FOLDER [--positions 20] [--games 200]
 
 `train` learns for so many CPU seconds of its own process (the machine may be busy with other things), one
-thread, and keeps the player at each mark; `judge` compares all that were kept with the exact solver and with
-other players, and writes results/connect_four.json.
+thread, and keeps the player at each mark in a folder of its own in FOLDER. `solve` asks the exact solver for
+the columns of the empty board, and how fast it is. `judge` compares all players in FOLDER with the solver and
+with others, and writes results/connect_four.json.
 """
 
 from __future__ import annotations
@@ -13,63 +15,182 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from perilune.connect_four.network import save_player
+from perilune.connect_four.board import Boards, empty
+from perilune.connect_four.judge import Exam, exam, grade, match, openings_against, positions
+from perilune.connect_four.network import load_player, save_player
+from perilune.connect_four.players import one_ply, opponent, playing
 from perilune.connect_four.ppo import Trainer
 from perilune.connect_four.settings import PPOSettings
+from perilune.connect_four.solver import Solver
 
 HERE = Path(__file__).resolve().parent
-FALLING = 0.4  # last share of the time, in which learning rate and entropy fall
 MARKS = (15, 30, 60, 120, 180, 300, 450, 600, 900, 1200, 1500, 1800)
-PPO = PPOSettings()
-SEARCHED = {"entropy": 0.0, "games": 512, "moves": 16, "minibatch": 2048}
+FALLING = 0.4  # last share of the time, in which learning rate and entropy fall
+SEARCHED: dict[str, Any] = {"entropy": 0.0, "games": 512, "moves": 16, "minibatch": 2048}
+FIRST_PLY = 8
+AHEAD = (0, 100)  # simulations a move with which every mark is judged
+FURTHER = 400  # and the last one besides
+AT_MARKS = ("one_ply", "foresight_4")
+AT_THE_END = (
+    "random", "one_ply", "foresight_2", "foresight_4", "foresight_6", "mcts_100", "mcts_1000", "perfect"
+)  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(dest="command", required=True)
-    training = commands.add_parser("train")
-    training.add_argument("folder", type=Path)
-    training.add_argument("--seconds", type=float, default=1800)
-    training.add_argument("--seed", type=int, default=0)
-    training.add_argument("--simulations", type=int, default=16, help="0 is PPO")
+    parser.add_argument("command", choices=("train", "solve", "judge"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seconds", type=float, default=1800)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--simulations", type=int, default=16, help="0 is PPO")
+    parser.add_argument("--positions", type=int, default=20, help="of each ply")
+    parser.add_argument("--games", type=int, default=200, help="against each opponent")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "connect_four.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    train(arguments.folder, arguments.seconds, arguments.seed, arguments.simulations)
+    if arguments.command == "train":
+        train(arguments.folder, arguments.seconds, arguments.seed, arguments.simulations)
+    elif arguments.command == "solve":
+        (arguments.folder / "solver.json").write_text(json.dumps(solve(), indent=1) + "\n")
+    else:
+        found = judge(arguments.folder, arguments.positions, arguments.games)
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def train(folder: Path, seconds: float, seed: int, simulations: int) -> None:
     """Learn for so many CPU seconds; a player at each mark, and what it took in marks.jsonl."""
-    settings = PPOSettings(simulations=simulations, **SEARCHED) if simulations else PPO
+    settings = PPOSettings(simulations=simulations, **(SEARCHED if simulations else {}))
+    folder = folder / f"{'search' if simulations else 'ppo'}-{seconds:.0f}-seed-{seed}"
     folder.mkdir(parents=True)
     about = {"settings": settings.model_dump(), "seed": seed, "seconds": seconds}
     (folder / "run.json").write_text(json.dumps(about, indent=1) + "\n")
     began = time.process_time()
     trainer = Trainer(settings, seed)
-    used = moves = games = 0.0
+    totals = dict.fromkeys(("moves", "games", "play_seconds", "learn_seconds"), 0.0)
+    used = 0.0
     marks = [mark for mark in MARKS if mark < seconds]
-    shares: dict[str, float] = {"play_seconds": 0.0, "learn_seconds": 0.0}
     while used < seconds:
         figures = trainer.advance(max(0.0, 1 - (seconds - used) / (seconds * FALLING)))
         used = time.process_time() - began
-        moves, games = moves + figures["moves"], games + figures["games"]
-        shares = {name: total + figures[name] for name, total in shares.items()}
-        if used >= min(seconds, *marks, seconds):
-            mark = max(m for m in (*marks, seconds) if m <= used)
-            marks = [m for m in marks if m > used]
-            seconds = json.loads((folder / "run.json").read_text())["seconds"]  # may be cut short by hand
-            save_player(folder / f"player-{mark:04.0f}", trainer.network)
-            line: dict[str, Any] = {"mark": mark, "cpu_seconds": used, "moves": moves, "games": games}
-            line |= {"moves_per_second": moves / used, **shares, "entropy": figures["entropy"]}
-            with (folder / "marks.jsonl").open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            print(json.dumps(line), flush=True)
+        totals = {name: total + figures[name] for name, total in totals.items()}
+        if used < min([*marks, seconds]):
+            continue
+        mark = max(one for one in (*marks, seconds) if one <= used)
+        marks = [one for one in marks if one > used]
+        save_player(folder / f"player-{mark:04.0f}", trainer.network)
+        line = {"mark": mark, "cpu_seconds": used, **totals, "moves_per_second": totals["moves"] / used}
+        with (folder / "marks.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(json.dumps(line), flush=True)
+
+
+def solve() -> dict[str, Any]:
+    """How fast the solver is from which ply, and what the first move is worth."""
+    rows = []
+    for ply, count in ((8, 10), (10, 20), (12, 50), (16, 200), (20, 500), (24, 1000), (28, 1000)):
+        solver, boards = Solver(24), positions(one_ply, ply, count, 0)
+        began = time.process_time()
+        solver.scores(boards)
+        seconds = time.process_time() - began
+        rows.append(
+            {
+                "stones": ply,
+                "positions a second": count / seconds,
+                "million nodes a second": solver.nodes / seconds / 1e6,
+            }
+        )
+        print(rows[-1], flush=True)
+    solver = Solver(25)
+    began = time.process_time()
+    columns = solver.column_scores(empty(1))[0].tolist()
+    seconds = time.process_time() - began
+    return {"speed": rows, "first move": columns, "first move, seconds": seconds, "nodes": solver.nodes}
+
+
+def judge(folder: Path, per_ply: int, games: int) -> dict[str, Any]:
+    """Every player in the folder; what was judged before is not judged again."""
+    solver = Solver(24)
+    questions = solved(folder / f"exam-{per_ply}.npz", solver, per_ply)
+    runs = []
+    for path in sorted(folder.glob("*-seed-*")):
+        lines = [json.loads(line) for line in (path / "marks.jsonl").read_text().splitlines()]
+        runs.append(json.loads((path / "run.json").read_text()) | {"name": path.name, "marks": lines})
+        for line in lines:
+            player = path / f"player-{line['mark']:04.0f}"
+            line["judged"] = {
+                str(ahead): judged(player, ahead, AT_MARKS, questions, solver, games) for ahead in AHEAD
+            }
+    longest = max(runs, key=lambda run: run["marks"][-1]["cpu_seconds"])
+    last = folder / longest["name"] / f"player-{longest['marks'][-1]['mark']:04.0f}"
+    final = {
+        str(ahead): judged(last, ahead, AT_THE_END, questions, solver, games) for ahead in (*AHEAD, FURTHER)
+    }
+    told = folder / "solver.json"
+    return {
+        "command": "python benchmarks/connect_four.py judge FOLDER",
+        "positions": len(questions.boards),
+        "layers": layers(PPOSettings(**longest["settings"])),
+        "runs": runs,
+        "final": {"run": longest["name"], "mark": longest["marks"][-1]["mark"], "judged": final},
+        "solver": json.loads(told.read_text()) if told.exists() else None,
+    }
+
+
+def solved(path: Path, solver: Solver, per_ply: int) -> Exam:
+    """The positions with the worth of every column, from the file or into it."""
+    if not path.exists():
+        made = exam(solver, per_ply, FIRST_PLY, seed=0)
+        np.savez(path, own=made.boards.own, stones=made.boards.stones, scores=made.scores)
+    held = np.load(path)
+    return Exam(Boards(held["own"], held["stones"]), held["scores"])
+
+
+def judged(
+    player: Path, ahead: int, opponents: tuple[str, ...], questions: Exam, solver: Solver, games: int
+) -> Mapping[str, Any]:
+    """Moves and matches of one player; kept beside it."""
+    kept = player.parent / f"{player.name}-judged-{ahead}.json"
+    found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+    who = playing(load_player(player), ahead)
+    if "moves" not in found:
+        found["moves"] = grade(questions, who)
+    for name in (one for one in opponents if one not in found):
+        start = openings_against(name, solver, games // 2, FIRST_PLY, seed=0)
+        began = time.process_time()
+        found[name] = match(who, opponent(name, solver, seed=0), start).figures()
+        print(
+            f"{player.parent.name} {player.name} {ahead} {name} {time.process_time() - began:.1f} s",
+            flush=True,
+        )
+    kept.write_text(json.dumps(found) + "\n")
+    return {name: found[name] for name in ("moves", *opponents)}
+
+
+def layers(settings: PPOSettings) -> list[dict[str, Any]]:
+    """Parameters and multiply-adds a position of each layer."""
+    from perilune.connect_four.board import COLUMNS, PLANES
+    from perilune.connect_four.network import PLACES, WINDOW
+
+    channels, hidden = settings.channels, settings.hidden
+    shapes = {
+        "convolution, 4 x 4": (PLANES * WINDOW * WINDOW, channels, PLACES),
+        "first matrix": (PLACES * channels, hidden, 1),
+        "second matrix": (hidden, hidden, 1),
+        "policy and value": (hidden, COLUMNS + 1, 1),
+    }
+    return [
+        {"layer": name, "parameters": (i + 1) * o, "multiply-adds": i * o * places}
+        for name, (i, o, places) in shapes.items()
+    ]
 
 
 if __name__ == "__main__":

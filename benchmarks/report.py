@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from comparison.view import view as algorithms_view
+from connect_four_view import view as connect_four_view
 from rollout.view import view as rollout_view
 from selfplay_view import view as selfplay_view
 
@@ -29,7 +30,12 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ROOT / "docs" / "results"
 HEADER = ("title", "about", "command")
-VIEWS = {"rollout": rollout_view, "algorithms": algorithms_view, "selfplay": selfplay_view}
+VIEWS = {
+    "rollout": rollout_view,
+    "algorithms": algorithms_view,
+    "connect_four": connect_four_view,
+    "selfplay": selfplay_view,
+}
 MOST_ROWS = 40  # longer tables are for programs
 MOST_REPEATS = 20  # longer lists of numbers are curves
 INTRODUCTION = """\

@@ -17,7 +17,9 @@ Curve = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 """x, mean, lowest and highest, float64[points] each."""
 
 
-def panels(curves: Mapping[str, Curve], x: str, y: str) -> str:
+def panels(
+    curves: Mapping[str, Curve], x: str, y: str, told: str = "line: mean of seeds, band: least to most"
+) -> str:
     """A panel for each curve but the first, which is behind every other; y goes from 0 to 1."""
     (first, behind), *rest = curves.items()
     end = _round_up(max(float(curve[0][-1]) for curve in curves.values()))
@@ -37,7 +39,7 @@ def panels(curves: Mapping[str, Curve], x: str, y: str) -> str:
             *_drawn(curve, end, OTHER),
             "</g>",
         ]
-    label = f"{y} against {x}; line: mean of seeds, band: least to most; grey: {first}"
+    label = f"{y} against {x}; {told}; grey: {first}"
     parts.append(f'<text x="{width / 2:g}" y="{height - 8}" text-anchor="middle">{escape(label)}</text>')
     return "\n".join([*parts, "</svg>", ""])
 

@@ -1,0 +1,163 @@
+"""What docs/results/connect_four.md says of benchmarks/results/connect_four.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from comparison.chart import Curve, panels
+
+HOBBY = 1600  # moves a second that are said of a hobby project, its processor and network unknown
+ABOUT = """\
+A network learns Connect Four from bitboards by playing against itself, on one core. Seconds are CPU seconds
+of the process, and what is counted in moves a second is everything: games, network, learning. *PPO* plays
+what the network says; *searched* looks {simulations} simulations ahead at every move and learns what that
+found.
+
+A move is judged by an exact solver: it is best when no other column has a better score (an earlier win, a
+later loss), and a blunder when it gives away a win or a draw. Positions are from {first} stones on, half of
+them from games of random moves and half from games in which nobody misses a win or a block; those in which
+every column is worth the same are left out. In matches every opening of two random moves is played from
+both sides, a draw is half a point; perfect play is met from positions of {first} stones that it draws,
+where nobody can do better than half. Intervals are Wilson's. What comes before {first} stones is not
+judged."""
+
+
+def view(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The page and its charts."""
+    runs = document["runs"]
+    longest = next(run for run in runs if run["name"] == document["final"]["run"])
+    about = ABOUT.format(simulations=longest["settings"]["simulations"], first=8)
+    return {
+        "title": "Connect Four on one core",
+        "about": "\n".join(
+            [about, "", *(f"* {one}" for one in findings(document, longest)), "", *pictures()]
+        ),
+        "command": document["command"],
+        "speed": [speed(run) for run in runs],
+        "where the arithmetic is": document["layers"],
+        "strength as it learns": [row(run, line) for run in runs for line in run["marks"]],
+        "the last player, by stones on the board": by_ply(document["final"]["judged"]),
+        "the last player's matches": matches(document["final"]["judged"]),
+        **solver(document["solver"]),
+        "charts": charts(longest),
+    }
+
+
+def findings(document: Mapping[str, Any], longest: Mapping[str, Any]) -> list[str]:
+    """What is worth knowing first."""
+    rates = {kind(run): run["marks"][-1]["moves_per_second"] for run in document["runs"]}
+    last = document["final"]["judged"]
+    seconds = longest["marks"][-1]["cpu_seconds"]
+    found = [
+        f"{name}: {rate:,.0f} moves a second, {rate / HOBBY:.1f} times {HOBBY:,}"
+        for name, rate in rates.items()
+    ]
+    for ahead, judged in last.items():
+        moves, perfect = judged["moves"], judged["perfect"]
+        found.append(
+            f"After {seconds:,.0f} CPU seconds, {told(ahead)}: {moves['optimal']['mean']:.1%} best moves, "
+            f"{moves['blunders']['mean']:.1%} blunders, {points(judged, 'one_ply')} of the points against one-ply, "
+            f"{points(judged, 'mcts_1000')} against OpenSpiel's tree search of 1,000 simulations, "
+            f"{perfect['drawn']} of {perfect['games']} games held against perfect play"
+        )
+    return found
+
+
+def points(judged: Mapping[str, Any], name: str) -> str:
+    return f"{judged[name]['points']['mean']:.1%}"
+
+
+def pictures() -> list[str]:
+    return [
+        "![Share of best moves over CPU minutes](connect_four_moves.svg)",
+        "",
+        "![Points over CPU minutes](connect_four_points.svg)",
+    ]
+
+
+def kind(run: Mapping[str, Any]) -> str:
+    return "Searched" if run["settings"]["simulations"] else "PPO"
+
+
+def told(ahead: str) -> str:
+    return "without looking ahead" if ahead == "0" else f"looking {ahead} simulations ahead"
+
+
+def speed(run: Mapping[str, Any]) -> dict[str, Any]:
+    last = run["marks"][-1]
+    return {
+        "run": run["name"],
+        "CPU seconds": last["cpu_seconds"],
+        "moves": last["moves"],
+        "games": last["games"],
+        "moves a second": last["moves_per_second"],
+        "share of learning": last["learn_seconds"] / last["cpu_seconds"],
+    }
+
+
+def row(run: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {"run": run["name"], "CPU seconds": line["mark"], "moves": line["moves"]}
+    for ahead, judged in line["judged"].items():
+        found |= {
+            f"best, {ahead} ahead": judged["moves"]["optimal"],
+            f"blunders, {ahead} ahead": judged["moves"]["blunders"],
+            f"against one-ply, {ahead} ahead": judged["one_ply"]["points"],
+            f"against four moves' foresight, {ahead} ahead": judged["foresight_4"]["points"],
+        }
+    return found
+
+
+def by_ply(judged: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {"simulations": ahead, "stones": line["plies"], "positions": line["positions"]}
+        | {"best": line["optimal"], "blunders": line["blunders"]}
+        for ahead, found in judged.items()
+        for line in found["moves"]["by_ply"]
+    ]
+
+
+def matches(judged: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {"simulations": ahead, "against": name.replace("_", " ")} | dict(found[name])
+        for ahead, found in judged.items()
+        for name in found
+        if name != "moves"
+    ]
+
+
+def solver(found: Mapping[str, Any] | None) -> dict[str, Any]:
+    if found is None:
+        return {}
+    scores = ", ".join(f"{score}" for score in found["first move"])
+    return {
+        "the exact solver": found["speed"],
+        "the first move": {
+            "columns from left to right": scores,
+            "CPU seconds": found["first move, seconds"],
+            "nodes": found["nodes"],
+        },
+    }
+
+
+def charts(run: Mapping[str, Any]) -> dict[str, str]:
+    """Over CPU minutes, looking ahead against not."""
+    lines = run["marks"]
+    minutes = np.array([line["cpu_seconds"] for line in lines]) / 60
+
+    def curve(ahead: str, *keys: str) -> Curve:
+        found: Sequence[Any] = [line["judged"][ahead] for line in lines]
+        for key in keys:
+            found = [one[key] for one in found]
+        return (minutes, *(np.array([one[part] for one in found]) for part in ("mean", "low", "high")))
+
+    def drawn(y: str, *keys: str) -> str:
+        both = {"not looking ahead": curve("0", *keys), "100 simulations": curve("100", *keys)}
+        return panels(both, "CPU minutes", y, "band: 95% interval")
+
+    return {
+        "connect_four_moves.svg": drawn("best moves", "moves", "optimal"),
+        "connect_four_points.svg": drawn("points against four moves' foresight", "foresight_4", "points"),
+    }
