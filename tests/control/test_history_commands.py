@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -91,3 +93,20 @@ def test_the_record_is_printed_of_all_and_of_one(perilune: Command, control: Con
     assert of_one == [one for one in whole if one["run_id"] == of_one[0]["run_id"]]
     lines = perilune("events", "two", "-n", "2")[1].splitlines()
     assert len(lines) == 2 and "run.failed  cause=request_error" in lines[1]
+
+
+def test_the_shell_completes_commands_options_and_runs(control: Control) -> None:
+    carry_out(control, drill_plan("first", steps=1))
+
+    def completed(line: str) -> list[str]:
+        words = {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+        words["_PERILUNE_COMPLETE"] = "complete_bash"
+        command = [sys.executable, "-m", "perilune.cli.main"]
+        ran = subprocess.run(command, env=os.environ | words, capture_output=True, text=True, check=False)
+        return ran.stdout.split()
+
+    assert {"run", "runs"} <= set(completed("perilune ru"))
+    assert "--experiment" in completed("perilune runs --")
+    assert "verify" in completed("perilune bundle ")
+    assert completed("perilune show fi") == ["first"]
+    assert completed("perilune show drills/") == ["drills/first"]

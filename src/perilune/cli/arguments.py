@@ -12,9 +12,26 @@ if TYPE_CHECKING:
     from perilune.control.progress import StageEvent
     from perilune.control.store import Run
 
+COMPLETED = 5  # experiments whose runs are offered
 RUN_HELP = "Id of the run, a unique beginning of it, EXPERIMENT/STAGE, or a stage of the latest experiment."
 
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP)]
+
+def run_names(incomplete: str) -> list[tuple[str, str]]:
+    """For the shell's completion: stages of the latest experiment by name, others as EXPERIMENT/STAGE."""
+    from perilune.control.lookup import latest_experiments, stage_statuses
+
+    control = open_control(look=False)
+    latest = latest_experiments(control, COMPLETED)
+    found = [one for one in stage_statuses(control, latest) if one.run_id]
+    short = [(one.name, one.state) for one in found if one.experiment_id == latest[0]]
+    names = [*short, *((f"{one.experiment}/{one.name}", one.state) for one in found)]
+    ids = [(one.run_id, f"{one.experiment}/{one.name}, {one.state}") for one in found]
+    return [(name, told) for name, told in [*names, *ids] if name.startswith(incomplete)]
+
+
+RunArgument = Annotated[
+    str, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=run_names, show_default=False)
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
