@@ -10,13 +10,24 @@ from perilune.environments.settings import EpisodeSettings
 from perilune.errors import WorkFailedError
 
 BOUNDARY = "failures/"  # before the name of a boundary, among the figures of a step
+CONTAINED = "contained/"  # before what an environment had to stop, among the figures of an episode
 
 
 def failure_figures(episodes: Sequence[Episode]) -> dict[str, int]:
-    """How many failed, and how many of them at each boundary ("failures/environment")."""
+    """How many failed, and how many of them at each boundary ("failures/environment").
+
+    What a policy did that had to be stopped is no failure: it is counted by cause ("contained/timeout").
+    """
     failed = [one.failure for one in episodes if one.failure]
     counts = Counter(failure.partition(":")[0] for failure in failed)
-    return {"failures": len(failed), **{BOUNDARY + name: counts[name] for name in sorted(counts)}}
+    contained: Counter[str] = Counter()
+    for one in episodes:
+        contained.update({name: int(n) for name, n in one.metrics.items() if name.startswith(CONTAINED)})
+    return {
+        "failures": len(failed),
+        **{BOUNDARY + name: counts[name] for name in sorted(counts)},
+        **dict(sorted(contained.items())),
+    }
 
 
 def require_few_failures(episodes: Sequence[Episode], settings: EpisodeSettings, where: str) -> None:
