@@ -1,0 +1,131 @@
+"""What must hold whatever was thrown, checked from the record, the files, and the cloud's own books."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from perilune.bundle.verify import verify
+from perilune.control.leases import cost
+from perilune.control.store import Attempt, Event, Machine, Run, verify_events
+from perilune.control.transitions import AttemptState, MachineState, RunState
+from perilune.execution.log import LogReader
+from perilune.files import read_json
+from perilune.lab.laboratory import LEASE, STEPS, Laboratory
+
+GRACE_SECONDS = 60.0  # that the end of a machine may take beyond the end of its lease
+FINAL = tuple(f"run.{state.value}" for state in RunState if state.terminal)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One invariant: its name, what it says, and where it does not hold."""
+
+    name: str
+    says: str
+    broken: tuple[str, ...]
+
+
+def check(lab: Laboratory) -> list[Verdict]:
+    """Check all of them, of a laboratory that has settled."""
+    with lab.control.store.snapshot() as session:
+        return [Verdict(name, says, tuple(find(lab, session))) for name, (says, find) in INVARIANTS.items()]
+
+
+def _not_lost(lab: Laboratory, session: Session) -> Iterator[str]:
+    for run_id, seed in lab.submitted.items():
+        run = session.get(Run, run_id)
+        if run is None or run.state != RunState.SUCCEEDED:
+            yield f"run {run_id}: {'unknown' if run is None else f'{run.state}, {run.message}'}"
+            continue
+        total = read_json(lab.control.directory(run) / "artifacts" / "data" / "total.json")["total"]
+        if total != seed * STEPS * (STEPS + 1) // 2:
+            yield f"run {run_id}: its result is {total}"
+
+
+def _one_result(lab: Laboratory, session: Session) -> Iterator[str]:
+    succeeded = select(Attempt.run_id).where(Attempt.state == AttemptState.SUCCEEDED.value)
+    for run_id, number in Counter(session.scalars(succeeded)).items():
+        if number != 1:
+            yield f"run {run_id}: {number} attempts succeeded"
+
+
+def _current_epoch(lab: Laboratory, session: Session) -> Iterator[str]:
+    for run in session.scalars(select(Run).where(Run.state == RunState.SUCCEEDED.value)):
+        attempt = session.get(Attempt, (run.id, run.current_epoch))
+        if attempt is None or attempt.manifest_digest != run.manifest_digest:
+            yield f"run {run.id}: its result is not that of attempt {run.current_epoch}"
+        elif problems := verify(lab.control.directory(run), run.bundle_digest):
+            yield f"run {run.id}: {problems[0]}"
+
+
+def _all_gone(lab: Laboratory, session: Session) -> Iterator[str]:
+    bill = lab.bill()
+    for key in bill.get("alive", ["the cloud does not answer"]):
+        yield f"alive: {key}"
+    known = {machine.key: machine for machine in session.scalars(select(Machine))}
+    for key in bill.get("costs", {}).keys() - known.keys():
+        yield f"made and not recorded: {key}"
+    for machine in known.values():
+        billed = bill.get("costs", {}).get(machine.key, 0.0)
+        if machine.state != MachineState.GONE:
+            yield f"{machine.state}: {machine.key}"
+        elif billed > LEASE.max_cost + cost(machine.price, GRACE_SECONDS):
+            yield f"{machine.key} has cost {billed:.4g} of {LEASE.max_cost:.4g}"
+
+
+def _whole_logs(lab: Laboratory, session: Session) -> Iterator[str]:
+    for run in session.scalars(select(Run).where(Run.state == RunState.SUCCEEDED.value)):
+        text = b"".join(LogReader(lab.control.directory(run) / "runtime").read()).decode()
+        steps = [int(step) for step in re.findall(r"step (\d+)$", text, re.MULTILINE)]
+        if not steps or steps != list(range(steps[0], STEPS + 1)):
+            yield f"run {run.id}: its log has the steps {steps}"
+
+
+def _final(lab: Laboratory, session: Session) -> Iterator[str]:
+    if (broken := verify_events(session)) is not None:
+        yield f"event {broken} was changed"
+    ended: set[str | None] = set()
+    told = select(Event.run_id, Event.kind).where(Event.kind.startswith("run.")).order_by(Event.seq)
+    for run_id, kind in session.execute(told):
+        if run_id in ended:
+            yield f"run {run_id}: {kind} after its end"
+        if kind in FINAL:
+            ended.add(run_id)
+
+
+def _no_canary(lab: Laboratory, session: Session) -> Iterator[str]:
+    needle = lab.canary.encode()
+    for path in lab.folder.rglob("*"):
+        if path.is_file() and not path.is_symlink() and needle in _content(path):
+            yield str(path)
+
+
+def _nobody_helped(lab: Laboratory, session: Session) -> Iterator[str]:
+    wishes = select(Event.kind).where(Event.kind.in_(("run.cancel_requested", "run.cancel_forced")))
+    yield from session.scalars(wishes)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # a socket, or gone meanwhile
+        return b""
+
+
+INVARIANTS: dict[str, tuple[str, Callable[[Laboratory, Session], Iterator[str]]]] = {
+    "I1": ("every accepted run has ended, with the right result", _not_lost),
+    "I2": ("no run has two results", _one_result),
+    "I3": ("every result is of the current attempt, and whole", _current_epoch),
+    "I4": ("every machine is gone, and has cost no more than it might", _all_gone),
+    "I5": ("no line of a log is missing or doubled", _whole_logs),
+    "I6": ("what has ended has stayed so, and no event was changed", _final),
+    "I7": ("the secret is nowhere", _no_canary),
+    "I8": ("nobody had to help", _nobody_helped),
+}

@@ -1,0 +1,226 @@
+"""Short runs on rented machines, carried on by a control process that is killed again and again.
+
+The laboratory only submits runs and throws faults. What survives them is the ordinary control plane, as
+`perilune reconcile --watch` in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+from sqlalchemy import func, select
+
+from perilune.bundle.freeze import freeze
+from perilune.bundle.job import Job, Resources
+from perilune.control.budget import accrued
+from perilune.control.experiments import Control, register_experiment
+from perilune.control.home import Home
+from perilune.control.leases import Lease
+from perilune.control.providers import PROVIDERS
+from perilune.control.store import Attempt, Machine, Run
+from perilune.control.submission import Wish, submit
+from perilune.control.templates import OnRented, Retry, Template
+from perilune.control.transitions import RunState
+from perilune.errors import PeriluneError
+from perilune.execution.limits import Limits
+from perilune.execution.placements.remote import Site
+from perilune.execution.providers.fake import process as server
+from perilune.execution.providers.fake.client import FakeCloud
+from perilune.execution.providers.fake.machines import Machine as FakeMachine
+from perilune.execution.providers.fake.weather import Weather
+from perilune.files import read_json_lines
+
+CANARY = "PERILUNE_LAB_CANARY"  # a secret that every run is given, and that nobody may find anywhere
+STEPS = 8
+LEASE = Lease(max_lifetime=300.0, idle=60.0, max_cost=0.05, ready_within=120.0)
+DAILY_CAP = 1000.0
+MOST_RUNS = 2000
+UNFINISHED = (RunState.QUEUED.value, RunState.ACTIVE.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a laboratory does.
+
+    Attributes:
+        weather: of the cloud.
+        seed: of all chance.
+        at_once: runs under way.
+        step_seconds: that a step of a run takes; it has `STEPS`.
+        kills: expected number a minute of kills of the control process, and of the cloud's.
+    """
+
+    weather: Weather
+    seed: int = 0
+    at_once: int = 4
+    step_seconds: float = 0.25
+    kills: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """How things stand: numbers by state, faults thrown by kind, currency units."""
+
+    elapsed: float
+    runs: dict[str, int]
+    attempts: dict[str, int]
+    machines: dict[str, int]
+    faults: dict[str, int]
+    cost: float
+
+
+class Laboratory:
+    """A home, a cloud and a control process of their own, under one folder.
+
+    Use as a context: at its end the processes are gone, and so are all machines.
+    """
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        self.folder, self.plan = folder, plan
+        self.canary = secrets.token_hex(16)
+        self.cloud = FakeCloud(folder / "cloud")
+        self.submitted: dict[str, int] = {}  # run to its seed
+        self.thrown: Counter[str] = Counter()
+        self._chance = random.Random(plan.seed)
+        self._began = self._ticked = time.monotonic()
+
+    def __enter__(self) -> Laboratory:
+        home = Home.open(self.folder / "home")
+        place = {
+            "type": "fake",
+            "folder": str(self.cloud.folder),
+            "visibility_seconds": self.plan.weather.visibility_seconds,
+        }
+        settings = {"daily_cap": DAILY_CAP, "providers": {"fake": place}}
+        (home.root / PROVIDERS).write_text(yaml.safe_dump(settings))
+        os.environ[CANARY] = self.canary
+        self.control = Control(home)
+        document: dict[str, Any] = {"name": "lab", "nonce": self.canary[:8]}
+        stages = [(str(number), "rehearse") for number in range(1, MOST_RUNS + 1)]
+        self.experiment = register_experiment(self.control, "lab", document, stages)
+        self._server = server.start(self.cloud.folder, self.plan.weather)
+        self._controller = self._reconcile()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for child in (self._controller, self._server):
+            child.kill()
+            child.wait()
+        for record in (self.cloud.folder / "machines").glob("*/record.json"):
+            FakeMachine.load(record.parent).power_off()
+        self.control.store.close()
+        os.environ.pop(CANARY, None)
+
+    def tick(self, *, submitting: bool = True) -> Snapshot:
+        """Submit what there is room for, throw what chance says, and say how things stand."""
+        self._throw()
+        if submitting:
+            for _ in range(min(self.plan.at_once - self.unfinished(), MOST_RUNS - len(self.submitted))):
+                self._submit()
+        return self.snapshot()
+
+    def unfinished(self) -> int:
+        """Runs that have not ended."""
+        with self.control.store.snapshot() as session:
+            return session.scalar(select(func.count()).where(Run.state.in_(UNFINISHED))) or 0
+
+    def settled(self) -> bool:
+        """Whether every run has ended and every machine is proven gone."""
+        return not self.unfinished() and not self.control.reconciler.rentals.fleet.all()
+
+    def calm(self) -> None:
+        """Let the bad weather end, so that what is under way can: the server starts again without it."""
+        server.stop(self._server)
+        calm = Weather(seed=self.plan.seed, visibility_seconds=self.plan.weather.visibility_seconds)
+        self._server = server.start(self.cloud.folder, calm)
+        self.plan = Plan(calm, self.plan.seed, self.plan.at_once, self.plan.step_seconds, kills=0.0)
+
+    def snapshot(self) -> Snapshot:
+        """How things stand."""
+        with self.control.store.snapshot() as session:
+            runs, attempts, machines = (
+                dict(session.execute(select(table.state, func.count()).group_by(table.state)).tuples().all())
+                for table in (Run, Attempt, Machine)
+            )
+            cost = sum(accrued(machine) for machine in session.scalars(select(Machine)))
+        elapsed = time.monotonic() - self._began
+        return Snapshot(elapsed, runs, attempts, machines, dict(self.faults()), cost)
+
+    def faults(self) -> Counter[str]:
+        """Faults thrown so far, by kind."""
+        lines = read_json_lines(self.cloud.folder / "faults.jsonl")
+        return Counter(line["fault"] for line in lines) + self.thrown
+
+    def _submit(self) -> None:
+        seed = len(self.submitted) + 1
+        job = Job(
+            task="rehearse",
+            stage=str(seed),
+            spec={"steps": STEPS, "step_seconds": self.plan.step_seconds},
+            model={},
+            environment={},
+            seed=seed,
+            resources=Resources(device="cpu", threads=1),
+            secrets=(CANARY,),
+        )
+        wish = Wish(self.experiment, str(seed), "rehearse", template=self.template())
+        run = submit(self.control.home, self.control.store, wish, partial(freeze, job, {}))
+        self.submitted[run.id] = seed
+
+    def template(self) -> Template:
+        """Where the runs go: a machine of the fake cloud that holds this very Python."""
+        paths = [
+            str(Path(path).absolute()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path
+        ]
+        environment = {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}
+        site = Site(python=sys.executable, installed=True, environment=environment)
+        place = OnRented(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
+        retry = Retry(infrastructure=1000, lost=1000, base=0.05, cap=2.0)
+        return Template(placement=place, retry=retry, limits=Limits(on_box_stop_after=60.0))
+
+    def _throw(self) -> None:
+        """Kill the control process, or the cloud's, as chance says; start again what is dead."""
+        now = time.monotonic()
+        passed, self._ticked = now - self._ticked, now
+        share = self.plan.kills * passed / 60.0
+        if self._chance.random() < share:
+            self.thrown["controller_killed"] += 1
+            self._controller.send_signal(signal.SIGKILL)
+            self._controller.wait()
+        if self._chance.random() < share / 2:
+            self.thrown["cloud_killed"] += 1
+            server.stop(self._server)
+        if self._controller.poll() is not None:
+            self._controller = self._reconcile()
+        if self._server.poll() is not None:
+            self._server = server.start(self.cloud.folder, self.plan.weather)
+
+    def _reconcile(self) -> subprocess.Popen[bytes]:
+        """`perilune reconcile --watch`, in a process of its own."""
+        with (self.folder / "controller.log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "perilune.cli.main", "reconcile", "--watch"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "PERILUNE_HOME": str(self.control.home.root)},
+            )
+
+    def bill(self) -> dict[str, Any]:
+        """What the cloud itself says of costs and of what is alive; empty while it does not answer."""
+        try:
+            return dict(self.cloud.call("GET", "/bill"))
+        except PeriluneError:
+            return {}
