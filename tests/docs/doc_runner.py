@@ -25,6 +25,8 @@ SMALL = {
     "sft": {"steps": 2, "batch_size": 8},
     "rl": {"steps": 2, "prompts": 2},
     "evaluate": {"tasks": 4},
+    "connect_four": {"steps": 2, "learning.games": 32},
+    "connect_four_judge": {"positions": 2, "first_ply": 26, "games": 4, "simulations": [0, 4]},
 }
 RUNS_A_RECIPE = re.compile(r"^perilune (quickstart|run)\b[^|>&#]*")
 
