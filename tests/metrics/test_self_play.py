@@ -64,6 +64,11 @@ def test_each_sign_is_seen_once_it_has_lasted(sick: dict[str, float], name: str,
     assert alarms([*lines, *[{**HEALTHY, **sick}] * 8, *[HEALTHY] * 8]) == []
 
 
+def test_a_policy_that_began_with_many_illegal_moves_has_not_collapsed() -> None:
+    assert alarms([{**HEALTHY, "illegal": 0.6}] * 8 + [{**HEALTHY, "illegal": 0.65}] * 8) == []
+    assert alarms([{**HEALTHY, "illegal": 0.6}] * 8 + [{**HEALTHY, "illegal": 0.9}] * 8) != []
+
+
 def test_playing_worse_than_it_began_is_a_collapse_at_once() -> None:
     (found,) = alarms([HEALTHY], weaker=["minimax"])
     assert found.is_collapse and "minimax" in found.said

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from perilune.data.episode import Episode
 
 WINDOW = 8  # steps that are averaged before anything is called a sign
-MOST_SPOILT = 0.25  # share of games that may end by an illegal move, or be cut off
+MOST_SPOILT = 0.25  # share of games that may end by an illegal move, or be cut off,
+MORE_SPOILT = 1.25  # or as many times the share over the first steps
 LEAST_ENTROPY = 0.02  # of the entropy that training began with
 ONE_OPENING = 1.05  # effective number of first moves
 NARROW = ("entropy", "openings")  # signs that a policy has settled, which need not be bad
@@ -73,8 +74,8 @@ def alarms(lines: Sequence[Mapping[str, float]], weaker: Sequence[str] = ()) -> 
 
     | sign | over the last 8 steps |
     |---|---|
-    | illegal | more than a quarter of the games ended by an illegal move |
-    | unfinished | more than a quarter of the games were cut off |
+    | illegal | over a quarter of the games ended by an illegal move, and clearly more than over the first 8 |
+    | unfinished | the same of games that were cut off |
     | weaker | lost to whom it did not lose before: `weaker` |
     | entropy | below 2% of what it was over the first 8 steps |
     | openings | one first move, where the first 8 steps had more |
@@ -88,8 +89,8 @@ def alarms(lines: Sequence[Mapping[str, float]], weaker: Sequence[str] = ()) -> 
     if len(lines) < WINDOW:
         return found
     for name in ("illegal", "unfinished"):
-        last = _mean(lines[-WINDOW:], name)
-        if last is not None and last > MOST_SPOILT:
+        began, last = _mean(lines[:WINDOW], name), _mean(lines[-WINDOW:], name)
+        if began is not None and last is not None and last > max(MOST_SPOILT, MORE_SPOILT * began):
             how = "ended by an illegal move" if name == "illegal" else "were cut off"
             found.append(Alarm(name, f"{last:.0%} of games {how}"))
     began, last = _mean(lines[:WINDOW], "entropy"), _mean(lines[-WINDOW:], "entropy")
