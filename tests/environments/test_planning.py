@@ -206,7 +206,7 @@ def test_what_is_asked_and_answered_in_characters():
     assert (
         compact.prompt(TRIP) == "T20 $20 #2\nA2 00-20 1 $3 *5!\nB5 03-15 2 $4 *7 @05-09\nC1 00-20 1 $1 *2\n"
     )
-    worked = "A2+2=02,00-20>02+1=03,$3=17 B5+3=06,03-15>06+2=08,$4=13"
+    worked = "A2 00-20 1 $3+2=02>02-03$17 B5 03-15 2 $4+3=06>06-08$13"
     assert (compact.working(TRIP, PLAN), compact.write(TRIP, PLAN)) == (worked, ";A02,B06")
     two = replace(TRIP, days=2, places=(replace(TRIP.places[0], window=Window(2, 1, 4)), *TRIP.places[1:]))
     assert compact.prompt(two).startswith("T20 $20 #2 D2\nA2 00-20 1 $3 *5! @2:01-04\n")

@@ -32,10 +32,10 @@ def write(trip: Trip, plan: Plan) -> str:
 
 
 def working(trip: Trip, plan: Plan) -> str:
-    """How a plan came about: of each visit place, way, arrival, hours, begin, stay, end, price, money left.
+    """How a plan came about: each place as it was told, then way, arrival, begin, end, and the money left.
 
-    `A2+2=02,00-20>02+1=03,$3=17 B5+3=06,03-15>06+2=08,$4=13` goes 2 steps to A, is there at 2, stays from 2
-    for 1 step until 3, and has 17 left; from A it is 3 steps to B.
+    `A2 00-20 1 $3+2=02>02-03$17 B5 03-15 2 $4+3=06>06-08$13` goes 2 steps to A, is there at 2, stays from 2 to
+    3, and has 17 left; from A it is 3 steps to B.
     """
     told, left = [], trip.budget
     day, time, here = 1, 0, HOME
@@ -47,10 +47,7 @@ def working(trip: Trip, plan: Plan) -> str:
             day, time, here = visit.day, 0, HOME
         way, end = travel(here, place.at), visit.start + place.stay
         left -= place.price
-        told.append(
-            f"{_where(trip, place)}+{way}={time + way:02},{_hours(place)}>{visit.start:02}"
-            f"+{place.stay}={end:02},${place.price}={left:02}"
-        )
+        told.append(f"{_facts(trip, place)}+{way}={time + way:02}>{visit.start:02}-{end:02}${left:02}")
         time, here = end, place.at
     return " ".join(told)
 
@@ -73,18 +70,15 @@ def read(text: str) -> Plan | None:
 
 
 def _row(trip: Trip, place: Place) -> str:
-    must = "!" if place.must_see else ""
-    row = f"{_where(trip, place)} {_hours(place)} {place.stay} ${place.price} *{place.interest}{must}"
+    row = f"{_facts(trip, place)} *{place.interest}{'!' if place.must_see else ''}"
     return row if place.window is None else f"{row} {_reserved(trip, place.window)}"
 
 
-def _where(trip: Trip, place: Place) -> str:
+def _facts(trip: Trip, place: Place) -> str:
+    """Where, when, how long and for how much."""
     x, y = place.at
-    return f"{place.name}{x}" if all(one.at[1] == 0 for one in trip.places) else f"{place.name}{x},{y}"
-
-
-def _hours(place: Place) -> str:
-    return f"{place.opens:02}-{place.closes:02}"
+    where = str(x) if all(one.at[1] == 0 for one in trip.places) else f"{x},{y}"
+    return f"{place.name}{where} {place.opens:02}-{place.closes:02} {place.stay} ${place.price}"
 
 
 def _reserved(trip: Trip, window: Window) -> str:
