@@ -1,0 +1,73 @@
+"""`perilune daemon`: reconcile for as long as the machine is up, so that nobody has to be logged in."""
+
+from __future__ import annotations
+
+import signal
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from perilune.cli.arguments import because, brief, open_control
+from perilune.cli.output import echo
+from perilune.errors import PeriluneError, RequestError
+
+if TYPE_CHECKING:
+    from perilune.control.experiments import Control
+
+LONGEST_PAUSE = 60.0  # seconds between two passes while they fail
+
+
+class _Stop(Exception):  # noqa: N818 - it is no error
+    """The daemon is told to leave."""
+
+
+def daemon(
+    every: Annotated[float, typer.Option(min=0.2, help="Seconds between two passes.")] = 2.0,
+) -> None:
+    """Bring recorded state and reality together until SIGTERM: finish, retry, clean up, tend rented machines.
+
+    One a home. It holds no state: killed at any moment, the next one goes on. What it sees change it prints,
+    for a journal. docs/how-to/daemon.md has a systemd unit.
+
+    \b
+    perilune daemon
+    """
+    from perilune.control.home import locked
+
+    control = open_control(look=False)
+    place = control.home.root / "daemon"
+    place.mkdir(exist_ok=True)
+    signal.signal(signal.SIGTERM, _leave)
+    with ExitStack() as stack:
+        if not stack.enter_context(locked(place)):
+            raise RequestError("a daemon looks after this home already", where=str(control.home.root))
+        echo(f"looking after {control.home.root}")
+        try:
+            _look_after(control, every)
+        except _Stop:
+            echo("told to leave; runs go on by themselves")
+
+
+def _look_after(control: Control, every: float) -> None:
+    seen: dict[str, str] = {}
+    failures = 0
+    while True:
+        try:
+            live = control.reconciler.all()
+        except PeriluneError as error:  # a full disk, a database that is away: it may be mended
+            failures += 1
+            echo(f"pass failed, trying again: {error}", err=True)
+        else:
+            failures = 0
+            for run in live:
+                if seen.get(run.id) != run.state:
+                    echo(f"{run.id} {run.stage}: {run.state}{because(brief(run))}")
+            seen = {run.id: run.state for run in live}
+        time.sleep(min(LONGEST_PAUSE, every * 2.0**failures))
+
+
+def _leave(number: int, frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise _Stop

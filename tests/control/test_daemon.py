@@ -1,0 +1,60 @@
+"""The daemon: one a home, killed at any moment, told to leave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+from drill_cases import begin, drill_plan, wait_for
+
+from perilune.bundle.freeze import freeze
+from perilune.control.experiments import Control
+from perilune.control.submission import Wish, submit
+from perilune.control.transitions import RunState
+
+COMMAND = [sys.executable, "-m", "perilune.cli.main", "daemon", "--every", "0.2"]
+
+
+def submitted(control: Control, name: str) -> str:
+    plan = drill_plan(name, steps=1)
+    wish = Wish(begin(control, [plan], name), name, "drill")
+    return submit(control.home, control.store, wish, partial(freeze, plan.job, {})).id
+
+
+@pytest.fixture
+def daemons() -> Iterator[list[subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for one in started:
+        one.kill()
+        one.wait()
+
+
+def start(daemons: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
+    one = subprocess.Popen(COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    daemons.append(one)
+    assert one.stdout is not None and "looking after" in one.stdout.readline()
+    return one
+
+
+def test_runs_are_carried_to_their_end_across_a_kill(
+    control: Control, daemons: list[subprocess.Popen[str]]
+) -> None:
+    first = start(daemons)
+    one = submitted(control, "one")
+    wait_for(lambda: control.run(one).current_epoch == 1)
+    os.kill(first.pid, signal.SIGKILL)
+    second = start(daemons)
+    two = submitted(control, "two")
+    for run in (one, two):
+        wait_for(lambda run=run: control.run(run).state == RunState.SUCCEEDED)
+    refused = subprocess.run(COMMAND, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2 and "looks after this home already" in refused.stderr
+    second.terminate()
+    out, err = second.communicate(timeout=60)
+    assert second.returncode == 0 and "told to leave" in out and err == ""
