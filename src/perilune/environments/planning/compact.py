@@ -34,8 +34,8 @@ def write(trip: Trip, plan: Plan) -> str:
 def working(trip: Trip, plan: Plan) -> str:
     """How a plan came about: each place as it was told, then way, arrival, begin, end, and the money left.
 
-    `A2 00-20 1 $3+2=02>02-03$17 B5 03-15 2 $4+3=06>06-08$13` goes 2 steps to A, is there at 2, stays from 2 to
-    3, and has 17 left; from A it is 3 steps to B.
+    `A2 00-20 1 $3+2=02>02-03$17 B5 03-15 2 $4+3=06>06-08$13` goes 2 steps to A, is there at 2, stays until 3,
+    and has 17 left; from A it is 3 steps to B.
     """
     told, left = [], trip.budget
     day, time, here = 1, 0, HOME
