@@ -16,7 +16,7 @@ GAME_TEACHERS = {
     "random": "any legal move",
     "mcts": "tree search with random rollouts, for games without hidden cards or simultaneous moves",
     "cfr": "CFR+, nearly an equilibrium of a small game",
-    "mccfr": "external-sampling MCCFR, further from one, for games whose every history is too much to walk",
+    "mccfr": "external-sampling MCCFR, further from an equilibrium",
     "minimax": "perfect play of a small game without chance",
     "rules": "rules of thumb for gin rummy",
 }

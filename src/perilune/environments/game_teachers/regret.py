@@ -16,8 +16,8 @@ from perilune.environments.open_spiel_match import is_simultaneous, pyspiel
 from perilune.errors import RequestError
 
 ITERATIONS = {"cfr": 200, "mccfr": 200_000}
-LARGEST = {"cfr": 300_000, "mccfr": 3_000_000}  # histories, as estimated
-_PLAYOUTS = 200  # of the estimate
+LARGEST = 1_000_000  # histories, as estimated
+_PLAYOUTS = 1000  # of the estimate
 _HOPELESS = 1e12  # histories, from which on an estimate need not be exact
 _FORM = 1  # of the table; another one when its keys change
 
@@ -92,9 +92,9 @@ class RegretTeacher:
         if not kind.provides_information_state_string:
             raise RequestError(f"'{kind.short_name}' does not say what a player has seen", where=where)
         size = tree_size(game)
-        if size > LARGEST[algorithm]:
+        if size > LARGEST:
             raise RequestError(
-                f"{game} has about {size:.0e} histories, and {algorithm} is for {LARGEST[algorithm]:,}",
+                f"{game} has about {size:.0e} histories, and {algorithm} is for {LARGEST:,}",
                 where=where,
                 remedy="make the game smaller with `config`, as {num_cards: 4} of goofspiel",
             )
