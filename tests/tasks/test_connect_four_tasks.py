@@ -12,7 +12,7 @@ from perilune.cli.plan import derive
 from perilune.connect_four.ppo import Trainer
 from perilune.errors import RequestError
 from perilune.execution.placements.local import carry_over
-from perilune.files import sha256_file
+from perilune.files import read_json_lines, sha256_file
 from perilune.recipe.load import load_recipe
 
 FINAL = "artifacts/checkpoints/final"
@@ -40,8 +40,10 @@ def test_a_kill_between_steps_changes_nothing(
     monkeypatch.undo()
     assert len(metrics(broken)) == 3
     again = make_bundle(tmp_path / "again", make_job("connect_four"))
-    carry_over(broken, again)
+    carry_over(broken / "artifacts", again / "artifacts")
     run_in(again)
+    events = list(read_json_lines(again / "runtime/events.jsonl"))
+    assert [one["step"] for one in events if one["kind"] == "resumed"] == [2]
     for name in (
         "artifacts/metrics.jsonl",
         f"{FINAL}/weights.safetensors",
