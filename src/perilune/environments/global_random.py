@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
+from numpy.random import mtrand
 
 
 class GlobalRandom:
@@ -14,17 +15,17 @@ class GlobalRandom:
 
     def __init__(self, seed: int) -> None:
         self._python = random.Random(seed).getstate()
-        self._numpy = np.random.RandomState(seed & 0xFFFFFFFF).get_state()
+        self._numpy: np.random.BitGenerator = np.random.MT19937(seed)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Draws inside go on from where the last ones inside left off, and are not felt outside."""
-        python, numpy = random.getstate(), np.random.get_state()
+        python, numpy = random.getstate(), mtrand.get_bit_generator()
         random.setstate(self._python)
-        np.random.set_state(self._numpy)
+        mtrand.set_bit_generator(self._numpy)
         try:
             yield
         finally:
-            self._python, self._numpy = random.getstate(), np.random.get_state()
+            self._python, self._numpy = random.getstate(), mtrand.get_bit_generator()
             random.setstate(python)
-            np.random.set_state(numpy)
+            mtrand.set_bit_generator(numpy)

@@ -81,22 +81,19 @@ class TextArenaEnvironment(MultiTurn):
         game = copy.deepcopy(self._game)
         with drawn.installed():
             game.reset(num_players=self.players, seed=seed)
-        done = bool(game.state.done)
+            done, (player, seen) = bool(game.state.done), game.get_observation()
         while not done:
-            with drawn.installed():
-                player, seen = game.get_observation()
             said = yield Observation(self._told(seen, player), player)
             with drawn.installed():
                 done, _ = game.step(said)
+                player, seen = (player, ()) if done else game.get_observation()
         yield self._over(*game.close())
 
     def _told(self, seen: Any, player: int) -> tuple[Message, ...]:
         """What the game and the others said, in one message; a player's own moves are not told again."""
         lines = []
         for speaker, text, kind in seen:
-            moved = (
-                getattr(kind, "name", kind) == "PLAYER_ACTION"
-            )  # some games for one player do not say who moved
+            moved = getattr(kind, "name", kind) == "PLAYER_ACTION"  # some games for one do not say who
             if speaker != player and not (moved and self.players == 1):
                 lines.append(f"[Player {speaker}] {text}" if speaker >= 0 else str(text))
         return ({"role": "user", "content": "\n".join(lines) + "\n"},) if lines else ()
