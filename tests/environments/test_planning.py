@@ -111,6 +111,42 @@ def test_both_solvers_find_plans_of_the_same_interest(made, poorer, more):
         assert not broken(trip, sets.plan) and not broken(trip, solver.plan)
 
 
+THREE = {
+    "A": Place("A", (1, 0), 0, 12, 1, 3, 5),
+    "B": Place("B", (2, 0), 0, 12, 2, 4, 7),
+    "C": Place("C", (3, 0), 0, 12, 1, 5, 9),
+}
+
+
+@pytest.mark.parametrize(
+    ("trip", "places", "best"),
+    [
+        ({}, {}, 21),
+        ({"length": 9}, {}, 16),
+        ({"budget": 11}, {}, 16),
+        ({"visits": 3, "length": 9}, {}, None),
+        ({}, {"A": {"window": Window(1, 1, 1)}, "B": {"window": Window(1, 2, 2)}}, 16),
+        ({}, {"A": {"window": Window(1, 9, 9)}, "B": {"window": Window(1, 8, 8)}}, 16),
+        ({}, {"A": {"window": Window(2, 1, 9)}}, 16),
+        ({"days": 2, "length": 7}, {"C": {"window": Window(1, 3, 4)}, "B": {"window": Window(1, 2, 4)}}, 14),
+        ({}, {"B": {"closes": 4}, "C": {"closes": 4}}, 14),
+        ({}, {"B": {"opens": 9}, "C": {"opens": 8}}, 14),
+        ({"length": 7}, {}, 12),
+        ({"length": 7}, {"C": {"must_see": True}}, 9),
+        ({"length": 6}, {"C": {"must_see": True}}, None),
+        ({"days": 2, "length": 7}, {}, 21),
+    ],
+)
+def test_every_constraint_binds_both_solvers_as_it_does_whoever_tries_every_plan(trip, places, best):
+    made = tuple(replace(place, **places.get(name, {})) for name, place in THREE.items())
+    tight = replace(Trip(1, 12, 12, 1, made), **trip)
+    good = [interest(tight, plan) for plan in every_plan(tight) if not broken(tight, plan)]
+    assert max(good, default=None) == best
+    for found in (by_sets(tight), by_cpsat(tight, 1.0)):
+        assert (found and found.interest) == best
+        assert found is None or (found.proven and not broken(tight, found.plan))
+
+
 TRIP = Trip(
     days=1,
     length=20,
