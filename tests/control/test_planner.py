@@ -106,7 +106,7 @@ def test_starting_is_repeated_but_not_for_ever() -> None:
 def test_every_cause_has_a_class_and_each_class_its_own_budget() -> None:
     policy = RetryPolicy(infrastructure=2, lost=1, user=0)
     classes = Counter(retry_class(cause) for cause in Cause)
-    assert classes == {"infrastructure": 5, "preemption": 2, "lost": 2, "user": len(Cause) - 9}
+    assert classes == {"infrastructure": 6, "preemption": 2, "lost": 2, "user": len(Cause) - 10}
     died, lost = Cause.RUNNER_DIED.value, Cause.UNREACHABLE.value
     assert policy.allows(died, [])
     assert policy.allows(died, [died, lost])

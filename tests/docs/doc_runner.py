@@ -16,6 +16,8 @@ import yaml
 from doc_blocks import Block
 
 from perilune.cli.main import load_command
+from perilune.control.home import Home
+from perilune.control.templates import load_template
 from perilune.errors import RequestError
 from perilune.recipe.load import bundled_recipe, load_recipe
 
@@ -110,8 +112,16 @@ class Runner:
         return f"{shlex.join(words)} {line[command.end() :]}"
 
     def _yaml(self, block: Block) -> None:
-        """A recipe is loaded; sections without stages are laid over the bundled quickstart."""
+        """A recipe is loaded; sections without stages are laid over the bundled quickstart. A template is
+        put among the home's."""
         document = yaml.safe_load(block.text)
+        if "placement" in document:
+            home = Home.open(Path(self.environment["PERILUNE_HOME"]))
+            template = home.root / "templates" / Path(block.title or "checked.yaml").name
+            template.parent.mkdir(exist_ok=True)
+            template.write_text(block.text, encoding="utf-8")
+            load_template(home, template.stem)
+            return
         if "stages" not in document:
             base = yaml.safe_load(bundled_recipe("quickstart").read_text(encoding="utf-8"))
             document = base | document

@@ -76,6 +76,14 @@ def current(session: Session, attempt: Attempt) -> Attempt:
     return session.get_one(Attempt, (attempt.run_id, attempt.number))
 
 
+def begun(session: Session, attempt: Attempt) -> Attempt:
+    """The attempt's row, not before STAGING."""
+    row = current(session, attempt)
+    if row.state in {AttemptState.PLANNED, AttemptState.PROVISIONING}:
+        move_attempt(session, row, AttemptState.STAGING)
+    return row
+
+
 def started(session: Session, attempt: Attempt) -> Attempt:
     """The attempt's row, not before STARTING: a claim was seen, whatever an older database remembers."""
     row = current(session, attempt)

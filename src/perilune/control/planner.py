@@ -99,6 +99,7 @@ CLASS_OF = {
     Cause.KILLED: RetryClass.INFRASTRUCTURE,
     Cause.PROCESS_LOST: RetryClass.INFRASTRUCTURE,
     Cause.NO_MACHINE: RetryClass.INFRASTRUCTURE,
+    Cause.TRANSFER_FAILED: RetryClass.INFRASTRUCTURE,
     Cause.STOPPED: RetryClass.PREEMPTION,
     Cause.PREEMPTED: RetryClass.PREEMPTION,
     Cause.UNREACHABLE: RetryClass.LOST,

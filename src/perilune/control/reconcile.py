@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from sqlalchemy import select
@@ -20,7 +21,7 @@ from perilune.control.attestation import attest_result
 from perilune.control.evidence import evidence_problem, worker_said
 from perilune.control.faults import reached
 from perilune.control.home import Home, locked
-from perilune.control.ledger import current, done, end_attempt, intend, operations, started
+from perilune.control.ledger import begun, current, done, end_attempt, intend, operations, started
 from perilune.control.leftovers import remove_leftovers
 from perilune.control.machines import Fleet
 from perilune.control.placements import Placements
@@ -36,6 +37,7 @@ from perilune.execution.placements.protocol import Assignment, Placement
 from perilune.execution.verdict import Cause, Verdict, cause_of
 
 LIVE_RUNS = (RunState.QUEUED.value, RunState.ACTIVE.value)
+WORKERS = 8  # looks at other machines at once
 LONGEST_WAIT = 30.0  # seconds between two tries to see what cannot be seen
 CUT = (HostUnreachableError, HostRefusedError)
 
@@ -58,10 +60,17 @@ class Reconciler:
             return session.get_one(Run, run_id)
 
     def all(self, *, act: bool = True) -> list[Run]:
-        """Reconcile every live run and return them; with `act=False` begin nothing, only finish."""
+        """Reconcile every live run and return them; with `act=False` begin nothing, only finish.
+
+        Those on this machine one after the other; of those elsewhere so many at once, because a look at them
+        is mostly waiting.
+        """
         with self.store.snapshot() as session:
             live = list(session.scalars(select(Run.id).where(Run.state.in_(LIVE_RUNS)).order_by(Run.id)))
-        runs = [self.one(run_id, act=act) for run_id in live]
+        far = [run_id for run_id in live if self.placements.of(run_id).capabilities.elsewhere]
+        with ThreadPoolExecutor(min(len(far), WORKERS) or 1) as workers:
+            looks = {run_id: workers.submit(self.one, run_id, act=act) for run_id in far}
+            runs = [looks[one].result() if one in looks else self.one(one, act=act) for one in live]
         for attempt in self.unclean():
             with locked(self.home.run(attempt.run_id)) as mine:
                 if mine:
@@ -85,6 +94,10 @@ class Reconciler:
                 self.rentals.follow(run_id)
             self._look_after[run_id] = time.monotonic() + self._pause(run_id)
         return self.run(run_id)
+
+    def look_now(self, run_id: str) -> None:
+        """Have the next look at a run made when it is asked for, however long the last ones told nothing."""
+        self._look_after.pop(run_id, None)
 
     def _pause(self, run_id: str) -> float:
         """Seconds until the next look: as often as it tells something, less often while the way is cut."""
@@ -151,7 +164,11 @@ class Reconciler:
             case Step.LOSE:
                 return self._lose(run, attempt, seen)
             case Step.REFUSED:
-                return self._end(attempt, AttemptState.FAILED, Cause.HOST_REFUSED, seen.unseen)
+                with self.store.transaction() as session:
+                    begun(session, attempt)
+                return self._end(
+                    attempt, AttemptState.FAILED, Cause.HOST_REFUSED, seen.unseen, cleanup=Cleanup.NONE
+                )
 
     def look(self, run: Run, attempt: Attempt) -> tuple[Observation, Step]:
         """What is seen of an active run's attempt, and the step that is next. Records and does nothing."""
@@ -200,9 +217,7 @@ class Reconciler:
 
     def _stage(self, run: Run, attempt: Attempt) -> bool:
         with self.store.transaction() as session:
-            row = current(session, attempt)
-            if row.state == AttemptState.PLANNED:
-                move_attempt(session, row, AttemptState.STAGING)
+            begun(session, attempt)
             key = intend(session, attempt, "stage")
         reached("stage.intended")
         order = {
@@ -366,7 +381,7 @@ class Reconciler:
     ) -> bool:
         """End the attempt, then remove what it holds elsewhere: the outcome does not depend on that."""
         elsewhere = self._placement(attempt).capabilities.elsewhere
-        if elsewhere:
+        if elsewhere and cleanup is not Cleanup.NONE:
             cleanup = Cleanup.PENDING
         policy = self.placements.policy_of(attempt.run_id)
         with self.store.transaction() as session:
@@ -380,6 +395,6 @@ class Reconciler:
                 verdict=verdict,
                 policy=policy,
             )
-        if elsewhere and state is not AttemptState.LOST:
+        if cleanup is Cleanup.PENDING and state is not AttemptState.LOST and elsewhere:
             self._clean(row)
         return True

@@ -39,6 +39,7 @@ def cancel(control: Control, run_id: str, *, force: bool = False, patience: floa
         WorkFailedError: when it cannot be seen, or was not proven to have stopped within `patience` seconds.
     """
     request_cancel(control, run_id, force=force)
+    control.reconciler.look_now(run_id)
     deadline = time.monotonic() + patience
     while not RunState((run := control.reconciler.one(run_id)).state).terminal:
         if not force and _unreachable(control, run):

@@ -34,6 +34,8 @@ class Cause(StrEnum):
     DISK_FULL = "disk_full"
     STOPPED = "stopped"  # the worker was asked to stop
     BUNDLE_REJECTED = "bundle_rejected"  # it is not what was frozen
+    TRANSFER_FAILED = "transfer_failed"  # what arrived on the machine is not what was sent
+    TIMED_OUT = "timeout"  # it took longer than its template lets it
     HOST_REFUSED = "host_refused"  # the machine is the wrong one, or lets nobody in
     ARTIFACT_MISSING = "artifact_missing"
     ARTIFACT_INVALID = "artifact_invalid"

@@ -134,14 +134,12 @@ class RemotePlacement:
         if not whole:
             self._pull(attempt, mirror, last=False)
             return
-        seen = self.observe(attempt)
-        if seen.unseen:
-            raise HostUnreachableError(seen.unseen)
+        ended = self._call(attempt, "observe", timeout=LOOK_SECONDS).get("result") is not None
         for round_number in range(WHOLE_ROUNDS):
             with contextlib.suppress(_UnstagedError):
-                while self._pull(attempt, mirror, last=seen.verdict is not None):
+                while self._pull(attempt, mirror, last=ended):
                     pass
-            if seen.verdict is None:
+            if not ended:
                 return
             try:
                 mirror.settle()

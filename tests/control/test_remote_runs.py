@@ -1,0 +1,367 @@
+"""Runs on a machine elsewhere, and what becomes of them when the way there is cut, bent, or leads astray.
+
+The machine is this one, reached over a line that tests hold in their hands; the same over a real sshd is in
+tests/execution.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drill_cases import begin, drill_control, drill_plan, has_event, only_run, wait_for
+from hosts_cases import NearbyHost, interpreter
+
+from perilune.bundle.verify import verify
+from perilune.control import faults, placements
+from perilune.control.experiments import Control, StagePlan, advance, watch
+from perilune.control.lookup import attempts_of
+from perilune.control.progress import StageEvent, StageFailed, StageFinished
+from perilune.control.requests import cancel
+from perilune.control.templates import OverSsh, Retry, Template
+from perilune.execution import limits
+from perilune.execution.claim import MARK, read_claim
+from perilune.execution.hosts.ssh import SshSettings
+from perilune.execution.limits import Limits
+from perilune.execution.placements import Capabilities
+from perilune.execution.placements.remote import RemotePlacement, Site
+from perilune.execution.processes import marked
+from perilune.files import read_json, read_json_lines
+
+pytestmark = pytest.mark.xdist_group("remote")
+
+
+class Elsewhere:
+    """A machine and the template that leads to it."""
+
+    def __init__(self, folder: Path, python: Path) -> None:
+        self.host = NearbyHost()
+        self.workspace = folder / "workspace"
+        site = Site(python=str(python), installed=True, workspace=str(self.workspace))
+        there = OverSsh(ssh=SshSettings(host="nearby"), site=site)
+        self.template = Template(placement=there, retry=Retry(base=0.01))
+
+    def limited(self, **bounds: Any) -> None:
+        self.template = self.template.model_copy(update={"limits": Limits(**bounds)})
+
+    def cut(self, when: str = "before") -> None:
+        self.host.cut = lambda verb: when
+
+    def restore(self) -> None:
+        self.host.cut = lambda verb: ""
+
+    def files(self, epoch: int = 1) -> Path:
+        """Where an attempt's files lie there."""
+        (found,) = self.workspace.glob(f"*/{epoch}")
+        return found
+
+    def claim(self, epoch: int = 1) -> dict[str, Any]:
+        (found,) = self.workspace.glob(f"*/claim.{epoch}.json")
+        return dict(read_json(found))
+
+    def working(self, epoch: int = 1) -> list[int]:
+        """Processes of an attempt's task that live there."""
+        claim = read_claim(self.files(epoch) / "runtime")
+        return [] if claim is None else [process.pid for process in marked(MARK, claim.nonce)]
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return interpreter(tmp_path_factory.mktemp("python") / "python")
+
+
+@pytest.fixture
+def box(tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Elsewhere]:
+    box = Elsewhere(tmp_path / "box", python)
+    monkeypatch.setattr(placements, "SshHost", lambda settings, folder: box.host)
+    monkeypatch.setattr(RemotePlacement, "capabilities", Capabilities(elsewhere=True, look_every=0.1))
+    yield box
+    for path in box.workspace.glob("*/claim.*.json"):
+        claim = read_json(path)
+        if claim["pid"] != os.getpid():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(claim["pid"], signal.SIGKILL)
+
+
+def carry_out(control: Control, box: Elsewhere, plan: StagePlan) -> list[StageEvent]:
+    return list(advance(control, begin(control, [plan]), [plan], template=box.template, poll=0.05))
+
+
+def hanging(control: Control, box: Elsewhere, how: str = "hang") -> Path:
+    """A run that hangs at its third step unless it was resumed, pulled up to there; its directory here."""
+    plan = drill_plan(steps=4, fail_at=2, how=how, fresh_only=True)
+    events = advance(control, begin(control, [plan]), [plan], template=box.template, poll=0.05)
+    next(events)
+    run_id = only_run(control).id
+    attempt = control.home.attempt(run_id, 1)
+
+    def pulled() -> bool:
+        control.reconciler.one(run_id)
+        second = attempt / "artifacts" / "checkpoints" / "step-000002"
+        return has_event(attempt, "hangs") and second.exists()
+
+    wait_for(pulled, "its second checkpoint here")
+    return attempt
+
+
+def finish(control: Control) -> StageEvent:
+    return list(watch(control, only_run(control).id, poll=0.05))[-1]
+
+
+def states(control: Control) -> list[tuple[str, str]]:
+    return [(one.state, one.cause) for one in attempts_of(control, only_run(control).id)]
+
+
+def totals(control: Control) -> list[int]:
+    path = control.directory(only_run(control)) / "artifacts" / "metrics.jsonl"
+    return [row["total"] for row in read_json_lines(path)]
+
+
+def test_every_verb_may_be_cut_off_before_and_after_it_ran(control: Control, box: Elsewhere) -> None:
+    times: Counter[str] = Counter()
+
+    def cut(verb: str) -> str:
+        times[verb] += 1
+        return {1: "before", 2: "after"}.get(times[verb], "")
+
+    box.host.cut = cut
+    last = carry_out(control, box, drill_plan(steps=3))[-1]
+    assert isinstance(last, StageFinished)
+    while control.reconciler.unclean():
+        control.reconciler.all()
+    assert states(control) == [("succeeded", "")]
+    assert {verb for verb, n in times.items() if n > 1} == {
+        *("receive", "start", "observe", "pull", "stop", "remove")
+    }
+    run = only_run(control)
+    assert verify(control.directory(run), run.bundle_digest) == [] and totals(control) == [2, 6, 12]
+    assert [one.cleanup for one in attempts_of(control, run.id)] == ["done"]
+    left = sorted(path.name for path in box.workspace.glob("*/*"))
+    assert left == ["claim.1.json", "lock"]  # what fences stays
+
+
+class _Crash(BaseException):
+    """The command was killed here."""
+
+
+def test_a_command_that_dies_at_every_point_in_turn_costs_nothing(
+    control: Control, box: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed: set[str] = set()
+
+    def reached(point: str) -> None:
+        if point not in passed:
+            passed.add(point)
+            raise _Crash
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("perilune.control.") and module is not faults and hasattr(module, "reached"):
+            monkeypatch.setattr(module, "reached", reached)
+    plan, run_id = drill_plan(steps=2), ""
+    for _ in range(len(faults.POINTS) + 1):
+        again = drill_control(control.home.root)
+        with contextlib.suppress(_Crash):
+            experiment = begin(again, [plan])
+            run_id = run_id or next(advance(again, experiment, [plan], template=box.template)).run_id
+            list(watch(again, run_id, poll=0.1))
+        again.store.close()
+    assert passed >= set(faults.POINTS)
+    assert states(control) == [("succeeded", "")] and totals(control) == [2, 6]
+    assert box.host.calls.count("receive") >= 2 and box.host.calls.count("start") >= 2
+
+
+def test_a_link_that_is_down_ends_nothing(control: Control, box: Elsewhere, tmp_path: Path) -> None:
+    plan = drill_plan(steps=3, gate=str(tmp_path / "gate"), say="as it was printed")
+    next(advance(control, begin(control, [plan]), [plan], template=box.template))
+    run_id = only_run(control).id
+    here = control.home.attempt(run_id, 1)
+    log = here / "runtime" / "runtime.log"
+    wait_for(lambda: control.reconciler.one(run_id) and log.exists(), "a log here")
+    box.cut()
+    (tmp_path / "gate").touch()
+    wait_for((box.files() / "runtime" / "result.json").exists, "the end of it there")
+
+    def unreachable() -> bool:
+        control.reconciler.one(run_id)
+        (one,) = attempts_of(control, run_id)
+        return (one.state, one.reachability) == ("running", "unreachable")
+
+    wait_for(unreachable, "the condition")
+    box.restore()
+    assert isinstance(finish(control), StageFinished)
+    assert states(control) == [("succeeded", "")]
+    assert log.read_bytes() == (here / "artifacts" / "task.log").read_bytes()  # no gap, nothing twice
+
+
+def test_what_is_out_of_sight_for_too_long_has_stopped_itself_before_another_begins(
+    control: Control, box: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MARGIN", 0.0)
+    monkeypatch.setattr(limits, "STOP_GRACE", 1.0)
+    box.limited(on_box_stop_after=2.0, lost_after=3.0)
+    hanging(control, box)
+    box.cut()
+
+    def lost() -> bool:
+        control.reconciler.look_now(only_run(control).id)
+        control.reconciler.one(only_run(control).id)
+        return states(control)[0] == ("lost", "unreachable")
+
+    wait_for(lost, "giving it up")
+    assert not box.working()
+    box.restore()
+    assert isinstance(finish(control), StageFinished)
+    assert states(control) == [("lost", "unreachable"), ("succeeded", "")]
+    assert totals(control) == [2, 6, 12, 20]  # from the checkpoint that had come home
+    control.reconciler.all()
+    assert {one.cleanup for one in attempts_of(control, only_run(control).id)} == {"done"}
+    late = read_json(control.home.attempt(only_run(control).id, 1) / "runtime" / "result.json")
+    assert late["message"] == "nobody has looked at it for 2 s"  # kept as evidence, and nothing else
+
+
+def test_a_machine_that_forgot_everything_costs_one_checkpoint_interval(
+    control: Control, box: Elsewhere
+) -> None:
+    hanging(control, box)
+    os.kill(box.claim()["pid"], signal.SIGKILL)
+    wait_for(lambda: not box.working(), "the task's end with its keeper")
+    shutil.rmtree(box.workspace)
+    assert isinstance(finish(control), StageFinished)
+    assert states(control) == [("failed", "runner_died"), ("succeeded", "")]
+    assert totals(control) == [2, 6, 12, 20]
+
+
+def test_a_process_number_that_was_given_to_another_is_not_alive(control: Control, box: Elsewhere) -> None:
+    hanging(control, box)
+    (path,) = box.workspace.glob("*/claim.1.json")
+    claim = box.claim()
+    os.kill(claim["pid"], signal.SIGKILL)
+    text = path.read_text().replace(claim["boot_id"], "before").replace(str(claim["pid"]), str(os.getpid()))
+    path.write_text(text)
+    assert isinstance(finish(control), StageFinished)
+    assert states(control)[0] == ("failed", "runner_died")
+
+
+def test_cancelling_is_proven_there_and_what_it_had_finished_is_here(
+    control: Control, box: Elsewhere
+) -> None:
+    attempt = hanging(control, box, "daemon")
+    working = box.working()
+    assert len(working) == 2
+    assert cancel(control, only_run(control).id).state == "cancelled"
+    assert not any(Path(f"/proc/{pid}").exists() for pid in working)
+    assert states(control) == [("cancelled", "stopped")]
+    assert verify(attempt) == [] and (attempt / "artifacts" / "checkpoints" / "step-000002").exists()
+
+
+def test_a_time_limit_is_named_and_not_tried_again(
+    control: Control, box: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box.limited(max_lifetime=4.0)
+    last = carry_out(control, box, drill_plan(fail_at=1, how="hang"))[-1]
+    assert isinstance(last, StageFailed) and last.cause == "timeout"
+    assert last.message == "it took longer than max_lifetime, 4 s"
+    assert only_run(control).current_epoch == 1 and verify(control.directory(only_run(control))) == []
+
+
+@pytest.mark.parametrize("how", ["truncated", "flipped"])
+def test_a_bundle_that_arrives_damaged_is_not_started(control: Control, box: Elsewhere, how: str) -> None:
+    spoilt: list[int] = []
+
+    def bend(data: bytes) -> bytes:
+        if box.host.calls[-1] != "receive" or spoilt:
+            return data
+        spoilt.append(len(data))
+        half = len(data) // 2
+        return data[:half] + (b"" if how == "truncated" else bytes([data[half] ^ 1]) + data[half + 1 :])
+
+    box.host.bend = bend
+    assert isinstance(carry_out(control, box, drill_plan(steps=1))[-1], StageFinished)
+    assert states(control) == [("failed", "transfer_failed"), ("succeeded", "")]
+    assert box.host.calls.count("start") == 1 and not list(box.workspace.glob("*/tmp.*"))
+
+
+def test_the_wrong_machine_is_a_hard_stop_and_while_it_runs_a_condition(
+    control: Control, box: Elsewhere
+) -> None:
+    box.host.refuses = True
+    last = carry_out(control, box, drill_plan(steps=1))[-1]
+    assert isinstance(last, StageFailed) and last.cause == "host_refused"
+    assert set(box.host.calls) == {"observe"}
+
+
+def test_another_host_key_under_a_run_is_waited_out(control: Control, box: Elsewhere) -> None:
+    hanging(control, box)
+    run_id = only_run(control).id
+    box.host.refuses = True
+    before = len(box.host.calls)
+
+    def unreachable() -> bool:
+        control.reconciler.one(run_id)
+        return attempts_of(control, run_id)[0].reachability == "unreachable"
+
+    wait_for(unreachable, "the condition")
+    assert set(box.host.calls[before:]) == {"observe"} and control.run(run_id).state == "active"
+    box.host.refuses = False
+    assert cancel(control, run_id).state == "cancelled"
+
+
+def test_a_secret_goes_to_the_task_and_stays_nowhere(
+    control: Control, box: Elsewhere, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    value = "canary-5d1e77"
+    monkeypatch.setenv("DRILL_TOKEN", value)
+    job = drill_plan(steps=1, tell="DRILL_TOKEN", gate=str(tmp_path / "gate")).job
+    plan = StagePlan("drill", job.model_copy(update={"secrets": ("DRILL_TOKEN",)}))
+    next(advance(control, begin(control, [plan]), [plan], template=box.template))
+    run_id = only_run(control).id
+    log = control.home.attempt(run_id, 1) / "runtime" / "runtime.log"
+    wait_for(lambda: control.reconciler.one(run_id) and log.exists() and log.read_bytes(), "its log")
+    lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.parent.is_dir()]
+    assert not any(value.encode() in line for line in lines)
+    there = [path for path in box.workspace.rglob("*") if path.is_file()]
+    assert not any(value.encode() in path.read_bytes() for path in there)
+    (tmp_path / "gate").touch()
+    assert isinstance(finish(control), StageFinished)
+    assert "the secret is [DRILL_TOKEN]." in log.read_text()
+    assert not any(
+        value.encode() in path.read_bytes() for path in control.home.root.rglob("*") if path.is_file()
+    )
+
+
+def test_a_secret_that_is_not_set_here_is_named_before_anything_is_started(
+    control: Control, box: Elsewhere
+) -> None:
+    job = drill_plan(steps=1).job.model_copy(update={"secrets": ("DRILL_ABSENT",)})
+    last = carry_out(control, box, StagePlan("drill", job))[-1]
+    assert isinstance(last, StageFailed) and last.cause == "request_error" and "DRILL_ABSENT" in last.message
+    assert "start" not in box.host.calls
+
+
+def test_an_interpreter_that_holds_something_else_is_refused(
+    control: Control, box: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from perilune.bundle import scripts
+
+    monkeypatch.setattr(scripts, "requirements_lock", lambda task: "pydantic==1.0\n")
+    last = carry_out(control, box, drill_plan(steps=1))[-1]
+    assert isinstance(last, StageFailed) and last.cause == "request_error"
+    assert "does not hold what the bundle needs: pydantic==1.0" in last.message
+
+
+def test_the_template_is_recorded_with_the_run(control: Control, box: Elsewhere) -> None:
+    plan = drill_plan(steps=1)
+    next(advance(control, begin(control, [plan]), [plan], template=box.template))
+    run = only_run(control)
+    again = drill_control(control.home.root)
+    assert again.reconciler.placements.of(run.id).name == "nearby"
+    assert again.reconciler.placements.policy_of(run.id).lost_after == Limits().given_up_after
+    assert cancel(control, run.id).state == "cancelled"
