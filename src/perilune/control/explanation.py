@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from perilune.control.experiments import Control, read_progress
 from perilune.control.lookup import attempts_of
+from perilune.control.machine_facts import machine_facts
 from perilune.control.planner import Step, retry_class
 from perilune.control.queue import turn_of
 from perilune.control.store import Attempt, Run
@@ -111,7 +112,8 @@ def _queued(control: Control, run: Run, attempts: list[Attempt], history: tuple[
 
 def _active(control: Control, run: Run, attempt: Attempt, history: tuple[str, ...]) -> Explanation:
     seen, step = control.reconciler.look(run, attempt)
-    facts = [*history, f"attempt {attempt.number} is {attempt.state}", _worker(seen)]
+    facts = [*history, f"attempt {attempt.number} is {attempt.state}"]
+    facts += machine_facts(control.reconciler.rentals.fleet, attempt) or [_worker(seen)]
     if run.desired == RunState.CANCELLED:
         facts.append("it is to stop")
     progress = read_progress(control.directory(run))

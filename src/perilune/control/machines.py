@@ -6,6 +6,7 @@ key, so any of them may be repeated by whoever comes next.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -73,6 +74,7 @@ class Fleet:
     def __init__(self, home: Home, store: Store, providers: Providers | None = None) -> None:
         self.home, self.store = home, store
         self.providers = providers or Providers(home)
+        self._asking = threading.Lock()
         self._listings: dict[str, Listing] = {}
         self._seen: dict[str, RentedMachine] = {}
         self._asked: dict[str, Instant] = {}
@@ -121,17 +123,18 @@ class Fleet:
 
     def listing(self, provider: str, *, fresh: bool = False) -> Listing:
         """What a provider tells of our machines, at most `LOOK_SECONDS` old."""
-        now = Instant.now()
-        known = self._listings.get(provider)
-        if known is None or fresh or now.since(known.at) >= LOOK_SECONDS:
-            try:
-                machines = self.providers.get(provider).list(tag_of(cluster_id(self.home)))
-                known = Listing(now, {machine.key: machine for machine in machines})
-                self._seen.update(known.machines or {})
-            except PeriluneError as error:
-                known = Listing(now, None, str(error))
-            self._listings[provider] = known
-        return known
+        with self._asking:  # of several threads one asks, and the others have its answer
+            now = Instant.now()
+            known = self._listings.get(provider)
+            if known is None or fresh or now.since(known.at) >= LOOK_SECONDS:
+                try:
+                    machines = self.providers.get(provider).list(tag_of(cluster_id(self.home)))
+                    known = Listing(now, {machine.key: machine for machine in machines})
+                    self._seen.update(known.machines or {})
+                except PeriluneError as error:
+                    known = Listing(now, None, str(error))
+                self._listings[provider] = known
+            return known
 
     def tend(self, key: str) -> Machine | None:
         """Look at one machine and do what is to be done about it now; returns it as recorded then."""

@@ -113,11 +113,13 @@ class Rentals:
     def __init__(self, fleet: Fleet, end: Callable[[Attempt, AttemptState, Cause, str], bool]) -> None:
         self.fleet, self._end = fleet, end
         self._swept: Instant | None = None
+        self._provided: set[str] = set()  # runs
 
     def provide(self, placement: Placement, run: Run, attempt: Attempt, there: Assignment, act: bool) -> bool:
         """See to the machine of a live attempt; whether the attempt can go on, now that this was done."""
         if not isinstance(placement, RentedPlacement):
             return True
+        self._provided.add(run.id)
         machine = self.fleet.tend(placement.key(there))
         if machine is None or machine.state == MachineState.REQUESTED:
             if run.desired == RunState.CANCELLED:
@@ -140,7 +142,9 @@ class Rentals:
             sweep(self.fleet)
 
     def follow(self, run_id: str) -> None:
-        """Take the machines of a run's ended attempts one step on."""
+        """Take the machines of a run's ended attempts one step on, if any was seen to here."""
+        if run_id not in self._provided:
+            return
         query = select(Machine).where(Machine.run_id == run_id, Machine.state != MachineState.GONE.value)
         with self.fleet.store.snapshot() as session:
             machines = list(session.scalars(query))
@@ -220,7 +224,8 @@ class Rentals:
 
     def _without(self, attempt: Attempt, machine: Machine) -> None:
         """The attempt has lost its machine, or never had it."""
-        if attempt.state in {AttemptState.PLANNED, AttemptState.PROVISIONING}:
+        never = attempt.state in {AttemptState.PLANNED, AttemptState.PROVISIONING}
+        if machine.state == MachineState.TERMINATING and never:
             state, cause = AttemptState.FAILED, Cause.HOST_REFUSED if machine.refused else Cause.NO_MACHINE
         elif machine.state == MachineState.TERMINATING:  # our own doing
             state, cause = AttemptState.LOST, Cause.LEASE_ENDED

@@ -1,0 +1,30 @@
+"""What there is to say of the rented machine of an attempt, in words."""
+
+from __future__ import annotations
+
+from perilune.control.budget import accrued, promised
+from perilune.control.machines import Fleet
+from perilune.control.store import Attempt
+from perilune.control.transitions import AttemptState, MachineState
+
+WORDS = {
+    MachineState.REQUESTED: "is asked for",
+    MachineState.READY: "is there",
+    MachineState.DRAINING: "is about to go",
+    MachineState.TERMINATING: "is asked to end, until that is proven",
+    MachineState.GONE: "is gone",
+}
+
+
+def machine_facts(fleet: Fleet, attempt: Attempt) -> list[str]:
+    """Why an attempt has no machine yet, or how its machine is; empty once that matters no more."""
+    if AttemptState(attempt.state) is AttemptState.PLANNED and attempt.message:
+        return [f"no machine is rented for it yet: {attempt.message}"]
+    machine = fleet.machine(fleet.key(attempt.run_id, attempt.number))
+    if machine is None or (machine.state == MachineState.READY and machine.unseen_since is None):
+        return []
+    facts = [
+        f"its machine {WORDS[MachineState(machine.state)]}{f': {machine.reason}' if machine.reason else ''}",
+        f"the machine has cost {accrued(machine):.4g} of at most {promised(machine):.4g}",
+    ]
+    return [*facts, *(["the provider of its machine does not answer"] if machine.unseen_since else [])]
