@@ -43,6 +43,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "cost": ("perilune.cli.machines", "cost", "Say what rented machines cost."),
     "lab": ("perilune.cli.lab", "lab", "Throw failures at short runs, and see them survived."),
     "panic": ("perilune.cli.machines", "panic", "End every machine that this home has rented."),
+    "artifacts": ("perilune.cli.artifacts", "app", "Keep evidence beyond this machine."),
     "backup": ("perilune.cli.backup", "backup", "Copy what this home remembers, while it is in use."),
     "restore": ("perilune.cli.backup", "restore", "Put a backup back."),
     "reconcile": ("perilune.cli.runs", "reconcile", "Bring recorded state and reality together."),

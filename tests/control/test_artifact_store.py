@@ -1,0 +1,90 @@
+"""Evidence beyond this machine: sent once, checked on both sides, found again without the home."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from drill_cases import Command, carry_out, drill_plan
+
+from perilune.bundle.attested import Evidence, tampered
+from perilune.bundle.envelope import PUBLIC
+from perilune.control.artifact_store import VARIABLE, ArtifactStore
+from perilune.control.experiments import Control
+from perilune.errors import RequestError, WorkFailedError
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ArtifactStore:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "share"))
+    return ArtifactStore(str(tmp_path / "share"))
+
+
+def test_runs_are_pushed_once_and_pulled_whole(
+    control: Control, perilune: Command, store: ArtifactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carry_out(control, drill_plan("one", steps=1), drill_plan("two", steps=2))
+    assert perilune("artifacts", "list")[1] == "no runs yet\n"
+    sent = json.loads(perilune("artifacts", "push", "--json")[1])["sent"]
+    assert len(sent) == 2 and all(sent.values())
+    first, second = sent.values()
+    assert second < first  # they share the wheel and more
+    assert perilune("artifacts", "push")[1] == "everything is there\n"
+    again = json.loads(perilune("artifacts", "push", "one", "--json")[1])["sent"]
+    assert list(again.values()) == [0]
+    monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "elsewhere"))  # where nobody knows the runs
+    run = min(sent)
+    assert perilune("artifacts", "pull", run[:20].lower(), "--out", str(tmp_path / "back"))[0] == 0
+    assert perilune("verify", str(tmp_path / "back"), "--key", str(control.home.keys / PUBLIC))[0] == 0
+    assert perilune("artifacts", "pull", run, "--out", str(tmp_path / "back"))[0] == 2
+    assert perilune("artifacts", "pull", "0", "--out", str(tmp_path / "more"))[0] == 2
+    monkeypatch.delenv(VARIABLE)
+    assert perilune("artifacts", "list")[0] == 2
+
+
+def test_a_cut_push_goes_on_and_damage_is_named(
+    control: Control, store: ArtifactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = carry_out(control, drill_plan("one", steps=1))[-1]
+    run = control.run(last.run_id)
+    put, calls = store._put, []
+
+    def cut(source: Path, file: dict[str, object]) -> int:
+        calls.append(source)
+        if len(calls) == 5:
+            raise OSError("the line is cut")
+        return put(source, file)
+
+    monkeypatch.setattr(store, "_put", cut)
+    with pytest.raises(WorkFailedError, match="the line is cut"):
+        store.push(control, run)
+    assert store.runs() == []  # listed only when whole
+    assert not list((tmp_path / "share").rglob("*.tmp"))
+    monkeypatch.setattr(store, "_put", put)
+    total = sum(path.stat().st_size for path in control.directory(run).rglob("*") if path.is_file())
+    assert 0 < store.push(control, run) < total
+    store.pull(run.id, tmp_path / "back")
+    assert list(tampered(Evidence.exported(tmp_path / "back", control.home.keys / PUBLIC))) == []
+    index = json.loads((tmp_path / "share" / "runs" / f"{run.id}.json").read_bytes())
+    digest = index["files"]["bundle/artifacts/data/total.json"]["sha256"]
+    damaged = tmp_path / "share" / "sha256" / digest[:2] / digest
+    damaged.write_bytes(b"x" * damaged.stat().st_size)
+    with pytest.raises(WorkFailedError, match=r"total\.json is not what was sent"):
+        store.pull(run.id, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("path", ["../out", "/etc/passwd", "a//b", "a/./b", "a\\b"])
+def test_a_hostile_list_writes_nothing_outside(store: ArtifactStore, tmp_path: Path, path: str) -> None:
+    (tmp_path / "share" / "runs").mkdir(parents=True)
+    entry = {"sha256": "0" * 64, "size": 0, "mode": "0644"}
+    (tmp_path / "share" / "runs" / "RUN.json").write_text(json.dumps({"files": {path: entry}}))
+    with pytest.raises(WorkFailedError, match="is damaged"):
+        store.pull("RUN", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+def test_what_cannot_be_opened_is_told(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="cannot be opened"):
+        ArtifactStore("nosuch://bucket")
