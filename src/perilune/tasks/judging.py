@@ -10,13 +10,13 @@ from typing import Any
 from perilune.engine.backend import SamplingBackend
 from perilune.engine.engine import Engine
 from perilune.engine.request import SamplingParams
-from perilune.environments.exact_games import Decision, ExactGame
+from perilune.environments.exact_games import ExactGame
 from perilune.environments.protocol import Task
 from perilune.environments.registry import make_environment
 from perilune.metrics.bootstrap import Interval, bootstrap_problems, paired_difference
 from perilune.metrics.elo import Match, points_of, ratings
-from perilune.models.tokenizer import Tokenizer
-from perilune.models.turns import continuation
+from perilune.models.decoder import Decoder
+from perilune.tasks.exact_play import exact_figures
 from perilune.tasks.opponents import Rivals
 from perilune.tasks.rollouts import Rollouts, Stopwatch
 from perilune.verifiers import Scorer
@@ -64,11 +64,11 @@ class Judge:
             rollouts = replace(self.rollouts, scorer=scorer, environment=make_environment(section))
             return self._play(replace(rollouts, learned=None))
 
-    def exact(self) -> dict[str, float]:
-        """`exact_figures` of the policy; none where the game is too large."""
+    def exact(self, decoder: Decoder) -> dict[str, float]:
+        """`exact_figures` of a policy; none where the game is too large."""
         if self.game is None:
             return {}
-        return exact_figures(self.game, self.engine, self.rollouts.tokenizer, self.params.temperature)
+        return exact_figures(self.game, decoder, self.rollouts.tokenizer, self.params.temperature)
 
     def _play(self, rollouts: Rollouts) -> Returns:
         groups = rollouts.play(self.tasks, samples=1, params=self.params, step=JUDGED, watch=Stopwatch())
@@ -164,45 +164,6 @@ class Table:
 
     def _mean(self, returns: Returns) -> Interval:
         return bootstrap_problems(list(returns.values()), seed=self.seed)
-
-
-def exact_figures(
-    game: ExactGame, engine: Engine, tokenizer: Tokenizer, temperature: float
-) -> dict[str, float]:
-    """`exploitability` of the engine's policy, in units of the game's returns, and `illegal_mass`.
-
-    The probability of a move is that of its tokens and of ending there. What is left for what is no legal
-    move, `illegal_mass` on average over decisions, is shared out in proportion before the policy is answered.
-    """
-    prompts, answers = [], []
-    for one in game.decisions:
-        context = tokens_so_far(tokenizer, one)
-        for move in one.moves:
-            prompts.append(context)
-            answers.append(tokenizer.encode_completion(move))
-    scores = iter(engine.score(prompts, answers, temperature))
-    policy, illegal = {}, []
-    for one in game.decisions:
-        mass = [math.exp(float(next(scores).astype(float).sum())) for _ in one.moves]
-        total = math.fsum(mass)
-        policy[one.name] = [part / total if total else 1 / len(mass) for part in mass]
-        illegal.append(1 - total)
-    return {
-        "exploitability": game.exploitability(policy),
-        "illegal_mass": max(math.fsum(illegal) / len(illegal), 0.0),
-    }
-
-
-def tokens_so_far(tokenizer: Tokenizer, decision: Decision) -> list[int]:
-    """The tokens that a policy has before it when it comes to a decision, as an episode would have grown."""
-    messages = decision.messages
-    first = next((n for n, one in enumerate(messages) if one["role"] == "assistant"), len(messages))
-    opening = messages[:first]
-    tokens = tokenizer.encode_prompt(opening)
-    for said, heard in zip(messages[first::2], messages[first + 1 :: 2], strict=True):
-        tokens += tokenizer.encode_completion(said["content"])
-        tokens += continuation(tokenizer, opening, [heard], tokens[-1])
-    return tokens
 
 
 def _named(name: str, interval: Interval) -> dict[str, float]:

@@ -140,7 +140,7 @@ class League:
             returns = {name: self._judge.against_named(name) for name in self._settings.against}
             for one in sorted({0, record["champion"]}) if step else ():
                 returns[f"step {one}"] = self._judge.against(self._seat(one))
-            figures = table.enter(step, returns, self._judge.exact())
+            figures = table.enter(step, returns, self._judge.exact(self._learner.decoder))
         record["members"][str(step)], record["points"][str(step)] = digest, 0.5
         worse = table.worse(step, record["champion"]) if step else []
         if not worse:

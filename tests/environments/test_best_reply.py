@@ -1,0 +1,80 @@
+"""The best reply to a policy: OpenSpiel's own figure, perfect play, bounds, and illegal moves."""
+
+import pyspiel
+import pytest
+
+from perilune.environments import make_environment
+from perilune.environments.best_reply import best_reply
+from perilune.errors import RequestError
+
+HEX = make_environment({"id": "open_spiel", "game": "hex", "config": {"board_size": 2}})
+NOUGHTS = make_environment({"id": "open_spiel", "game": "tic_tac_toe"})
+
+
+def uniform(decisions):
+    return [[1 / len(one.moves)] * len(one.moves) for one in decisions]
+
+
+def spoilt(decisions):
+    return [[0.8 / len(one.moves)] * len(one.moves) for one in decisions]
+
+
+def worth(state, known):
+    """What the first player gets when both play perfectly."""
+    if state.is_terminal():
+        return state.returns()[0]
+    key = state.to_string() + str(state.current_player())
+    if key not in known:
+        values = [worth(state.child(action), known) for action in state.legal_actions()]
+        known[key] = max(values) if state.current_player() == 0 else min(values)
+    return known[key]
+
+
+def perfect(decisions, known):
+    """The first move that keeps what the position is worth."""
+    found = []
+    for one in decisions:
+        board = "".join(one.messages[-1]["content"].splitlines()[1:4])
+        state = NOUGHTS.game.new_initial_state()
+        crosses, noughts = ([n for n, mark in enumerate(board) if mark == side] for side in "xo")
+        for place in range(len(crosses) + len(noughts)):
+            state.apply_action((crosses, noughts)[place % 2][place // 2])
+        values = [worth(state.child(action), known) for action in one.actions]
+        best = max(values) if state.current_player() == 0 else min(values)
+        found.append([float(place == values.index(best)) for place in range(len(values))])
+    return found
+
+
+def test_it_is_openspiel_s_own_figure():
+    exact = [best_reply(HEX, seat, uniform, least=0) for seat in (0, 1)]
+    assert all(one.low == one.high for one in exact)
+    policy = pyspiel.UniformRandomPolicy(HEX.game)
+    assert sum(one.low for one in exact) == pytest.approx(pyspiel.nash_conv(HEX.game, policy))
+
+
+def test_nothing_is_won_from_perfect_play():
+    known = {}
+    for seat in (0, 1):
+        assert best_reply(NOUGHTS, seat, lambda asked: perfect(asked, known)) == (0.0, 0.0)
+
+
+def test_bounds_hold_the_figure_and_close_in():
+    exact = best_reply(HEX, 1, uniform, least=0).low
+    widths = []
+    for least in (0.4, 0.1, 0.01):
+        found = best_reply(HEX, 1, uniform, least=least)
+        assert found.low <= exact <= found.high
+        widths.append(found.high - found.low)
+    assert widths[0] > widths[-1] == 0
+
+
+def test_an_illegal_move_loses():
+    least = best_reply(HEX, 0, uniform, least=0).low
+    assert best_reply(HEX, 0, spoilt, least=0).low > least
+    assert best_reply(HEX, 0, lambda asked: [[0.0] * len(one.moves) for one in asked]) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("game", ["kuhn_poker", "goofspiel"])
+def test_games_with_cards_are_refused(game):
+    with pytest.raises(RequestError, match="without cards"):
+        best_reply(make_environment({"id": "open_spiel", "game": game}), 0, uniform)

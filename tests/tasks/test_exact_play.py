@@ -1,0 +1,62 @@
+"""Move probabilities of a language model in every situation of a game: those that the engine has."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from perilune.engine.engine import Engine
+from perilune.environments import make_environment
+from perilune.environments.exact_games import ExactGame
+from perilune.models.config import PRESETS
+from perilune.models.decoder import Decoder
+from perilune.models.tokenizer import Tokenizer
+from perilune.models.turns import encode_turns
+from perilune.tasks import exact_play
+from perilune.tasks.exact_play import exact_figures, move_probabilities, reply_bounds, tokens_so_far
+
+KUHN = ExactGame.of(make_environment({"id": "open_spiel", "game": "kuhn_poker"}))
+TOKENIZER = Tokenizer.characters()
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    made = Decoder(PRESETS["tiny"].replace(eos_token_ids=(TOKENIZER.eos_token_id,)))
+    made.initialize(3)
+    return made
+
+
+def test_a_context_is_what_an_episode_would_have_grown_to() -> None:
+    assert KUHN is not None
+    for one in KUHN.decisions:
+        move = {"role": "assistant", "content": one.moves[0]}
+        prompt, after, _ = encode_turns(TOKENIZER, [*one.messages, move])
+        said = TOKENIZER.encode_completion(one.moves[0])
+        assert tokens_so_far(TOKENIZER, one) + said == prompt + after
+    assert any(len(one.messages) == 4 for one in KUHN.decisions)
+
+
+def test_probabilities_are_those_of_the_engine(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert KUHN is not None
+    monkeypatch.setattr(exact_play, "AT_ONCE", 5)  # several batches
+    found = move_probabilities(KUHN.decisions, decoder, TOKENIZER, 0.7)
+    engine = Engine(decoder, slots=4)
+    for one, chances in zip(KUHN.decisions, found, strict=True):
+        context = tokens_so_far(TOKENIZER, one)
+        answers = TOKENIZER.encode_completions(one.moves)
+        scores = engine.score([context] * len(answers), answers, 0.7)
+        assert chances == pytest.approx([math.exp(score.sum()) for score in scores], rel=1e-4)
+
+
+def test_figures_of_a_policy_that_says_anything(decoder: Decoder) -> None:
+    assert KUHN is not None
+    found = exact_figures(KUHN, decoder, TOKENIZER, 1.0)
+    assert found["illegal_mass"] > 0.99 and 0 < found["exploitability"] < 1.5
+    even = move_probabilities(KUHN.decisions, decoder, TOKENIZER, 1e6)  # Pass has one character more than Bet
+    assert all(chances[1] / chances[0] == pytest.approx(98, rel=0.01) for chances in even)
+
+
+def test_who_never_moves_legally_loses_all(decoder: Decoder) -> None:
+    noughts = make_environment({"id": "open_spiel", "game": "tic_tac_toe"})
+    assert all(one.low > 0.99 for one in reply_bounds(noughts, decoder, TOKENIZER, least=0.1))  # type: ignore[arg-type]
