@@ -19,7 +19,7 @@ def squares(words: np.ndarray) -> set[tuple[int, int]]:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(0, 6), max_size=42))
+@given(st.lists(st.integers(0, 6), min_size=12, max_size=60))
 def test_a_game_is_the_same_on_lists(columns: list[int]) -> None:
     slow, fast = SlowGame(), board.empty(1)
     for column in columns:
