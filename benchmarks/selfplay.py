@@ -12,14 +12,21 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from perilune.environments import make_environment
+from perilune.models.loading import load_checkpoint
 from perilune.recipe.load import bundled_recipe
+from perilune.tasks.exact_play import reply_bounds
 from recipe_runs import HERE, document, for_seeds, options, run_recipe, write
 
 RECIPES = {"tic_tac_toe": bundled_recipe("selfplay"), "kuhn_poker": HERE / "kuhn_poker.yaml"}
 CURVES = ("entropy", "openings", "illegal", "drawn", "turns", "seat/0/reward", "seat/0/won", "seat/1/won")
+LEAST = 0.03  # probability below which a line of the policy's is left out of its best reply
 EVERY = 4  # steps of which one is kept of a curve
 
 
@@ -41,6 +48,7 @@ def run(game: str, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="perilune-benchmark-") as home:
         stages = run_recipe(RECIPES[game], seed, home=Path(home))
         seconds = {stage: processor_seconds(found["folder"]) for stage, found in stages.items()}
+        replies = best_replies(stages) if game == "tic_tac_toe" else None
     played = stages["selfplay"]
     lines = [line for line in played["metrics"] if line["step"] % EVERY == 0 or line["step"] == 1]
     return {
@@ -48,9 +56,22 @@ def run(game: str, seed: int) -> dict[str, Any]:
         "parameters": played["summary"]["parameters"],
         "processor_seconds": {"sft": seconds["sft"], "selfplay": seconds["selfplay"]},
         "league": played["summary"]["league"],
+        **({"best_reply": replies} if replies else {}),
         "curves": {"step": [line["step"] for line in lines]}
         | {name: [line[name] for line in lines] for name in CURVES if name in lines[0]},
     }
+
+
+def best_replies(stages: Mapping[str, Mapping[str, Any]]) -> dict[str, list[dict[str, float]]]:
+    """Of start and champion, by seat, bounds of what the best reply earns a game."""
+    environment: Any = make_environment({"id": "open_spiel", "game": "tic_tac_toe", "list_moves": False})
+    torch.set_num_threads(1)
+    found = {}
+    for name, stage in (("start", "sft"), ("champion", "selfplay")):
+        final = stages[stage]["folder"] / "artifacts" / "checkpoints" / "final"
+        decoder, tokenizer = load_checkpoint(final, torch.device("cpu"))
+        found[name] = [one._asdict() for one in reply_bounds(environment, decoder, tokenizer, least=LEAST)]
+    return found
 
 
 def processor_seconds(bundle: Path) -> float:
