@@ -36,8 +36,8 @@ class OpenSpielOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    policy: Literal["best", "mcts", "cfr", "mccfr", "minimax", "rules"] = Field(
-        "best", description="who is imitated; best: the game's own teacher"
+    policy: Literal["best", "mcts", "cfr", "mccfr", "minimax", "rules", "random"] = Field(
+        "best", description="who is imitated; best: the game's own teacher; random: who knows only the rules"
     )
     simulations: int = Field(200, ge=2, le=100_000, description="of a move of the search that is imitated")
     greedy: bool = Field(False, description="play the likeliest move instead of drawing one")
