@@ -1,0 +1,99 @@
+"""Audit the sandbox of this machine: as it stands, as an ordinary user, and without a mechanism at a time.
+
+    python benchmarks/sandbox.py [--runs 200]
+
+Writes results/sandbox.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import resource
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from perilune.sandbox import WALLS, Sandbox
+from perilune.sandbox.audit import SandboxAudit, audit_sandbox
+from recipe_runs import HERE, document, write
+
+WAYS: Mapping[str, tuple[str, ...]] = {
+    "as it stands": (),
+    "without namespaces": ("namespaces",),
+    "without Landlock": ("landlock",),
+    "without seccomp": ("seccomp",),
+}
+ABOUT = (
+    "What code that a model wrote can do in the sandbox of one machine, as that code finds it: every probe "
+    "is a program that runs inside and tries. `contained`: every attempt was refused; `partly` and `open`: "
+    "some or all got somewhere, and what is named here is what did. Each probe gets through where there is "
+    "no sandbox, which a test shows. The other columns are the same machine with a mechanism switched off, "
+    "to show which walls stand without it; where one is missing, nothing is run unless the recipe says so. "
+    "What is not covered at all, [the explanation](../explanation/sandbox.md#what-is-not-covered) says."
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=200, help="runs whose time is taken")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "sandbox.json")
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    audits = {name: audit_sandbox(without=without) for name, without in WAYS.items()}
+    whole = audits["as it stands"]
+    found = {
+        "title": "The sandbox, from inside",
+        "about": ABOUT,
+        "probes": {one.probe: row(one.probe, audits) for one in whole.findings},
+        "walls": {
+            wall: {"keeps that code": WALLS[wall][0]}
+            | {name: ", ".join(audit.capabilities.walls[wall]) or "missing" for name, audit in audits.items()}
+            for wall in WALLS
+        },
+        "processor milliseconds a run": {
+            name: milliseconds(without, arguments.runs) for name, without in WAYS.items()
+        },
+        "audited": dict(whole.machine),
+    }
+    write(arguments.out, found | document("sandbox.py", [], began))
+
+
+def row(probe: str, audits: Mapping[str, SandboxAudit]) -> dict[str, Any]:
+    """One probe's line: what it tries, what it met first, and its verdict in each way."""
+    findings = {
+        name: next(one for one in audit.findings if one.probe == probe) for name, audit in audits.items()
+    }
+    first = findings["as it stands"]
+    return {
+        "tries": first.what.splitlines()[0],
+        "attempts": len(first.reached) + len(first.refused),
+        "wall": first.wall,
+        "meets": re.sub(r": '.*", "", next(iter(first.refused.values()), "")),  # without paths of the machine
+        **{
+            name: one.verdict + (f": {', '.join(one.reached)}" if one.reached else "")
+            for name, one in findings.items()
+        },
+    }
+
+
+def milliseconds(without: tuple[str, ...], runs: int) -> float:
+    """What a run that prints one word takes of the processor, the sandbox's start among them."""
+    began = spent()
+    with Sandbox(without=without, allow_missing=tuple(WALLS)) as sandbox:
+        for _ in range(runs):
+            sandbox.run("print('word')")
+    return 1000 * (spent() - began) / runs
+
+
+def spent() -> float:
+    """Seconds of processor that children which have ended took."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+if __name__ == "__main__":
+    main()
