@@ -173,3 +173,9 @@ def test_what_cannot_be_played_is_refused(about, told, message):
 def test_a_teacher_without_options_takes_none():
     with pytest.raises(RequestError, match=r"options\.keep"):
         make_teacher("gold", None, {"keep": 1})
+
+
+def test_who_knows_only_the_rules_makes_any_move():
+    kept, _ = collected(section("kuhn_poker"), 200, policy="random")
+    assert len({tuple(one["content"] for one in record.messages) for record in kept}) == 24
+    assert {chance for record in kept for chance in record.details["probabilities"]} == {0.5}
