@@ -1,0 +1,283 @@
+"""What comes home from another machine: whole, in order, nothing twice, and only where it belongs."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import shutil
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perilune.bundle.digest import describe, entries_digest, walk
+from perilune.bundle.manifest import manifest_bytes
+from perilune.bundle.remote import runner
+from perilune.bundle.scripts import runner_source
+from perilune.errors import WorkFailedError
+from perilune.execution.hosts import HostRefusedError
+from perilune.execution.placements.mirror import Mirror
+from perilune.files import sha256_bytes
+
+
+class There:
+    """An attempt's files on a machine, as the runner offers them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.attempt = runner.Attempt(str(folder), "01RUN", 1)
+        for name in ("runtime", "artifacts"):
+            (self.attempt.files / name).mkdir(parents=True)
+
+    def write(self, path: str, data: bytes, mode: str = "wb") -> None:
+        target = self.attempt.files / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if mode == "ab":
+            with target.open("ab") as file:
+                file.write(data)
+        else:  # as careful programs do
+            temporary = target.with_name(f".{target.name}.tmp")
+            temporary.write_bytes(data)
+            temporary.replace(target)
+
+    def frames(self, request: bytes, out: Any = None) -> bytes:
+        """What the runner sends when it is asked so."""
+        sent = out or io.BytesIO()
+        before = runner.sys
+        runner.sys = SimpleNamespace(  # type: ignore[assignment]
+            stdin=SimpleNamespace(buffer=io.BytesIO(request)), stdout=SimpleNamespace(buffer=sent)
+        )
+        try:
+            answer = runner.pull(self.attempt, None)  # type: ignore[arg-type]
+        finally:
+            runner.sys = before  # type: ignore[assignment]
+        return bytes(sent.getvalue()) + json.dumps(answer).encode() + b"\n"
+
+    def pull(
+        self, mirror: Mirror, *, last: bool = False, limit: int = 1 << 20, cut: int | None = None
+    ) -> bool:
+        frames = self.frames(mirror.request(limit, last=last))
+        pulled = mirror.take(io.BytesIO(frames if cut is None else frames[: cut % (len(frames) + 1)]))
+        return pulled.more or not pulled.ended
+
+
+def seen(root: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()
+    }
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> There:
+    return There(tmp_path / "there")
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    for name in ("runtime", "artifacts"):
+        (tmp_path / "attempts" / "1" / name).mkdir(parents=True)
+    return tmp_path / "attempts" / "1"
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["log", "metrics", "rewind", "progress", "checkpoint", "forget", "episode"]),
+        st.integers(0, 4000),  # how much, or which
+        st.one_of(st.none(), st.integers(0, 1 << 16)),  # where the pull after it is cut
+        st.sampled_from([1, 3000, 1 << 20]),  # how much a pull may bring
+    ),
+    max_size=8,
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(STEPS)
+def test_wherever_pulls_are_cut_all_of_it_comes_home(steps: list[tuple[str, int, int | None, int]]) -> None:
+    folder = Path(tempfile.mkdtemp())
+    try:
+        there, home = There(folder / "there"), folder / "attempts" / "1"
+        (home / "artifacts").mkdir(parents=True)
+        for number, (what, size, cut, limit) in enumerate(steps):
+            data = bytes([number]) * size
+            match what:
+                case "log":
+                    there.write("runtime/runtime.log", data, "ab")
+                case "metrics":
+                    there.write("artifacts/metrics.jsonl", data, "ab")
+                case "rewind":
+                    there.write("artifacts/metrics.jsonl", data)
+                case "progress":
+                    there.write("runtime/progress.json", data)
+                case "episode":
+                    there.write(f"artifacts/episodes/step-{size % 3}.parquet", data)
+                case "checkpoint":
+                    for name in ("state.json", "deep/weights"):
+                        there.write(f"artifacts/checkpoints/step-{number:02d}/{name}", data)
+                case "forget":
+                    for path in sorted((there.attempt.files / "artifacts").glob("checkpoints/*"))[:-1]:
+                        shutil.rmtree(path)
+            there.pull(Mirror(home), cut=cut, limit=limit)  # each as by a command of its own
+            for path in (home / "artifacts").glob("checkpoints/*"):
+                assert {file.name for file in path.rglob("*") if file.is_file()} == {"state.json", "weights"}
+        while there.pull(Mirror(home)):
+            pass
+        assert seen(home) == seen(there.attempt.files)
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_a_log_is_cut_back_to_what_was_durable_before_more_is_added(there: There, home: Path) -> None:
+    there.write("runtime/runtime.log", b"one\n")
+    there.pull(Mirror(home))
+    with (home / "runtime" / "runtime.log").open("ab") as file:
+        file.write(b"half of a li")  # written, and the command killed before the cursor was
+    there.write("runtime/runtime.log", b"two\n", "ab")
+    there.pull(Mirror(home))
+    assert (home / "runtime" / "runtime.log").read_bytes() == b"one\ntwo\n"
+
+
+def test_a_file_that_changes_while_it_is_sent_is_left_for_the_next_time(there: There, home: Path) -> None:
+    first, second = b"a" * (2 << 20), b"b" * (2 << 20)
+    there.write("artifacts/big", first)
+
+    class Meddling(io.BytesIO):
+        def write(self, data: Any) -> int:
+            (there.attempt.files / "artifacts" / "big").write_bytes(second)
+            return super().write(data)
+
+    mirror = Mirror(home)
+    mirror.take(io.BytesIO(there.frames(mirror.request(8 << 20, last=False), Meddling())))
+    assert not (home / "artifacts" / "big").exists()
+    while there.pull(mirror, limit=8 << 20):
+        pass
+    assert (home / "artifacts" / "big").read_bytes() == second
+
+
+def test_what_is_being_written_stays_there(there: There, home: Path) -> None:
+    for path in ("artifacts/checkpoints/.step-1.tmp/state", "artifacts/.hidden", "runtime/worker.lock"):
+        there.write(path, b"x")
+    there.pull(Mirror(home))
+    assert seen(home) == {}
+
+
+def frame(path: Any, data: bytes = b"x", **changes: Any) -> bytes:
+    header = {"path": path, "offset": 0, "length": len(data), "ino": 1, "mtime": 1, "size": len(data)}
+    header |= {"sha256": sha256_bytes(data)} | changes
+    return json.dumps(header).encode() + b"\n" + data
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("../out", "/etc/passwd", "runtime/../../out", "artifacts//x", "artifacts/./x", "job.json"),
+        *("scripts/runner.py", "runtime", "runtime/\0", 7, None, "inputs/data"),
+    ],
+)
+def test_a_machine_writes_nowhere_but_in_its_attempt(home: Path, path: Any) -> None:
+    before = seen(home.parents[1])
+    with pytest.raises(HostRefusedError, match="no place of an attempt"):
+        Mirror(home).take(io.BytesIO(frame(path)))
+    assert {name for name in seen(home.parents[1]) if not name.endswith(".pulled.json")} == before.keys()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        frame("runtime/a.log", sha256="0" * 64),
+        frame("runtime/a.log", length=100),
+        frame("runtime/a.log", offset=5),
+        frame("runtime/a.log")[:20],
+        b"[]\n",
+        b"{}\n",
+        b"\xff\xfe\n",
+        b"",
+    ],
+)
+def test_what_is_damaged_or_does_not_follow_is_not_taken(home: Path, sent: bytes) -> None:
+    assert not Mirror(home).take(io.BytesIO(frame("runtime/good.log", b"good") + sent)).ended
+    assert seen(home) == {"runtime/good.log": b"good"}
+
+
+def test_artifacts_become_what_the_manifest_says_or_are_pulled_again(there: There, home: Path) -> None:
+    files = {"summary.json": b"{}", "checkpoints/step-1/weights": b"w" * 100, ".note": b"n"}
+    for path, data in files.items():
+        there.write(f"artifacts/{path}", data)
+    manifest = manifest_bytes(
+        {path: {"size": len(data), "sha256": sha256_bytes(data)} for path, data in files.items()}
+    )
+    there.write("artifacts/manifest.json", manifest)
+    result = {"epoch": 1, "manifest_digest": sha256_bytes(manifest)}
+    there.write("runtime/result.json", json.dumps(result).encode())
+    mirror = Mirror(home)
+    there.pull(mirror)
+    (home / "artifacts" / "stale.parquet").write_bytes(b"of steps that were taken back")
+    (home / "artifacts" / "checkpoints" / "step-1" / "weights").write_bytes(b"v" * 100)
+    there.pull(mirror, last=True)
+    assert not (home / "runtime" / "result.json").exists()
+    with pytest.raises(WorkFailedError, match="step-1/weights is not what the manifest says"):
+        mirror.settle()
+    while there.pull(mirror, last=True):
+        pass
+    mirror.settle()
+    assert seen(home) == seen(there.attempt.files)
+
+
+def test_a_manifest_that_is_not_the_verdicts_is_not_taken(there: There, home: Path) -> None:
+    there.write("artifacts/manifest.json", manifest_bytes({}))
+    there.write("runtime/result.json", b'{"epoch": 1, "manifest_digest": "0"}')
+    mirror = Mirror(home)
+    there.pull(mirror, last=True)
+    with pytest.raises(WorkFailedError, match="not the one that the verdict names"):
+        mirror.settle()
+    assert not (home / "runtime" / "result.json").exists()
+
+
+# The runner by itself.
+
+
+def test_the_runner_is_of_the_standard_library_and_python_3_8() -> None:
+    tree = ast.parse(runner_source(), feature_version=(3, 8))
+    imported = {
+        name.split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module])
+    }
+    assert imported <= sys.stdlib_module_names
+    newer = {"removeprefix", "removesuffix", "file_digest", "is_relative_to", "hardlink_to", "readlink_to"}
+    called = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert not newer & called
+
+
+def test_both_sides_compute_the_same_digest_of_a_tree(tmp_path: Path) -> None:
+    for name, mode in (("b/é", 0o444), ("a", 0o644), ("b/c", 0o755), ("b.d", 0o600)):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(name)
+        path.chmod(mode)
+    here = entries_digest(describe(tmp_path / name, name, status) for name, status in walk(tmp_path))
+    assert runner.tree_digest(tmp_path) == here
+
+
+@pytest.mark.parametrize("kind", ["absolute", "up", "link", "device", "twice", "large", "cut"])
+def test_an_archive_unpacks_to_plain_files_below_its_folder(tmp_path: Path, kind: str) -> None:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        names = {"absolute": ["/etc/x"], "up": ["../x"], "twice": ["x", "x"]}.get(kind, ["x"])
+        for name in names:
+            member = tarfile.TarInfo(name)
+            member.size = 5
+            member.type = {"link": tarfile.SYMTYPE, "device": tarfile.FIFOTYPE}.get(kind, tarfile.REGTYPE)
+            tar.addfile(member, io.BytesIO(b"hello"))
+    data = packed.getvalue()[: 600 if kind == "cut" else None]
+    root = tmp_path / "root"
+    root.mkdir()
+    with pytest.raises(runner.RefusedError):
+        runner.unpack(io.BytesIO(data), root, 3 if kind == "large" else 1000)
+    assert not (tmp_path / "x").exists()
