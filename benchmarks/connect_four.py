@@ -24,16 +24,16 @@ import torch
 
 from perilune.connect_four.board import Boards, empty
 from perilune.connect_four.judge import Exam, exam, grade, match, openings_against, positions
+from perilune.connect_four.learning import Trainer
 from perilune.connect_four.network import load_player, save_player
 from perilune.connect_four.players import one_ply, opponent, playing
-from perilune.connect_four.ppo import Trainer
-from perilune.connect_four.settings import PPOSettings
+from perilune.connect_four.settings import LearningSettings
 from perilune.connect_four.solver import Solver
 
 HERE = Path(__file__).resolve().parent
 MARKS = (15, 30, 60, 120, 180, 300, 450, 600, 900, 1200, 1500, 1800)
 FALLING = 0.4  # last share of the time, in which learning rate and entropy fall
-SEARCHED: dict[str, Any] = {"entropy": 0.0, "games": 512, "moves": 16, "minibatch": 2048}
+SEARCHED: dict[str, Any] = {"games": 512, "moves": 16, "minibatch": 2048}
 FIRST_PLY = 8
 AHEAD = (0, 100)  # simulations a move with which every mark is judged
 FURTHER = 400  # and the last one besides
@@ -68,7 +68,7 @@ def main() -> None:
 
 def train(folder: Path, seconds: float, seed: int, simulations: int) -> None:
     """Learn for so many CPU seconds; a player at each mark, and what it took in marks.jsonl."""
-    settings = PPOSettings(simulations=simulations, **(SEARCHED if simulations else {}))
+    settings = LearningSettings(simulations=simulations, **(SEARCHED if simulations else {}))
     folder = folder / f"{'search' if simulations else 'ppo'}-{seconds:.0f}-seed-{seed}"
     folder.mkdir(parents=True)
     about = {"settings": settings.model_dump(), "seed": seed, "seconds": seconds}
@@ -138,7 +138,7 @@ def judge(folder: Path, per_ply: int, games: int) -> dict[str, Any]:
     return {
         "command": "python benchmarks/connect_four.py judge FOLDER",
         "positions": len(questions.boards),
-        "layers": layers(PPOSettings(**longest["settings"])),
+        "layers": layers(LearningSettings(**longest["settings"])),
         "runs": runs,
         "final": {"run": longest["name"], "mark": longest["marks"][-1]["mark"], "judged": final},
         "solver": json.loads(told.read_text()) if told.exists() else None,
@@ -175,7 +175,7 @@ def judged(
     return {name: found[name] for name in ("moves", *opponents)}
 
 
-def layers(settings: PPOSettings) -> list[dict[str, Any]]:
+def layers(settings: LearningSettings) -> list[dict[str, Any]]:
     """Parameters and multiply-adds a position of each layer."""
     from perilune.connect_four.board import COLUMNS, PLANES
     from perilune.connect_four.network import PLACES, WINDOW

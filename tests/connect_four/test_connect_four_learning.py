@@ -10,16 +10,16 @@ import torch
 
 from perilune.connect_four.board import Boards, empty, from_moves, has_four, is_full, joined, legal, play
 from perilune.connect_four.judge import match, openings, positions
+from perilune.connect_four.learning import Trainer
 from perilune.connect_four.network import Network, evaluate, load_player, save_player
 from perilune.connect_four.players import Intuition, Searching, TreeSearch, one_ply, random_player
-from perilune.connect_four.ppo import Trainer
 from perilune.connect_four.search import search
 from perilune.connect_four.self_play import SelfPlay, Stretch, advantages
-from perilune.connect_four.settings import PPOSettings
+from perilune.connect_four.settings import LearningSettings
 from perilune.connect_four.solver import foreseen
 from perilune.errors import RequestError
 
-SMALL = PPOSettings(channels=16, hidden=32, games=64, moves=8, minibatch=128)
+SMALL = LearningSettings(channels=16, hidden=32, games=64, moves=8, minibatch=128)
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +106,9 @@ def test_a_player_is_read_as_it_was_written_and_no_other(tmp_path: Path) -> None
 def learned() -> Trainer:
     """A smaller one, after some seconds."""
     torch.set_num_threads(1)
-    trainer = Trainer(PPOSettings(channels=32, hidden=64, games=256, moves=16, minibatch=512, lr=4e-3), 0)
+    trainer = Trainer(
+        LearningSettings(channels=32, hidden=64, games=256, moves=16, minibatch=512, lr=4e-3), 0
+    )
     for step in range(60):
         trainer.advance(step / 60)
     return trainer

@@ -24,7 +24,6 @@ Columns = NDArray[np.int64]
 BOTTOM_SQUARES = np.array([1 << HEIGHT * column for column in range(COLUMNS)], np.uint64)
 COLUMN_SQUARES = BOTTOM_SQUARES * np.uint64((1 << ROWS) - 1)
 TOP_SQUARES = BOTTOM_SQUARES << np.uint64(ROWS - 1)
-BOTTOM = np.uint64(BOTTOM_SQUARES.sum())
 BOARD = np.uint64(COLUMN_SQUARES.sum())
 
 
@@ -81,11 +80,6 @@ def from_moves(moves: str) -> Boards:
 def legal(boards: Boards) -> NDArray[np.bool_]:
     """bool[N, 7]: columns that have room, though the game may be over (`has_four`)."""
     return np.equal(boards.stones[:, None] & TOP_SQUARES, 0)
-
-
-def playable(boards: Boards) -> Words:
-    """The squares that a stone would fall on."""
-    return (boards.stones + BOTTOM) & BOARD
 
 
 def play(boards: Boards, columns: Columns) -> Boards:

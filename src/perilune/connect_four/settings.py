@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class PPOSettings(BaseModel):
+class LearningSettings(BaseModel):
     """How a player learns."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -21,9 +21,9 @@ class PPOSettings(BaseModel):
         0.05, ge=0, le=1, description="last learning rate over the first; falls in a line"
     )
     simulations: int = Field(
-        0, ge=0, description="how far each move is searched; it then learns what the search found, not by PPO"
+        0, ge=0, description="how far each move is searched; it then learns what the search found; 0 is PPO"
     )
     opening: int = Field(24, ge=0, le=36, description="a game starts after up to so many random moves")
     trace: float = Field(0.9, ge=0, le=1, description="lambda of the advantages")
-    clip: float = Field(0.2, gt=0, description="how far a probability's ratio counts")
-    entropy: float = Field(0.01, ge=0, description="weight of the entropy, at the beginning")
+    clip: float = Field(0.2, gt=0, description="how far a probability's ratio counts, of PPO")
+    entropy: float = Field(0.01, ge=0, description="weight of the entropy at the beginning, of PPO")

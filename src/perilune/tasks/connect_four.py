@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from perilune.bundle.job import Job
-from perilune.connect_four.settings import PPOSettings
+from perilune.connect_four.settings import LearningSettings
 from perilune.tasks.keeping import Saving
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ class ConnectFourSpec(Saving):
 
     steps: int = Field(60, ge=1, description="stretches of self-play, each learned from")
     save_every: int = Field(20, ge=1, description="steps between two checkpoints to resume from")
-    learning: PPOSettings = Field(PPOSettings(), description="network and algorithm")
+    learning: LearningSettings = Field(LearningSettings(), description="network and algorithm")
 
 
 class ConnectFour:
@@ -48,8 +48,8 @@ class ConnectFour:
 
     def run(self, workspace: Workspace) -> dict[str, Any]:
         """Play, learn, and write the player."""
+        from perilune.connect_four.learning import Trainer
         from perilune.connect_four.network import save_player
-        from perilune.connect_four.ppo import Trainer
         from perilune.tasks.keeping import FINAL
         from perilune.tasks.session import prepare_device
         from perilune.tasks.training import OPTIMIZER, put_in_place, resume, save_when_due

@@ -1,4 +1,8 @@
-"""Proximal policy optimisation (Schulman et al., arXiv 1707.06347) on games against oneself."""
+"""Learning from games against oneself: by PPO, or from what a search found.
+
+Proximal policy optimisation is that of Schulman et al., arXiv 1707.06347. With a search the network learns
+its visits and the outcome (Silver et al., "Mastering the game of Go without human knowledge", Nature 2017).
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from perilune.connect_four.board import Boards, legal, planes, plies
 from perilune.connect_four.network import Network, masked_logprobs
 from perilune.connect_four.self_play import SelfPlay, Stretch, advantages
-from perilune.connect_four.settings import PPOSettings
+from perilune.connect_four.settings import LearningSettings
 from perilune.learn import checkpoints
 from perilune.learn.optimizer import AdamW
 from perilune.learn.processes import ALONE
@@ -52,7 +57,7 @@ class Trainer:
 
     processes = ALONE
 
-    def __init__(self, settings: PPOSettings, seed: int) -> None:
+    def __init__(self, settings: LearningSettings, seed: int) -> None:
         self.settings = settings
         torch.manual_seed(seed)
         self.network = Network(settings.channels, settings.hidden)
@@ -89,12 +94,9 @@ class Trainer:
         columns = torch.from_numpy(stretch.columns.reshape(-1))
         policies = torch.from_numpy(stretch.policies.reshape(len(columns), -1))
         lr = settings.lr * (1 - progress * (1 - settings.final_lr))
-        order = np.random.default_rng([self._seed, self.step])
         sums: dict[str, float] = {}
-        parts = -(-len(columns) // settings.minibatch)
-        for part in (
-            p for _ in range(settings.epochs) for p in np.array_split(order.permutation(len(columns)), parts)
-        ):
+        parts = self._minibatches(len(columns))
+        for part in parts:
             chosen = torch.from_numpy(part)
             moves = Moves(
                 stretch.boards[part], columns[chosen], policies[chosen], gains[chosen], returns[chosen]
@@ -104,7 +106,14 @@ class Trainer:
             figures["gradient_norm"] = self.optimizer.update(lr)
             for name, value in figures.items():
                 sums[name] = sums.get(name, 0.0) + value
-        return {name: value / (parts * settings.epochs) for name, value in sums.items()}
+        return {name: value / len(parts) for name, value in sums.items()}
+
+    def _minibatches(self, moves: int) -> list[NDArray[np.int64]]:
+        """Which moves each update learns from: all of them once an epoch, shuffled."""
+        order = np.random.default_rng([self._seed, self.step])
+        parts = -(-moves // self.settings.minibatch)
+        shuffled = (order.permutation(moves) for _ in range(self.settings.epochs))
+        return [part for whole in shuffled for part in np.array_split(whole, parts)]
 
     def _loss(self, moves: Moves, entropy_weight: float) -> tuple[torch.Tensor, dict[str, float]]:
         logits, values = self.network(torch.from_numpy(planes(moves.boards)))
@@ -117,9 +126,10 @@ class Trainer:
             policy_loss = -(moves.policies.exp() * logprobs.masked_fill(~allowed, 0)).sum(1).mean()
             figures["policy_loss"] = float(policy_loss.detach())
         else:
-            policy_loss, of_ratios = self._clipped(moves, logprobs)
+            surrogate, of_ratios = self._clipped(moves, logprobs)
+            policy_loss = surrogate - entropy_weight * entropy
             figures |= of_ratios
-        return policy_loss + VALUE_WEIGHT * value_loss - entropy_weight * entropy, figures
+        return policy_loss + VALUE_WEIGHT * value_loss, figures
 
     def _clipped(self, moves: Moves, logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
         """PPO's surrogate: advantages times ratios, which count within the clip only."""
@@ -127,12 +137,11 @@ class Trainer:
         before, now = (found.gather(1, chosen).squeeze(1) for found in (moves.policies, logprobs))
         ratio = (now - before).exp()
         bounded = ratio.clamp(1 - self.settings.clip, 1 + self.settings.clip)
-        outside = float((ratio.detach() != bounded.detach()).float().mean())
-        kl = float((before - now.detach()).mean())
-        return -torch.minimum(ratio * moves.gains, bounded * moves.gains).mean(), {
-            "clipped": outside,
-            "kl": kl,
+        figures = {
+            "clipped": float((ratio.detach() != bounded.detach()).float().mean()),
+            "kl": float((before - now.detach()).mean()),
         }
+        return -torch.minimum(ratio * moves.gains, bounded * moves.gains).mean(), figures
 
     def save_state(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None:
         """Write everything that goes on, so that `directory` is complete or absent; `extra` is JSON."""
