@@ -22,12 +22,16 @@ PANELS = {
     "kuhn_poker": ("exploitability", "against/random", "against/cfr", "elo", "entropy", "illegal"),
 }
 ABOUT = """\
-A language model of 0.3 million parameters is shown some games of a teacher, and then plays 256 steps of 64
-games against itself and, in half of the tasks, against frozen predecessors. Every 32 steps it is frozen and
-judged; *champion* is what is published, *last* the policy at the end of training. Returns are means a game: 1
-is a win at tic-tac-toe, 1 or 2 chips one at poker. Elo is of all matches of a run, chance being 0.
+A language model of 0.3 million parameters is shown games, and then plays 256 steps against itself and, in
+half of the tasks, against frozen predecessors: tic-tac-toe after imitating a perfect teacher, Kuhn
+poker after imitating who knows only the rules. *Champion* is what is published, *last* the policy at the end
+of training. Returns are means a game: 1 is a win at tic-tac-toe, 1 or 2 chips one at poker. Elo is of all
+matches of a run, chance being 0.
+
 Exploitability is exact: what the best answer to the policy's move probabilities gains, on average over both
-seats (0 in an equilibrium, 0.458 for a policy that moves at random)."""
+seats (0 in an equilibrium, 0.458 for a policy that moves at random). The best reply at tic-tac-toe is
+searched through the whole tree, but for lines that the policy enters with less than 3%: hence bounds. Nothing
+is won from perfect play; 1 is won from a policy that can always be beaten."""
 
 Run = Mapping[str, Any]
 
@@ -48,6 +52,8 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
             "before and after": [row for run in runs for row in rows(run)],
             "matches": [row for run in runs for row in matches(run)],
         }
+        if replies := [row for run in runs for row in best_replies(run)]:
+            shown[TITLES[game]]["best reply"] = replies
     rest = {key: value for key, value in document.items() if key not in (*shown, "runs")}
     return {**shown, "about": "\n\n".join(about), "charts": charts, **rest}
 
@@ -104,6 +110,16 @@ def figure(one: Mapping[str, float], key: str) -> Any:
     if f"{key}/low" not in one:
         return one[key]
     return {"mean": one[key], "low": one[f"{key}/low"], "high": one[f"{key}/high"]}
+
+
+def best_replies(run: Run) -> list[dict[str, Any]]:
+    """What the best reply to start and champion earns a game, by the policy's seat: bounds of it."""
+    return [
+        {"seed": run["seed"], "policy": name}
+        | {f"policy moves {seat}": f"{one['low']:.2f} to {one['high']:.2f}"
+           for seat, one in zip(("first", "second"), bounds, strict=True)}
+        for name, bounds in run.get("best_reply", {}).items()
+    ]  # fmt: skip
 
 
 def matches(run: Run) -> list[dict[str, Any]]:
