@@ -17,6 +17,7 @@ from doc_blocks import Block
 
 from perilune.cli.main import load_command
 from perilune.control.home import Home
+from perilune.control.providers import PROVIDERS, Providers
 from perilune.control.templates import load_template
 from perilune.errors import RequestError
 from perilune.recipe.load import bundled_recipe, load_recipe
@@ -113,8 +114,13 @@ class Runner:
 
     def _yaml(self, block: Block) -> None:
         """A recipe is loaded; sections without stages are laid over the bundled quickstart. A template is
-        put among the home's."""
+        put among the home's, and so is who rents machines to it."""
         document = yaml.safe_load(block.text)
+        if "providers" in document:
+            home = Home.open(Path(self.environment["PERILUNE_HOME"]))
+            (home.root / PROVIDERS).write_text(block.text, encoding="utf-8")
+            assert Providers(home).settings()
+            return
         if "placement" in document:
             home = Home.open(Path(self.environment["PERILUNE_HOME"]))
             template = home.root / "templates" / Path(block.title or "checked.yaml").name

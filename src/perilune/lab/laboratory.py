@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from sqlalchemy import func, select
+from sqlalchemy import Select, func, select
 
 from perilune.bundle.freeze import freeze
 from perilune.bundle.job import Job, Resources
@@ -151,8 +151,7 @@ class Laboratory:
         """How things stand."""
         with self.control.store.snapshot() as session:
             runs, attempts, machines = (
-                dict(session.execute(select(table.state, func.count()).group_by(table.state)).tuples().all())
-                for table in (Run, Attempt, Machine)
+                dict(session.execute(_by_state(table)).all()) for table in (Run, Attempt, Machine)
             )
             cost = sum(accrued(machine) for machine in session.scalars(select(Machine)))
         elapsed = time.monotonic() - self._began
@@ -224,3 +223,7 @@ class Laboratory:
             return dict(self.cloud.call("GET", "/bill"))
         except PeriluneError:
             return {}
+
+
+def _by_state(table: type[Run | Attempt | Machine]) -> Select[str, int]:
+    return select(table.state, func.count()).group_by(table.state)

@@ -1,0 +1,111 @@
+"""The laboratory: short runs in bad weather come to the right end, and what is broken is found."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from perilune.cli.main import main
+from perilune.control.store import Attempt, Event, Machine, Run
+from perilune.execution.providers.fake.weather import WEATHERS, Storm, Weather, weather
+from perilune.files import write_json
+from perilune.lab.invariants import INVARIANTS, check
+from perilune.lab.laboratory import Laboratory, Plan
+
+ROUGH = Weather(
+    seed=3, error_before=0.1, error_after=0.1, lost_answer=0.1, late_effect=0.3, late_seconds=0.5,
+    visibility_seconds=0.2, boot_seconds=0.1, link_cuts=6.0, cut_seconds=0.5,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def settled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laboratory]:
+    """A laboratory in which one run went through rough weather and a kill of the control process."""
+    folder = tmp_path_factory.mktemp("lab")
+    with Laboratory(folder, Plan(ROUGH, seed=3, at_once=1, step_seconds=0.01)) as lab:
+        lab.tick()
+        lab.plan = Plan(ROUGH, seed=3, kills=1e6)
+        lab.tick(submitting=False)
+        lab.calm()
+        deadline = time.monotonic() + 200
+        while not lab.settled():
+            assert time.monotonic() < deadline, lab.snapshot()
+            lab.tick(submitting=False)
+            time.sleep(0.2)
+        yield lab
+
+
+def broken(lab: Laboratory) -> set[str]:
+    return {verdict.name for verdict in check(lab) if verdict.broken}
+
+
+def test_a_run_comes_through_and_everything_holds(settled: Laboratory) -> None:
+    assert [verdict.broken for verdict in check(settled)] == [()] * len(INVARIANTS)
+    now = settled.snapshot()
+    assert now.runs == {"succeeded": 1} and set(now.machines) == {"gone"} and now.cost > 0
+    assert now.faults["controller_killed"] >= 1 and settled.bill()["alive"] == []
+
+
+def test_what_does_not_hold_is_found(settled: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
+    control = settled.control
+    (run_id,) = settled.submitted
+    run = control.run(run_id)
+    attempt = control.directory(run)
+
+    total = attempt / "artifacts" / "data" / "total.json"
+    right = total.read_bytes()
+    write_json(total, {"total": 1})
+    assert broken(settled) == {"I1", "I3"}
+    total.write_bytes(right)
+
+    log = attempt / "runtime" / "runtime.log"
+    lines = log.read_bytes()
+    log.write_bytes(lines.replace(b"step 5", b"step 6"))
+    assert broken(settled) == {"I5"}
+    log.write_bytes(lines)
+
+    note = settled.folder / "home" / "note"
+    note.write_text(f"it is {settled.canary}")
+    assert broken(settled) == {"I7"}
+    note.unlink()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(settled, "bill", lambda: {"costs": {"perilune-x": 1.0}, "alive": ["perilune-x"]})
+        assert broken(settled) == {"I4"}
+    monkeypatch.setitem(settled.submitted, "01NEVER", 2)
+    assert broken(settled) == {"I1"}
+    monkeypatch.undo()
+
+    with control.store.transaction() as session:
+        twin = Attempt(
+            run_id=run_id, number=99, state="succeeded", placement="fake", launcher="process", created=0.0
+        )
+        session.add(twin)
+        last = session.get_one(Run, run_id)
+        machine = session.query(Machine).first()
+        assert machine is not None
+        machine.state = "terminating"
+        session.add(Event(time=0.0, run_id=last.id, kind="run.queued", detail={}, hash="?"))
+    assert broken(settled) == {"I2", "I4", "I6"}
+
+
+def test_weather_is_chance_with_a_seed_and_scripts_come_first(tmp_path: Path) -> None:
+    def thrown(seed: int) -> list[str | None]:
+        storm = Storm(weather("stormy", seed), tmp_path / f"{seed}.jsonl")
+        return [storm.at_call("create", "key") for _ in range(200)]
+
+    assert thrown(1) == thrown(1) != thrown(2)
+    calm = Storm(WEATHERS["calm"], tmp_path / "calm.jsonl")
+    calm.script("list", "lost_answer", 2)  # type: ignore[arg-type]
+    assert [calm.at_call("list", "") for _ in range(3)] == ["lost_answer", "lost_answer", None]
+    assert calm.at_call("create", "") is None and calm.thrown == {"lost_answer": 2}
+
+
+def test_a_folder_that_exists_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["lab", "--keep", str(tmp_path)])
+    assert left.value.code == 2 and "name a new folder" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
