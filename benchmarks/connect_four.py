@@ -34,7 +34,8 @@ HERE = Path(__file__).resolve().parent
 MARKS = (15, 30, 60, 120, 180, 300, 450, 600, 900, 1200, 1500, 1800)
 FALLING = 0.4  # last share of the time, in which learning rate and entropy fall
 SEARCHED: dict[str, Any] = {"games": 512, "moves": 16, "minibatch": 2048}
-FIRST_PLY = 8
+FIRST_PLY = 8  # stones on the first boards that are judged
+PERFECT_FROM = 12  # and on those that perfect play is met on
 AHEAD = (0, 100)  # simulations a move with which every mark is judged
 FURTHER = 400  # and the last one besides
 AT_MARKS = ("one_ply", "foresight_4")
@@ -60,7 +61,7 @@ def main() -> None:
     if arguments.command == "train":
         train(arguments.folder, arguments.seconds, arguments.seed, arguments.simulations)
     elif arguments.command == "solve":
-        (arguments.folder / "solver.json").write_text(json.dumps(solve(), indent=1) + "\n")
+        solve(arguments.folder / "solver.json")
     else:
         found = judge(arguments.folder, arguments.positions, arguments.games)
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")
@@ -93,8 +94,8 @@ def train(folder: Path, seconds: float, seed: int, simulations: int) -> None:
         print(json.dumps(line), flush=True)
 
 
-def solve() -> dict[str, Any]:
-    """How fast the solver is from which ply, and what the first move is worth."""
+def solve(path: Path) -> None:
+    """How fast the solver is from which ply; then, which takes long, what the first move is worth."""
     rows = []
     for ply, count in ((8, 10), (10, 20), (12, 50), (16, 200), (20, 500), (24, 1000), (28, 1000)):
         solver, boards = Solver(24), positions(one_ply, ply, count, 0)
@@ -109,11 +110,12 @@ def solve() -> dict[str, Any]:
             }
         )
         print(rows[-1], flush=True)
+    path.write_text(json.dumps({"speed": rows}, indent=1) + "\n")
     solver = Solver(25)
     began = time.process_time()
     columns = solver.column_scores(empty(1))[0].tolist()
-    seconds = time.process_time() - began
-    return {"speed": rows, "first move": columns, "first move, seconds": seconds, "nodes": solver.nodes}
+    first = {"columns": columns, "CPU seconds": time.process_time() - began, "nodes": solver.nodes}
+    path.write_text(json.dumps({"speed": rows, "first move": first}, indent=1) + "\n")
 
 
 def judge(folder: Path, per_ply: int, games: int) -> dict[str, Any]:
@@ -164,7 +166,7 @@ def judged(
     if "moves" not in found:
         found["moves"] = grade(questions, who)
     for name in (one for one in opponents if one not in found):
-        start = openings_against(name, solver, games // 2, FIRST_PLY, seed=0)
+        start = openings_against(name, solver, games // 2, PERFECT_FROM, seed=0)
         began = time.process_time()
         found[name] = match(who, opponent(name, solver, seed=0), start).figures()
         print(

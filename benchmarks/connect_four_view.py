@@ -20,7 +20,7 @@ A move is judged by an exact solver: it is best when no other column has a bette
 later loss), and a blunder when it gives away a win or a draw. Positions are from {first} stones on, half of
 them from games of random moves and half from games in which nobody misses a win or a block; those in which
 every column is worth the same are left out. In matches every opening of two random moves is played from
-both sides, a draw is half a point; perfect play is met from positions of {first} stones that it draws,
+both sides, a draw is half a point; perfect play is met from positions of {perfect} stones that it draws,
 where nobody can do better than half. Intervals are Wilson's. What comes before {first} stones is not
 judged."""
 
@@ -29,7 +29,7 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
     """The page and its charts."""
     runs = document["runs"]
     longest = next(run for run in runs if run["name"] == document["final"]["run"])
-    about = ABOUT.format(simulations=longest["settings"]["simulations"], first=8)
+    about = ABOUT.format(simulations=longest["settings"]["simulations"], first=8, perfect=12)
     return {
         "title": "Connect Four on one core",
         "about": "\n".join(
@@ -59,7 +59,8 @@ def findings(document: Mapping[str, Any], longest: Mapping[str, Any]) -> list[st
         moves, perfect = judged["moves"], judged["perfect"]
         found.append(
             f"After {seconds:,.0f} CPU seconds, {told(ahead)}: {moves['optimal']['mean']:.1%} best moves, "
-            f"{moves['blunders']['mean']:.1%} blunders, {points(judged, 'one_ply')} of the points against one-ply, "
+            f"{moves['blunders']['mean']:.1%} blunders, {points(judged, 'one_ply')} of the points "
+            f"against one-ply, "
             f"{points(judged, 'mcts_1000')} against OpenSpiel's tree search of 1,000 simulations, "
             f"{perfect['drawn']} of {perfect['games']} games held against perfect play"
         )
@@ -131,15 +132,7 @@ def matches(judged: Mapping[str, Any]) -> list[dict[str, Any]]:
 def solver(found: Mapping[str, Any] | None) -> dict[str, Any]:
     if found is None:
         return {}
-    scores = ", ".join(f"{score}" for score in found["first move"])
-    return {
-        "the exact solver": found["speed"],
-        "the first move": {
-            "columns from left to right": scores,
-            "CPU seconds": found["first move, seconds"],
-            "nodes": found["nodes"],
-        },
-    }
+    return {"the exact solver": found["speed"], "the first move": found.get("first move", "not solved")}
 
 
 def charts(run: Mapping[str, Any]) -> dict[str, str]:
