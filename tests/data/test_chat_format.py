@@ -47,7 +47,7 @@ MESSAGES = st.lists(
 
 
 @given(MESSAGES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_records_come_back_from_both_formats_as_they_were(messages):
     written = json.loads(json.dumps(to_openai(messages)))
     assert from_openai(written) == messages
@@ -85,7 +85,7 @@ def by_call(messages):
 
 
 @given(agents())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_an_agents_calls_and_results_come_back_under_their_ids(messages):
     again = json.loads(json.dumps(to_openai(from_openai(json.loads(json.dumps(messages))))))
     assert by_call(again) == by_call(json.loads(json.dumps(messages)))
