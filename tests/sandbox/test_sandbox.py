@@ -115,6 +115,17 @@ def test_a_daemon_does_not_survive(sandbox):
     assert not list(descendants(sandbox.process_id))
 
 
+@pytest.mark.parametrize("without", [[], ["namespaces"]])
+def test_killing_the_process_above_and_hiding_is_no_way_out(without):
+    """Without namespaces the two reach each other; then nothing is heard any more, and yet it lives on."""
+    code = "import os, time\nos.kill(os.getppid(), 9)\nos.closerange(0, 3)\ntime.sleep(60)"
+    with Sandbox(LIMITS, without=without, allow_missing=["names"]) as one:
+        found = one.run(code)
+        assert found.cause in ("killed", "timeout") and found.seconds < LIMITS.seconds + 3
+        assert not list(descendants(one.process_id))
+        assert one.run("print('well')").output == "well\n"
+
+
 def test_long_output_keeps_both_ends_and_says_what_was_cut(sandbox):
     found = sandbox.run("for i in range(20_000): print(i)")
     assert found.succeeded and found.cut > 0

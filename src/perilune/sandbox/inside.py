@@ -94,8 +94,6 @@ def _first(cell: Cell, request: Mapping[str, Any]) -> NoReturn:
         os.close(cell.output)
         if refused := os.read(told, 1000):
             raise OSError(refused.decode(errors="replace"))
-        if not cell.mechanisms.namespaces:
-            os.write(cell.report, b"%d\n" % code)
         status = _wait_for(code)
         _end_others(code)
         report = {"status": status, **_brought_back(cell.limits)}
@@ -132,6 +130,8 @@ def _become_code(cell: Cell, armed: int, code: str) -> NoReturn:
     """Lay the limits and the filter over this process, and run the code."""
     try:
         os.setpgid(0, 0)
+        if not cell.mechanisms.namespaces:  # the group to be killed, told before anything can go wrong
+            os.write(cell.report, b"%d\n" % os.getpid())
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(cell.output, 1)
         os.dup2(cell.output, 2)

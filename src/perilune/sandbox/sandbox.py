@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
@@ -115,6 +116,7 @@ class Sandbox:
         self.limits = limits or SandboxLimits()
         self._without, self._allowed = frozenset(without), frozenset(allow_missing)
         self._keeper: _Keeper | None = None
+        self._lock = threading.Lock()  # one run at a time, whoever asks
 
     def __enter__(self) -> Sandbox:
         return self
@@ -144,17 +146,16 @@ class Sandbox:
             path = PurePosixPath(name)
             if path.is_absolute() or not path.parts or ".." in path.parts or "\0" in name:
                 raise RequestError(f"{name!r} is no name of a file in the scratch folder")
-        keeper = self._started()
-        self._require_walls(keeper.capabilities)
-        request = {
-            "code": code,
-            "files": {name: base64.b64encode(one).decode() for name, one in files.items()},
-        }
-        try:
-            return _execution(keeper.ask(request, self.limits.seconds + _GRACE), files)
-        except SandboxFailedError:
-            self.close()
-            raise
+        given = {name: base64.b64encode(one).decode() for name, one in files.items()}
+        with self._lock:
+            keeper = self._started()
+            self._require_walls(keeper.capabilities)
+            try:
+                answer = keeper.ask({"code": code, "files": given}, self.limits.seconds + _GRACE)
+                return _execution(answer, files)
+            except SandboxFailedError:
+                self.close()
+                raise
 
     @property
     def process_id(self) -> int:

@@ -60,6 +60,8 @@ class Watch:
                 next_look = now + _LOOK_EVERY
                 self._look()
         found = self._read_report()
+        if not found:  # whoever reports is gone: what it looked after may live on, and be silent
+            self._kill()
         is_whole = not self._cause and os.WIFEXITED(found.get("status", signal.SIGKILL))
         return {
             "cause": self._cause,
@@ -95,6 +97,9 @@ class Watch:
 
     def _end(self, cause: str) -> None:
         self._cause = self._cause or cause
+        self._kill()
+
+    def _kill(self) -> None:
         groups = [self._porter]
         first, line, _ = self._report.partition(b"\n")
         if line and first.isdigit() and int(first) > 1:  # the code's own group, where it is no namespace's
