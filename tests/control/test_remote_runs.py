@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drill_cases import begin, drill_control, drill_plan, has_event, only_run, wait_for
+from drill_cases import INSTALLED, begin, drill_control, drill_plan, has_event, only_run, wait_for
 from hosts_cases import NearbyHost, interpreter
 
+from perilune.bundle import scripts
 from perilune.bundle.verify import verify
 from perilune.control import faults, placements
 from perilune.control.experiments import Control, StagePlan, advance, watch
@@ -349,12 +350,33 @@ def test_a_secret_that_is_not_set_here_is_named_before_anything_is_started(
 def test_an_interpreter_that_holds_something_else_is_refused(
     control: Control, box: Elsewhere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from perilune.bundle import scripts
-
     monkeypatch.setattr(scripts, "requirements_lock", lambda task: "pydantic==1.0\n")
     last = carry_out(control, box, drill_plan(steps=1))[-1]
     assert isinstance(last, StageFailed) and last.cause == "request_error"
     assert "does not hold what the bundle needs: pydantic==1.0" in last.message
+
+
+def test_the_environment_is_made_there_from_the_bundle_and_no_index(
+    control: Control, box: Elsewhere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scripts, "requirements_lock", lambda task: "")  # what it would name is lent below
+    lent = [str(INSTALLED), *(path for path in sys.path if path.endswith("site-packages"))]
+    site = Site(
+        python=sys.executable,
+        workspace=str(box.workspace),
+        environment={
+            "PERILUNE_HOME": str(tmp_path / "there"),
+            "PYTHONPATH": os.pathsep.join(lent),
+            "PIP_NO_INDEX": "1",
+            "PIP_NO_DEPS": "1",
+        },
+    )
+    there = OverSsh(ssh=SshSettings(host="nearby"), site=site)
+    box.template = box.template.model_copy(update={"placement": there})
+    assert isinstance(carry_out(control, box, drill_plan(steps=1))[-1], StageFinished)
+    artifacts = control.directory(only_run(control)) / "artifacts"
+    prefix = read_json(artifacts / "precheck.json")["python"]["prefix"]
+    assert prefix.startswith(str(tmp_path / "there" / "environments"))
 
 
 def test_the_template_is_recorded_with_the_run(control: Control, box: Elsewhere) -> None:
