@@ -42,6 +42,7 @@ AT_MARKS = ("one_ply", "foresight_4")
 AT_THE_END = (
     "random", "one_ply", "foresight_2", "foresight_4", "foresight_6", "mcts_100", "mcts_1000", "perfect"
 )  # fmt: skip
+SLOW = ("mcts_1000", "perfect")  # half as many games
 
 
 def main() -> None:
@@ -166,7 +167,8 @@ def judged(
     if "moves" not in found:
         found["moves"] = grade(questions, who)
     for name in (one for one in opponents if one not in found):
-        start = openings_against(name, solver, games // 2, PERFECT_FROM, seed=0)
+        count = games // 4 if name in SLOW else games // 2  # openings, each played twice
+        start = openings_against(name, solver, count, PERFECT_FROM, seed=0)
         began = time.process_time()
         found[name] = match(who, opponent(name, solver, seed=0), start).figures()
         print(
