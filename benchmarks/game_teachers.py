@@ -11,6 +11,7 @@ one core that was shared.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Mapping
@@ -35,9 +36,9 @@ CURVES = {
     "liars_dice": ({}, {"cfr": (10, 50, 100), "mccfr": (10_000, 100_000, 200_000)}),
 }
 KNOWN = {
-    ("kuhn_poker", "cfr", 100): 0.0012,
-    ("leduc_poker", "cfr", 100): 0.0134,
-    ("leduc_poker", "mccfr", 10_000): 0.298,
+    ("kuhn_poker()", "cfr", 100): 0.0012,
+    ("leduc_poker()", "cfr", 100): 0.0134,
+    ("leduc_poker()", "mccfr", 10_000): 0.298,
 }
 
 
@@ -52,6 +53,7 @@ class Contest:
     pairs: float = 1.0  # of those asked for
 
 
+PARTS = ("exploitability", "matches")
 CHANCE = ("random", 2)
 HEX, CLOBBER = {"board_size": 7}, {"rows": 5, "columns": 5}
 CONTESTS = (
@@ -81,50 +83,55 @@ def main() -> None:
     )
     parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument(
-        "--only", nargs="+", choices=("exploitability", "matches"), default=("exploitability", "matches")
+        "--only", nargs="+", choices=PARTS, default=PARTS, help="the other part stays as it was"
     )
     parser.add_argument("--out", type=Path, default=HERE / "results" / "game_teachers.json")
     arguments = parser.parse_args()
     began = time.monotonic()
-    found: dict[str, Any] = {
-        "title": "Teachers of games",
-        "about": " ".join((__doc__ or "").split("\n\n")[2].split()),
-    }
-    if "exploitability" in arguments.only:
-        found["exploitability"] = {
-            f"{game} by {algorithm}": curve(game, config, algorithm, iterations)
-            for game, (config, algorithms) in CURVES.items()
-            for algorithm, iterations in algorithms.items()
-        }
-    if "matches" in arguments.only:
-        found["matches"] = [match(one, max(2, round(one.pairs * arguments.pairs))) for one in CONTESTS]
-    found["each game's own"] = dict(BEST)
-    found["iterations of a solution"] = dict(ITERATIONS)
-    write(arguments.out, found | document("game_teachers.py", sys.argv[1:], began))
+    found: dict[str, Any] = {}
+    if arguments.out.exists():
+        found = json.loads(arguments.out.read_text(encoding="utf-8"))
+        began -= 60 * found["minutes"]
+
+    def keep(part: str, value: Any) -> None:
+        about = " ".join((__doc__ or "").split("\n\n")[2].split())
+        told = {"title": "Teachers of games", "about": about}
+        parts = {name: found[name] for name in PARTS if name in found} | {part: value}
+        found.update(parts)
+        own = {"each game's own": dict(BEST), "iterations of a solution": dict(ITERATIONS)}
+        asked = ["--pairs", str(arguments.pairs)]
+        write(arguments.out, told | parts | own | document("game_teachers.py", asked, began))
+
+    curves: dict[str, Any] = {}
+    for game, (config, algorithms) in CURVES.items() if "exploitability" in arguments.only else ():
+        loaded = pyspiel.load_game(game, config)
+        for algorithm, iterations in algorithms.items():
+            curves[f"{loaded} by {algorithm}"] = curve(loaded, algorithm, iterations)
+            keep("exploitability", curves)
+    matches: list[dict[str, Any]] = []
+    for one in CONTESTS if "matches" in arguments.only else ():
+        matches.append(match(one, max(2, round(one.pairs * arguments.pairs))))
+        keep("matches", matches)
 
 
-def curve(
-    game: str, config: Mapping[str, Any], algorithm: str, iterations: tuple[int, ...]
-) -> list[dict[str, Any]]:
+def curve(game: Any, algorithm: str, iterations: tuple[int, ...]) -> list[dict[str, Any]]:
     """Exploitability and seconds of solving after so many iterations."""
     began = time.process_time()
-    solver = RegretSolver(pyspiel.load_game(game, dict(config)), algorithm, seed=0)
+    solver = RegretSolver(game, algorithm, seed=0)
     rows, done, seconds = [], 0, time.process_time() - began
     for target in iterations:
         began = time.process_time()
         solver.run(target - done)
         seconds += time.process_time() - began
         done = target
-        known = KNOWN.get((game, algorithm, target)) if not config else None
-        rows.append(
-            {
-                "iterations": target,
-                "exploitability": round(solver.exploitability(), 5),
-                "known": known,
-                "seconds": round(seconds, 2),
-            }
-        )
-        print(game, algorithm, rows[-1], file=sys.stderr, flush=True)
+        row = {
+            "iterations": target,
+            "exploitability": round(solver.exploitability(), 5),
+            "known": KNOWN.get((str(game), algorithm, target)),
+            "seconds": round(seconds, 2),
+        }
+        rows.append(row)
+        print(game, algorithm, row, file=sys.stderr, flush=True)
     return rows
 
 

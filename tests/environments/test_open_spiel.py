@@ -117,8 +117,20 @@ def test_search_beats_chance():
     assert seats == {"x", "o"}
 
 
-def test_search_does_what_every_environment_must():
-    assert not check_environment(section("connect_four", opponent="mcts", simulations=4), tasks=1).findings
+@pytest.mark.parametrize(
+    ("game", "opponent"),
+    [("connect_four", "mcts"), ("tic_tac_toe", "minimax"), ("kuhn_poker", "cfr"), ("gin_rummy", "rules")],
+)
+def test_a_game_against_a_teacher_does_what_every_environment_must(game, opponent, tmp_path, monkeypatch):
+    monkeypatch.setenv("PERILUNE_HOME", str(tmp_path))
+    assert not check_environment(section(game, opponent=opponent, simulations=4), tasks=1).findings
+
+
+def test_perfect_play_is_a_yardstick_that_nobody_beats(tmp_path, monkeypatch):
+    monkeypatch.setenv("PERILUNE_HOME", str(tmp_path))
+    environment = make_environment(section("tic_tac_toe", opponent="minimax"))
+    ends = [played(environment, task)[1][-1] for task in islice(environment.tasks("heldout", 0), 20)]
+    assert {one.metrics["won"] for one in ends} == {0.0} and min(one.rewards[0] for one in ends) == -1.0
 
 
 @pytest.mark.parametrize(
