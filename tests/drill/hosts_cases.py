@@ -24,11 +24,13 @@ class NearbyHost:
     Attributes:
         calls: the verbs that were asked for.
         bend: changes what is sent to it.
+        within: command that runs every other one, as `unshare`.
     """
 
     name = "nearby"
 
-    def __init__(self) -> None:
+    def __init__(self, within: Sequence[str] = ()) -> None:
+        self.within = list(within)
         self.calls: list[str] = []
         self.cut: Callable[[str], str] = lambda verb: ""
         self.refuses = False
@@ -52,7 +54,12 @@ class NearbyHost:
         data = self.bend(source.read()) if source is not None else b""
         with tempfile.TemporaryFile() as out:
             done = subprocess.run(
-                command, input=data, stdout=sink or out, stderr=subprocess.PIPE, timeout=timeout, check=False
+                [*self.within, *command],
+                input=data,
+                stdout=sink or out,
+                stderr=subprocess.PIPE,
+                timeout=timeout,
+                check=False,
             )
             out.seek(0)
             answer = Answer(done.returncode, out.read(), done.stderr.decode())

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hosts_cases import interpreter
-from placement_conformance import PlacementConformance
+from drill_cases import drill_bundle
+from hosts_cases import NearbyHost, interpreter, nearby
+from placement_conformance import PlacementConformance, assigned, look, stage
 from sshd_cases import Sshd, sshd
 
+from perilune.errors import RequestError, WorkFailedError
 from perilune.execution.hosts.ssh import SshHost
 from perilune.execution.limits import Limits
 from perilune.execution.placements import Placement
 from perilune.execution.placements.local import LocalPlacement
 from perilune.execution.placements.remote import RemotePlacement, Site
+from perilune.execution.verdict import Cause, cause_of
 
 pytestmark = pytest.mark.xdist_group("sshd")
 
@@ -39,3 +43,40 @@ class TestSsh(PlacementConformance):
         site = Site(python=str(python), installed=True, workspace=str(tmp_path / "a workspace"))
         yield RemotePlacement(host, site, Limits())
         host.disconnect()
+
+
+def test_an_attempt_that_is_older_than_one_seen_there_begins_nothing(tmp_path: Path) -> None:
+    placement, bundle = nearby(tmp_path / "box"), drill_bundle(tmp_path / "bundle")
+    old, new = assigned(tmp_path, 1), assigned(tmp_path, 2)
+    stage(placement, old, bundle)
+    stage(placement, new, bundle)
+    assert placement.stop(new)  # claims it
+    assert look(placement, old).superseded
+    placement.start(old)
+    with pytest.raises(WorkFailedError, match="a newer one has begun here"):
+        stage(placement, old, bundle)
+    placement.remove(new)
+    assert look(placement, old).superseded  # the claim outlives the files
+    assert not (tmp_path / "box" / "workspace" / "01DRILL" / "claim.1.json").exists()
+
+
+SMALL_DISK = 'mount -t tmpfs -o size=100k none "$0" && exec "$@"'
+
+
+def test_a_full_disk_there_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    isolated = ["unshare", "--user", "--map-root-user", "--mount"]
+    if subprocess.run([*isolated, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("needs unshare(1) with user namespaces: sysctl kernel.unprivileged_userns_clone=1")
+    (tmp_path / "box" / "workspace").mkdir(parents=True)
+    host = NearbyHost([*isolated, "sh", "-c", SMALL_DISK, str(tmp_path / "box" / "workspace")])
+    placement = nearby(tmp_path / "box", host)
+    with pytest.raises(RequestError, match="disk is full") as full:
+        stage(placement, assigned(tmp_path), drill_bundle(tmp_path / "bundle"))
+    assert cause_of(full.value) is Cause.DISK_FULL
+
+
+def test_no_python_there_is_a_refusal_not_an_outage(tmp_path: Path) -> None:
+    site = Site(python=str(tmp_path / "nowhere"), workspace=str(tmp_path))
+    host = NearbyHost(["env"])
+    seen = RemotePlacement(host, site, Limits()).observe(assigned(tmp_path))
+    assert seen.refused and "it has no" in seen.unseen

@@ -96,6 +96,17 @@ def test_no_answer_in_time_is_unknown(host: SshHost) -> None:
     assert host.run(["echo", "on"]).output == b"on\n"
 
 
+def test_a_line_that_stalls_is_unknown_and_left_for_a_new_one(host: SshHost, line: Line) -> None:
+    host.run(["true"])
+    line.bend = lambda before, data: time.sleep(30)  # type: ignore[assignment, return-value]
+    began = time.monotonic()
+    with pytest.raises(HostUnreachableError, match="no answer"):
+        host.run(["true"], timeout=1.0)
+    assert time.monotonic() - began < 15
+    line.bend = lambda before, data: data
+    assert host.run(["echo", "on"]).output == b"on\n"
+
+
 def test_the_users_own_configuration_holds(server: Sshd, tmp_path: Path) -> None:
     config = tmp_path / "config"
     config.write_text(

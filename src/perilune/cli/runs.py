@@ -74,7 +74,7 @@ def show(run: RunArgument, as_json: Json = False) -> None:
     echo(f"  state      {document['state']}{because(document)}")
     for attempt in document["attempts"]:
         where = f"{attempt['placement']}/{attempt['launcher']}"
-        doubt = doubts(attempt["reachability"], attempt["cleanup"])
+        doubt = doubts(attempt["state"], attempt["reachability"], attempt["cleanup"])
         echo(f"  attempt {attempt['number']}  {attempt['state']} on {where}{doubt}{because(attempt)}")
     if document["retry_of"]:
         echo(f"  retry of   {document['retry_of']}")
@@ -235,20 +235,25 @@ def _interval(value: Mapping[str, float]) -> str:
 def _tell_unclean(control: Control) -> None:
     """Say first, and on stderr, what is not proven to have stopped, or to cost nothing any more."""
     from perilune.cli.machines import tell_unproven
+    from perilune.control.transitions import AttemptState
 
     tell_unproven(control)
     for attempt in control.reconciler.unclean():
+        stopped = attempt.state != AttemptState.LOST
+        doubt = (
+            f"has not been removed from {attempt.placement}" if stopped else "is not proven to have stopped"
+        )
         echo(
-            f"warning: attempt {attempt.number} of run {attempt.run_id} is not proven to have stopped;"
-            " every command goes on trying",
+            f"warning: attempt {attempt.number} of run {attempt.run_id} {doubt}; every command tries again",
             err=True,
         )
 
 
-def doubts(reachability: str, cleanup: str) -> str:
-    """What is not sure of a state."""
-    unstopped = ", not proven to have stopped" if cleanup == "pending" else ""
-    return unstopped or (", unreachable" if reachability == "unreachable" else "")
+def doubts(state: str, reachability: str, cleanup: str) -> str:
+    """What is not sure of a state, or not done yet."""
+    if cleanup == "pending":
+        return ", not proven to have stopped" if state in {"lost", "cancelled"} else ", cleanup pending"
+    return ", unreachable" if reachability == "unreachable" else ""
 
 
 def _print_table(statuses: Sequence[StageStatus]) -> None:
@@ -262,7 +267,7 @@ def _print_table(statuses: Sequence[StageStatus]) -> None:
     for name in ("experiment", "stage", "task", "state", "attempts", "time", "result", "run"):
         table.add_column(name, no_wrap=name != "result")
     for status in statuses:
-        state = status.state + doubts(status.reachability, status.cleanup)
+        state = status.state + doubts(status.state, status.reachability, status.cleanup)
         time_taken = duration(status.seconds) if status.seconds is not None else ""
         attempts = str(status.attempts or "")
         row = (status.experiment, status.name, status.task, state, attempts, time_taken, result(status))

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from perilune.bundle.digest import describe, entries_digest, walk
 from perilune.bundle.scripts import runner_source
@@ -35,6 +35,7 @@ from perilune.execution.placements.local import working_copy
 from perilune.execution.placements.mirror import Mirror
 from perilune.execution.placements.protocol import Assignment, Capabilities
 from perilune.execution.processes import Presence
+from perilune.execution.task_environment import WITHHELD
 from perilune.execution.verdict import Cause, Verdict
 from perilune.execution.worker import STOP_GRACE
 from perilune.files import read_json
@@ -66,6 +67,14 @@ class Site(BaseModel):
     environment: dict[str, str] = Field(
         {}, description="further variables of the worker and its installer; no secrets"
     )
+
+    @field_validator("environment")
+    @classmethod
+    def _no_credentials(cls, environment: dict[str, str]) -> dict[str, str]:
+        for name in environment:
+            if any(word in name.upper() for word in WITHHELD):
+                raise ValueError(f"{name} looks like a credential: name it in the recipe's secrets instead")
+        return environment
 
 
 class RemotePlacement:
