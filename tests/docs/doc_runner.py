@@ -64,6 +64,7 @@ class Runner:
         path = self.folder / block.title
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(block.text, encoding="utf-8")
+        importlib.invalidate_caches()  # the folder may not have been there when it was first looked at
 
     def _python(self, block: Block) -> None:
         """A titled block is a module that others import; any other runs here and now."""
