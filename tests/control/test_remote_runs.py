@@ -30,7 +30,6 @@ from perilune.control.requests import cancel
 from perilune.control.templates import OverSsh, Retry, Template
 from perilune.execution import limits
 from perilune.execution.claim import MARK, read_claim
-from perilune.execution.hosts.ssh import SshSettings
 from perilune.execution.limits import Limits
 from perilune.execution.placements import Capabilities
 from perilune.execution.placements.remote import RemotePlacement, Site
@@ -47,7 +46,7 @@ class Elsewhere:
         self.host = NearbyHost()
         self.workspace = folder / "workspace"
         site = Site(python=str(python), installed=True, workspace=str(self.workspace))
-        there = OverSsh(ssh=SshSettings(host="nearby"), site=site)
+        there = OverSsh(host="nearby", site=site)
         self.template = Template(placement=there, retry=Retry(base=0.01))
 
     def limited(self, **bounds: Any) -> None:
@@ -371,7 +370,7 @@ def test_the_environment_is_made_there_from_the_bundle_and_no_index(
             "PIP_NO_DEPS": "1",
         },
     )
-    there = OverSsh(ssh=SshSettings(host="nearby"), site=site)
+    there = OverSsh(host="nearby", site=site)
     box.template = box.template.model_copy(update={"placement": there})
     assert isinstance(carry_out(control, box, drill_plan(steps=1))[-1], StageFinished)
     artifacts = control.directory(only_run(control)) / "artifacts"

@@ -40,10 +40,9 @@ def write_template(home: Path, server: Sshd, port: int, workspace: Path) -> None
     block = re.search(r'```yaml title="[^"]*/lab.yaml"\n(.*?)```', PAGE.read_text(), re.DOTALL)
     assert block is not None
     document = yaml.safe_load(block[1])
-    shown = document["placement"]["ssh"]
     own = server.settings(port).model_dump(exclude_none=True)
-    assert shown.keys() <= own.keys()
-    document["placement"]["ssh"] = own
+    assert document["placement"].keys() <= own.keys() | {"name", "site"}
+    document["placement"] |= own
     python = interpreter(workspace.parent / "python")
     document["placement"]["site"] |= {"workspace": str(workspace), "python": str(python), "installed": True}
     document["resources"]["device"] = "cpu"

@@ -40,7 +40,7 @@ class Placements:
             case OverSsh() as there:
                 key = f"{there.model_dump_json()} {template.limits.model_dump_json()}"
                 if key not in self._made:
-                    host = SshHost(there.ssh, self.home.root / "ssh")
+                    host = SshHost(there, self.home.root / "ssh")
                     self._made[key] = RemotePlacement(host, there.site, template.limits)
                 return self._made[key]
             case OnRented() as rental:

@@ -37,18 +37,17 @@ class Here(_Section):
     name: Literal["local"] = "local"
 
 
-class OverSsh(_Section):
+class OverSsh(SshSettings):
     """A machine that one reaches with ssh."""
 
     name: Literal["ssh"] = "ssh"
-    ssh: SshSettings = Field(description="how it is reached")
     site: Site = Field(Site(), description="what is where on it")
 
 
 class OnRented(Rental):
     """A machine that is rented for every attempt, and given back after it."""
 
-    name: Literal["rented"]
+    name: Literal["rented"] = "rented"
     site: Site = Field(Site(), description="what is where on it")
 
 

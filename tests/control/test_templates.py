@@ -1,0 +1,121 @@
+"""Templates: what is wrong in one is said with its line, and only what it allows can be changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from drill_cases import Command, drill_job
+from pydantic import BaseModel
+
+from perilune.control.home import Home
+from perilune.control.templates import Template, load_template
+from perilune.errors import RequestError
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "template.md"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    home = Home.open(tmp_path / "home")
+    (home.root / "templates").mkdir()
+    return home
+
+
+def write(home: Home, text: str, name: str = "box") -> None:
+    (home.root / "templates" / f"{name}.yaml").write_text(text)
+
+
+SSH = "placement:\n  name: ssh\n  host: box\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "what"),
+    [
+        (SSH + "  prot: 1\n", 4, "placement.prot is not a known key"),
+        (SSH + "  host_key: no key\n", 4, "placement.host_key"),
+        ("placement:\n  name: ssh\n  host: -oProxyCommand=id\n", 3, "placement.host"),
+        ("placement:\n  name: moon\n", 1, "no placement is called 'moon'"),
+        ("limits:\n  on_box_stop_after: 100\n  lost_after: 100\n", 1, "lost_after must be at least 170"),
+        (SSH + "  site:\n    environment:\n      HF_TOKEN: x\n", 5, "HF_TOKEN looks like a credential"),
+        ("retry: {user: -1}\n", 1, "retry.user is -1"),
+        ("placement: [\n", 2, "not valid YAML"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_line(home: Home, text: str, line: int, what: str) -> None:
+    write(home, text)
+    with pytest.raises(RequestError) as wrong:
+        load_template(home, "box")
+    assert what in wrong.value.what
+    assert wrong.value.where.endswith(f"box.yaml:{line}")
+
+
+def test_only_what_a_template_allows_can_be_changed(home: Home) -> None:
+    write(home, SSH + "allowed_overrides: [limits.max_lifetime, resources.threads]\n")
+    changed = load_template(home, "box", ["limits.max_lifetime=60", "resources.threads=3"])
+    assert (changed.limits.max_lifetime, changed.resources.threads) == (60.0, 3)
+    with pytest.raises(RequestError, match=r"does not let 'placement\.host' be changed") as refused:
+        load_template(home, "box", ["placement.host=other"])
+    assert refused.value.remedy == "it allows limits.max_lifetime, resources.threads"
+    with pytest.raises(RequestError, match=r"max_lifetime is -1"):
+        load_template(home, "box", ["limits.max_lifetime=-1"])
+    with pytest.raises(RequestError, match="key=value"):
+        load_template(home, "box", ["limits"])
+
+
+def test_one_that_is_not_there_is_told_from_those_that_are(home: Home) -> None:
+    write(home, SSH)
+    with pytest.raises(RequestError, match="no template is called 'bok'") as missing:
+        load_template(home, "bok")
+    assert "'box'" in missing.value.remedy and "local" in missing.value.remedy
+
+
+def test_the_job_is_the_recipes_with_what_the_machine_has() -> None:
+    template = Template.model_validate({"resources": {"threads": 7}})
+    assert template.job(drill_job()).resources.threads == 7
+    assert template.job(drill_job()).resources.device == "cpu"
+    assert Template().job(drill_job()) == drill_job()
+
+
+def test_an_attempt_elsewhere_is_given_up_only_when_it_must_have_stopped(home: Home) -> None:
+    assert Template().policy().lost_after == 1800.0
+    write(home, SSH + "limits: {on_box_stop_after: 1200}\n")
+    assert load_template(home, "box").policy().lost_after == 1270.0
+    write(home, SSH + "limits: {on_box_stop_after: 1200, lost_after: 1800}\n")
+    assert load_template(home, "box").policy().lost_after == 1800.0
+
+
+def test_the_commands(perilune: Command, tmp_path: Path) -> None:
+    (tmp_path / "home" / "templates").mkdir()
+    (tmp_path / "home" / "templates" / "box.yaml").write_text("description: far\n" + SSH)
+    code, out, _ = perilune("templates", "list", "--json")
+    assert code == 0
+    assert [(one["id"], one["placement"]["name"]) for one in json.loads(out)] == [
+        ("box", "ssh"),
+        ("local", "local"),
+    ]
+    assert "far" in perilune("templates", "list")[1]
+    assert json.loads(perilune("templates", "show", "box", "--json")[1])["limits"]["max_lifetime"] == 604800
+    assert perilune("templates", "validate", "box")[0] == 0
+    assert perilune("run", "quickstart", "--template", "nowhere")[0] == 2
+    assert "there is none" in perilune("run", "quickstart", "--with", "a=b")[2]
+
+
+def fields(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, field in model.model_fields.items():
+        kinds = [one for one in (field.annotation, *get_args(field.annotation)) if isinstance(one, type)]
+        inner = [kind for kind in kinds if issubclass(kind, BaseModel)]
+        for kind in inner:
+            yield from fields(kind, f"{above}{name}.")
+        if not inner:
+            yield f"{above}{name}", field
+
+
+def test_every_key_is_documented() -> None:
+    page = PAGE.read_text()
+    for key, field in fields(Template):
+        if not key.endswith("placement.name"):
+            assert f"| `{key}` |" in page and (field.description or "").partition(";")[0] in page, key
