@@ -9,8 +9,8 @@ import pytest
 from mischief import CODE, KINDS
 from task_cases import episodes, figures_of, metrics, run_task, summary
 
-from perilune.data.generators import make_teacher
 from perilune.errors import RequestError, WorkFailedError
+from perilune.recipe.load import bundled_recipe, load_recipe
 
 MISCHIEF = {
     "id": "factory",
@@ -116,15 +116,14 @@ def test_a_record_that_is_malformed_is_named(tmp_path: Path) -> None:
 
 def test_tools_in_small(tmp_path: Path) -> None:
     """The bundled recipe's stages, one after the other."""
-    environment = {
-        "id": "tools", "task": "figure", "prompt": "compact", "turns": 3,
-        "sandbox": {"seconds": 1, "memory_mb": 64, "processes": 1}, "episodes": {"seconds": 20},
-    }  # fmt: skip
-    assert make_teacher("tools").strategies["solve"] > 0
-    options = {"teacher": "tools", "strategies": {"solve": 1.0}, "traces": 12}
+    recipe = load_recipe(bundled_recipe("tools"))
+    assert [stage.task for stage in recipe.stages] == ["collect", "sft", "evaluate", "rl", "evaluate"]
+    environment = recipe.environment
+    options = {"teacher": "tools", "strategies": {"solve": 0.1, "guess": 0.9}, "traces": 16}
     collected = run_task(tmp_path / "collect", "collect", environment=environment, **options)
     traces = collected / "artifacts" / "traces"
-    sft = run_task(tmp_path / "sft", "sft", inputs={"data": traces}, environment=environment)
+    few = {"steps": 2, "batch_size": 4, "warmup": 1}
+    sft = run_task(tmp_path / "sft", "sft", inputs={"data": traces}, environment=environment, **few)
     checkpoint = {"checkpoint": sft / "artifacts" / "checkpoints" / "final"}
     small = {"steps": 1, "prompts": 2, "samples": 2, "max_tokens": 40}
     climbed = run_task(tmp_path / "rl", "rl", inputs=checkpoint, environment=environment, **small)
