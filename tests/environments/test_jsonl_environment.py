@@ -10,6 +10,7 @@ import pytest
 from perilune.bundle.freeze import freeze
 from perilune.bundle.workspace import Workspace
 from perilune.environments import Failure, Transcript, make_environment
+from perilune.environments.jsonl_index import HeldOut, indexed
 from perilune.environments.matching import last_number, matches
 from perilune.errors import RequestError
 from perilune.recipe.load import load_recipe
@@ -115,6 +116,9 @@ def test_of_rows_that_ask_the_same_the_first_one_stays(tmp_path, caplog):
         kept = make_environment(section)
     assert sum(kept.settings().values()) == 21
     (told,) = [record.getMessage() for record in caplog.records]
+    index = indexed(str(folder), "number", "drop", HeldOut())
+    pairs = [(index.place(again)[-9:], index.place(first)[-10:]) for again, first in index.repeated()]
+    assert pairs[0] == ("b.jsonl:1", "a.jsonl:19") and pairs[2] == ("b.jsonl:4", "a.jsonl:19")
     assert told.startswith("5 of 26 rows") and "b.jsonl:1: asks what" in told and "a.jsonl:19 asks" in told
 
 
