@@ -9,8 +9,9 @@ import pytest
 from perilune.data.filtering import FilterSettings, filter_files
 from perilune.data.generators import Rejected, make_teacher, provenance_of, verified, written
 from perilune.data.records import deduplicate, read_records, write_records
-from perilune.environments import Transcript, make_environment
-from perilune.environments.game_teachers import make_game_teacher
+from perilune.environments import Chance, Transcript, make_environment
+from perilune.environments.game_teachers import BEST, make_game_teacher
+from perilune.environments.open_spiel_match import Match
 from perilune.environments.replay import conversation
 from perilune.errors import RequestError
 
@@ -75,6 +76,26 @@ def test_a_record_says_what_the_environment_would_show_a_policy(game, opponent):
             message["role"] == "assistant" for message in record.messages
         )
         assert record.provenance.generator == "open_spiel" and seat == task.data["seat"]
+
+
+@pytest.mark.parametrize("game", ["kuhn_poker", "leduc_poker", "goofspiel", "liars_dice", "tic_tac_toe"])
+def test_the_teacher_decided_by_what_the_record_shows(game):
+    """Its cards in the session are those it saw: the table gives each move the probability that is told."""
+    about = section(game, config=GAMES[game])
+    environment = make_environment(about)
+    teacher = make_game_teacher(BEST[game], environment.game)
+    kept, _ = collected(about, 12, keep="any")
+    for record in kept:
+        match = Match(environment.game, Chance(record.seed, record.task_id))
+        told, likely = [], []
+        for action in record.details["actions"]:
+            shown, moves = environment.told(match.state, match.player)
+            if match.player == record.details["seat"]:
+                told.append(shown)
+                likely.append(teacher.probabilities(match.state, match.player, 0)[moves[action]])
+            match.take(moves[action])
+        assert told == [one["content"] for one in record.messages[1:] if one["role"] == "user"]
+        assert likely == record.details["probabilities"]
 
 
 def test_equilibrium_play_stays_mixed_unless_the_likeliest_move_is_asked_for():
