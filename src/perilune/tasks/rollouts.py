@@ -115,12 +115,12 @@ class Rollouts:
         Raises:
             WorkFailedError: when sampling fails, or more episodes do than the recipe allows.
         """
+        if self.opponents is not None:
+            self.opponents.prepare(step)
         places = self.processes.mine(range(first, first + len(tasks)))
         tasks = self.processes.mine(tasks)
         begun = time.perf_counter()
         sessions = Sessions(self.scorer, self.environment)
-        if self.opponents is not None:
-            self.opponents.prepare(step)
         with self._scoring(len(tasks) * samples):
             games = self._open(sessions, tasks, samples, step, places)
             self._listen(games, params)
