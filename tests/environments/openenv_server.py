@@ -62,4 +62,4 @@ class HotCold(Environment):
 if __name__ == "__main__":
     app = FastAPI()
     HTTPEnvServer(HotCold, Guess, Found, max_concurrent_envs=32).register_routes(app)
-    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning", ws="websockets")
+    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning", ws="auto")

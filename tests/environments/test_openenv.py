@@ -28,7 +28,7 @@ def free_port():
 def started():
     port = free_port()
     process = subprocess.Popen([sys.executable, str(SERVER), str(port)], stderr=subprocess.DEVNULL)
-    for _ in range(200):
+    for _ in range(1200):
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return process, f"http://127.0.0.1:{port}"
