@@ -239,6 +239,17 @@ def test_a_machine_that_forgot_everything_costs_one_checkpoint_interval(
     assert totals(control) == [2, 6, 12, 20]
 
 
+def test_files_that_vanish_between_staging_and_start_are_sent_again(control: Control, box: Elsewhere) -> None:
+    def cut(verb: str) -> str:
+        if verb == "start" and box.host.calls.count("start") == 1:
+            shutil.rmtree(box.workspace)
+        return ""
+
+    box.host.cut = cut
+    assert isinstance(carry_out(control, box, drill_plan(steps=1))[-1], StageFinished)
+    assert states(control) == [("failed", "start_failed"), ("succeeded", "")]
+
+
 def test_a_process_number_that_was_given_to_another_is_not_alive(control: Control, box: Elsewhere) -> None:
     hanging(control, box)
     (path,) = box.workspace.glob("*/claim.1.json")

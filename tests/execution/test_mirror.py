@@ -168,7 +168,7 @@ def test_what_is_being_written_stays_there(there: There, home: Path) -> None:
 
 def frame(path: Any, data: bytes = b"x", **changes: Any) -> bytes:
     header = {"path": path, "offset": 0, "length": len(data), "ino": 1, "mtime": 1, "size": len(data)}
-    header |= {"sha256": sha256_bytes(data)} | changes
+    header |= {"sha256": sha256_bytes(data), "tail": ""} | changes
     return json.dumps(header).encode() + b"\n" + data
 
 

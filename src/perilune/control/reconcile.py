@@ -2,8 +2,7 @@
 
 Every effect (staging, starting a worker) has its intent committed first, and is one that may be repeated:
 staging is redone from nothing, and of several workers only one can claim an attempt. A per-run flock keeps
-two processes from doing the same work twice; nothing depends on it for correctness. Where an attempt runs is
-its placement's to know; that the way there is cut is a condition, and ends nothing.
+two processes from doing the same work twice; nothing depends on it for correctness. A cut line ends nothing.
 """
 
 from __future__ import annotations
@@ -263,7 +262,8 @@ class Reconciler:
         except CUT:
             raise
         except PeriluneError as error:
-            return self._end(attempt, AttemptState.FAILED, cause_of(error), str(error))
+            cause = Cause.START_FAILED if isinstance(error, WorkFailedError) else cause_of(error)
+            return self._end(attempt, AttemptState.FAILED, cause, str(error))
         reached("start.done")
         with self.store.transaction() as session:
             done(session, key)

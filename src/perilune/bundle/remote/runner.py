@@ -1,8 +1,8 @@
 """The runner: all that a machine needs of us to carry one attempt, before anything of ours is installed.
 
 One file, standard library only, Python 3.8 or newer, Linux. It is frozen into every bundle, and every call of
-it sends it over stdin, so nothing has to be there before. A call does one verb, answers with one line of JSON
-(pull: frames) and may be repeated:
+it sends it over stdin, so nothing has to be there before. What only some verbs need is imported there: a look
+should cost little. A call does one verb, answers with one line of JSON (pull: frames) and may be repeated:
 
     receive  unpack the attempt's files from a tar on stdin, verify them, give them their name
     start    refuse an old epoch, claim this one and start its keeper; twice is the same claim
@@ -20,26 +20,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import errno
 import fcntl
 import hashlib
 import json
 import os
-import secrets
 import shutil
 import signal
 import stat
-import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 REFUSED = 3  # exit code: the runner said no, and why
-BLOCK = 1 << 20
+BLOCK, TAIL = 1 << 20, 1 << 12  # bytes
 POLL = 0.1  # seconds
 EXIT_MARGIN = 15.0  # seconds beyond its grace in which a stopping worker hashes what is there
 MARK, WORKER_MARK = "PERILUNE_ATTEMPT", "PERILUNE_CLAIM"
@@ -86,7 +82,7 @@ class Attempt:
             "boot_id": boot_id(),
             "pid": pid,
             "starttime": starttime(pid),
-            "nonce": secrets.token_hex(16),
+            "nonce": os.urandom(16).hex(),
         }
         temporary = self.run / f".claim.{claim['nonce']}"
         write_durably(temporary, json.dumps(claim).encode())
@@ -101,7 +97,7 @@ class Attempt:
         """Note that somebody has looked: the keeper sees the file change, whatever the clocks say."""
         if self.files.is_dir():
             with contextlib.suppress(OSError):  # no room
-                self.contact.write_text(secrets.token_hex(4))
+                self.contact.write_text(os.urandom(4).hex())
 
     def result(self) -> dict[str, Any] | None:
         """The verdict on this epoch."""
@@ -127,7 +123,7 @@ def receive(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
             raise RefusedError("this attempt or a newer one has begun here")
         for leftover in attempt.run.glob("tmp.*"):
             shutil.rmtree(str(leftover))
-        building = attempt.run / f"tmp.{secrets.token_hex(8)}"
+        building = attempt.run / f"tmp.{os.urandom(8).hex()}"
         building.mkdir()
         try:
             unpack(sys.stdin.buffer, building, options.bytes)
@@ -150,6 +146,8 @@ def receive(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
 
 def start(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
     """The claim on this attempt, by a keeper that is started if there is none. Older attempts end first."""
+    import subprocess
+
     values = json.loads(sys.stdin.buffer.read() or b"{}")
     with attempt.lock():
         newest = (attempt.claimed_epochs() or [0])[-1]
@@ -163,7 +161,7 @@ def start(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
             if not end(attempt, epoch, 0.0):
                 raise RefusedError(f"processes of attempt {epoch} cannot be ended")
         me = str(attempt.files / "scripts" / "runner.py")
-        command = [sys.executable, "-I", me, "keep", *sys.argv[2:]]
+        command = [sys.executable, "-IS", me, "keep", *sys.argv[2:]]
         with (attempt.runtime / "worker.log").open("ab") as log:
             keeper = subprocess.Popen(
                 command,
@@ -225,8 +223,8 @@ def remove(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
 def pull(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
     """Write frames, each a line of JSON and so many bytes, the small and lively first, up to a limit.
 
-    Stdin says what is there already: {"files": {path: [inode, mtime, bytes]}, "units": [names], "limit": n,
-    "last": whether to end with manifest and result}.
+    Stdin says what is there already: {"files": {path: [inode, mtime, bytes, tail]}, "units": [names],
+    "limit": n, "last": whether to end with manifest and result}.
     """
     attempt.touch()
     have = json.loads(sys.stdin.buffer.read())
@@ -241,7 +239,7 @@ def pull(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
             units.setdefault(name, {})[inside] = status.st_size
             if name in have["units"]:
                 continue
-        begin = first_new_byte(path, status, have["files"].get(path))
+        begin = first_new_byte(attempt.files / path, status, have["files"].get(path))
         if begin is not None:
             more = more or room <= 0
             if room > 0:
@@ -287,19 +285,27 @@ def urgency(root: Path, path: str, status: os.stat_result) -> tuple[int, float]:
 
 
 def grows(path: str) -> bool:
-    """Whether a file is only ever written at its end."""
+    """Whether a file is only ever written at its end, by its name."""
     name = path.rpartition("/")[2]
     return name.endswith(GROWING) or name.startswith("runtime.log")
 
 
-def first_new_byte(path: str, status: os.stat_result, have: list[int] | None) -> int | None:
+def first_new_byte(source: Path, status: os.stat_result, have: list[Any] | None) -> int | None:
     """Where to go on; None when all of it is there already."""
     if have is None or have[0] != status.st_ino or have[2] > status.st_size:
         return 0
-    same = have[1] == status.st_mtime_ns
-    if have[2] == status.st_size and (same or grows(path)):
-        return None
-    return have[2] if same or grows(path) else 0
+    changed = have[1] != status.st_mtime_ns
+    if changed and not (grows(source.name) and have[3] == tail_digest(source, have[2])):
+        return 0
+    return None if have[2] == status.st_size else int(have[2])
+
+
+def tail_digest(source: Path, end: int) -> str:
+    """SHA-256 of the bytes before `end`: a number of a file may be given again, with other contents."""
+    with contextlib.suppress(OSError), source.open("rb") as file:
+        file.seek(max(0, end - TAIL))
+        return hashlib.sha256(file.read(min(end, TAIL))).hexdigest()
+    return ""
 
 
 def send(out: BinaryIO, source: Path, path: str, begin: int, room: int) -> int:
@@ -321,6 +327,7 @@ def send(out: BinaryIO, source: Path, path: str, begin: int, room: int) -> int:
                 "mtime": status.st_mtime_ns,
                 "size": status.st_size,
                 "sha256": hashlib.sha256(data).hexdigest(),
+                "tail": tail_digest(source, begin + sent + len(data)),
             }
             out.write(json.dumps(header).encode() + b"\n" + data)
             out.flush()
@@ -335,6 +342,8 @@ def send(out: BinaryIO, source: Path, path: str, begin: int, room: int) -> int:
 
 def keep(attempt: Attempt, options: argparse.Namespace) -> None:
     """Carry the attempt to its end, or end it: at its time limit, unseen for too long, or when asked to."""
+    import subprocess
+
     signal.setitimer(
         signal.ITIMER_REAL, options.lifetime + options.grace + 2 * EXIT_MARGIN
     )  # ends us, always
@@ -492,6 +501,8 @@ def host_id() -> str:
 
 
 def prctl(option: int, value: int) -> None:
+    import ctypes
+
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
@@ -500,6 +511,8 @@ def prctl(option: int, value: int) -> None:
 
 def unpack(stream: BinaryIO, root: Path, most: int) -> None:
     """Unpack plain files and folders below `root`, each once, at most `most` bytes in all."""
+    import tarfile
+
     total = 0
     try:
         with tarfile.open(fileobj=stream, mode="r|") as tar:

@@ -41,7 +41,7 @@ class Mirror:
         self.directory = directory
         self._arriving = directory.with_name(f".{directory.name}.arriving")
         self._cursor_file = directory.with_name(f"{directory.name}.pulled.json")
-        self._cursor: dict[str, list[int]] = (
+        self._cursor: dict[str, list[Any]] = (
             read_json(self._cursor_file) if self._cursor_file.exists() else {}
         )
 
@@ -135,7 +135,7 @@ class Mirror:
         path, offset = _checked(header["path"]), int(header["offset"])
         if len(data) > FRAME or offset < 0:
             raise HostRefusedError(f"it sent a frame of {len(data)} bytes at {offset}")
-        status = [int(header["ino"]), int(header["mtime"])]
+        status, tail = [int(header["ino"]), int(header["mtime"])], str(header["tail"])
         known = self._cursor.get(path)
         if offset and (known is None or known[0] != status[0] or known[2] != offset):
             return  # it does not follow from what is here
@@ -150,7 +150,7 @@ class Mirror:
             file.flush()
             os.fsync(file.fileno())
         end = offset + len(data)
-        self._cursor[path] = [*status, end]
+        self._cursor[path] = [*status, end, tail]
         is_whole = end >= int(header["size"])
         if is_whole and not in_place and path not in {MANIFEST, RESULT} and not _unit(path):
             self._place(arriving, here)

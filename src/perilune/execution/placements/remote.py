@@ -141,7 +141,8 @@ class RemotePlacement:
         """As `Placement.pull`."""
         mirror = Mirror(attempt.directory)
         if not whole:
-            self._pull(attempt, mirror, last=False)
+            with contextlib.suppress(_UnstagedError):  # the next look tells
+                self._pull(attempt, mirror, last=False)
             return
         ended = self._call(attempt, "observe", timeout=LOOK_SECONDS).get("result") is not None
         for round_number in range(WHOLE_ROUNDS):
@@ -201,7 +202,7 @@ class RemotePlacement:
             sink: takes stdout, answer included; the answer returned is empty then.
         """
         runner = self._runner(attempt)
-        command = [self.site.python, "-I", "-c", BOOT, str(len(runner)), verb]
+        command = [self.site.python, "-IS", "-c", BOOT, str(len(runner)), verb]
         command += [
             "--workspace",
             self.site.workspace,
@@ -222,7 +223,10 @@ class RemotePlacement:
             raise _UnstagedError(f"{self.name}: nothing to pull")
         if answer.exit_code != 0:
             said = (answer.errors.strip().splitlines() or ["it said nothing"])[-1]
-            raise WorkFailedError(f"the runner failed: {said}", where=self.name)
+            kind = (
+                WorkFailedError if verb == "receive" else HostUnreachableError
+            )  # what came of it is unknown
+            raise kind(f"the runner failed: {said}", where=self.name)
         return {} if sink is not None else _last_document(answer.output, self.name)
 
     def _refusal(self, answer: Answer) -> Exception:
