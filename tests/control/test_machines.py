@@ -159,6 +159,22 @@ def test_a_machine_that_dies_is_gone_after_two_looks(
     assert tend_until(fleet, key, GONE).reason == "host failure"
 
 
+def test_a_provider_that_is_not_configured_any_more_is_silent(
+    control: Control, fleet: Fleet, cloud: FakeCloud
+) -> None:
+    key = rented(control, fleet)
+    tend_until(fleet, key, READY)
+    providers = control.home.root / "providers.yaml"
+    whole = providers.read_text()
+    providers.write_text("daily_cap: 1.0\nproviders: {}\n")
+    stranger = Fleet(control.home, control.store)
+    end(control)
+    machine = stranger.tend(key)
+    assert machine is not None and machine.state == TERMINATING and machine.unseen_since
+    providers.write_text(whole)
+    tend_until(Fleet(control.home, control.store), key, GONE)
+
+
 def test_a_silent_provider_is_a_condition(control: Control, fleet: Fleet, cloud: FakeCloud) -> None:
     key = rented(control, fleet)
     tend_until(fleet, key, READY)

@@ -173,6 +173,11 @@ def test_what_cannot_be_rented_says_so(
     assert isinstance(last, StageFailed) and last.cause == "host_refused"
     assert "no machine of kind 'huge'" in last.message and not fleet.all(gone=True)
 
+    place = template.placement.model_copy(update={"provider": "nobody"})
+    nobody = template.model_copy(update={"placement": place})
+    last = list(go(control, nobody, drill_plan(steps=1)))[-1]
+    assert isinstance(last, StageFailed) and "no provider is called 'nobody'" in last.message
+
 
 def test_a_lease_that_is_over_ends_the_run(
     control: Control, fleet: Fleet, cloud: FakeCloud, template: Template

@@ -159,7 +159,9 @@ class Fleet:
             self._condemn(machine, reason)
 
     def _recorded(self, machine: Machine) -> Recorded:
-        capabilities = self.providers.get(machine.provider).capabilities
+        visibility = 0.0
+        if machine.provider in self.providers.names():  # else it is silent, until it is configured again
+            visibility = self.providers.get(machine.provider).capabilities.visibility_seconds
         return Recorded(
             state=MachineState(machine.state),
             lease=Lease.model_validate(machine.lease),
@@ -169,7 +171,7 @@ class Fleet:
             refused=bool(machine.refused),
             missing_since=_instant(machine.missing_since),
             idle_since=_instant(machine.idle_since),
-            visibility=capabilities.visibility_seconds,
+            visibility=visibility,
         )
 
     def _note(self, key: str, seen: Sighting, now: Instant) -> Desire:

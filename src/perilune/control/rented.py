@@ -21,11 +21,11 @@ from perilune.control.machines import Fleet
 from perilune.control.store import Attempt, Machine, Run, move_attempt, record
 from perilune.control.sweep import SWEEP_SECONDS, sweep, tend_all
 from perilune.control.transitions import AttemptState, MachineState, RunState
-from perilune.errors import PeriluneError
+from perilune.errors import PeriluneError, RequestError
 from perilune.execution.hosts.protocol import Host, HostRefusedError, HostUnreachableError
 from perilune.execution.observation import Observation
 from perilune.execution.placements.protocol import Assignment, Capabilities, Placement
-from perilune.execution.providers.protocol import MachineKey, ProviderRefusedError
+from perilune.execution.providers.protocol import MachineKey
 from perilune.execution.verdict import Cause
 
 ENDINGS = {  # what a provider says of a machine that has gone, and what that is to its attempt
@@ -164,7 +164,8 @@ class Rentals:
         Returns:
             Its number, 0 for none; None while its provider does not say.
         """
-        if not isinstance(placement, RentedPlacement):
+        providers = self.fleet.providers
+        if not isinstance(placement, RentedPlacement) or placement.rental.provider not in providers.names():
             return 0
         listing = self.fleet.listing(placement.rental.provider)
         if listing.machines is None:
@@ -180,7 +181,7 @@ class Rentals:
         """
         try:
             price = price_of(self.fleet.providers, rental)
-        except ProviderRefusedError as error:
+        except RequestError as error:  # there is no such provider, or no such kind
             with self.fleet.store.transaction() as session:
                 move_attempt(session, current(session, attempt), AttemptState.PROVISIONING)
             self._end(attempt, AttemptState.FAILED, Cause.HOST_REFUSED, str(error))
