@@ -3,9 +3,9 @@
     nice python benchmarks/game_teachers.py [--pairs 40] [--only exploitability matches]
 
 Exploitability is NashConv / 2: what best answers to the average policy win, on average over the two seats;
-0 is an equilibrium. A match is pairs of games with the same luck and the seats swapped; a share of the points
-(a draw is half of one) has Wilson's 95% interval, the mean return the bootstrap's over pairs. Times are of
-one core that was shared.
+0 is an equilibrium; "known" is what OpenSpiel's solvers were measured at elsewhere. A match is pairs of games
+with the same luck and the seats swapped; a share of the points (a draw is half of one) has Wilson's 95%
+interval, the mean return the bootstrap's over pairs. Times are of one core that was shared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pyspiel
 
 from perilune.environments import Chance
 from perilune.environments.game_teachers import BEST, GameTeacher, choose, make_game_teacher
-from perilune.environments.game_teachers.regret import ITERATIONS, RegretSolver
+from perilune.environments.game_teachers.regret import ITERATIONS, RegretSolver, version
 from perilune.environments.open_spiel_match import Match
 from perilune.metrics.bootstrap import bootstrap_problems
 from perilune.metrics.proportion import wilson
@@ -99,14 +99,15 @@ def main() -> None:
         parts = {name: found[name] for name in PARTS if name in found} | {part: value}
         found.update(parts)
         own = {"each game's own": dict(BEST), "iterations of a solution": dict(ITERATIONS)}
+        own["OpenSpiel"] = version()
         asked = ["--pairs", str(arguments.pairs)]
         write(arguments.out, told | parts | own | document("game_teachers.py", asked, began))
 
-    curves: dict[str, Any] = {}
+    curves: list[dict[str, Any]] = []
     for game, (config, algorithms) in CURVES.items() if "exploitability" in arguments.only else ():
         loaded = pyspiel.load_game(game, config)
         for algorithm, iterations in algorithms.items():
-            curves[f"{loaded} by {algorithm}"] = curve(loaded, algorithm, iterations)
+            curves += curve(loaded, algorithm, iterations)
             keep("exploitability", curves)
     matches: list[dict[str, Any]] = []
     for one in CONTESTS if "matches" in arguments.only else ():
@@ -125,13 +126,15 @@ def curve(game: Any, algorithm: str, iterations: tuple[int, ...]) -> list[dict[s
         seconds += time.process_time() - began
         done = target
         row = {
+            "game": str(game),
+            "algorithm": algorithm,
             "iterations": target,
             "exploitability": round(solver.exploitability(), 5),
             "known": KNOWN.get((str(game), algorithm, target)),
             "seconds": round(seconds, 2),
         }
         rows.append(row)
-        print(game, algorithm, row, file=sys.stderr, flush=True)
+        print(row, file=sys.stderr, flush=True)
     return rows
 
 
