@@ -16,12 +16,14 @@ import argparse
 import json
 import time
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from perilune.bundle.machine import describe_machine
 from perilune.connect_four.board import Boards, empty
 from perilune.connect_four.judge import Exam, exam, grade, match, openings_against, positions
 from perilune.connect_four.learning import Trainer
@@ -140,6 +142,8 @@ def judge(folder: Path, per_ply: int, games: int) -> dict[str, Any]:
     told = folder / "solver.json"
     return {
         "command": "python benchmarks/connect_four.py judge FOLDER",
+        "versions": {name: version(name) for name in ("perilune", "torch", "open-spiel")},
+        "processor": describe_machine()["processor"]["model"],
         "positions": len(questions.boards),
         "layers": layers(LearningSettings(**longest["settings"])),
         "runs": runs,

@@ -9,6 +9,13 @@ import numpy as np
 
 from comparison.chart import Curve, panels
 
+COMMANDS = """\
+for seed in 0 1 2; do
+>   python benchmarks/connect_four.py train FOLDER --seconds 60 --simulations 0 --seed $seed
+> done
+$ python benchmarks/connect_four.py train FOLDER --seconds 1800
+$ python benchmarks/connect_four.py solve FOLDER
+$ python benchmarks/connect_four.py judge FOLDER"""
 HOBBY = 1600  # moves a second that are said of a hobby project, its processor and network unknown
 ABOUT = """\
 A network learns Connect Four from bitboards by playing against itself, on one core. Seconds are CPU seconds
@@ -35,26 +42,37 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
         "about": "\n".join(
             [about, "", *(f"* {one}" for one in findings(document, longest)), "", *pictures()]
         ),
-        "command": document["command"],
+        "command": COMMANDS,
         "speed": [speed(run) for run in runs],
         "where the arithmetic is": document["layers"],
         "strength as it learns": [row(run, line) for run in runs for line in run["marks"]],
         "the last player, by stones on the board": by_ply(document["final"]["judged"]),
         "the last player's matches": matches(document["final"]["judged"]),
         **solver(document["solver"]),
+        "versions": document["versions"],
+        "processor": document["processor"],
         "charts": charts(longest),
     }
 
 
 def findings(document: Mapping[str, Any], longest: Mapping[str, Any]) -> list[str]:
     """What is worth knowing first."""
-    rates = {kind(run): run["marks"][-1]["moves_per_second"] for run in document["runs"]}
+    rates: dict[str, list[float]] = {}
+    for run in document["runs"]:
+        rates.setdefault(kind(run), []).append(run["marks"][-1]["moves_per_second"])
     last = document["final"]["judged"]
     seconds = longest["marks"][-1]["cpu_seconds"]
     found = [
-        f"{name}: {rate:,.0f} moves a second, {rate / HOBBY:.1f} times {HOBBY:,}"
-        for name, rate in rates.items()
+        f"{name}: {' and '.join(f'{rate:,.0f}' for rate in sorted(those))} moves a second, "
+        f"{min(those) / HOBBY:.1f} times {HOBBY:,} or more"
+        for name, those in rates.items()
     ]
+    minute = [line["judged"] for run in document["runs"] for line in run["marks"] if line["mark"] == 60]
+    found.append(
+        "After a minute, without looking ahead: "
+        + ", ".join(points(judged["0"], "one_ply") for judged in minute)
+        + " of the points against one-ply (PPO's seeds, then searched)"
+    )
     for ahead, judged in last.items():
         moves, perfect = judged["moves"], judged["perfect"]
         found.append(

@@ -24,4 +24,6 @@ def wilson(successes: float, trials: int) -> Interval:
     spread = Z * math.sqrt(share * (1 - share) / trials + Z * Z / (4 * trials * trials))
     middle = share + Z * Z / (2 * trials)
     scale = 1 + Z * Z / trials
-    return Interval(share, max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale))
+    low = (middle - spread) / scale if successes > 0 else 0.0  # exact at the edges, where rounding is not
+    high = (middle + spread) / scale if successes < trials else 1.0
+    return Interval(share, low, high)
