@@ -91,14 +91,14 @@ def _install(python: Path, requirements: Sequence[str]) -> None:
     listed = python.parent.parent / "requirements.txt"
     listed.write_text("".join(f"{line}\n" for line in requirements), encoding="utf-8")
     command = [
-        python,
+        str(python),
         "-m",
         "pip",
         "--disable-pip-version-check",
         "install",
         "--progress-bar=off",
         "-r",
-        listed,
+        str(listed),
     ]
     if subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode:
         raise WorkFailedError(
