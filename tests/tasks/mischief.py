@@ -12,12 +12,12 @@ from perilune.environments import EpisodeFailedError, MultiTurn, Task, ask, over
 from perilune.sandbox import Sandbox, SandboxFailedError, SandboxLimits
 
 LIMITS = SandboxLimits(
-    seconds=0.6, cpu_seconds=1, memory_bytes=64 << 20, processes=5, scratch_bytes=1 << 20, scratch_files=16,
+    seconds=1.5, cpu_seconds=1, memory_bytes=64 << 20, processes=5, scratch_bytes=1 << 20, scratch_files=16,
     flood_bytes=1 << 16,
 )  # fmt: skip
 DEAF = "import signal\nfor n in signal.valid_signals() - {9, 19}: signal.signal(n, signal.SIG_IGN)\n"
 CODE = {
-    "fork bomb": "import os\nwhile True:\n try: os.fork()\n except OSError: pass",
+    "fork bomb": "import os, time\nwhile True:\n try: os.fork()\n except OSError: time.sleep(0.01)",
     "full disk": "for i in range(9):\n with open(str(i), 'wb') as f: f.write(bytes(1 << 19))",
     "deaf": DEAF + "import time; time.sleep(60)",
     "ten million lines": "for i in range(10_000_000): print(i)",

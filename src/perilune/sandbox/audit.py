@@ -175,7 +175,9 @@ def examine(
         keeper: the process whose descendants are what the code leaves behind.
     """
     facts = baits.facts | asdict(AUDITED) | {"keeper": keeper}
-    run(f"keep = {{'text': {baits.left_behind!r}, 'more': []}}\nopen('left_behind', 'w').write(keep['text'])")
+    if probe.function is read.run_before:
+        text = f"keep = {{'text': {baits.left_behind!r}, 'more': []}}"
+        run(f"{text}\nopen('left_behind', 'w').write(keep['text'])")
     execution = run(probe.code(facts))
     reached, refused = _told(execution)
     seen = baits.taken() + [f"process {one} lives on" for one in descendants(keeper)]
