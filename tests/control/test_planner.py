@@ -38,6 +38,10 @@ SITUATIONS = [
 ]
 
 
+def out_of_sight(seen: Observation) -> bool:
+    return bool(seen.unseen or (seen.claim and seen.worker is Presence.UNKNOWN))
+
+
 def everything() -> Iterator[tuple[AttemptState, Observation, dict[str, Any], Step]]:
     """Every situation there is, with the step that is planned in it."""
     for state, seen, now in product(AttemptState, OBSERVATIONS, SITUATIONS):
@@ -57,7 +61,7 @@ def test_not_seeing_justifies_nothing_before_the_policy_or_the_user_says_so() ->
     unseen = [
         (now["unseen_seconds"] >= 1800 or now["force"], step)
         for state, seen, now, step in everything()
-        if seen.hidden and not seen.verdict and not state.terminal
+        if out_of_sight(seen) and not seen.verdict and not state.terminal
         if not (seen.refused and state in BEFORE_START)
     ]
     assert {step for given_up, step in unseen if not given_up} == {Step.UNREACHABLE}
@@ -71,7 +75,7 @@ def test_a_place_that_refuses_fails_the_attempt_only_before_anything_was_begun_t
 
 def test_force_changes_nothing_for_what_can_be_seen() -> None:
     for state, seen, now, step in everything():
-        if now["force"] and not seen.hidden:
+        if now["force"] and not out_of_sight(seen):
             assert step is next_step(state, seen, **now | {"force": False})
 
 
