@@ -188,19 +188,20 @@ def test_a_keeper_that_is_gone_is_a_failure_of_the_sandbox_and_replaced():
         assert one.run("print(1)").output == "1\n"
 
 
-def test_a_run_ends_with_who_asked_for_it(tmp_path):
+def test_a_run_ends_with_who_asked_for_it():
     script = (
         "import sys, threading, time\nfrom perilune.sandbox import Sandbox, SandboxLimits\n"
         "s = Sandbox(SandboxLimits(seconds=60)); s.run('')\n"
         "threading.Thread(target=s.run, args=('import time; time.sleep(60)',), daemon=True).start()\n"
-        "time.sleep(0.3); print(s.process_id, flush=True); time.sleep(60)"
+        "time.sleep(0.3); print(s.process_id, s._keeper._folder.name, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as owner:
-        keeper = int(owner.stdout.readline())
+        process, folder = owner.stdout.readline().split()
+        keeper = int(process)
         family = [keeper, *descendants(keeper)]
         assert len(family) == 4
         owner.kill()
     until = time.monotonic() + 10
-    while any(Path(f"/proc/{one}").exists() for one in family):
+    while any(Path(f"/proc/{one}").exists() for one in family) or Path(folder).exists():
         assert time.monotonic() < until, family
         time.sleep(0.05)

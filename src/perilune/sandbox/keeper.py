@@ -41,8 +41,12 @@ def main() -> None:
         send_frame(_OWNER, keeper.found)
         while (size := receive_exactly(_OWNER, HEADER)) is not None:
             send_frame(_OWNER, keeper.run(int(size, 16)))
+    except BrokenPipeError:
+        pass  # the owner went away
     except Exception:
         send_frame(_OWNER, {"failed": traceback.format_exc(limit=-3)})
+    finally:
+        shutil.rmtree(opening["folder"], ignore_errors=True)  # an owner that was killed cannot
 
 
 class Keeper:
