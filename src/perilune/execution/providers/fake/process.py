@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import signal
 import subprocess
 import sys
@@ -28,8 +29,11 @@ def start(
         tied: whether it ends when this process ends.
 
     Raises:
+        RequestError: this is not Linux, whose process tree the machines are made of.
         WorkFailedError: when it does not come up.
     """
+    if platform.system() != "Linux":
+        raise RequestError("the fake cloud needs Linux", remedy="run it in a Linux virtual machine")
     folder.mkdir(parents=True, exist_ok=True)
     options = ["--weather", json.dumps(weather.asdict()), "--capacity", str(capacity), *["--tied"] * tied]
     with (folder / "server.log").open("ab") as log:
