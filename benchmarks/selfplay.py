@@ -22,11 +22,11 @@ from perilune.environments import make_environment
 from perilune.models.loading import load_checkpoint
 from perilune.recipe.load import bundled_recipe
 from perilune.tasks.exact_play import reply_bounds
-from recipe_runs import HERE, document, for_seeds, options, run_recipe, write
+from recipe_runs import HERE, document, options, run_recipe, write
 
 RECIPES = {"tic_tac_toe": bundled_recipe("selfplay"), "kuhn_poker": HERE / "kuhn_poker.yaml"}
 CURVES = ("entropy", "openings", "illegal", "drawn", "turns", "seat/0/reward", "seat/0/won", "seat/1/won")
-LEAST = 0.03  # probability below which a line of the policy's is left out of its best reply
+LEAST = 0.05  # probability below which a line of the policy's is left out of its best reply
 EVERY = 4  # steps of which one is kept of a curve
 
 
@@ -38,9 +38,11 @@ def main() -> None:
     known = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"runs": {}}
     runs = dict(known["runs"])
     for game in [arguments.only] if arguments.only else RECIPES:
-        runs[game] = for_seeds(lambda seed, game=game: run(game, seed), arguments.seeds, arguments.jobs)
-    words = [] if len(runs) == len(RECIPES) else ["--only", *runs]
-    write(arguments.out, {"runs": runs} | document("selfplay.py", words, began))
+        runs[game] = []
+        for seed in arguments.seeds:
+            runs[game].append(run(game, seed))
+            words = [] if len(runs) == len(RECIPES) else ["--only", *runs]
+            write(arguments.out, {"runs": runs} | document("selfplay.py", words, began))
 
 
 def run(game: str, seed: int) -> dict[str, Any]:
@@ -58,7 +60,7 @@ def run(game: str, seed: int) -> dict[str, Any]:
         "league": played["summary"]["league"],
         **({"best_reply": replies} if replies else {}),
         "curves": {"step": [line["step"] for line in lines]}
-        | {name: [line[name] for line in lines] for name in CURVES if name in lines[0]},
+        | {name: [line.get(name) for line in lines] for name in CURVES},
     }
 
 

@@ -30,7 +30,7 @@ matches of a run, chance being 0.
 
 Exploitability is exact: what the best answer to the policy's move probabilities gains, on average over both
 seats (0 in an equilibrium, 0.458 for a policy that moves at random). The best reply at tic-tac-toe is
-searched through the whole tree, but for lines that the policy enters with less than 3%: hence bounds. Nothing
+searched through the whole tree, but for lines that the policy enters with less than 5%: hence bounds. Nothing
 is won from perfect play; 1 is won from a policy that can always be beaten."""
 
 Run = Mapping[str, Any]
@@ -191,7 +191,8 @@ def panel(name: str, runs: Sequence[Run]) -> list[str]:
 def curve(run: Run, name: str) -> dict[int, float]:
     """A figure by step, of the judgements or of the steps' games."""
     if name in run["curves"]:
-        return dict(zip(run["curves"]["step"], run["curves"][name], strict=True))
+        pairs = zip(run["curves"]["step"], run["curves"][name], strict=True)
+        return {step: value for step, value in pairs if value is not None}
     return {one["step"]: one[name] for one in run["league"]["judgements"] if name in one}
 
 
