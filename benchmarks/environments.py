@@ -308,8 +308,8 @@ def main() -> None:
         " same process and with the same moves; then in the process of its own that runs play in, with what"
         f" it takes to get there and back, {AT_ONCE} sessions at a time. Time is the processor's, of all"
         " processes that take part; episodes a second are those of a core that does nothing else. Opening an"
-        f" episode is spread over its steps. Medians of {arguments.rounds} rounds, in turn. OpenSpiel"
-        " and reasoning-gym alone put nothing into words and take no text apart; nobody else names its chance.",
+        f" episode is spread over its steps. Medians of {arguments.rounds} rounds, in turn. OpenSpiel and"
+        " reasoning-gym alone put nothing into words and take no text apart; nobody else names its chance.",
         "command": f"python benchmarks/environments.py --rounds {arguments.rounds}"
         f" --seconds {arguments.seconds}",
         "processor": describe_machine()["processor"]["model"],
