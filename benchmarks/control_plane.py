@@ -5,8 +5,8 @@
 Makes a home with that much in it, written as the control plane writes it (each event's hash covers the one
 before it), and 500 attempts under way, each with its directory, a claim of a living process and a heartbeat.
 Then, in turns: list the latest runs; find a run; submit a frozen bundle; a reconciler's pass over everything
-that lives, which every command makes before it answers; verify the record. All in one process on one core, medians
-of the rounds. The commands are timed from outside as well, Python's start included. Writes
+that lives, which every command makes before it answers; verify the record. All in one process on one core,
+medians of the rounds. The commands are timed from outside as well, Python's start included. Writes
 results/control_plane.json.
 """
 

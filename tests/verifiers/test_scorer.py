@@ -12,8 +12,8 @@ import pytest
 
 from perilune.environments.protocol import Failure, Score, Task, Transcript
 from perilune.errors import RequestError, WorkFailedError
-from perilune.verifiers import Limits, Scorer
 from perilune.sandbox.landlock import landlock_version
+from perilune.verifiers import Limits, Scorer
 
 SPEC = {"id": "factory", "factory": "hostile_environment:make"}
 TASK = Task("t", ({"role": "user", "content": "?"},), {})
