@@ -36,14 +36,13 @@ def sweep(fleet: Fleet, grace: float = GRACE_SECONDS) -> list[str]:
     A machine that nothing knows of is left alone for `grace` seconds, by its provider's own count, and then
     recorded as one that is to go. One that was recorded as gone and is listed alive is ended like any other.
     """
-    known = {machine.key: machine for machine in fleet.all(gone=True)}
     found = []
     for provider in fleet.providers.names():
         listing = fleet.listing(provider, fresh=True)
         for machine in (listing.machines or {}).values():
             if machine.status is MachineStatus.ENDED:
                 continue
-            recorded = known.get(machine.key)
+            recorded = fleet.machine(machine.key)
             if recorded is not None and recorded.state != MachineState.GONE:
                 continue
             if recorded is None:
