@@ -29,6 +29,8 @@ KbdInteractiveAuthentication no
 PermitRootLogin prohibit-password
 MaxStartups 100
 MaxSessions 100
+# With which bash does not read the .bashrc of whoever runs this, which may be slow.
+SetEnv SHLVL=1
 LogLevel ERROR
 """
 

@@ -86,12 +86,12 @@ class Reconciler:
 
     def one(self, run_id: str, *, act: bool = True) -> Run:
         """Take a run as far as it goes now, unless another process is at it; returns it as recorded then."""
-        if time.monotonic() >= self._look_after.get(run_id, 0.0):
+        if (now := time.monotonic()) >= self._look_after.get(run_id, 0.0):
             with locked(self.home.run(run_id)) as mine:
                 while mine and self._step(run_id, act):
                     pass
                 self.rentals.follow(run_id)
-            self._look_after[run_id] = time.monotonic() + self._pause(run_id)
+            self._look_after[run_id] = now + self._pause(run_id)
         return self.run(run_id)
 
     def look_now(self, run_id: str) -> None:
