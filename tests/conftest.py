@@ -31,6 +31,17 @@ def arithmetic(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
+@pytest.fixture(scope="session")
+def walls() -> None:
+    """All walls of the sandbox, which a container may forbid; what is missing is named."""
+    from perilune.sandbox import WALLS, Sandbox
+
+    with Sandbox(allow_missing=tuple(WALLS)) as one:
+        found = one.capabilities()
+    if found.missing:
+        pytest.xfail(f"this machine cannot build {', '.join(found.missing)}: {found.reasons}")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
     """Turn the skip of a test into its failure."""

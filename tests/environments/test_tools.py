@@ -13,6 +13,8 @@ from perilune.errors import RequestError
 from perilune.verifiers import Scorer
 from perilune.verifiers.conformance import check_environment
 
+pytestmark = pytest.mark.usefixtures("walls")
+
 
 @pytest.fixture(scope="module")
 def tools():

@@ -14,6 +14,7 @@ from perilune.errors import RequestError
 from perilune.sandbox import WALLS, Sandbox, SandboxFailedError, SandboxLimits
 from perilune.sandbox.watch import Output, descendants
 
+pytestmark = pytest.mark.usefixtures("walls")
 LIMITS = SandboxLimits(
     seconds=2.5, cpu_seconds=1, memory_bytes=96 << 20, processes=6, scratch_bytes=2 << 20, scratch_files=32,
     flood_bytes=1 << 20,

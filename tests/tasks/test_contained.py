@@ -12,6 +12,7 @@ from task_cases import episodes, figures_of, metrics, run_task, summary
 from perilune.errors import RequestError, WorkFailedError
 from perilune.recipe.load import bundled_recipe, load_recipe
 
+pytestmark = pytest.mark.usefixtures("walls")
 MISCHIEF = {
     "id": "factory",
     "factory": "mischief:Mischief",
