@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from perilune.bundle.machine import describe_machine
-from perilune.connect_four.board import Boards, empty
+from perilune.connect_four.board import Boards, empty, play
 from perilune.connect_four.judge import Exam, exam, grade, match, openings_against, positions
 from perilune.connect_four.learning import Trainer
 from perilune.connect_four.network import load_player, save_player
@@ -116,8 +116,12 @@ def solve(path: Path) -> None:
     path.write_text(json.dumps({"speed": rows}, indent=1) + "\n")
     solver = Solver(25)
     began = time.process_time()
-    columns = solver.column_scores(empty(1))[0].tolist()
-    first = {"columns": columns, "CPU seconds": time.process_time() - began, "nodes": solver.nodes}
+    left = [-int(solver.scores(play(empty(1), np.array([c])))[0]) for c in reversed(range(4))][::-1]
+    first = {
+        "columns": [*left, *left[-2::-1]],
+        "CPU seconds": time.process_time() - began,
+        "nodes": solver.nodes,
+    }
     path.write_text(json.dumps({"speed": rows, "first move": first}, indent=1) + "\n")
 
 
