@@ -29,7 +29,8 @@ of training. Returns are means a game: 1 is a win at tic-tac-toe, 1 or 2 chips o
 matches of a run, chance being 0.
 
 Exploitability is exact: what the best answer to the policy's move probabilities gains, on average over both
-seats (0 in an equilibrium, 0.458 for a policy that moves at random). The best reply at tic-tac-toe is
+seats: 0 in an equilibrium, 0.458 for a policy that moves at random, 0.333 for one that always bets, whatever
+its card, which is what comes of imitating who does not look at the cards. The best reply at tic-tac-toe is
 searched through the whole tree, but for lines that the policy enters with less than 5%: hence bounds. Nothing
 is won from perfect play; 1 is won from a policy that can always be beaten."""
 
@@ -82,7 +83,8 @@ def finding(run: Run) -> str:
     ]
     if "exploitability" in start:
         parts[0] += f" (last {policies['last']['exploitability']:.3f})"
-    signs = ", ".join(dict.fromkeys(f"{one['name']} from step {one['step']}" for one in league["alarms"]))
+    first = {one["name"]: one for one in reversed(league["alarms"])}
+    signs = ", ".join(f"{name} from step {one['step']}" for name, one in first.items())
     collapse = "a collapse" if league["collapsed"] else "no collapse"
     seconds = run["processor_seconds"]
     return (
