@@ -59,7 +59,7 @@ def test_a_kill_between_rounds_changes_nothing(
         patch.setattr(Rounds, "judge", dies)
         run_in(broken)
     again = make_bundle(tmp_path / "two", job)
-    carry_over(broken, again)
+    carry_over(broken / "artifacts", again / "artifacts")
     run_in(again)
     assert (again / "artifacts/metrics.jsonl").read_bytes() == (
         turned / "artifacts/metrics.jsonl"

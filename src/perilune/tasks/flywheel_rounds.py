@@ -59,6 +59,7 @@ class Rounds:
     def __init__(self, workspace: Workspace, spec: FlywheelSpec, player: Player, learner: Learner) -> None:
         self._workspace, self._spec, self._player, self._learner = workspace, spec, player, learner
         self._publisher = Publisher(player.engine, learner)
+        self._publisher.publish()  # what a checkpoint brought, the engine has not seen
         self._heldout = heldout_tasks(player.environment, spec.heldout, workspace.job.seed)
         self._tasks = player.training_tasks(skip=learner.memory.get("tasks", 0))
         self._traces = workspace.artifacts / "traces"
@@ -66,7 +67,6 @@ class Rounds:
     def begin(self) -> None:
         """Judge the policy that the first round begins with."""
         self._learner.memory["rates"] = []
-        self._publisher.publish()
         self._record(0, self._judged(0), {})
 
     @property
