@@ -1,0 +1,23 @@
+"""The table of faults names tests that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("faults.md", "machines.md")
+
+
+def test_every_test_that_a_table_names_exists() -> None:
+    written = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    there = set(re.findall(r"^def (test_\w+)", written, re.MULTILINE))
+    for page in PAGES:
+        text = (ROOT / "docs" / "explanation" / page).read_text(encoding="utf-8")
+        named = set(re.findall(r"`(test_\w+)`", text))
+        assert named and not named - there, f"{page}: {sorted(named - there)}"
+
+
+def test_the_rows_are_numbered() -> None:
+    text = (ROOT / "docs" / "explanation" / "faults.md").read_text(encoding="utf-8")
+    assert [int(number) for number in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)] == [*range(1, 33)]
