@@ -178,7 +178,7 @@ def test_what_was_said_is_the_transcript_of_the_teacher_s_seat():
     ("about", "told", "message"),
     [
         (section("tic_tac_toe"), {"options": {"kep": "won"}}, r"options.kep.*(?s:.)*did you mean 'keep'"),
-        (section("tic_tac_toe"), {"options": {"policy": "cfr"}}, "options.policy"),
+        (section("connect_four"), {"options": {"policy": "cfr"}}, "options.policy"),
         (section("tic_tac_toe"), {"strategies": {"rules": 1.0}}, "strategies.rules"),
         (section("kuhn_poker", opponent="random"), {"strategies": {"cfr": 1.0}}, "'random' sits opposite"),
         (section("breakthrough"), {}, "no teacher of its own"),

@@ -183,7 +183,7 @@ def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path
             patch.delenv("CC", raising=False)
             for name, value in environment.items():
                 patch.setenv(name, value)
-            found = build.native.__wrapped__()
+            found = build.compiled.__wrapped__(build._KERNELS)
             assert found.library is None
             assert reason in found.reason
 
@@ -195,12 +195,12 @@ def test_the_library_is_built_once_and_again_when_it_is_broken(
     compiler = build._compiler()
     assert compiler is not None
     folder = tmp_path / "perilune" / "kernels"
-    broken = folder / f"{build._digest(compiler)}.so"
+    broken = folder / f"{build._digest(compiler, build._KERNELS)}.so"
     folder.mkdir(parents=True, mode=0o700)
     broken.write_bytes(b"not a library")
-    first = build.native.__wrapped__()
+    first = build.compiled.__wrapped__(build._KERNELS)
     assert isinstance(first.library, ctypes.CDLL)
     (made,) = folder.iterdir()
     changed = made.stat().st_mtime_ns
-    assert build.native.__wrapped__().reason == str(made)
+    assert build.compiled.__wrapped__(build._KERNELS).reason == str(made)
     assert made.stat().st_mtime_ns == changed

@@ -41,7 +41,7 @@ def restore(
     """Make a new home (PERILUNE_HOME) what another was when a backup was made.
 
     \b
-    PERILUNE_HOME=~/.perilune-2 perilune restore /media/disk/perilune-friday
+    perilune restore /media/disk/perilune-friday
     """
     from perilune.control.backup import restore as put_back
     from perilune.control.home import Home

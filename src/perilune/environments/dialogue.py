@@ -54,8 +54,8 @@ class Dialogue(Generic[T]):
         return self._playing.result()
 
     def close(self) -> None:
-        """Cancel what has not ended; may be called again."""
-        if not self._playing.done():
+        """Cancel what has not ended; may be called again, and after the loop was closed."""
+        if not self._playing.done() and not self._loop.is_closed():
             self._playing.cancel()
             with self._inside(), contextlib.suppress(asyncio.CancelledError, Exception):
                 self._loop.run_until_complete(self._playing)

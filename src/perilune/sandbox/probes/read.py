@@ -104,7 +104,7 @@ def run_before(facts: Mapping[str, Any]) -> Attempts:
     wanted = facts["left_behind"][::-1]  # so that it does not find itself
 
     def remembered() -> int:
-        dictionaries = [one for one in gc.get_objects() if isinstance(one, dict)]
+        dictionaries = [one for one in gc.get_objects() if type(one) is dict]
         texts = [text for one in dictionaries for text in list(one.values()) if isinstance(text, str)]
         return sum(wanted in text for text in texts)
 
