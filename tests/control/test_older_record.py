@@ -20,6 +20,7 @@ from drill_cases import (
 )
 
 from perilune.control.experiments import Control
+from perilune.control.requests import cancel
 from perilune.execution.processes import ProcessIdentity
 
 
@@ -72,4 +73,5 @@ def test_an_attempt_that_the_record_does_not_know_is_stopped_before_the_next(
     wait_for(lambda: later.reconciler.one(run_id).current_epoch == 3, "attempt 3")
     assert not family(second)
     assert later.home.attempt(run_id, 2).is_dir()
+    assert cancel(later, run_id).state == "cancelled"
     later.store.close()
