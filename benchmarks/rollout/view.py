@@ -100,8 +100,8 @@ def standing(records: Sequence[Record]) -> list[str]:
         paragraphs.append(
             f"Its peak memory is above that of the fastest other engine in {len(heavier)} of {len(best)} "
             f"comparisons, at most {most:.1f} times as high. Python with torch and the engine, before any "
-            "model, takes about 230 MB of it, which is most of T; and a cache of float32 or bfloat16 is four or two "
-            "times as large as one of u8: `perilune-int8` has one of a byte a number."
+            "model, takes about 230 MB of it, which is most of T; and a cache of float32 or bfloat16 is four "
+            "or two times as large as one of u8: `perilune-int8` has one of a byte a number."
         )
     return paragraphs
 
