@@ -44,6 +44,7 @@ class Rehearse:
         """Count on from the last checkpoint."""
         spec = RehearseSpec.model_validate(workspace.job.spec)
         begun, total = _resumed(workspace)
+        workspace.log(f"begins after step {begun}")
         workspace.rewind(begun)
         for name in workspace.job.secrets:
             workspace.log(f"{name} is {workspace.secret(name)}")  # and is not to be read anywhere
