@@ -61,6 +61,23 @@ def built_beside(destination: Path) -> Iterator[Path]:
             remove_tree(building)
 
 
+@contextmanager
+def new_folder(doing: str, destination: Path) -> Iterator[Path]:
+    """Give a folder to fill, which becomes `destination` when the block ends: whole or not at all.
+
+    Raises:
+        RequestError: when something is at `destination`, or it cannot be written to.
+    """
+    with storage_errors(doing, destination), built_beside(destination) as building:
+        yield building
+        try:
+            publish(building, destination)
+        except FileExistsError:
+            raise RequestError(
+                "something is already here", where=str(destination), remedy="choose another folder"
+            ) from None
+
+
 def publish(building: Path, destination: Path) -> None:
     """Make a finished directory durable and give it its name.
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perilune.bundle.digest import walk
-from perilune.bundle.storage import built_beside, publish, storage_errors
+from perilune.bundle.storage import new_folder
 from perilune.control.experiments import Control
 from perilune.control.store import Run
 from perilune.control.verification import export
@@ -102,14 +102,8 @@ class ArtifactStore:
             WorkFailedError: when what came is not what was asked for.
         """
         files = self._index(run_id)
-        with storage_errors("keep what was pulled", destination), built_beside(destination) as building:
+        with new_folder("keep what was pulled", destination) as building:
             list(self._each(lambda name: self._get(files[name], building / name), files, progress))
-            try:
-                publish(building, destination)
-            except FileExistsError:
-                raise RequestError(
-                    "something is already here", where=str(destination), remedy="choose another folder"
-                ) from None
         return len(files)
 
     def _index(self, run_id: str) -> dict[str, dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Table, insert, select, text
 
-from perilune.bundle.storage import built_beside, publish, storage_errors
+from perilune.bundle.storage import new_folder, storage_errors
 from perilune.control.database import DEFERRED, Database, Sqlite, database_of
 from perilune.control.home import Home
 from perilune.control.migrations import LATEST
@@ -33,7 +33,7 @@ def back_up(store: Store, home: Home, destination: Path, *, evidence: bool = Fal
     Raises:
         RequestError: when something is at `destination`, or it cannot be written.
     """
-    with storage_errors("make a backup", destination), built_beside(destination) as building:
+    with new_folder("make a backup", destination) as building:
         copy = Sqlite(Home(building))
         try:
             with store.snapshot() as session, copy.engine.begin() as written:
@@ -42,12 +42,6 @@ def back_up(store: Store, home: Home, destination: Path, *, evidence: bool = Fal
         finally:
             copy.engine.dispose()
         _files(home.root, building, [*SMALL, EVIDENCE] if evidence else SMALL)
-        try:
-            publish(building, destination)
-        except FileExistsError:
-            raise RequestError(
-                "something is already here", where=str(destination), remedy="choose another folder"
-            ) from None
 
 
 def restore(backup: Path, home: Home) -> None:

@@ -60,10 +60,10 @@ class Placements:
         template = self._template(run_id)
         return (None, 0) if template is None else (template.slots, template.priority)
 
-    def place(self, run_id: str) -> str:
-        """What runs that share slots have in common."""
+    def place(self, run_id: str) -> Here | OverSsh | OnRented | None:
+        """What runs that share slots have in common; None is no template."""
         template = self._template(run_id)
-        return "" if template is None else template.placement.model_dump_json()
+        return None if template is None else template.placement
 
     def _template(self, run_id: str) -> Template | None:
         if run_id not in self._templates:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from perilune.bundle.digest import recorded_digest
 from perilune.bundle.freeze import attempt_copy
-from perilune.bundle.storage import built_beside, place, publish, storage_errors
+from perilune.bundle.storage import new_folder, place
 from perilune.bundle.verify import verify
 from perilune.control.evidence import worker_said
 from perilune.control.experiments import POLL_SECONDS, Control
@@ -160,13 +160,7 @@ def collect(control: Control, run_id: str, destination: Path | None = None) -> l
         raise WorkFailedError(f"the evidence is damaged: {differences[0]}", where=str(attempt))
     files = sorted(path.relative_to(attempt) for path in attempt.rglob("*") if path.is_file())
     if destination is not None:
-        with storage_errors("copy the evidence", destination), built_beside(destination) as building:
+        with new_folder("copy the evidence", destination) as building:
             for file in files:
                 place(attempt / file, building / file, (attempt / file).stat().st_mode & 0o777)
-            try:
-                publish(building, destination)
-            except FileExistsError:
-                raise RequestError(
-                    "something is already here", where=str(destination), remedy="choose another folder"
-                ) from None
     return files

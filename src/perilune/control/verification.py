@@ -9,7 +9,7 @@ from perilune.bundle.attested import BUNDLE_STATEMENT, RESULT_STATEMENT, tampere
 from perilune.bundle.crate import describe
 from perilune.bundle.digest import recorded_digest
 from perilune.bundle.envelope import PUBLIC
-from perilune.bundle.storage import built_beside, place, publish, storage_errors
+from perilune.bundle.storage import new_folder, place
 from perilune.bundle.verify import verify
 from perilune.control.attestation import evidence_of
 from perilune.control.experiments import Control
@@ -60,7 +60,7 @@ def export(control: Control, run: Run, destination: Path, *, crate: bool = False
         why = f"its evidence is damaged: {problem}" if problem else f"it is {run.state}"
         raise RequestError(f"the run cannot be handed over: {why}", where=f"run {run.id}")
     evidence = evidence_of(control.home, run.id, run.current_epoch)
-    with storage_errors("export the run", destination), built_beside(destination) as building:
+    with new_folder("export the run", destination) as building:
         collect(control, run.id, building / "bundle")
         for source, name in (
             (evidence.submitted, f"attestations/{BUNDLE_STATEMENT}"),
@@ -70,9 +70,3 @@ def export(control: Control, run: Run, destination: Path, *, crate: bool = False
             place(source, building / name, 0o644)
         if crate:
             describe(building)
-        try:
-            publish(building, destination)
-        except FileExistsError:
-            raise RequestError(
-                "something is already here", where=str(destination), remedy="choose another folder"
-            ) from None
