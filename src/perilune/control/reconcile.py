@@ -113,7 +113,7 @@ class Reconciler:
         if state.terminal:
             return False
         if state is RunState.QUEUED:
-            with contextlib.suppress(*CUT):
+            with contextlib.suppress(*CUT):  # what is in the way cannot be seen now
                 return self._admit(run, attempt, act)
             return False
         assert attempt is not None
@@ -210,9 +210,7 @@ class Reconciler:
             for other in (*turn.taking, *turn.before):  # nobody else may be there to help them along
                 self.one(other)
             return False
-        with contextlib.suppress(*CUT):  # what is in the way cannot be seen now
-            return self.admission.begin(run)
-        return False
+        return self.admission.begin(run)
 
     def _stage(self, run: Run, attempt: Attempt) -> bool:
         with self.store.transaction() as session:
