@@ -82,6 +82,7 @@ class RentedMachine:
         billed_seconds: how long it has cost money so far.
         notice_seconds: it will be taken away in so many seconds; None when nobody has said so.
         reason: why it is ending or ended: "terminated", "preempted", "host failure", "lifetime".
+        address: where the other machines of the same attempt reach it; "" while that is not known.
     """
 
     key: str
@@ -92,6 +93,7 @@ class RentedMachine:
     billed_seconds: float
     notice_seconds: float | None = None
     reason: str = ""
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +132,13 @@ class MachineRequest:
     Attributes:
         kind: of an offer.
         lifetime_seconds: after which the provider is to end the machine by itself, where it can.
+        nodes: machines that the attempt has, one a rank. A provider that can make them together, or none of
+            them, does so when it is asked for any of them.
     """
 
     kind: str
     lifetime_seconds: float
+    nodes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +149,13 @@ class Capabilities:
         ends_by_itself: whether it honours `lifetime_seconds`.
         announces: whether it gives notice before it takes a machine away.
         visibility_seconds: how long what it has done may stay out of sight.
+        keeps_files: whether a machine's files outlive it, so that an attempt's have to be removed from it.
     """
 
     ends_by_itself: bool
     announces: bool
     visibility_seconds: float
+    keeps_files: bool = False
 
 
 class Provider(Protocol):
