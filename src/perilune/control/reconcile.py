@@ -16,29 +16,26 @@ from pathlib import Path
 from sqlalchemy import select
 
 from perilune.control.admission import Admission
-from perilune.control.attestation import attest_result
-from perilune.control.evidence import evidence_problem, worker_said
+from perilune.control.endings import CUT, Endings, assignment
+from perilune.control.evidence import worker_said
 from perilune.control.faults import reached
 from perilune.control.home import Home, locked
-from perilune.control.ledger import begun, current, done, end_attempt, intend, operations, started
+from perilune.control.ledger import begun, current, done, intend, operations, started
 from perilune.control.leftovers import remove_leftovers
 from perilune.control.machines import Fleet
 from perilune.control.placements import Placements
 from perilune.control.planner import RetryPolicy, Step, next_step
 from perilune.control.reachability import note_reachability, unseen_seconds
 from perilune.control.rented import Rentals
-from perilune.control.store import Attempt, Run, Store, move_attempt, move_run, record
+from perilune.control.store import Attempt, Run, Store, move_attempt, move_run
 from perilune.control.transitions import AttemptState, Cleanup, RunState
 from perilune.errors import PeriluneError, WorkFailedError
-from perilune.execution.hosts.protocol import HostRefusedError, HostUnreachableError
 from perilune.execution.observation import Observation
-from perilune.execution.placements.protocol import Assignment, Placement
-from perilune.execution.verdict import Cause, Verdict, cause_of
+from perilune.execution.verdict import Cause, cause_of
 
 LIVE_RUNS = (RunState.QUEUED.value, RunState.ACTIVE.value)
 WORKERS = 8  # looks at other machines at once
 LONGEST_WAIT = 30.0  # seconds between two tries to see what cannot be seen
-CUT = (HostUnreachableError, HostRefusedError)
 
 
 class Reconciler:
@@ -48,7 +45,8 @@ class Reconciler:
         self.home, self.store = home, store
         fleet = Fleet(home, store)
         self.placements = Placements(home, fleet, policy or RetryPolicy())
-        self.rentals = Rentals(fleet, self._end)
+        self.endings = Endings(home, store, self.placements)
+        self.rentals = Rentals(fleet, self.endings.end)
         self.admission = Admission(home, store, self.placements, self.rentals)
         self._look_after: dict[str, float] = {}  # run to the moment from which looking again may tell more
         self._misses: dict[str, int] = {}
@@ -73,7 +71,7 @@ class Reconciler:
         for attempt in self.unclean():
             with locked(self.home.run(attempt.run_id)) as mine:
                 if mine:
-                    self._clean(attempt)
+                    self.endings.clean(attempt)
         self.rentals.tend_all()
         remove_leftovers(self.home, self.store)
         return runs
@@ -117,7 +115,7 @@ class Reconciler:
                 return self._admit(run, attempt, act)
             return False
         assert attempt is not None
-        placement, there = self._placement(attempt), self._assignment(attempt)
+        placement, there = self.placements.of(attempt.run_id), assignment(self.home, attempt)
         if not self.rentals.provide(placement, run, attempt, there, act):
             return False
         seen = placement.observe(there)
@@ -133,7 +131,7 @@ class Reconciler:
     def _act(  # noqa: PLR0911 - one return a row of the table
         self, run: Run, attempt: Attempt, seen: Observation, step: Step, act: bool
     ) -> bool:
-        placement, there = self._placement(attempt), self._assignment(attempt)
+        placement, there = self.placements.of(attempt.run_id), assignment(self.home, attempt)
         match step:
             case Step.UNREACHABLE:
                 return False
@@ -146,40 +144,33 @@ class Reconciler:
             case Step.START:
                 return act and self._start(attempt)
             case Step.STOP:
-                return self._stop(run, attempt)  # the wish was for this, whatever the command is
+                return self.endings.stop(run, attempt)  # the wish was for this, whatever the command is
             case Step.ADOPT:
                 return self._adopt(attempt)
             case Step.FINALIZE:
                 assert seen.verdict is not None
-                return self._finalize(attempt, seen.verdict)
+                return self.endings.finalize(attempt, seen.verdict)
             case Step.START_FAILED:
                 placement.stop(there)
                 said = worker_said(there.directory) or "it said nothing"
-                return self._end(
+                return self.endings.end(
                     attempt, AttemptState.FAILED, Cause.START_FAILED, f"no worker came up: {said}"
                 )
             case Step.DIED:
-                return self._bury(attempt, seen)
+                return self.endings.bury(attempt, seen)
             case Step.LOSE:
-                return self._lose(run, attempt, seen)
+                return self.endings.lose(run, attempt, seen)
             case Step.REFUSED:
                 with self.store.transaction() as session:
                     begun(session, attempt)
-                return self._end(
+                return self.endings.end(
                     attempt, AttemptState.FAILED, Cause.HOST_REFUSED, seen.unseen, cleanup=Cleanup.NONE
                 )
 
     def look(self, run: Run, attempt: Attempt) -> tuple[Observation, Step]:
         """What is seen of an active run's attempt, and the step that is next. Records and does nothing."""
-        seen = self._placement(attempt).observe(self._assignment(attempt))
+        seen = self.placements.of(attempt.run_id).observe(assignment(self.home, attempt))
         return seen, self._next(run, attempt, seen)
-
-    def _placement(self, attempt: Attempt) -> Placement:
-        return self.placements.of(attempt.run_id)
-
-    def _assignment(self, attempt: Attempt) -> Assignment:
-        directory = self.home.attempt(attempt.run_id, attempt.number)
-        return Assignment(attempt.run_id, attempt.number, directory)
 
     def _next(self, run: Run, attempt: Attempt, seen: Observation) -> Step:
         with self.store.snapshot() as session:
@@ -189,7 +180,7 @@ class Reconciler:
             seen,
             cancel=run.desired == RunState.CANCELLED,
             force=run.forced,
-            starting=self._placement(attempt).starting(self._assignment(attempt)),
+            starting=self.placements.of(attempt.run_id).starting(assignment(self.home, attempt)),
             starts=starts,
             unseen_seconds=unseen_seconds(attempt, seen),
             lost_after=self.placements.policy_of(run.id).lost_after,
@@ -203,7 +194,7 @@ class Reconciler:
             return True
         if not act or time.time() < run.not_before:
             return False
-        if previous is not None and not self._out_of_the_way(previous):
+        if previous is not None and not self.endings.out_of_the_way(previous):
             return False
         turn = self.admission.turn(run)
         if not turn.has_come:
@@ -225,13 +216,13 @@ class Reconciler:
         }
         bundle, previous = self.home.bundle(run.id), self._carried_from(run)
         try:
-            self._placement(attempt).stage(self._assignment(attempt), bundle, order, previous)
+            self.placements.of(attempt.run_id).stage(assignment(self.home, attempt), bundle, order, previous)
         except CUT:
             raise
         except PeriluneError as error:
             damaged = Cause.TRANSFER_FAILED if isinstance(error, WorkFailedError) else Cause.BUNDLE_REJECTED
             cause = cause_of(error) if cause_of(error) is Cause.DISK_FULL else damaged
-            return self._end(attempt, AttemptState.FAILED, cause, str(error))
+            return self.endings.end(attempt, AttemptState.FAILED, cause, str(error))
         reached("stage.done")
         with self.store.transaction() as session:
             done(session, key)
@@ -251,17 +242,17 @@ class Reconciler:
         return path if path.is_dir() else None
 
     def _start(self, attempt: Attempt) -> bool:
-        placement = self._placement(attempt)
+        placement = self.placements.of(attempt.run_id)
         with self.store.transaction() as session:
             key = intend(session, attempt, "start")
         reached("start.intended")
         try:
-            placement.start(self._assignment(attempt))
+            placement.start(assignment(self.home, attempt))
         except CUT:
             raise
         except PeriluneError as error:
             cause = Cause.START_FAILED if isinstance(error, WorkFailedError) else cause_of(error)
-            return self._end(attempt, AttemptState.FAILED, cause, str(error))
+            return self.endings.end(attempt, AttemptState.FAILED, cause, str(error))
         reached("start.done")
         with self.store.transaction() as session:
             done(session, key)
@@ -272,127 +263,3 @@ class Reconciler:
             move_attempt(session, started(session, attempt), AttemptState.RUNNING)
         reached("adopt.committed")
         return False
-
-    def _stop(self, run: Run, attempt: Attempt) -> bool:
-        """End the attempt; CANCELLED only when it is proven, and not when it had succeeded first."""
-        placement, there = self._placement(attempt), self._assignment(attempt)
-        proven = placement.stop(there)
-        seen = placement.observe(there)
-        if seen.verdict is not None:
-            return self._finalize(attempt, seen.verdict)
-        if seen.unseen:
-            return False
-        if not proven:
-            return run.forced and self._lose(run, attempt, seen)
-        placement.pull(there, whole=True)
-        return self._end(attempt, AttemptState.CANCELLED, Cause.STOPPED, "cancelled")
-
-    def _bury(self, attempt: Attempt, seen: Observation) -> bool:
-        placement, there = self._placement(attempt), self._assignment(attempt)
-        again = placement.observe(there)  # its last words may have come just now
-        if again.verdict is not None:
-            return self._finalize(attempt, again.verdict)
-        if again.unseen:
-            return False
-        gone = placement.stop(there)
-        placement.pull(there, whole=True)
-        cleanup = Cleanup.DONE if gone else Cleanup.PENDING
-        why = "the worker died without a result" if seen.claim else "its directory is gone"
-        return self._end(attempt, AttemptState.FAILED, Cause.RUNNER_DIED, why, cleanup=cleanup)
-
-    def _lose(self, run: Run, attempt: Attempt, seen: Observation) -> bool:
-        """Give the attempt up. It may go on: its result is not taken, and it is stopped once seen."""
-        if seen.superseded:
-            why, cleanup = "a newer attempt has begun in its place", Cleanup.DONE
-        elif run.forced:
-            why, cleanup = "given up on request, not proven to have stopped", Cleanup.PENDING
-        else:
-            waited = self.placements.policy_of(run.id).lost_after
-            why, cleanup = f"not seen for {waited:.0f} s", Cleanup.PENDING
-        return self._end(attempt, AttemptState.LOST, Cause.UNREACHABLE, why, cleanup=cleanup)
-
-    def _out_of_the_way(self, ended: Attempt) -> bool:
-        """Whether another attempt may begin. A lost one is not waited for: it was fenced then."""
-        return ended.cleanup != Cleanup.PENDING or ended.state == AttemptState.LOST or self._clean(ended)
-
-    def _clean(self, attempt: Attempt) -> bool:
-        """End what is left of an ended attempt; True when it is proven that nothing is.
-
-        What a lost one has left elsewhere comes home first, as evidence. Of the others all is here, and the
-        evidence that was committed is not touched again.
-        """
-        placement, there = self._placement(attempt), self._assignment(attempt)
-        try:
-            if not placement.stop(there):
-                return False
-            if attempt.state == AttemptState.LOST:
-                with contextlib.suppress(WorkFailedError):
-                    placement.pull(there, whole=True)
-            placement.remove(there)
-        except CUT:
-            return False
-        with self.store.transaction() as session:
-            row = session.get_one(Attempt, (attempt.run_id, attempt.number))
-            row.cleanup = Cleanup.DONE.value
-            record(session, "attempt.clean", run_id=attempt.run_id, epoch=attempt.number)
-        return True
-
-    def _finalize(self, attempt: Attempt, verdict: Verdict) -> bool:
-        """Bring the evidence home, check it and commit the result, once, if the attempt is still current."""
-        directory = self._assignment(attempt).directory
-        with self.store.transaction() as session:
-            row = started(session, attempt)
-            if row.state != AttemptState.FINALIZING:
-                move_attempt(session, row, AttemptState.FINALIZING)
-        reached("finalize.begun")
-        cause, message = Cause(verdict.cause), verdict.message
-        try:
-            self._placement(attempt).pull(self._assignment(attempt), whole=True)
-        except WorkFailedError as error:
-            cause, message = (
-                cause if cause is not Cause.NONE else Cause.ARTIFACT_INVALID,
-                message or str(error),
-            )
-        if cause is Cause.NONE and (problem := evidence_problem(directory, verdict)):
-            cause, message = Cause.ARTIFACT_INVALID, problem
-        if cause is Cause.NONE:
-            attest_result(self.home, attempt, directory)
-            state = AttemptState.SUCCEEDED
-        elif cause is Cause.STOPPED:
-            cancelled = self.run(attempt.run_id).desired == RunState.CANCELLED
-            state = AttemptState.CANCELLED if cancelled else AttemptState.PREEMPTED
-        else:
-            state = AttemptState.FAILED
-        self._end(attempt, state, cause, message, verdict=verdict)
-        reached("finalize.committed")
-        return True
-
-    def _end(
-        self,
-        attempt: Attempt,
-        state: AttemptState,
-        cause: Cause,
-        message: str,
-        *,
-        cleanup: Cleanup = Cleanup.DONE,
-        verdict: Verdict | None = None,
-    ) -> bool:
-        """End the attempt, then remove what it holds elsewhere: the outcome does not depend on that."""
-        elsewhere = self._placement(attempt).capabilities.elsewhere
-        if elsewhere and cleanup is not Cleanup.NONE:
-            cleanup = Cleanup.PENDING
-        policy = self.placements.policy_of(attempt.run_id)
-        with self.store.transaction() as session:
-            row = end_attempt(
-                session,
-                attempt,
-                state,
-                cause=cause,
-                message=message,
-                cleanup=cleanup,
-                verdict=verdict,
-                policy=policy,
-            )
-        if cleanup is Cleanup.PENDING and state is not AttemptState.LOST and elsewhere:
-            self._clean(row)
-        return True
