@@ -224,7 +224,7 @@ def pull(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
     """Write frames, each a line of JSON and so many bytes, the small and lively first, up to a limit.
 
     Stdin says what is there already: {"files": {path: [inode, mtime, bytes, tail]}, "units": [names],
-    "limit": n, "last": whether to end with manifest and result}.
+    "limit": n, "last": whether to end with manifest and result, "folders": [those that are wanted]}.
     """
     attempt.touch()
     have = json.loads(sys.stdin.buffer.read())
@@ -233,7 +233,7 @@ def pull(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
     out, room = sys.stdout.buffer, int(have["limit"])
     units: dict[str, dict[str, int]] = {}
     more = False
-    for path, status in offered(attempt.files, bool(have["last"])):
+    for path, status in offered(attempt.files, have["folders"], bool(have["last"])):
         if path.startswith(UNITS) and path.count("/") > 2:
             name, _, inside = path[len(UNITS) :].partition("/")
             units.setdefault(name, {})[inside] = status.st_size
@@ -251,10 +251,10 @@ def pull(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
 # What pull sends.
 
 
-def offered(root: Path, last: bool) -> Iterator[tuple[str, os.stat_result]]:
+def offered(root: Path, wanted: list[str], last: bool) -> Iterator[tuple[str, os.stat_result]]:
     """Plain files in the order in which they are wanted: finished by their names, at last all artifacts."""
     found = []
-    for top in ("runtime", "artifacts"):
+    for top in (one for one in ("runtime", "artifacts") if one in wanted):
         every = last and top == "artifacts"
         for folder, folders, names in os.walk(str(root / top)):
             folders[:] = [name for name in folders if every or finished(name)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -35,10 +36,14 @@ class Pulled:
 
 
 class Mirror:
-    """The files of one attempt, of which `directory` is the copy at home."""
+    """The files of one attempt, of which `directory` is the copy at home.
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    Args:
+        folders: those that come home.
+    """
+
+    def __init__(self, directory: Path, folders: Sequence[str] = OBSERVED) -> None:
+        self.directory, self.folders = directory, folders
         self._arriving = directory.with_name(f".{directory.name}.arriving")
         self._cursor_file = directory.with_name(f"{directory.name}.pulled.json")
         self._cursor: dict[str, list[Any]] = (
@@ -53,7 +58,13 @@ class Mirror:
 
     def request(self, limit: int, *, last: bool) -> bytes:
         """What the other side needs to know: what is here."""
-        asked = {"files": self._cursor, "units": self._units(), "limit": limit, "last": last}
+        asked = {
+            "files": self._cursor,
+            "units": self._units(),
+            "limit": limit,
+            "last": last,
+            "folders": list(self.folders),
+        }
         return canonical_json(asked)
 
     def take(self, frames: BinaryIO) -> Pulled:
@@ -91,7 +102,7 @@ class Mirror:
         result = read_json(self._arriving / RESULT)
         arrived = self._arriving / MANIFEST
         with storage_errors("keep the evidence", self.directory):
-            if result.get("manifest_digest") is not None:
+            if result.get("manifest_digest") is not None and "artifacts" in self.folders:
                 if not arrived.exists() or sha256_file(arrived) != result["manifest_digest"]:
                     self._forget(MANIFEST)
                     raise WorkFailedError(f"{MANIFEST} is not the one that the verdict names")

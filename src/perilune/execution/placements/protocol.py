@@ -37,11 +37,19 @@ class Assignment:
         epoch: its number.
         directory: where its evidence comes to lie on this machine: a copy of the bundle, with runtime/ and
             artifacts/.
+        node: which of the attempt's machines is meant, where it has several. The first one leads: it has the
+            evidence; of the others only runtime/ comes home, to a folder of their own in its runtime/.
     """
 
     run_id: str
     epoch: int
     directory: Path
+    node: int = 0
+
+    @property
+    def home(self) -> Path:
+        """Where what comes from its machine comes to lie."""
+        return self.directory / "runtime" / f"node-{self.node}" if self.node else self.directory
 
 
 class Placement(Protocol):

@@ -95,9 +95,10 @@ class RemotePlacement:
     def stage(
         self, attempt: Assignment, bundle: Path, order: Mapping[str, Any], previous: Path | None
     ) -> None:
-        """As `Placement.stage`: made here, sent, and compared there with what was sent."""
-        working_copy(bundle, attempt.directory, order, previous)
-        Mirror(attempt.directory).reset()
+        """As `Placement.stage`: made here (once for all machines), sent, and compared there with that."""
+        if attempt.node == 0:
+            working_copy(bundle, attempt.directory, order, previous)
+        _mirror(attempt).reset()
         files = list(_sent(attempt.directory))
         tree = entries_digest(describe(path, name, path.stat()) for name, path in files)
         total = sum(path.stat().st_size for _, path in files)
@@ -139,7 +140,7 @@ class RemotePlacement:
 
     def pull(self, attempt: Assignment, *, whole: bool = False) -> None:
         """As `Placement.pull`."""
-        mirror = Mirror(attempt.directory)
+        mirror = _mirror(attempt)
         if not whole:
             with contextlib.suppress(_UnstagedError):  # the next look tells
                 self._pull(attempt, mirror, last=False)
@@ -207,7 +208,7 @@ class RemotePlacement:
             "--workspace",
             self.site.workspace,
             "--run",
-            attempt.run_id,
+            f"{attempt.run_id}node{attempt.node}" if attempt.node else attempt.run_id,
             "--epoch",
             str(attempt.epoch),
         ]
@@ -249,6 +250,11 @@ class _SupersededError(WorkFailedError):
 
 class _UnstagedError(WorkFailedError):
     """The attempt's files are not there."""
+
+
+def _mirror(attempt: Assignment) -> Mirror:
+    """What comes home from the machine: the evidence where it leads, else what it says of itself."""
+    return Mirror(attempt.home, ("runtime", "artifacts") if attempt.node == 0 else ("runtime",))
 
 
 def _observation(seen: Mapping[str, Any], epoch: int) -> Observation:
