@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from perilune.execution.hosts.protocol import Answer, Host, HostUnreachableError
 from perilune.execution.processes import Presence
 from perilune.execution.providers.fake.client import FakeCloud
-from perilune.execution.providers.fake.frames import Kind, frame, read_frame
 from perilune.execution.providers.fake.process import start, stop
 from perilune.execution.providers.fake.weather import Fault, Weather
+from perilune.execution.providers.frames import Kind, frame, read_frame
 from perilune.execution.providers.protocol import (
     MachineKey,
     MachineRequest,

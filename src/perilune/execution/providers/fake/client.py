@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import socket
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -14,10 +12,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import quote
 
-from perilune.errors import PeriluneError, RequestError
+from perilune.errors import PeriluneError
 from perilune.execution.hosts.protocol import Answer, Host, HostUnreachableError
 from perilune.execution.processes import Presence
-from perilune.execution.providers.fake.frames import BLOCK, Kind, frame, read_frame
+from perilune.execution.providers.frames import BrokenConnectionError, converse, cut_after
 from perilune.execution.providers.protocol import (
     Capabilities,
     MachineRequest,
@@ -31,7 +29,6 @@ from perilune.execution.providers.protocol import (
 )
 
 CALL_SECONDS = 10.0
-ERRORS_KEPT = 1 << 14  # bytes of a command's stderr
 
 
 class FakeCloud:
@@ -157,28 +154,14 @@ class FakeHost:
         sink: BinaryIO | None,
         timeout: float,
     ) -> Answer:
-        late = threading.Event()
-
-        def give_up() -> None:
-            late.set()
-            with contextlib.suppress(OSError):
-                wire.shutdown(socket.SHUT_RDWR)
-
-        timer = threading.Timer(timeout, give_up)
-        timer.daemon = True
-        timer.start()
-        try:
-            with wire.makefile("rb") as answers:
+        with cut_after(wire, timeout) as late, wire.makefile("rb") as answers:
+            try:
                 self._ask(wire, answers, command)
                 wire.settimeout(None)
-                threading.Thread(target=_feed, args=(wire, source), daemon=True).start()
-                return self._read(answers, sink)
-        except HostUnreachableError:
-            if late.is_set():
-                raise self._unreachable(f"no end within {timeout:g} s") from None
-            raise
-        finally:
-            timer.cancel()
+                return converse(wire, answers, source, sink)
+            except BrokenConnectionError as error:
+                why = f"no end within {timeout:g} s" if late.is_set() else str(error)
+                raise self._unreachable(why) from None
 
     def _ask(self, wire: socket.socket, answers: BinaryIO, command: Sequence[str]) -> None:
         fields = {**self.cloud.headers(), "Host": "127.0.0.1", "X-Command": json.dumps(list(command))}
@@ -187,37 +170,12 @@ class FakeHost:
         wire.sendall("\r\n".join([*lines, "", ""]).encode())
         status = answers.readline().split()
         if status[1:2] != [b"101"]:
-            raise self._unreachable("it does not answer")
+            raise BrokenConnectionError("it does not answer")
         while answers.readline().strip():
             pass
 
-    def _read(self, answers: BinaryIO, sink: BinaryIO | None) -> Answer:
-        output, errors = bytearray(), bytearray()
-        while received := read_frame(answers):
-            kind, data = received
-            match kind:
-                case Kind.OUTPUT if sink is not None:
-                    sink.write(data)
-                case Kind.OUTPUT:
-                    output += data
-                case Kind.ERRORS:
-                    errors = (errors + data)[-ERRORS_KEPT:]
-                case Kind.EXIT:
-                    code = int(json.loads(data)["exit_code"])
-                    return Answer(code, bytes(output), errors.decode(errors="replace"))
-                case _:
-                    raise RequestError("the fake cloud sent a frame that is the client's to send")
-        raise self._unreachable("the connection broke")
-
     def _unreachable(self, why: str) -> HostUnreachableError:
         return HostUnreachableError(f"{self.name} cannot be reached: {why}")
-
-
-def _feed(wire: socket.socket, source: BinaryIO | None) -> None:
-    with contextlib.suppress(OSError, ValueError):  # whoever reads the answers is told that it broke
-        while source is not None and (data := source.read(BLOCK)):
-            wire.sendall(frame(Kind.INPUT, data))
-        wire.sendall(frame(Kind.INPUT_END))
 
 
 def _machine(fields: dict[str, Any]) -> RentedMachine:

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BufferedIOBase
 
-from perilune.execution.providers.fake.frames import BLOCK, Kind, frame, read_frame
 from perilune.execution.providers.fake.machines import Machine
+from perilune.execution.providers.frames import BLOCK, Kind, frame, read_frame
 
 LINGER = 2.0  # seconds for output that comes after the exit, from what the command left running
 SWITCH = b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: frames\r\n\r\n"
