@@ -5,16 +5,20 @@ from __future__ import annotations
 import signal
 import time
 from contextlib import ExitStack
+from threading import Thread
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from perilune.cli.arguments import because, brief, open_control
 from perilune.cli.output import echo
+from perilune.control.progress import StageEvent, StageStarted
 from perilune.errors import PeriluneError, RequestError
 
 if TYPE_CHECKING:
     from perilune.control.experiments import Control
+    from perilune.control.store import Experiment
+    from perilune.control.succession import Succession
 
 LONGEST_PAUSE = 60.0  # seconds between two passes while they fail
 
@@ -27,6 +31,8 @@ def daemon(
     every: Annotated[float, typer.Option(min=0.2, help="Seconds between two passes.")] = 2.0,
 ) -> None:
     """Bring recorded state and reality together until SIGTERM: finish, retry, clean up, tend rented machines.
+
+    Where a stage of an experiment has succeeded, the next one is begun, as it was asked for.
 
     One a home. It holds no state: killed at any moment, the next one goes on. What it sees change it prints,
     for a journal. docs/how-to/daemon.md has a systemd unit.
@@ -51,8 +57,12 @@ def daemon(
 
 
 def _look_after(control: Control, every: float) -> None:
+    from perilune.control.succession import Succession
+
     seen: dict[str, str] = {}
     failures = 0
+    beginning: Thread | None = None
+    succession = Succession(control)
     while True:
         try:
             live = control.reconciler.all()
@@ -65,7 +75,28 @@ def _look_after(control: Control, every: float) -> None:
                 if seen.get(run.id) != run.state:
                     echo(f"{run.id} {run.stage}: {run.state}{because(brief(run))}")
             seen = {run.id: run.state for run in live}
+        if beginning is None or not beginning.is_alive():  # beside the passes: a large input takes a while
+            beginning = Thread(target=_carry_on, args=(succession,), daemon=True)
+            beginning.start()
         time.sleep(min(LONGEST_PAUSE, every * 2.0**failures))
+
+
+def _carry_on(succession: Succession) -> None:
+    try:
+        for experiment, what in succession.carry_on():
+            tell(experiment, what)
+    except PeriluneError as error:
+        echo(f"no stage could be begun, trying again: {error}", err=True)
+
+
+def tell(experiment: Experiment, what: StageEvent | PeriluneError) -> None:
+    """Say what came of going on with an experiment."""
+    if isinstance(what, PeriluneError):
+        echo(f"{experiment.name} cannot go on, trying again: {what}", err=True)
+    elif isinstance(what, StageStarted):
+        echo(
+            f"{what.run_id} {what.stage}: stage {what.position} of {what.stages} of {experiment.name} begins"
+        )
 
 
 def _leave(number: int, frame: object) -> None:

@@ -177,17 +177,28 @@ def reconcile(
 ) -> None:
     """Bring recorded state and reality together: notice what ended, go on with what can go on.
 
+    Where a stage of an experiment has succeeded, the next one is begun, as it was asked for.
+
     Also checks that no event of the record was changed.
 
     \b
     perilune reconcile
     perilune reconcile --watch
     """
+    from perilune.cli.daemon import tell
+    from perilune.control.succession import Succession
+
     control = open_control(look=False)
     _check_record(control)
     seen: dict[str, str] = {}
+    succession = Succession(control)
     while True:
         live = control.reconciler.all()
+        begun = list(succession.carry_on())
+        if begun:
+            live += control.reconciler.all()
+        for experiment, what in [] if as_json else begun:
+            tell(experiment, what)
         if as_json:
             print_json({"runs": [brief(run) for run in live]})
         for run in live:

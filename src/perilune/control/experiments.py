@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sqlalchemy import select
 
@@ -34,8 +34,9 @@ from perilune.control.progress import (
 from perilune.control.reconcile import Reconciler
 from perilune.control.store import Attempt, Experiment, Run, Stage, Store, record
 from perilune.control.submission import Wish, submit
-from perilune.control.templates import Template
+from perilune.control.templates import BUILT_IN, LOCAL, Template
 from perilune.control.transitions import RunState
+from perilune.control.wanted import fulfil, stands_for
 from perilune.errors import RequestError
 from perilune.execution.log import log_tail
 from perilune.execution.verdict import read_verdict
@@ -97,9 +98,8 @@ class Control:
 
 def stage_plans(recipe: Recipe, template: Template | None = None) -> list[StagePlan]:
     """The stages of a recipe in an order in which they can run, with what the template's machine has."""
-    jobs = {stage.name: job_for(recipe, stage) for stage in recipe.stages}
-    if template is not None:
-        jobs = {name: template.job(job) for name, job in jobs.items()}
+    where = template or BUILT_IN[LOCAL]
+    jobs = {stage.name: where.job(job_for(recipe, stage)) for stage in recipe.stages}
     return [StagePlan(stage.name, jobs[stage.name], stage.consumes) for stage in recipe.stages]
 
 
@@ -137,6 +137,7 @@ def advance(
     plans: Sequence[StagePlan],
     *,
     template: Template | None = None,
+    asked: bool = True,
     poll: float = POLL_SECONDS,
 ) -> Iterator[StageEvent]:
     """Carry an experiment to its end, or to its first failure, telling what happens.
@@ -144,26 +145,42 @@ def advance(
     Runs that are begun go where `template` says; those that are under way or done stay where they are.
 
     May be abandoned at any event, or killed: runs go on by themselves, and the next call takes up from
-    there. The last event is StageFailed when a stage failed or was cancelled.
+    there. Any number of processes may do this at once. The last event is StageFailed when a stage failed or
+    was cancelled.
+
+    Args:
+        asked: a user asks for it now: each stage is looked at anew, and the wish is recorded with the first.
+            Else go on with what was asked for, taking the runs that its stages have.
 
     Raises:
         RequestError: when a stage's inputs or job cannot be frozen.
+        NotWantedError: when the experiment is cancelled while nothing of it is under way.
     """
+    began, joined = time.time(), False
     done: dict[str, Run] = {}
     for position, plan in enumerate(plans, start=1):
-        wish = Wish(experiment_id, plan.name, plan.job.task, template=template)
-        job, inputs = with_inputs(control, plan, plans, done)
-        run = submit(control.home, control.store, wish, partial(freeze, job, inputs), control.intact)
+        part: Literal["first", "later"] = "first" if asked and position == 1 else "later"
+        run = _standing(control, experiment_id, plan) if part == "later" else None
+        if run is None:
+            wish = Wish(experiment_id, plan.name, plan.job.task, template=template, part=part)
+            job, inputs = with_inputs(control, plan, plans, done)
+            run = submit(control.home, control.store, wish, partial(freeze, job, inputs), control.intact)
         if run.state == RunState.SUCCEEDED:
             yield StageReused(plan.name, run.id, control.summary(run))
         else:
-            attached = run.current_epoch > 0
-            yield StageStarted(plan.name, run.id, plan.job.task, position, len(plans), attached)
+            joined = joined or (run.current_epoch > 0 and run.created < began)
+            yield StageStarted(plan.name, run.id, plan.job.task, position, len(plans), joined)
             yield from watch(control, run.id, poll=poll, stage=plan.name)
             run = control.run(run.id)
             if run.state != RunState.SUCCEEDED:
                 return
         done[plan.name] = run
+    fulfil(control.store, experiment_id)
+
+
+def _standing(control: Control, experiment_id: str, plan: StagePlan) -> Run | None:
+    with control.store.snapshot() as session:
+        return stands_for(session, experiment_id, plan.name)
 
 
 def with_inputs(

@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session
 from perilune.control.planner import RetryPolicy
 from perilune.control.store import Attempt, Operation, Run, move_attempt, move_run, record
 from perilune.control.transitions import AttemptState, Cleanup, RunState
+from perilune.control.wanted import stop_wanting
 from perilune.errors import WorkFailedError
 from perilune.execution.verdict import Cause, Verdict
 
@@ -65,6 +66,7 @@ def end_attempt(
         move_run(session, run, RunState.QUEUED, cause=cause.value, message=message)
     else:
         move_run(session, run, RunState.FAILED, cause=cause.value, message=message)
+        stop_wanting(session, run, "failed")
     return row
 
 

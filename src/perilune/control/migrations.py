@@ -35,6 +35,12 @@ MIGRATIONS: dict[int, tuple[str, ...]] = {
             cost DOUBLE NOT NULL, created DOUBLE NOT NULL, ended DOUBLE, PRIMARY KEY ("key"))""",
         "CREATE INDEX ix_machines_run_id ON machines (run_id)",
     ),
+    4: (
+        "ALTER TABLE experiments ADD COLUMN wanted BOOLEAN NOT NULL DEFAULT FALSE",
+        "ALTER TABLE experiments ADD COLUMN wish INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE experiments ADD COLUMN template JSON",
+        "ALTER TABLE stages ADD COLUMN wish INTEGER NOT NULL DEFAULT 0",
+    ),
 }
 OLDEST = min(MIGRATIONS) - 1
 LATEST = max(MIGRATIONS)

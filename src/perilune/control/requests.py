@@ -13,10 +13,11 @@ from perilune.bundle.storage import new_folder, place
 from perilune.bundle.verify import verify
 from perilune.control.evidence import worker_said
 from perilune.control.experiments import POLL_SECONDS, Control
-from perilune.control.store import Attempt, Run, record
+from perilune.control.store import Attempt, Experiment, Run, record
 from perilune.control.submission import Wish, submit
 from perilune.control.templates import recorded_template
 from perilune.control.transitions import Reachability, RunState
+from perilune.control.wanted import end_wish, runs_under_way, stop_wanting, wanted_elsewhere
 from perilune.errors import RequestError, WorkFailedError
 from perilune.execution.log import LogReader, log_pieces
 
@@ -65,7 +66,9 @@ def _unreachable(control: Control, run: Run) -> bool:
 
 
 def request_cancel(control: Control, run_id: str, *, force: bool = False) -> None:
-    """Record that a run is to stop, if need be without proof; whoever reconciles next stops it.
+    """Record that a run is to stop, if need be without proof, and that no stage is to follow it.
+
+    Whoever reconciles next stops it.
 
     Raises:
         RequestError: when the run has ended already.
@@ -77,9 +80,36 @@ def request_cancel(control: Control, run_id: str, *, force: bool = False) -> Non
         if run.desired != RunState.CANCELLED:
             run.desired = RunState.CANCELLED.value
             record(session, "run.cancel_requested", run_id=run_id, epoch=run.current_epoch)
+        stop_wanting(session, run, "cancelled")
         if force and not run.forced:
             run.forced = True
             record(session, "run.cancel_forced", run_id=run_id, epoch=run.current_epoch)
+
+
+def cancel_experiment(control: Control, experiment_id: str, *, force: bool = False) -> list[Run]:
+    """Stop what is under way of an experiment, and begin no further stage of it.
+
+    A run that another experiment wants as well goes on for that one.
+
+    Returns:
+        The runs that were stopped, in their last states; none between two stages.
+
+    Raises:
+        RequestError: when nothing of it is under way, and no stage is to be begun.
+        WorkFailedError: as `cancel`.
+    """
+    with control.store.transaction() as session:
+        experiment = session.get_one(Experiment, experiment_id)
+        under_way = runs_under_way(session, experiment_id)
+        if not under_way and not experiment.wanted:
+            raise RequestError(
+                "nothing of the experiment is under way",
+                where=f"experiment {experiment.name}",
+                remedy=f"perilune runs -e {experiment_id}",
+            )
+        end_wish(session, experiment, "cancelled")
+        stopping = [run.id for run in under_way if not wanted_elsewhere(session, run)]
+    return [cancel(control, run_id, force=force) for run_id in stopping]
 
 
 def _ended(state: str) -> str:

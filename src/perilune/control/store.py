@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import JSON, ForeignKey, ForeignKeyConstraint, false, select
+from sqlalchemy import JSON, ForeignKey, ForeignKeyConstraint, false, select, text
 from sqlalchemy import Row as SqlRow
 from sqlalchemy.exc import DatabaseError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, validates
@@ -46,6 +46,9 @@ class Experiment(Base):
     recipe_digest: Mapped[str] = mapped_column(unique=True)
     created: Mapped[float]
     used: Mapped[float]  # when it was last submitted: the latest experiment is the largest
+    wanted: Mapped[bool] = mapped_column(default=False, server_default=text("FALSE"))  # are stages to be run?
+    wish: Mapped[int] = mapped_column(default=0, server_default=text("0"))  # how often that was asked for
+    template: Mapped[dict[str, Any] | None] = mapped_column(JSON)  # where it was asked for; None is here
 
 
 class Stage(Base):
@@ -58,6 +61,9 @@ class Stage(Base):
     name: Mapped[str]
     task: Mapped[str]
     run_id: Mapped[str | None] = mapped_column(ForeignKey("runs.id"))
+    wish: Mapped[int] = mapped_column(
+        default=0, server_default=text("0")
+    )  # of its experiment, that it fulfils
 
 
 class Run(Base):

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -16,9 +17,10 @@ from perilune.control.faults import reached
 from perilune.control.home import Home
 from perilune.control.ids import new_ulid
 from perilune.control.reconcile import LIVE_RUNS
-from perilune.control.store import Run, Stage, Store, record
+from perilune.control.store import Experiment, Run, Stage, Store, record
 from perilune.control.templates import TEMPLATE, Template
 from perilune.control.transitions import RunState
+from perilune.control.wanted import stands_for, want
 from perilune.errors import RequestError
 from perilune.files import fsync_directory, write_json
 
@@ -31,6 +33,8 @@ class Wish:
         key: idempotency key; None takes one made of experiment, stage, digest and how often that was
             tried, so that two commands asking for the same thing at once get one run.
         template: where and how it is to go; recorded with the run. None is this machine.
+        part: "first" asks for the whole experiment, beginning with this stage; "later" goes on with what was
+            asked for; "alone" asks for this run and nothing else.
     """
 
     experiment_id: str
@@ -39,6 +43,7 @@ class Wish:
     key: str | None = None
     retry_of: str | None = None
     template: Template | None = None
+    part: Literal["alone", "first", "later"] = "alone"
 
 
 def submit(
@@ -59,6 +64,7 @@ def submit(
 
     Raises:
         RequestError: the key has been used for another bundle, or freezing failed.
+        NotWantedError: a later stage of an experiment that is not wanted any more.
     """
     with home.scratch() as scratch:
         digest = freeze(scratch / "bundle")
@@ -73,8 +79,7 @@ def submit(
         reached("submit.published")
         try:
             with store.transaction() as session:
-                run = _existing(session, wish, digest, reusable) or _accept(session, wish, digest, run_id)
-                _link(session, wish, run.id)
+                run = _fulfil(session, wish, digest, reusable, run_id)
         except BaseException:
             home.run(run_id).rename(scratch)  # is removed with the block
             raise
@@ -82,6 +87,16 @@ def submit(
         if run.id != run_id:
             home.run(run_id).rename(scratch)
         return run
+
+
+def _fulfil(session: Session, wish: Wish, digest: str, reusable: Callable[[Run], bool], run_id: str) -> Run:
+    if wish.part == "first":
+        want(session, wish.experiment_id, wish.template)
+    if wish.part == "later" and (standing := stands_for(session, wish.experiment_id, wish.stage)):
+        return standing
+    run = _existing(session, wish, digest, reusable) or _accept(session, wish, digest, run_id)
+    _link(session, wish, run.id)
+    return run
 
 
 def _existing(session: Session, wish: Wish, digest: str, reusable: Callable[[Run], bool]) -> Run | None:
@@ -124,6 +139,8 @@ def _link(session: Session, wish: Wish, run_id: str) -> None:
     """From now on `run_id` stands for the stage of the experiment."""
     query = select(Stage).where(Stage.experiment_id == wish.experiment_id, Stage.name == wish.stage)
     stage = session.scalars(query).one()
+    if wish.part != "alone":
+        stage.wish = session.get_one(Experiment, wish.experiment_id).wish
     if stage.run_id != run_id:
         stage.run_id = run_id
         record(session, "stage.linked", run_id=run_id, experiment=wish.experiment_id, stage=wish.stage)
