@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from types import ModuleType
@@ -82,11 +83,7 @@ def loaded_packages() -> dict[str, dict[str, Any]]:
         file = _file(module)
         if "." not in name and not own and file:
             modules[name] = file
-    owners = _owners(set(modules))
-    return {
-        name: {"file": file, **_ownership(Path(file), owners.get(name, []))}
-        for name, file in sorted(modules.items())
-    }
+    return {name: {"file": file, **_ownership(name, Path(file))} for name, file in sorted(modules.items())}
 
 
 def _file(module: ModuleType) -> str:
@@ -98,11 +95,12 @@ def _file(module: ModuleType) -> str:
     return str(paths[0]) if paths else ""
 
 
-def _owners(names: set[str]) -> dict[str, list[Distribution]]:
-    """Installed distributions that provide each of the modules `names`, in the order of sys.path."""
+@cache
+def _owners() -> dict[str, list[Distribution]]:
+    """Installed distributions by the modules they provide, in the order of sys.path; read once a process."""
     owners: dict[str, list[Distribution]] = {}
     for installed in distributions():
-        for name in _top_level(installed) & names:
+        for name in _top_level(installed):
             owners.setdefault(name, []).append(installed)
     return owners
 
@@ -116,8 +114,8 @@ def _top_level(installed: Distribution) -> set[str]:
     if record is None:
         return {installed.name.replace("-", "_"), installed.name.replace("-", "_").lower()}
     names = set()
-    for line in record.splitlines():
-        first = line.split(",", 1)[0].split("/", 1)[0]
+    for start in {line.partition("/")[0] for line in record.splitlines()}:
+        first = start.partition(",")[0]
         if first.endswith(".dist-info"):  # which says the name much sooner than its METADATA
             name = first.split("-", 1)[0]
             names |= {name, name.lower()}
@@ -126,9 +124,10 @@ def _top_level(installed: Distribution) -> set[str]:
     return names
 
 
-def _ownership(file: Path, candidates: list[Distribution]) -> dict[str, Any]:
-    """The distribution a loaded file belongs to; one installed elsewhere does not vouch for it."""
-    for installed in candidates:
+@cache
+def _ownership(name: str, file: Path) -> dict[str, Any]:
+    """The distribution that a module's file belongs to; one installed elsewhere does not vouch for it."""
+    for installed in _owners().get(name, []):
         editable = _editable_root(installed)
         home = editable or Path(str(installed.locate_file("")))
         if _inside(file, home):
@@ -180,22 +179,29 @@ def _kernels(build: Any) -> dict[str, Any] | None:
 
 def _git(package: Path) -> dict[str, Any] | None:
     """Commit and state of the checkout that the package runs from."""
-    if _run_git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
-        return None  # not a checkout, or an environment inside someone else's
-    checkout = _run_git(package, "rev-parse", "--show-toplevel")
-    commit = _run_git(package, "rev-parse", "HEAD")
-    status = _run_git(package, "status", "--porcelain")
-    if checkout is None or status is None:
+    checkout = _checkout(package)
+    status = checkout and _run_git(Path(checkout), "status", "--porcelain=v2", "--branch")
+    if not status:
         return None
-    lines = status.splitlines()
-    untracked = [line[3:] for line in lines if line.startswith("??")]
+    head, *lines = [line for line in status.splitlines() if line.startswith("# branch.oid") or line[0] != "#"]
+    untracked = [line[2:] for line in lines if line.startswith("?")]
+    commit = head.rpartition(" ")[2]
     return {
-        "checkout": checkout.strip(),
-        "commit": commit.strip() if commit else None,  # None before the first commit
+        "checkout": checkout,
+        "commit": commit if commit != "(initial)" else None,  # before the first commit
         "dirty": bool(lines),
         "changed": len(lines) - len(untracked),
         "untracked": untracked[:_UNTRACKED_LIMIT],
     }
+
+
+@cache
+def _checkout(package: Path) -> str | None:
+    """The root of the checkout that tracks the package's files; None where they are only inside one."""
+    if _run_git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    root = _run_git(package, "rev-parse", "--show-toplevel")
+    return root.strip() if root else None
 
 
 def _patch(checkout: Path) -> tuple[bytes, bool]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import os
 import zipfile
 import zlib
 from functools import cache
@@ -76,11 +77,12 @@ def package_files() -> dict[str, bytes]:
     """Every file of the importable package, by path relative to it; caches and hidden files left out."""
     root = _package()
     found = {}
-    for path in sorted(root.rglob("*")):
-        relative = path.relative_to(root)
-        hidden = any(part.startswith(".") or part == "__pycache__" for part in relative.parts)
-        if path.is_file() and not hidden and path.suffix != ".pyc":
-            found[relative.as_posix()] = path.read_bytes()
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
+        inside = Path(folder).relative_to(root).as_posix() + "/" if folder != str(root) else ""
+        for name in names:
+            if not name.startswith(".") and not name.endswith(".pyc"):
+                found[inside + name] = Path(folder, name).read_bytes()
     return found
 
 

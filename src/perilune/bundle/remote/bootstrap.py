@@ -14,14 +14,9 @@ by file, or the bundle is not run.
 """
 
 import fcntl
-import hashlib
 import os
-import platform
 import re
-import subprocess
 import sys
-import venv
-import zipfile
 import zlib
 from importlib import metadata, util
 from pathlib import Path
@@ -31,7 +26,7 @@ SCRIPTS = Path(__file__).resolve().parent
 
 def main() -> int:
     if sys.version_info < (3, 11):  # noqa: UP036 - any Python may be told to run this
-        return fail(f"Python 3.11 or newer is needed, this is {platform.python_version()}: set PYTHON", 2)
+        return fail(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: set PYTHON", 2)
     requirements = (SCRIPTS / "requirements.lock").read_text(encoding="utf-8").split()
     if os.environ.get("PERILUNE_ANY_BUILD"):
         requirements = [re.sub(r"\+.*", "", line) for line in requirements]
@@ -45,6 +40,9 @@ def main() -> int:
             return fail(f"{sys.executable} does not hold what the bundle needs: {wrong[0]}{more}", 2)
         print(Path(os.environ.get("PYTHON") or sys.executable).absolute().parent.parent)
         return 0
+
+    import hashlib  # here and below: what only makes an environment, at its first use
+    import platform
 
     package = hashlib.sha256(wheel.read_bytes()).hexdigest()
     identity = [platform.python_version(), sys.prefix, *requirements, package]
@@ -69,9 +67,11 @@ def home() -> Path:
 def installed(name: str) -> str:
     """The line of a lock that what is installed here as `name` would have; "" for none."""
     try:
-        return plain(f"{name}=={metadata.version(name)}")
+        found = metadata.distribution(name)
     except metadata.PackageNotFoundError:
         return ""
+    said = re.search(r"^Version: *(\S+)", found.read_text("METADATA") or "", re.MULTILINE)
+    return plain(f"{name}=={said[1] if said else found.version}")  # which parses all of it
 
 
 def plain(line: str) -> str:
@@ -83,6 +83,8 @@ def differing(wheel: Path) -> list[str]:
     spec = util.find_spec("perilune")
     if spec is None or spec.origin is None:
         return [wheel.name]
+    import zipfile
+
     root = Path(spec.origin).parent.parent
     with zipfile.ZipFile(wheel) as archive:
         members = [member for member in archive.infolist() if member.filename.startswith("perilune/")]
@@ -91,6 +93,9 @@ def differing(wheel: Path) -> list[str]:
 
 
 def install(environment: Path, wanted: list[str]) -> int:
+    import subprocess
+    import venv
+
     print(f"making {environment}", file=sys.stderr)
     with_uv = os.environ.get("PERILUNE_INSTALLER") == "uv"
     venv.create(environment, clear=True, with_pip=not with_uv)
