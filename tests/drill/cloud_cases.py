@@ -64,7 +64,7 @@ def rented(control: Control, fleet: Fleet, rental: Rental = SMALL, number: int =
     """Key of the machine that a new attempt is to have."""
     attempt = an_attempt(control, number)
     with control.store.transaction() as session:
-        return fleet.rent(session, attempt, rental, price=0.4).key
+        return fleet.rent(session, attempt, rental, price=0.4)[0].key
 
 
 def end(control: Control, *, collected: bool = True, number: int = 1) -> None:

@@ -189,7 +189,7 @@ BAD = {  # (text replaced, by what): where, what is said
         "valid number",
     ),
     ("seed: 3", "rewards: {short: text}"): (":2:", 'rewards.short is "text"', "valid number"),
-    ("seed: 3", "resources: {sharded: true}"): (":2:", "resources: sharded cuts", "processes is 1"),
+    ("seed: 3", "resources: {sharded: true}"): (":2:", "resources: sharded cuts", "there is one"),
     ("seed: 3", "resources: 2"): (":2:", "resources is 2 but should be a section of keys", ""),
     ("name: dinner\n", ""): (":1:", "name is missing", ""),
     (DINNER[DINNER.index("stages") :], "stages: []"): (":5:", "stages", "at least 1 item"),

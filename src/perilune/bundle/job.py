@@ -46,7 +46,14 @@ class Resources(Frozen):
         1,
         ge=1,
         le=64,
-        description="processes that a training stage runs in, on one machine; others run in one",
+        description="processes that a training stage runs in, on each machine; others run in one",
+    )
+    nodes: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="machines that a training stage runs on together, where its placement has several;"
+        " others run on one",
     )
     sharded: bool | None = Field(
         None,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic import BaseModel
 
+from perilune.bundle.job import Resources
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
@@ -98,6 +99,12 @@ def load_plugin(name: str) -> TaskPlugin:
 def runs_in_several(plugin: TaskPlugin) -> bool:
     """Whether several processes may run the task together."""
     return bool(getattr(plugin, "parallel", False))
+
+
+def resources_of(plugin: TaskPlugin, resources: Resources) -> Resources:
+    """What an attempt at the task may use of what is there: one process, where it cannot use several."""
+    alone = {"processes": 1, "nodes": 1}
+    return resources if runs_in_several(plugin) else resources.model_copy(update=alone)
 
 
 def needs_a_model(plugin: TaskPlugin) -> bool:

@@ -34,16 +34,17 @@ def price_of(providers: Providers, rental: Rental) -> float:
     return offers[rental.kind].price
 
 
-def over_the_cap(session: Session, cap: float, rental: Rental, price: float) -> str:
-    """Why one more lease may not be taken on now, or "". What is spent and promised must stay under the cap.
+def over_the_cap(session: Session, cap: float, rental: Rental, price: float, nodes: int = 1) -> str:
+    """Why no more leases may be taken on now, or "". What is spent and promised must stay under the cap.
 
     Args:
         cap: currency units in any 24 hours.
-        price: of the machine, per hour.
+        price: of a machine, per hour.
+        nodes: machines that are wanted.
     """
     recent = session.scalars(select(Machine).where(Machine.created > time.time() - DAY))
     committed = today(recent)
-    wanted = cost(price, rental.lease.seconds(price))
+    wanted = nodes * cost(price, rental.lease.seconds(price))
     if committed + wanted <= cap:
         return ""
     return f"{wanted:.4g} more would exceed the daily cap of {cap:.4g}: {committed:.4g} is spent or promised"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from perilune.control.budget import accrued, promised
 from perilune.control.machines import Fleet
-from perilune.control.store import Attempt
+from perilune.control.store import Attempt, Machine
 from perilune.control.transitions import AttemptState, MachineState
 
 WORDS = {
@@ -17,14 +17,19 @@ WORDS = {
 
 
 def machine_facts(fleet: Fleet, attempt: Attempt) -> list[str]:
-    """Why an attempt has no machine yet, or how its machine is; empty once that matters no more."""
+    """Why an attempt has no machine yet, or how its machines are; empty once that matters no more."""
     if AttemptState(attempt.state) is AttemptState.PLANNED and attempt.message:
         return [f"no machine is rented for it yet: {attempt.message}"]
-    machine = fleet.machine(fleet.key(attempt.run_id, attempt.number))
-    if machine is None or (machine.state == MachineState.READY and machine.unseen_since is None):
+    machines = fleet.machines_of(attempt.run_id, attempt.number)
+    return [fact for machine in machines for fact in _facts(machine, len(machines))]
+
+
+def _facts(machine: Machine, count: int) -> list[str]:
+    if machine.state == MachineState.READY and machine.unseen_since is None:
         return []
+    name = "machine" if count == 1 else f"machine {machine.rank} of {count}"
     facts = [
-        f"its machine {WORDS[MachineState(machine.state)]}{f': {machine.reason}' if machine.reason else ''}",
-        f"the machine has cost {accrued(machine):.4g} of at most {promised(machine):.4g}",
+        f"its {name} {WORDS[MachineState(machine.state)]}{f': {machine.reason}' if machine.reason else ''}",
+        f"the {name} has cost {accrued(machine):.4g} of at most {promised(machine):.4g}",
     ]
-    return [*facts, *(["the provider of its machine does not answer"] if machine.unseen_since else [])]
+    return [*facts, *([f"the provider of its {name} does not answer"] if machine.unseen_since else [])]

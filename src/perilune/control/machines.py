@@ -101,25 +101,36 @@ class Fleet:
         self.listing(provider)
         return self._seen.get(key)
 
-    def rent(self, session: Session, attempt: Attempt, rental: Rental, price: float) -> Machine:
-        """Record, in the caller's transaction, that the attempt is to have a machine. `tend` gets it."""
-        key = MachineKey(cluster_id(self.home), attempt.run_id, attempt.number)
-        machine = Machine(
-            key=str(key),
-            provider=rental.provider,
-            run_id=attempt.run_id,
-            epoch=attempt.number,
-            rank=key.rank,
-            kind=rental.kind,
-            price=price,
-            lease=rental.lease.model_dump(),
-            leased=Instant.now().asdict(),
-            created=time.time(),
-        )
-        session.add(machine)
+    def machines_of(self, run_id: str, epoch: int) -> list[Machine]:
+        """The machines of one attempt as recorded, the leading one first."""
+        mine = select(Machine).where(Machine.run_id == run_id, Machine.epoch == epoch)
+        with self.store.snapshot() as session:
+            return list(session.scalars(mine.order_by(Machine.rank)))
+
+    def rent(
+        self, session: Session, attempt: Attempt, rental: Rental, price: float, nodes: int = 1
+    ) -> list[Machine]:
+        """Record, in the caller's transaction, that the attempt is to have machines. `tend` gets them."""
+        machines = [
+            Machine(
+                key=self.key(attempt.run_id, attempt.number, rank),
+                provider=rental.provider,
+                run_id=attempt.run_id,
+                epoch=attempt.number,
+                rank=rank,
+                kind=rental.kind,
+                price=price,
+                lease=rental.lease.model_dump(),
+                leased=Instant.now().asdict(),
+                created=time.time(),
+            )
+            for rank in range(nodes)
+        ]
+        session.add_all(machines)
         session.flush()
-        _told(session, machine, "machine.requested", offer=rental.kind, price=price)
-        return machine
+        for machine in machines:
+            _told(session, machine, "machine.requested", offer=rental.kind, price=price)
+        return machines
 
     def listing(self, provider: str, *, fresh: bool = False) -> Listing:
         """What a provider tells of our machines, at most `LOOK_SECONDS` old."""
@@ -236,7 +247,8 @@ class Fleet:
         provider = self.providers.get(machine.provider)
         said: dict[str, str] = {}
         try:
-            made = provider.create(machine.key, MachineRequest(machine.kind, lifetime))
+            nodes = len(self.machines_of(machine.run_id, machine.epoch))
+            made = provider.create(machine.key, MachineRequest(machine.kind, lifetime, nodes))
         except ProviderUnreachableError as error:
             with self.store.transaction() as session:
                 _told(session, machine, "machine.create_unanswered", why=str(error))
@@ -301,7 +313,7 @@ class Fleet:
             row.ended = time.time()
             _move(session, row, MachineState.GONE, reason)
             attempt = session.get(Attempt, (row.run_id, row.epoch))
-            if attempt is not None:
+            if attempt is not None and _was_last(session, row):
                 settle(session, attempt, "create", "terminate")
                 if attempt.cleanup == Cleanup.PENDING:
                     attempt.cleanup = Cleanup.DONE.value
@@ -331,6 +343,14 @@ def _desire(session: Session, machine: Machine) -> Desire:
     if not AttemptState(attempt.state).terminal:
         return Desire.HELD
     return Desire.COLLECTED if attempt.cleanup == Cleanup.PENDING else Desire.RELEASED
+
+
+def _was_last(session: Session, machine: Machine) -> bool:
+    """Whether all other machines of its attempt are gone."""
+    others = select(Machine.key).where(
+        Machine.run_id == machine.run_id, Machine.epoch == machine.epoch, Machine.key != machine.key
+    )
+    return session.scalars(others.where(Machine.state != MachineState.GONE.value)).first() is None
 
 
 def _move(session: Session, row: Machine, state: MachineState, reason: str) -> None:

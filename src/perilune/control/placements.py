@@ -47,7 +47,9 @@ class Placements:
                 longest = min(template.limits.max_lifetime, rental.lease.max_lifetime)
                 limits = template.limits.model_copy(update={"max_lifetime": longest})
                 return RentedPlacement(
-                    self.fleet, rental, lambda host: RemotePlacement(host, rental.site, limits)
+                    self.fleet,
+                    rental,
+                    lambda host, told: RemotePlacement(host, rental.site.telling(told), limits),
                 )
 
     def policy_of(self, run_id: str) -> RetryPolicy:

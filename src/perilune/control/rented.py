@@ -1,17 +1,18 @@
-"""Attempts on rented machines: one machine an attempt, there before it is staged, given back after it.
+"""Attempts on rented machines: each has its own, there before it is staged, given back after it.
 
-`RentedPlacement` is a place like any other once its machine is there; `Rentals` sees to it that it is, and
-says what it means for an attempt when it goes.
+`RentedPlacement` is a place like any other once its machines are there; `Rentals` sees to it that they are,
+and says what it means for an attempt when one goes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import select
 
+from perilune.bundle.job import Job
 from perilune.control.budget import over_the_cap, price_of
 from perilune.control.clock import Instant
 from perilune.control.faults import reached
@@ -24,10 +25,14 @@ from perilune.control.transitions import AttemptState, MachineState, RunState
 from perilune.errors import PeriluneError, RequestError
 from perilune.execution.hosts.protocol import Host, HostRefusedError, HostUnreachableError
 from perilune.execution.observation import Observation
+from perilune.execution.placements.gang import GangPlacement
 from perilune.execution.placements.protocol import Assignment, Capabilities, Placement
 from perilune.execution.providers.protocol import MachineKey
+from perilune.execution.ranks import Node
 from perilune.execution.verdict import Cause
+from perilune.files import read_json, sha256_bytes
 
+PORTS = range(20000, 32000)  # on which the leading machine waits for the others; no system gives them away
 ENDINGS = {  # what a provider says of a machine that has gone, and what that is to its attempt
     "preempted": (AttemptState.PREEMPTED, Cause.PREEMPTED),
     "lifetime": (AttemptState.LOST, Cause.LEASE_ENDED),
@@ -35,16 +40,18 @@ ENDINGS = {  # what a provider says of a machine that has gone, and what that is
 
 
 class RentedPlacement:
-    """Runs each attempt on a machine rented for it.
+    """Runs each attempt on machines rented for it: one, or as many as its job asks for.
 
     Args:
-        build: the placement on a machine, from the way there.
+        build: the placement on a machine, from the way there and further variables of the worker.
     """
 
     launcher = "process"
     capabilities = Capabilities(elsewhere=True, look_every=1.0)
 
-    def __init__(self, fleet: Fleet, rental: Rental, build: Callable[[Host], Placement]) -> None:
+    def __init__(
+        self, fleet: Fleet, rental: Rental, build: Callable[[Host, Mapping[str, str]], Placement]
+    ) -> None:
         self.fleet, self.rental, self._build = fleet, rental, build
         self.name = f"{rental.provider}:{rental.kind}"
 
@@ -71,36 +78,62 @@ class RentedPlacement:
 
     def pull(self, attempt: Assignment, *, whole: bool = False) -> None:
         """As `Placement.pull`; from a machine that is gone, or not there yet, nothing will come."""
-        if not self._empty(attempt):
-            self._there(attempt).pull(attempt, whole=whole)
+        self._left(attempt).pull(attempt, whole=whole)
 
     def stop(self, attempt: Assignment) -> bool:
         """As `Placement.stop`; on a machine that is gone, or not there yet, nothing runs."""
-        return self._empty(attempt) or self._there(attempt).stop(attempt)
+        return self._left(attempt).stop(attempt)
 
     def remove(self, attempt: Assignment) -> None:
-        """Nothing: the machine itself goes."""
-
-    def key(self, attempt: Assignment) -> str:
-        """Key of the attempt's machine."""
-        return self.fleet.key(attempt.run_id, attempt.epoch)
-
-    def _empty(self, attempt: Assignment) -> bool:
-        """Whether nothing of the attempt can be on a machine."""
-        machine = self.fleet.machine(self.key(attempt))
-        return machine is None or machine.state in {MachineState.REQUESTED, MachineState.GONE}
+        """As `Placement.remove`, where files outlive a machine; else nothing, for the machine itself goes."""
+        if self.fleet.providers.get(self.rental.provider).capabilities.keeps_files:
+            self._left(attempt).remove(attempt)
 
     def _there(self, attempt: Assignment) -> Placement:
-        """The placement on the attempt's machine.
+        """The placement on all of the attempt's machines.
 
         Raises:
-            HostUnreachableError: there is none to be reached now.
+            HostUnreachableError: one of them cannot be reached now.
         """
-        key = self.key(attempt)
-        found = self.fleet.last_seen(self.rental.provider, key)
-        if found is None:
-            raise HostUnreachableError(f"its machine {key} has not been seen")
-        return self._build(self.fleet.providers.get(self.rental.provider).host(found))
+        members = self._members(attempt)
+        if not members or None in members:
+            raise HostUnreachableError(f"a machine of attempt {attempt.epoch} is not there")
+        return self._together(members)
+
+    def _left(self, attempt: Assignment) -> Placement:
+        """The placement on those machines on which something of the attempt can be."""
+        return self._together(self._members(attempt))
+
+    def _together(self, members: list[Placement | None]) -> Placement:
+        alone = members[0] if len(members) == 1 else None
+        return alone or GangPlacement(self.name, members)
+
+    def _members(self, attempt: Assignment) -> list[Placement | None]:
+        """The placement on each of the attempt's machines; None where nothing of it can be.
+
+        Raises:
+            HostUnreachableError: one that should be there has not been seen.
+        """
+        rows = self.fleet.machines_of(attempt.run_id, attempt.epoch)
+        provider = self.fleet.providers.get(self.rental.provider) if rows else None
+        members: list[Placement | None] = []
+        for row in rows:
+            if row.state in {MachineState.REQUESTED, MachineState.GONE}:
+                members.append(None)
+                continue
+            found = self.fleet.last_seen(self.rental.provider, row.key)
+            if found is None or provider is None:
+                raise HostUnreachableError(f"its machine {row.key} has not been seen")
+            node = self._node(attempt, rows, row.rank)
+            members.append(self._build(provider.host(found), node.variables() if len(rows) > 1 else {}))
+        return members
+
+    def _node(self, attempt: Assignment, rows: Sequence[Machine], rank: int) -> Node:
+        """What a machine is told of the others; the port is another for every attempt."""
+        leader = self.fleet.last_seen(self.rental.provider, rows[0].key)
+        name = f"{attempt.run_id}/{attempt.epoch}".encode()
+        port = PORTS.start + int(sha256_bytes(name), 16) % len(PORTS)
+        return Node(rank, len(rows), leader.address if leader else "", port)
 
 
 class Rentals:
@@ -120,18 +153,25 @@ class Rentals:
         if not isinstance(placement, RentedPlacement):
             return True
         self._provided.add(run.id)
-        machine = self.fleet.tend(placement.key(there))
-        if machine is None or machine.state == MachineState.REQUESTED:
+        machines = self._tend(attempt)
+        gone = [one for one in machines if one.state in {MachineState.TERMINATING, MachineState.GONE}]
+        if gone:
+            self._without(attempt, gone[0])
+            return False
+        if not machines or any(one.state == MachineState.REQUESTED for one in machines):
             if run.desired == RunState.CANCELLED:
                 self._end(attempt, AttemptState.CANCELLED, Cause.STOPPED, "cancelled")
-            elif machine is None and act and self._rent(placement.rental, attempt):
-                self.fleet.tend(placement.key(there))
-            return False
-        if machine.state in {MachineState.TERMINATING, MachineState.GONE}:
-            self._without(attempt, machine)
+            elif not machines and act and self._rent(placement.rental, attempt):
+                self._tend(attempt)
             return False
         self._hand_over(attempt)
-        return machine.state == MachineState.READY or self._leave(placement, attempt, there)
+        staying = all(one.state == MachineState.READY for one in machines)
+        return staying or self._leave(placement, attempt, there)
+
+    def _tend(self, attempt: Attempt) -> list[Machine]:
+        """Take each of the attempt's machines one step on, the leading one first."""
+        rows = self.fleet.machines_of(attempt.run_id, attempt.number)
+        return [machine for row in rows if (machine := self.fleet.tend(row.key)) is not None]
 
     def tend_all(self) -> None:
         """Take every machine one step on; now and then, look for those that nothing knows of."""
@@ -174,7 +214,8 @@ class Rentals:
         return max((key.epoch for key in keys if key is not None and key.run_id == run.id), default=0)
 
     def _rent(self, rental: Rental, attempt: Attempt) -> bool:
-        """PLANNED to PROVISIONING, with the intent to rent, when the day's budget has room for the lease.
+        """PLANNED to PROVISIONING, with the intent to rent, when the day's budget has room for the leases of
+        all the machines that the attempt is to have: all of them, or none.
 
         Returns:
             Whether it is recorded now.
@@ -188,16 +229,18 @@ class Rentals:
             return False
         except PeriluneError:
             return False  # it does not say now
+        job = Job.model_validate(read_json(self.fleet.home.bundle(attempt.run_id) / "job.json"))
+        nodes = job.resources.nodes
         with self.fleet.store.transaction() as session:
             row = current(session, attempt)
-            why = over_the_cap(session, self.fleet.providers.daily_cap(), rental, price)
+            why = over_the_cap(session, self.fleet.providers.daily_cap(), rental, price, nodes)
             if why:
                 if row.message != why:
                     row.message = why
                     record(session, "machine.not_afforded", run_id=row.run_id, epoch=row.number, why=why)
                 return False
             row.message = ""
-            self.fleet.rent(session, row, rental, price)
+            self.fleet.rent(session, row, rental, price, nodes)
             move_attempt(session, row, AttemptState.PROVISIONING)
         reached("rent.committed")
         return True
@@ -226,7 +269,7 @@ class Rentals:
     def _without(self, attempt: Attempt, machine: Machine) -> None:
         """The attempt has lost its machine, or never had it."""
         never = attempt.state in {AttemptState.PLANNED, AttemptState.PROVISIONING}
-        if machine.state == MachineState.TERMINATING and never:
+        if never and machine.reason not in ENDINGS:
             state, cause = AttemptState.FAILED, Cause.HOST_REFUSED if machine.refused else Cause.NO_MACHINE
         elif machine.state == MachineState.TERMINATING:  # our own doing
             state, cause = AttemptState.LOST, Cause.LEASE_ENDED

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from perilune.bundle.job import Job, Resources
+from perilune.bundle.plugin import load_plugin, resources_of
 from perilune.control.home import Home
 from perilune.control.leases import Rental
 from perilune.control.planner import RetryPolicy
@@ -66,7 +67,10 @@ class ResourcesChange(_Section):
 
     device: Literal["auto", "cpu", "cuda"] | None = Field(None, description="where tensors live")
     threads: int | None = Field(None, ge=0, description="threads of a process on a CPU")
-    processes: int | None = Field(None, ge=1, le=64, description="processes of a training stage")
+    processes: int | None = Field(
+        None, ge=1, le=64, description="processes of a training stage, on each machine"
+    )
+    nodes: int | None = Field(None, ge=1, le=64, description="machines of a training stage")
     sharded: bool | None = Field(None, description="whether processes cut weights between them")
 
 
@@ -96,11 +100,20 @@ class Template(_Section):
         return RetryPolicy(**self.retry.model_dump(), lost_after=lost_after)
 
     def job(self, job: Job) -> Job:
-        """The job as it runs there."""
+        """The job as it runs there.
+
+        Raises:
+            RequestError: when it wants several machines and the placement has one.
+        """
         changes = self.resources.model_dump(exclude_none=True)
-        if not changes:
-            return job
         resources = Resources.model_validate(job.resources.model_dump() | changes)
+        resources = resources_of(load_plugin(job.task), resources)
+        if resources.nodes > 1 and not isinstance(self.placement, OnRented):
+            raise RequestError(
+                f"{resources.nodes} machines are asked for, and the placement {self.placement.name} has one",
+                where="resources.nodes",
+                remedy="rent them: a template whose placement is rented",
+            )
         return job.model_copy(update={"resources": resources})
 
 

@@ -1,7 +1,8 @@
 """The processes in which a task runs: one, or several that work together and end together.
 
 The first leads: its log is the run's. A process beside it has a folder of its own in runtime/, for its log
-and its last words. What tells the processes apart has the names that torchrun uses.
+and its last words. What tells the processes apart has the names that torchrun uses; so has what tells this
+machine apart from others on which the same task runs.
 """
 
 from __future__ import annotations
@@ -10,15 +11,20 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from perilune.bundle.job import Job
 from perilune.bundle.redaction import secret_values
+from perilune.errors import RequestError
 from perilune.execution.log import write_whole_log
 from perilune.execution.output import LogPump
 from perilune.execution.task_environment import task_environment
@@ -29,8 +35,38 @@ POLL_SECONDS = 0.1
 LOST_SECONDS = 3.0  # for the process that was lost to say why, after another noticed
 
 
+@dataclass(frozen=True, slots=True)
+class Node:
+    """This machine among those on which a task runs.
+
+    Attributes:
+        number: 0 leads.
+        count: of machines.
+        address, port: where the leading process waits for the others; "" and 0 for a machine alone.
+    """
+
+    number: int = 0
+    count: int = 1
+    address: str = ""
+    port: int = 0
+
+    @classmethod
+    def here(cls) -> Node:
+        """What the environment says, in torchrun's names; alone where it says nothing."""
+        count = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+        if count == 1:
+            return cls()
+        number, port = int(os.environ["GROUP_RANK"]), int(os.environ["MASTER_PORT"])
+        return cls(number, count, os.environ["MASTER_ADDR"], port)
+
+    def variables(self) -> dict[str, str]:
+        """The environment that says so."""
+        numbers = {"GROUP_RANK": self.number, "GROUP_WORLD_SIZE": self.count, "MASTER_PORT": self.port}
+        return {"MASTER_ADDR": self.address} | {name: str(number) for name, number in numbers.items()}
+
+
 class Ranks:
-    """The processes of one task.
+    """The processes of one task on this machine.
 
     Args:
         bundle: whose task they run.
@@ -40,10 +76,16 @@ class Ranks:
 
     def __init__(self, bundle: Path, job: Job, mark: dict[str, str], *, echo: bool = False) -> None:
         self._bundle, self._job, self._mark, self._echo = bundle, job, mark, echo
+        self._node = Node.here()
+        self._first = self._node.number * job.resources.processes
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pumps: list[LogPump] = []
         self._statuses: list[int | None] = []
         self._meeting: Path | None = None
+
+    @property
+    def _world(self) -> int:
+        return self._node.count * self._job.resources.processes
 
     @property
     def root(self) -> int:
@@ -58,12 +100,17 @@ class Ranks:
         """
         count = self._job.resources.processes
         environment = task_environment(self._job, self._mark)
-        if count > 1:
+        if self._node.count > 1:
+            environment |= self._node.variables() | interface_to(self._node.address)
+        elif count > 1:
             self._meeting = Path(tempfile.mkdtemp(prefix="perilune-"))
-            environment |= {"WORLD_SIZE": str(count), RENDEZVOUS: str(self._meeting / "processes")}
-        for rank in range(count):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {}
-            self._processes.append(self._start(rank, environment | own))
+            environment |= {RENDEZVOUS: str(self._meeting / "processes")}
+        for local in range(count):
+            rank = self._first + local
+            own = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": self._world}
+            alone = self._world == 1
+            told = {} if alone else {name: str(number) for name, number in own.items()}
+            self._processes.append(self._start(rank, environment | told))
 
     def _start(self, rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
         directory = directory_of(self._bundle, rank)
@@ -109,7 +156,7 @@ class Ranks:
     def _failures(self, memory_kill: bool) -> list[tuple[int, Ending]]:
         """What is known of processes that have not ended well, or have said that they will not."""
         found = []
-        for rank, status in enumerate(self._statuses):
+        for rank, status in enumerate(self._statuses, start=self._first):
             words = directory_of(self._bundle, rank) / LAST_WORDS
             if status or (status is None and words.exists()):
                 found.append((rank, ending_of(status or 1, words, stopped=False, memory_kill=memory_kill)))
@@ -122,16 +169,16 @@ class Ranks:
             stopped, memory_kill: as for `ending_of`.
         """
         if stopped:
-            words = directory_of(self._bundle, 0) / LAST_WORDS
+            words = directory_of(self._bundle, self._first) / LAST_WORDS
             return ending_of(self._processes[0].wait(), words, stopped=True, memory_kill=memory_kill)
         failures = self._failures(memory_kill)
         if not failures:
             return Ending(0, None, Cause.NONE, "")
         rank, ending = min(failures, key=_guilt)
-        if len(self._processes) == 1:
+        if self._world == 1:
             return ending
         log = f", see {log_of(self._bundle, rank).relative_to(self._bundle)}" if rank else ""
-        told = f"process {rank} of {len(self._processes)}{log}: {ending.message}"
+        told = f"process {rank} of {self._world}{log}: {ending.message}"
         return Ending(ending.exit_code, ending.signal, ending.cause, told)
 
     def close(self) -> None:
@@ -148,9 +195,32 @@ def directory_of(bundle: Path, rank: int) -> Path:
 
 
 def write_logs(bundle: Path) -> None:
-    """Write what is kept of all processes' logs to artifacts/."""
-    for rank in range(1 + len(list((bundle / "runtime").glob("process-*")))):
+    """Write what is kept of the logs of this machine's processes to artifacts/."""
+    beside = [int(path.name.partition("-")[2]) for path in (bundle / "runtime").glob("process-*")]
+    for rank in (0, *beside):
         write_whole_log(directory_of(bundle, rank), log_of(bundle, rank))
+
+
+def interface_to(address: str) -> dict[str, str]:
+    """Variables by which gloo and NCCL use the interface through which `address` is reached.
+
+    Raises:
+        RequestError: when it cannot be.
+    """
+    try:
+        (family, kind, _, _, where), *_ = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)
+        with socket.socket(family, kind) as probe:  # connecting it chooses the way, and sends nothing
+            probe.connect(where)
+            mine = probe.getsockname()[0]
+    except OSError as error:
+        raise RequestError(f"the leading machine {address} cannot be reached: {error}") from None
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == mine for one in addresses):
+            return {
+                variable: os.environ.get(variable, name)
+                for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+            }
+    return {}
 
 
 def log_of(bundle: Path, rank: int) -> Path:

@@ -29,7 +29,7 @@ from perilune.bundle.verify import require_verified
 from perilune.errors import PeriluneError, RequestError
 from perilune.execution.claim import MARK, Claim, claimed
 from perilune.execution.processes import adopt_orphans, die_with, kill_all
-from perilune.execution.ranks import Ranks, write_logs
+from perilune.execution.ranks import Node, Ranks, write_logs
 from perilune.execution.verdict import (
     RESERVE,
     Cause,
@@ -127,7 +127,8 @@ class _Supervisor:
                 full = cause_of(error) is Cause.DISK_FULL
                 cause = Cause.DISK_FULL if full else Cause.ARTIFACT_INVALID
                 ending = Ending(ending.exit_code, ending.signal, cause, str(error))
-        if ending.cause is Cause.NONE and not (self.artifacts / "summary.json").exists():
+        leads = Node.here().number == 0
+        if leads and ending.cause is Cause.NONE and not (self.artifacts / "summary.json").exists():
             ending = Ending(0, None, Cause.ARTIFACT_MISSING, "the task left without a summary")
         verdict = Verdict(
             self.claim.epoch,

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from perilune.bundle.job import Frozen, Job, Resources
-from perilune.bundle.plugin import load_plugin, needs_a_model, plugin_names, runs_in_several
+from perilune.bundle.plugin import load_plugin, needs_a_model, plugin_names, resources_of
 from perilune.tracking.sinks import SinkName
 
 MODEL = "model"  # the reserved stage name: the recipe's own model section
@@ -99,8 +99,8 @@ class Recipe(Frozen):
     @field_validator("resources")
     @classmethod
     def _something_to_cut(cls, resources: Resources) -> Resources:
-        if resources.sharded and resources.processes == 1:
-            raise ValueError("sharded cuts weights over several processes, and processes is 1")
+        if resources.sharded and resources.processes * resources.nodes == 1:
+            raise ValueError("sharded cuts weights over several processes, and there is one")
         return resources
 
     @model_validator(mode="after")
@@ -137,9 +137,6 @@ def with_rewards(
 
 def job_for(recipe: Recipe, stage: Stage) -> Job:
     """What one stage asks to be run; its inputs are filled in once the stages it consumes have finished."""
-    resources = recipe.resources
-    if not runs_in_several(load_plugin(stage.task)):
-        resources = resources.model_copy(update={"processes": 1})
     return Job(
         task=stage.task,
         stage=stage.name,
@@ -147,6 +144,6 @@ def job_for(recipe: Recipe, stage: Stage) -> Job:
         model={} if recipe.model is None else recipe.model.model_dump(),
         environment=with_rewards(stage.environment or recipe.environment, recipe.rewards),
         seed=recipe.seed,
-        resources=resources,
+        resources=resources_of(load_plugin(stage.task), recipe.resources),
         secrets=recipe.secrets,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from perilune import watchdog
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes, OutputKind
 from perilune.bundle.workspace import Workspace
-from perilune.errors import RequestError, WorkFailedError
+from perilune.errors import ProcessLostError, RequestError, WorkFailedError
 from perilune.files import canonical_json, read_json, write_json
 
 How = Literal[
@@ -40,6 +41,7 @@ class DrillSpec(BaseModel):
     say: str = ""
     tell: str = ""  # print the value of this secret
     noise: bool = False  # make something that no second run makes
+    fail_rank: int = 0  # of several processes the one that fails
     gate: str = ""  # wait at the first step until this file exists
 
 
@@ -68,17 +70,22 @@ class Drill:
         for step in range(start, spec.steps):
             while spec.gate and not Path(spec.gate).exists():
                 time.sleep(0.02)
-            if step == spec.fail_at and not (spec.fresh_only and start > 0):
+            mine = int(os.environ.get("RANK", "0")) == spec.fail_rank
+            if step == spec.fail_at and mine and not (spec.fresh_only and start > 0):
                 self._fail(workspace, spec.how)
             time.sleep(spec.seconds)
+            self._meet()
             total += (step + 1) * (workspace.job.seed + 1)
             workspace.metric(step + 1, total=total)
-            if (step + 1) % spec.checkpoint_every == 0:
+            if (step + 1) % spec.checkpoint_every == 0 and workspace.leads:
                 self._checkpoint(workspace, step + 1, total)
             workspace.progress(step + 1, spec.steps, sum=total)
-        if spec.how != "nothing":
+        if spec.how != "nothing" and workspace.leads:
             write_json(workspace.artifacts / "data" / "total.json", {"total": total})
         return {"kind": "dataset", "total": total, "began_at": start}
+
+    def _meet(self) -> None:
+        """Wait for the other processes."""
 
     def _resume(self, workspace: Workspace, total: int) -> tuple[int, int]:
         found = sorted(workspace.checkpoints.glob("step-*"))
@@ -153,4 +160,43 @@ class Drill:
                 time.sleep(600)
 
 
+class GangDrill(Drill):
+    """The same in several processes on several machines, which wait for each other at every step."""
+
+    name = "gang_drill"
+    parallel = True
+
+    def __init__(self) -> None:
+        self._lines: list[socket.socket] = []
+
+    def _meet(self) -> None:
+        if not self._lines and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            self._lines = self._connect()
+        for line in self._lines:
+            line.sendall(b".")
+        for line in self._lines:
+            try:
+                arrived = line.recv(1)
+            except ConnectionError:
+                arrived = b""
+            if not arrived:
+                raise ProcessLostError("waited for a step, and another process has ended")
+
+    def _connect(self) -> list[socket.socket]:
+        where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        if os.environ["RANK"] == "0":
+            with socket.create_server(where) as server:
+                server.settimeout(60.0)
+                return [server.accept()[0] for _ in range(int(os.environ["WORLD_SIZE"]) - 1)]
+        until = time.monotonic() + 60.0
+        while True:
+            try:
+                return [socket.create_connection(where)]
+            except ConnectionRefusedError:
+                if time.monotonic() > until:
+                    raise ProcessLostError("the leading process has not come") from None
+                time.sleep(0.05)
+
+
 plugin = Drill()
+gang = GangDrill()

@@ -68,6 +68,10 @@ class Site(BaseModel):
         {}, description="further variables of the worker and its installer; no secrets"
     )
 
+    def telling(self, variables: Mapping[str, str]) -> Site:
+        """The same with further variables of the worker."""
+        return self.model_copy(update={"environment": {**self.environment, **variables}})
+
     @field_validator("environment")
     @classmethod
     def _no_credentials(cls, environment: dict[str, str]) -> dict[str, str]:

@@ -29,6 +29,7 @@ from perilune.execution.providers.protocol import (
 )
 
 CALL_SECONDS = 10.0
+ADDRESS = "127.0.0.1"  # of every machine, because all are this one
 
 
 class FakeCloud:
@@ -179,4 +180,5 @@ class FakeHost:
 
 
 def _machine(fields: dict[str, Any]) -> RentedMachine:
-    return RentedMachine(**{**fields, "status": MachineStatus(fields["status"])})
+    status = MachineStatus(fields["status"])
+    return RentedMachine(**{**fields, "status": status, "address": ADDRESS})

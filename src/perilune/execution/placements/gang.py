@@ -1,0 +1,132 @@
+"""Placement of an attempt on several machines: one worker on each, which begin, meet and end together.
+
+The first machine leads: what comes home from it is the evidence. Of the others their logs and verdicts do, to
+runtime/node-K. A machine whose worker fails ends the attempt on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from perilune.execution.observation import Observation
+from perilune.execution.placements.protocol import Assignment, Capabilities, Placement
+from perilune.execution.processes import Presence
+from perilune.execution.verdict import Cause
+
+T = TypeVar("T")
+AT_ONCE = 8  # machines asked at the same time
+
+
+class GangPlacement:
+    """Runs an attempt on all of `members` together.
+
+    Args:
+        name: as for every placement.
+        members: a placement on each machine, the leading one first. None is a machine that is gone or was
+            never there: nothing runs on it.
+    """
+
+    launcher = "process"
+    capabilities = Capabilities(elsewhere=True, look_every=1.0)
+
+    def __init__(self, name: str, members: Sequence[Placement | None]) -> None:
+        self.name, self.members = name, members
+
+    def stage(
+        self, attempt: Assignment, bundle: Path, order: Mapping[str, Any], previous: Path | None
+    ) -> None:
+        """As `Placement.stage`; the working copy is made once, for the leading machine."""
+
+        def stage(member: Placement, there: Assignment) -> None:
+            member.stage(there, bundle, order, previous)
+
+        self._each(attempt, stage, nodes=range(1))
+        self._each(attempt, stage, nodes=range(1, len(self.members)))
+
+    def start(self, attempt: Assignment) -> None:
+        """As `Placement.start`, on all machines; those that have begun are not changed by it."""
+        self._each(attempt, lambda member, there: member.start(there))
+
+    def starting(self, attempt: Assignment) -> bool:
+        """Never: `start` waits for the claims."""
+        return False
+
+    def observe(self, attempt: Assignment) -> Observation:
+        """As `Placement.observe`: what all looks mean together."""
+        return together(self._each(attempt, lambda member, there: member.observe(there)))
+
+    def pull(self, attempt: Assignment, *, whole: bool = False) -> None:
+        """As `Placement.pull`. All of it is only there when no machine works any more: they are stopped
+        first, which those that have ended do not notice."""
+        if whole:
+            self.stop(attempt)
+        self._each(attempt, lambda member, there: member.pull(there, whole=whole))
+
+    def stop(self, attempt: Assignment) -> bool:
+        """As `Placement.stop`, on all machines."""
+        return all(self._each(attempt, lambda member, there: member.stop(there)))
+
+    def remove(self, attempt: Assignment) -> None:
+        """As `Placement.remove`, on all machines."""
+        self._each(attempt, lambda member, there: member.remove(there))
+
+    def _each(
+        self,
+        attempt: Assignment,
+        act: Callable[[Placement, Assignment], T],
+        nodes: Sequence[int] | None = None,
+    ) -> list[T]:
+        """What `act` gives on each machine that is there; all are asked before a failure is raised."""
+        there = [
+            (member, replace(attempt, node=node))
+            for node, member in enumerate(self.members)
+            if member is not None and (nodes is None or node in nodes)
+        ]
+        with ThreadPoolExecutor(min(len(there), AT_ONCE) or 1) as workers:
+            asked = [workers.submit(act, *one) for one in there]
+        return [one.result() for one in asked]
+
+
+def together(looks: Sequence[Observation]) -> Observation:
+    """What the looks at an attempt's machines say of it.
+
+    It has begun when all have; it has ended well when all have, and badly as soon as one has, for a reason
+    that is its own and not that it lost another.
+    """
+    for bad in ("superseded", "unseen"):
+        for seen in looks:
+            if getattr(seen, bad):
+                return seen
+    failed = [(node, seen) for node, seen in enumerate(looks) if _failed(seen)]
+    if failed and (len(failed) == len(looks) or any(not _lost_another(seen) for _, seen in failed)):
+        node, seen = min(failed, key=lambda one: _lost_another(one[1]))
+        if seen.verdict is None:
+            return seen
+        message = f"machine {node} of {len(looks)}: {seen.verdict.message}"
+        return replace(seen, verdict=replace(seen.verdict, message=message))
+    if any(seen.claim is None for seen in looks):
+        return Observation()
+    leader = looks[0]
+    ended = all(seen.verdict is not None for seen in looks)
+    worker = leader.worker if ended else _least(seen.worker for seen in looks if seen.verdict is None)
+    heartbeat = min(seen.heartbeat for seen in looks)
+    return Observation(leader.claim, worker, leader.verdict if ended else None, heartbeat=heartbeat)
+
+
+def _failed(seen: Observation) -> bool:
+    if seen.verdict is not None:
+        return not seen.verdict.succeeded
+    return seen.claim is not None and seen.worker is Presence.ABSENT
+
+
+def _lost_another(seen: Observation) -> bool:
+    return seen.verdict is not None and seen.verdict.cause == Cause.PROCESS_LOST
+
+
+def _least(presences: Iterable[Presence]) -> Presence:
+    """PRESENT when all are; else not known, because those that are positively dead have failed."""
+    return Presence.PRESENT if all(one is Presence.PRESENT for one in presences) else Presence.UNKNOWN

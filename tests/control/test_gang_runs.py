@@ -1,0 +1,224 @@
+"""Attempts on several rented machines: all or none of them, and what befalls one ends the attempt on all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from cloud_cases import LEASE, bill
+from drill_cases import PATIENCE, begin, drill_job, only_run
+from hosts_cases import interpreter
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy import select
+
+from perilune.bundle.job import Job
+from perilune.bundle.verify import verify
+from perilune.control.experiments import Control, StagePlan, advance
+from perilune.control.explanation import explain
+from perilune.control.machines import Fleet
+from perilune.control.progress import StageEvent, StageFinished
+from perilune.control.rented import PORTS
+from perilune.control.store import Attempt
+from perilune.control.templates import OnRented, ResourcesChange, Retry, Template
+from perilune.errors import RequestError
+from perilune.execution.claim import Claim, read_claim
+from perilune.execution.limits import Limits
+from perilune.execution.observation import Observation
+from perilune.execution.placements.gang import together
+from perilune.execution.placements.remote import Site
+from perilune.execution.processes import Presence
+from perilune.execution.providers.fake.client import FakeCloud
+from perilune.execution.providers.fake.weather import Fault
+from perilune.execution.ranks import interface_to
+from perilune.execution.verdict import Verdict
+from perilune.files import read_json
+
+NODES = 2
+
+
+def template(folder: Path, nodes: int = NODES) -> Template:
+    python = folder / "python" / "bin" / "python"
+    if not python.exists():
+        interpreter(folder / "python")
+    site = Site(python=str(python), installed=True)
+    place = OnRented(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
+    return Template(
+        placement=place,
+        resources=ResourcesChange(nodes=nodes),
+        retry=Retry(base=0.01),
+        limits=Limits(on_box_stop_after=60.0),
+    )
+
+
+def gang_job(**spec: object) -> Job:
+    return drill_job(**spec).model_copy(update={"task": "gang_drill"})  # type: ignore[arg-type]
+
+
+class Drill:
+    """A run of the gang drill on two machines of the fake cloud."""
+
+    def __init__(self, control: Control, folder: Path, **spec: object) -> None:
+        self.control = control
+        self.fleet = control.reconciler.rentals.fleet
+        where = template(folder)
+        plan = StagePlan("drill", where.job(gang_job(**spec)))
+        self.events = advance(control, begin(control, [plan]), [plan], template=where, poll=0.05)
+        self.seen: list[StageEvent] = [next(self.events)]
+        self.run_id = only_run(control).id
+
+    def until(self, state: str, number: int = 1) -> Attempt:
+        """Reconcile until an attempt is in a state."""
+        deadline = time.monotonic() + PATIENCE
+        while len(found := self.attempts()) < number or found[number - 1].state != state:
+            assert time.monotonic() < deadline, [(one.number, one.state, one.message) for one in found]
+            self.control.reconciler.all()
+            time.sleep(0.05)
+        return found[number - 1]
+
+    def attempts(self) -> list[Attempt]:
+        with self.control.store.snapshot() as session:
+            return list(session.scalars(select(Attempt).order_by(Attempt.number)))
+
+    def finish(self) -> StageFinished:
+        last = list(self.events)[-1]
+        assert isinstance(last, StageFinished), last
+        return last
+
+    def all_gone(self, cloud: FakeCloud) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while self.fleet.all():
+            assert time.monotonic() < deadline, [(one.key, one.state) for one in self.fleet.all()]
+            self.control.reconciler.all(act=False)
+            time.sleep(0.05)
+        assert not bill(cloud)["alive"]
+        assert all(one.cleanup == "done" for one in self.attempts())
+
+
+def test_two_machines_begin_meet_and_end_together(
+    control: Control, fleet: Fleet, cloud: FakeCloud, tmp_path: Path
+) -> None:
+    cloud.befall(call="create", fault=Fault.LOST_ANSWER, times=1)
+    drill = Drill(control, tmp_path, steps=3, say="hello")
+    assert drill.finish().summary["total"] == 12
+    run = only_run(control)
+    directory = control.directory(run)
+    assert verify(directory, run.bundle_digest) == []
+    assert [(one.epoch, one.rank) for one in fleet.all(gone=True)] == [(1, 0), (1, 1)]
+    assert "hello" in (directory / "artifacts" / "task.log").read_text()
+    beside = directory / "runtime" / "node-1" / "runtime"
+    assert "hello" in (beside / "process-1" / "runtime.log").read_text()
+    assert read_json(beside / "result.json")["exit_code"] == 0
+    assert not (beside.parent / "artifacts").exists()
+    drill.all_gone(cloud)
+    assert len(bill(cloud)["costs"]) == NODES
+
+
+def test_all_machines_or_none(control: Control, fleet: Fleet, cloud: FakeCloud, tmp_path: Path) -> None:
+    home = control.home.root / "providers.yaml"
+    enough = home.read_text()
+    home.write_text(enough.replace("daily_cap: 100.0", "daily_cap: 0.1"))  # enough for one
+    drill = Drill(control, tmp_path, steps=1)
+    drill.control.reconciler.all()
+    assert "daily cap" in drill.until("planned").message
+    assert not fleet.all(gone=True)
+    home.write_text(enough)
+    cloud.befall(call="create", fault=Fault.ERROR_BEFORE, times=10**6)
+    drill.until("provisioning")
+    assert [one.rank for one in fleet.all()] == [0, 1]
+    assert any("machine 1 of 2 is asked for" in fact for fact in explain(control, drill.run_id).because)
+    cloud.befall(call="create", fault=Fault.ERROR_BEFORE, times=0)
+    control.reconciler.rentals.fleet.dismiss(fleet.key(drill.run_id, 1, rank=1), "a user wanted it")
+    drill.until("failed")
+    drill.finish()
+    assert [one.state for one in drill.attempts()] == ["failed", "succeeded"]
+    drill.all_gone(cloud)
+
+
+@pytest.mark.parametrize("whom", ["task", "worker", "machine"])
+def test_what_befalls_one_machine_ends_the_attempt_and_the_next_goes_on(
+    whom: str, control: Control, fleet: Fleet, cloud: FakeCloud, tmp_path: Path
+) -> None:
+    how = "kill" if whom == "task" else "hang"
+    drill = Drill(control, tmp_path, steps=4, fail_at=2, fail_rank=1, how=how, fresh_only=True)
+    first = control.home.attempt(drill.run_id, 1)
+    if whom != "task":
+        drill.until("running")
+        deadline = time.monotonic() + PATIENCE
+        while not (first / "artifacts" / "checkpoints" / "step-000002").exists():
+            assert time.monotonic() < deadline
+            control.reconciler.all()
+            time.sleep(0.05)
+    if whom == "machine":
+        cloud.befall(key=fleet.key(drill.run_id, 1, rank=1), fault=Fault.HOST_DEATH)
+    elif whom == "worker":
+        claim = read_claim(first / "runtime" / "node-1" / "runtime")
+        assert claim is not None
+        os.kill(claim.pid, signal.SIGKILL)
+    assert drill.finish().summary["began_at"] == 2
+    ended, second = drill.attempts()
+    assert second.state == "succeeded"
+    causes = {"task": "killed", "worker": "runner_died", "machine": "machine_lost"}
+    assert ended.cause == causes[whom]
+    if whom == "task":
+        assert "machine 1 of 2: process 1 of 2" in ended.message
+    drill.all_gone(cloud)
+
+
+def test_a_placement_with_one_machine_does_not_take_a_job_for_two() -> None:
+    with pytest.raises(RequestError, match="2 machines are asked for"):
+        Template(resources=ResourcesChange(nodes=2)).job(gang_job())
+    alone = template(Path("/nowhere"), nodes=2).job(drill_job())  # a task that cannot use them has one
+    assert alone.resources.nodes == 1
+
+
+def test_the_interface_by_which_a_machine_is_reached() -> None:
+    assert interface_to("127.0.0.1")["GLOO_SOCKET_IFNAME"] == "lo"
+    with pytest.raises(RequestError, match="cannot be reached"):
+        interface_to("no.such.host.invalid")
+    with socket.create_server(("127.0.0.1", 0)) as server:  # systems give away none of the gang's ports
+        assert server.getsockname()[1] not in PORTS
+
+
+CLAIM = Claim(1, "host", "boot", 7, 9, "n")
+
+
+def looks() -> st.SearchStrategy[Observation]:
+    def seen(cause: str | None, alive: Presence, claimed: bool, unseen: bool) -> Observation:
+        if unseen:
+            return Observation(unseen="cut")
+        if not claimed:
+            return Observation()
+        if cause is None:
+            return Observation(CLAIM, alive)
+        good = cause == ""
+        return Observation(
+            CLAIM, Presence.ABSENT, Verdict(1, 0 if good else 1, None, cause, "", "d" if good else None, 1.0)
+        )
+
+    causes = st.sampled_from([None, "", "crashed", "killed", "process_lost"])
+    return st.builds(seen, causes, st.sampled_from(Presence), st.booleans(), st.booleans())
+
+
+@given(st.lists(looks(), min_size=2, max_size=5))
+def test_what_looks_at_several_machines_mean(several: list[Observation]) -> None:
+    seen = together(several)
+    verdicts = [one.verdict for one in several if one.verdict is not None]
+    if any(one.unseen for one in several):
+        assert seen.unseen and seen.verdict is None  # not knowing of one is not knowing
+    elif seen.verdict is not None and seen.verdict.succeeded:
+        assert len(verdicts) == len(several) and all(one.succeeded for one in verdicts)
+    elif seen.verdict is not None:
+        own = {one.cause for one in verdicts if not one.succeeded} - {"process_lost"}
+        assert seen.verdict.cause in (own or {"process_lost"})  # the one that fell, not those it pulled down
+    elif seen.claim is None:
+        assert any(one.claim is None for one in several)
+    elif seen.worker is Presence.ABSENT:
+        assert any(one.worker is Presence.ABSENT and one.verdict is None for one in several)
+    elif seen.worker is Presence.PRESENT:
+        alive = [one.worker is Presence.PRESENT for one in several if one.verdict is None]
+        assert all(alive) and alive
