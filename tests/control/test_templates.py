@@ -29,6 +29,7 @@ def write(home: Home, text: str, name: str = "box") -> None:
     (home.root / "templates" / f"{name}.yaml").write_text(text)
 
 
+DOCKER = f"launcher:\n  name: docker\n  image: docker.io/library/python@sha256:{'0' * 64}\n"
 SSH = "placement:\n  name: ssh\n  host: box\n"
 
 
@@ -43,6 +44,11 @@ SSH = "placement:\n  name: ssh\n  host: box\n"
         (SSH + "  site:\n    environment:\n      HF_TOKEN: x\n", 5, "HF_TOKEN looks like a credential"),
         ("retry: {user: -1}\n", 1, "retry.user is -1"),
         ("placement: [\n", 2, "not valid YAML"),
+        ("launcher: {name: moon}\n", 1, "no launcher is called 'moon'"),
+        ("launcher:\n  name: docker\n  image: python:3.12\n", 3, "does not say what runs"),
+        (DOCKER + "  mounts: ['/a,target=/etc']\n", 4, "launcher.mounts"),
+        (DOCKER + "  gpus: [0, 1]\n  mounts: [/data]\n  networks: none\n", 6, "is not a known key"),
+        ("placement:\n  name: local\n  site: {}\n", 1, "placement.site is for containers"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_line(home: Home, text: str, line: int, what: str) -> None:
@@ -106,16 +112,21 @@ def test_the_commands(perilune: Command, tmp_path: Path) -> None:
 
 def fields(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, Any]]:
     for name, field in model.model_fields.items():
-        kinds = [one for one in (field.annotation, *get_args(field.annotation)) if isinstance(one, type)]
-        inner = [kind for kind in kinds if issubclass(kind, BaseModel)]
+        inner = sections(field.annotation)
         for kind in inner:
             yield from fields(kind, f"{above}{name}.")
         if not inner:
             yield f"{above}{name}", field
 
 
+def sections(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for inner in get_args(annotation) for found in sections(inner)]
+
+
 def test_every_key_is_documented() -> None:
     page = PAGE.read_text()
     for key, field in fields(Template):
-        if not key.endswith("placement.name"):
+        if not key.endswith(".name"):
             assert f"| `{key}` |" in page and (field.description or "").partition(";")[0] in page, key

@@ -7,10 +7,12 @@ from perilune.control.machines import Fleet
 from perilune.control.planner import RetryPolicy
 from perilune.control.rented import RentedPlacement
 from perilune.control.templates import Here, OnRented, OverSsh, Template, recorded_template
+from perilune.execution.hosts.local import LocalHost
 from perilune.execution.hosts.ssh import SshHost
+from perilune.execution.launchers import process
 from perilune.execution.placements.local import LocalPlacement
 from perilune.execution.placements.protocol import Placement
-from perilune.execution.placements.remote import RemotePlacement
+from perilune.execution.placements.remote import RemotePlacement, Site
 
 
 class Placements:
@@ -34,14 +36,18 @@ class Placements:
 
     def make(self, template: Template) -> Placement:
         """The placement that a template names."""
+        container = template.container
         match template.placement:
-            case Here():
+            case Here() if container is None:
                 return self.local
+            case Here() as here:
+                own = Site(workspace=str(self.home.root / "containers"))
+                return RemotePlacement(LocalHost(), here.site or own, template.limits, container)
             case OverSsh() as there:
-                key = f"{there.model_dump_json()} {template.limits.model_dump_json()}"
+                key = template.model_dump_json(include={"placement", "launcher", "limits"})
                 if key not in self._made:
                     host = SshHost(there, self.home.root / "ssh")
-                    self._made[key] = RemotePlacement(host, there.site, template.limits)
+                    self._made[key] = RemotePlacement(host, there.site, template.limits, container)
                 return self._made[key]
             case OnRented() as rental:
                 longest = min(template.limits.max_lifetime, rental.lease.max_lifetime)
@@ -49,7 +55,8 @@ class Placements:
                 return RentedPlacement(
                     self.fleet,
                     rental,
-                    lambda host, told: RemotePlacement(host, rental.site.telling(told), limits),
+                    lambda host, told: RemotePlacement(host, rental.site.telling(told), limits, container),
+                    process.NAME if container is None else container.name,
                 )
 
     def policy_of(self, run_id: str) -> RetryPolicy:

@@ -44,15 +44,19 @@ class RentedPlacement:
 
     Args:
         build: the placement on a machine, from the way there and further variables of the worker.
+        launcher: how a worker is started there.
     """
 
-    launcher = "process"
     capabilities = Capabilities(elsewhere=True, look_every=1.0)
 
     def __init__(
-        self, fleet: Fleet, rental: Rental, build: Callable[[Host, Mapping[str, str]], Placement]
+        self,
+        fleet: Fleet,
+        rental: Rental,
+        build: Callable[[Host, Mapping[str, str]], Placement],
+        launcher: str,
     ) -> None:
-        self.fleet, self.rental, self._build = fleet, rental, build
+        self.fleet, self.rental, self._build, self.launcher = fleet, rental, build, launcher
         self.name = f"{rental.provider}:{rental.kind}"
 
     def stage(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from perilune.bundle.job import Job, Resources
 from perilune.bundle.plugin import load_plugin, resources_of
@@ -19,6 +19,7 @@ from perilune.control.leases import Rental
 from perilune.control.planner import RetryPolicy
 from perilune.errors import RequestError
 from perilune.execution.hosts.ssh import SshSettings
+from perilune.execution.launchers.docker import Container
 from perilune.execution.limits import Limits
 from perilune.execution.placements.remote import Site
 from perilune.recipe.problems import ProblemsError, nearest, raise_first, validate
@@ -36,6 +37,7 @@ class Here(_Section):
     """This machine."""
 
     name: Literal["local"] = "local"
+    site: Site | None = Field(None, description="what is where on it; for containers only")
 
 
 class OverSsh(SshSettings):
@@ -74,6 +76,18 @@ class ResourcesChange(_Section):
     sharded: bool | None = Field(None, description="whether processes cut weights between them")
 
 
+def _launcher(value: Any) -> str | None:
+    """Which launcher is meant: it stands alone, or is the `name` of a section."""
+    if isinstance(value, Container):
+        return value.name
+    name = value.get("name") if isinstance(value, dict) else value
+    return name if isinstance(name, str) else None
+
+
+_Process = Annotated[Literal["process"], Tag("process")]
+_Docker = Annotated[Container, Tag("docker")]
+
+
 class Template(_Section):
     """Where and how runs go."""
 
@@ -81,7 +95,9 @@ class Template(_Section):
     placement: Annotated[Here | OverSsh | OnRented, Field(discriminator="name")] = Field(
         Here(), description="where: local, ssh with how to get there, or rented with what it may cost"
     )
-    launcher: Literal["process"] = Field("process", description="how a worker is started there")
+    launcher: Annotated[_Process | _Docker, Discriminator(_launcher)] = Field(
+        "process", description="how a worker is started there: process, or a section with the name docker"
+    )
     resources: ResourcesChange = Field(ResourcesChange(), description="what the machine has")
     retry: Retry = Field(Retry(), description="how often it is tried again")
     limits: Limits = Field(Limits(), description="how long an attempt may go on elsewhere")
@@ -93,9 +109,20 @@ class Template(_Section):
         (), description="keys that `perilune run --with KEY=VALUE` may change, as limits.max_lifetime"
     )
 
+    @model_validator(mode="after")
+    def _site_of_containers(self) -> Template:
+        if isinstance(self.placement, Here) and self.placement.site and self.container is None:
+            raise ValueError("placement.site is for containers: here, a process is started as you are")
+        return self
+
+    @property
+    def container(self) -> Container | None:
+        """What workers run in; None is no container."""
+        return None if self.launcher == "process" else self.launcher
+
     def policy(self) -> RetryPolicy:
         """As the reconciler wants it."""
-        here = isinstance(self.placement, Here)
+        here = isinstance(self.placement, Here) and self.container is None
         lost_after = RetryPolicy().lost_after if here else self.limits.given_up_after
         return RetryPolicy(**self.retry.model_dump(), lost_after=lost_after)
 

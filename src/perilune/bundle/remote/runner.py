@@ -14,6 +14,9 @@ should cost little. A call does one verb, answers with one line of JSON (pull: f
 The keeper lives as long as the attempt. It arms the timers that end it, claims, runs the bundle's entrypoint
 (which makes the environment and becomes the worker), and leaves a verdict where the worker could not. Below
 the workspace lie RUN/EPOCH (the files), RUN/claim.EPOCH.json (kept for ever: it fences) and RUN/lock.
+
+With --container the entrypoint runs in a container: `launch` makes it and becomes the client of Docker or
+Podman, `inside` is its first process. The attempt ends, and counts as ended, with its container.
 """
 
 from __future__ import annotations
@@ -41,6 +44,8 @@ EXIT_MARGIN = 15.0  # seconds beyond its grace in which a stopping worker hashes
 MARK, WORKER_MARK = "PERILUNE_ATTEMPT", "PERILUNE_CLAIM"
 SUBREAPER, DEATH_SIGNAL = 36, 1  # of prctl(2)
 GROWING = (".log", ".jsonl")  # written at their ends only
+CLIENT_PATIENCE = 10.0  # seconds until Docker's or Podman's client counts as not answering
+ENVIRONMENTS = ".environments"  # in the workspace: what containers keep, a folder for each image
 LAST = ("artifacts/manifest.json", "runtime/result.json")  # brought home after everything they speak of
 UNITS = "artifacts/checkpoints/"  # each folder in it is complete, and comes home, as one
 
@@ -56,18 +61,25 @@ class RefusedError(Exception):
 class Attempt:
     """Where everything of one attempt lies."""
 
-    def __init__(self, workspace: str, run: str, epoch: int) -> None:
+    def __init__(self, workspace: str, run: str, epoch: int, container: dict[str, Any] | None = None) -> None:
         if not run.isalnum() or epoch < 1:
             raise RefusedError("not the name of an attempt")
-        self.epoch = epoch
-        self.run = Path(workspace).expanduser() / run
+        self.epoch, self.container = epoch, container
+        self.workspace = Path(os.path.abspath(str(Path(workspace).expanduser())))
+        self.run = self.workspace / run
         self.files = self.run / str(epoch)
         self.runtime = self.files / "runtime"
+        self.runner = self.files / "scripts" / "runner.py"
+        self.entrypoint = [str(self.files / "scripts" / "entrypoint.sh"), "--epoch", str(epoch)]
         self.contact = self.run / f"contact.{epoch}"
 
-    def claim(self, epoch: int | None = None) -> dict[str, Any] | None:
-        """The claim on this epoch, or on another of the same run."""
-        return read_json(self.run / f"claim.{epoch or self.epoch}.json")
+    def other(self, epoch: int) -> Attempt:
+        """Another attempt of the same run."""
+        return Attempt(str(self.workspace), self.run.name, epoch, self.container)
+
+    def claim(self) -> dict[str, Any] | None:
+        """The claim on this epoch."""
+        return read_json(self.run / f"claim.{self.epoch}.json")
 
     def claimed_epochs(self) -> list[int]:
         """Every epoch of the run that was ever claimed here."""
@@ -158,10 +170,11 @@ def start(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
         if not (attempt.files / "job.json").exists():
             raise RefusedError("its files are not here", "unstaged")
         for epoch in attempt.claimed_epochs():
-            if not end(attempt, epoch, 0.0):
+            if not end(attempt.other(epoch), 0.0):
                 raise RefusedError(f"processes of attempt {epoch} cannot be ended")
-        me = str(attempt.files / "scripts" / "runner.py")
-        command = [sys.executable, "-IS", me, "keep", *sys.argv[2:]]
+        if not end_containers(attempt, every=True):
+            raise RefusedError("containers of older attempts cannot be ended")
+        command = [sys.executable, "-IS", str(attempt.runner), "keep", *sys.argv[2:]]
         with (attempt.runtime / "worker.log").open("ab") as log:
             keeper = subprocess.Popen(
                 command,
@@ -185,7 +198,7 @@ def observe(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
     """What is there. A verdict counts once the keeper has left: until then it may be killing, or adding."""
     attempt.touch()
     claim = attempt.claim()
-    lives = False if claim is None else alive(claim)
+    lives = False if claim is None else runs(attempt, claim)
     beat = read_json(attempt.runtime / "heartbeat.json") or {}
     return {
         "claim": claim,
@@ -202,15 +215,15 @@ def stop(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
     with attempt.lock():
         if attempt.claim() is None:
             attempt.write_claim(os.getpid())
-            return {"stopped": True}
-    return {"stopped": end(attempt, attempt.epoch, options.grace)}
+            return {"stopped": forgotten_is_gone(attempt)}
+    return {"stopped": end(attempt, options.grace)}
 
 
 def remove(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
     """Delete the attempt's files; its claim stays, and goes on fencing."""
     with attempt.lock():
         claim = attempt.claim()
-        if claim is not None and alive(claim) is not False:
+        if claim is not None and runs(attempt, claim) is not False:
             raise RefusedError("it still runs")
         for path in [attempt.files, *attempt.run.glob("tmp.*")]:
             if path.exists():
@@ -357,16 +370,23 @@ def keep(attempt: Attempt, options: argparse.Namespace) -> None:
         print(json.dumps(claim), flush=True)
     os.dup2(2, 1)
 
-    marks = {MARK: claim["nonce"]}
+    environment = {**values["environment"], **values["secrets"], MARK: claim["nonce"]}
+    command = attempt.entrypoint
+    if attempt.container:  # its client is told no secrets, and is not killed with what runs in it
+        command = [sys.executable, "-IS", str(attempt.runner), "launch", *sys.argv[2:]]
     entrypoint = subprocess.Popen(
-        [str(attempt.files / "scripts" / "entrypoint.sh"), "--epoch", str(attempt.epoch)],
-        stdin=subprocess.DEVNULL,
+        command,
+        stdin=subprocess.PIPE if attempt.container else subprocess.DEVNULL,
         stdout=2,
         cwd=str(attempt.files),
-        env={**os.environ, **values["environment"], **values["secrets"], **marks},
+        env=dict(os.environ) if attempt.container else {**os.environ, **environment},
         start_new_session=True,
-        preexec_fn=lambda: prctl(DEATH_SIGNAL, signal.SIGKILL),  # noqa: PLW1509 - we have one thread
+        preexec_fn=die_with_parent,  # noqa: PLW1509 - we have one thread
     )
+    if entrypoint.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):  # it stays open for as long as we live
+            entrypoint.stdin.write(json.dumps(environment).encode() + b"\n")
+            entrypoint.stdin.flush()
     seen, seen_at = modified(attempt.contact), began
     cause, why = "", ""
     while entrypoint.poll() is None and not cause:
@@ -385,8 +405,16 @@ def keep(attempt: Attempt, options: argparse.Namespace) -> None:
             entrypoint.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             entrypoint.wait(options.grace + EXIT_MARGIN)
+    status = entrypoint.poll()
+    if attempt.container:
+        entrypoint.kill()
+        status = 128 - status if status is not None and status > 128 else status
+        if not cause and attempt.result() is None and ended_for_memory(attempt):
+            cause, why = "out_of_memory", "the kernel ended its container for want of memory"
+        gone(attempt)
     end_marked(attempt, claim)
-    conclude(attempt, entrypoint.wait(), cause, why, time.monotonic() - began)
+    status = entrypoint.wait() if status is None else status
+    conclude(attempt, status, cause, why, time.monotonic() - began)
 
 
 def conclude(attempt: Attempt, status: int, cause: str, why: str, seconds: float) -> None:
@@ -422,12 +450,187 @@ def last_words(log: Path, size: int = 2000) -> str:
     return "it said nothing"
 
 
+# Containers.
+
+
+def launch(attempt: Attempt, options: argparse.Namespace) -> None:
+    """Make the attempt's container, write down what it is made of, and become the client that runs it.
+
+    A process of its own: its image may have to be fetched first, while the keeper goes on keeping limits.
+    """
+    import subprocess
+
+    asked = attempt.container or {}
+    program, image = asked["program"], asked["image"]
+    environments = attempt.workspace / ENVIRONMENTS / image.rpartition(":")[2][:16]
+    environments.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if set(str(attempt.workspace)) & set(',"'):
+        sys.exit("no folder can be shared with a container whose name has a comma or a quote in it")
+    place = hashlib.sha256(str(attempt.workspace).encode()).hexdigest()[:8]
+    labels = {**labels_of(attempt), "perilune.claim": (attempt.claim() or {})["nonce"]}
+    command = [program, "create", "--interactive", *asked["options"]]
+    command += ["--name", f"perilune-{attempt.run.name}-{attempt.epoch}-{place}"]
+    for name, value in labels.items():
+        command += ["--label", f"{name}={value}"]
+    command += ["--user", asked["user"] or f"{os.getuid()}:{os.getgid()}"]
+    if os.path.basename(program).startswith("podman") and os.getuid() != 0:
+        command += ["--userns", "keep-id"]
+    command += ["--env", f"HOME={environments}", "--env", f"PERILUNE_HOME={environments}"]
+    for path in (attempt.files, environments):
+        command += ["--mount", f"type=bind,source={path},target={path}"]
+    command += ["--workdir", str(attempt.files), "--entrypoint", asked["python"], image]
+    command += ["-IS", str(attempt.runner), "inside", "--workspace", str(attempt.workspace)]
+    command += ["--run", attempt.run.name, "--epoch", str(attempt.epoch)]
+    made = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False, preexec_fn=die_with_parent
+    )
+    if made.returncode != 0:
+        sys.exit(made.returncode)
+    container = made.stdout.decode().split()[-1]
+    image_id = ask(attempt, "inspect", "--format", "{{.Image}}", container).strip().rpartition(":")[2]
+    facts = {"program": program, "image": image, "image_id": f"sha256:{image_id}", "container": container}
+    write_durably(attempt.runtime / "container.json", json.dumps(facts, indent=2).encode() + b"\n")
+    os.execvp(program, [program, "start", "--attach", "--interactive", container])  # noqa: S606
+
+
+def inside(attempt: Attempt, options: argparse.Namespace) -> None:
+    """Be a container's first process: run the entrypoint with the environment that stdin tells, wait for all
+    that is orphaned, and end with the entrypoint, or with the keeper, which holds the other end of stdin.
+
+    The kernel ends every process of a container with its first one.
+    """
+    import select
+    import subprocess
+
+    told = sys.stdin.buffer.readline()
+    if not told:
+        sys.exit(128 + signal.SIGKILL)
+    environment = {**os.environ, **json.loads(told)}
+    entrypoint = subprocess.Popen(
+        attempt.entrypoint, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+    )
+    signal.signal(signal.SIGTERM, lambda number, frame: os.kill(entrypoint.pid, number))
+    while True:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == entrypoint.pid:
+            sys.exit(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status))
+        if not pid and select.select([0], [], [], POLL)[0] and not os.read(0, 1):
+            sys.exit(128 + signal.SIGKILL)
+
+
+def labels_of(attempt: Attempt) -> dict[str, str]:
+    """What the attempt's containers are known by, also to who has forgotten everything else."""
+    return {"perilune.run": str(attempt.run), "perilune.epoch": str(attempt.epoch)}
+
+
+def containers(attempt: Attempt, *, every: bool = False) -> list[str]:
+    """The attempt's containers, running or not; with `every`, those of all attempts of its run here.
+
+    Raises:
+        RefusedError: Docker or Podman does not tell.
+    """
+    if attempt.container is None:
+        return []
+    command = ["ps", "--all", "--quiet", "--no-trunc"]
+    for name, value in labels_of(attempt).items():
+        if not every or name == "perilune.run":
+            command += ["--filter", f"label={name}={value}"]
+    return ask(attempt, *command).split()
+
+
+def end_containers(attempt: Attempt, *, every: bool = False) -> bool:
+    """Kill and remove the attempt's containers; whether none is left.
+
+    Raises:
+        RefusedError: Docker or Podman does not tell.
+    """
+    until = time.monotonic() + EXIT_MARGIN
+    while True:
+        is_late = time.monotonic() > until
+        try:
+            left = containers(attempt, every=every)
+        except RefusedError:
+            if is_late:
+                raise
+            left = []
+        else:
+            if not left or is_late:
+                return not left
+        for one in left:
+            for command in (["kill", one], ["rm", "--force", one]):  # `rm` alone has Podman ask and wait
+                with contextlib.suppress(RefusedError):
+                    ask(attempt, *command)
+        time.sleep(POLL)
+
+
+def forgotten_is_gone(attempt: Attempt) -> bool:
+    """Whether no container is known of an attempt that was never claimed, or whose claim was lost."""
+    try:
+        left = containers(attempt)
+    except RefusedError:
+        return True  # nothing says that there ever was one
+    return not left or gone(attempt)
+
+
+def gone(attempt: Attempt) -> bool:
+    """Whether it is proven that none of the attempt's containers is left, now that they have been ended."""
+    try:
+        return end_containers(attempt)
+    except RefusedError:
+        return False
+
+
+def ended_for_memory(attempt: Attempt) -> bool:
+    """Whether the kernel has killed in the attempt's container for want of memory, where that is told."""
+    try:
+        return any(
+            ask(attempt, "inspect", "--format", "{{.State.OOMKilled}}", one).strip() == "true"
+            for one in containers(attempt)
+        )
+    except RefusedError:
+        return False
+
+
+def ask(attempt: Attempt, *command: str) -> str:
+    """What Docker or Podman says to a command.
+
+    Raises:
+        RefusedError: it fails, or does not answer.
+    """
+    import subprocess
+
+    program = (attempt.container or {})["program"]
+    try:
+        done = subprocess.run(
+            [program, *command],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=CLIENT_PATIENCE,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RefusedError(f"{program} does not answer: {error}") from None
+    if done.returncode != 0:
+        said = done.stderr.decode("utf-8", "replace").strip()[-2000:]
+        raise RefusedError(f"{program} {command[0]}: {said or f'exit code {done.returncode}'}")
+    return done.stdout.decode("utf-8", "replace")
+
+
 # Processes.
 
 
-def end(attempt: Attempt, epoch: int, grace: float) -> bool:
+def runs(attempt: Attempt, claim: dict[str, Any]) -> bool | None:
+    """Whether the attempt's keeper or its container lives; None when that cannot be told.
+
+    A container whose keeper has died is ended: it must not work on when nobody keeps its limits.
+    """
+    lives = alive(claim)
+    return None if lives is False and not gone(attempt) else lives
+
+
+def end(attempt: Attempt, grace: float) -> bool:
     """End an attempt's keeper, and then all that it started; whether none is left."""
-    claim = attempt.claim(epoch)
+    claim = attempt.claim()
     if claim is None:
         return True
     if alive(claim):
@@ -437,9 +640,7 @@ def end(attempt: Attempt, epoch: int, grace: float) -> bool:
             until = time.monotonic() + patience
             while alive(claim) and time.monotonic() < until:
                 time.sleep(POLL)
-    return alive(claim) is False and end_marked(
-        Attempt(str(attempt.run.parent), attempt.run.name, epoch), claim
-    )
+    return runs(attempt, claim) is False and end_marked(attempt, claim)
 
 
 def end_marked(attempt: Attempt, claim: dict[str, Any]) -> bool:
@@ -498,6 +699,10 @@ def boot_id() -> str:
 
 def host_id() -> str:
     return f"{os.uname().nodename}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def die_with_parent() -> None:
+    prctl(DEATH_SIGNAL, signal.SIGKILL)
 
 
 def prctl(option: int, value: int) -> None:
@@ -592,7 +797,9 @@ def modified(path: Path) -> int:
 
 
 def main() -> int:
-    verbs = {verb.__name__: verb for verb in (receive, start, keep, observe, pull, stop, remove)}
+    verbs = {
+        verb.__name__: verb for verb in (receive, start, keep, launch, inside, observe, pull, stop, remove)
+    }
     parser = argparse.ArgumentParser(prog="runner")
     parser.add_argument("verb", choices=sorted(verbs))
     parser.add_argument("--workspace", required=True)
@@ -603,10 +810,11 @@ def main() -> int:
     parser.add_argument("--lifetime", type=float, default=0.0)
     parser.add_argument("--unseen", type=float, default=0.0)
     parser.add_argument("--grace", type=float, default=0.0)
+    parser.add_argument("--container", type=json.loads, default=None)
     options = parser.parse_args()
     os.umask(0o077)
     try:
-        attempt = Attempt(options.workspace, options.run, options.epoch)
+        attempt = Attempt(options.workspace, options.run, options.epoch, options.container)
         answer = verbs[options.verb](attempt, options)
         code = 0
     except RefusedError as error:

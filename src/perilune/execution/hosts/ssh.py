@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import os
 import shlex
+import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from perilune.errors import RequestError
+from perilune.execution.hosts.local import NOT_FOUND, LocalHost
 from perilune.execution.hosts.protocol import Answer, HostRefusedError, HostUnreachableError
 from perilune.files import write_atomic
 
@@ -44,7 +44,6 @@ OPTIONS = {
     "UpdateHostKeys": "no",
 }
 FAILED = 255  # ssh's own exit code: what became of the command is not known
-TAIL = 1 << 14  # bytes of stderr that are kept
 # What ssh says when the machine is the wrong one, or lets nobody in.
 REFUSALS = {
     "IDENTIFICATION HAS CHANGED": "its host key has changed",
@@ -88,6 +87,7 @@ class SshHost:
     def __init__(self, settings: SshSettings, folder: Path) -> None:
         self.settings = settings
         self.name = f"ssh:{settings.host}"
+        self._here = LocalHost(self.name)
         identity = hashlib.sha256(settings.model_dump_json().encode()).hexdigest()[:16]
         options = {**OPTIONS, "ControlPath": str(private_folder() / identity)}
         if settings.host_key is not None:
@@ -115,32 +115,17 @@ class SshHost:
         timeout: float = 60.0,
     ) -> Answer:
         """As `Host.run`. The machine's login shell is given one line, with every argument quoted."""
-        line = shlex.join(command)
-        with _stdin(source) as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
-            try:
-                process = subprocess.Popen(
-                    [*self._command, "--", self.settings.host, line],
-                    stdin=given,
-                    stdout=sink or out,
-                    stderr=errors,
-                    start_new_session=True,  # Ctrl-C is ours to judge
-                )
-            except FileNotFoundError:
-                raise RequestError("there is no ssh here", remedy="install OpenSSH's client") from None
-            try:
-                code = process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                self.disconnect()
-                raise HostUnreachableError(f"no answer in {timeout:.0f} s", where=self.name) from None
-            finally:
-                if process.poll() is None:
-                    process.kill()
-                    process.wait()
-            said = _tail(errors)
-            if code == FAILED:
-                raise self._failure(said)
-            out.seek(0)
-            return Answer(code, out.read(), said)
+        line = [*self._command, "--", self.settings.host, shlex.join(command)]
+        try:
+            answer = self._here.run(line, source=source, sink=sink, timeout=timeout)
+        except HostUnreachableError:
+            self.disconnect()
+            raise
+        if answer.exit_code == NOT_FOUND and shutil.which("ssh") is None:
+            raise RequestError("there is no ssh here", remedy="install OpenSSH's client")
+        if answer.exit_code == FAILED:
+            raise self._failure(answer.errors)
+        return answer
 
     def disconnect(self) -> None:
         """Close the shared connection; the next command makes a new one."""
@@ -178,26 +163,3 @@ def private_folder() -> Path:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise RequestError("this folder is open to others", where=str(folder), remedy="remove it")
     return folder
-
-
-@contextmanager
-def _stdin(source: BinaryIO | None) -> Iterator[BinaryIO | int]:
-    """Something with a descriptor that yields what `source` does."""
-    if source is None:
-        yield subprocess.DEVNULL
-        return
-    try:
-        source.fileno()
-    except io.UnsupportedOperation:
-        with tempfile.TemporaryFile() as file:
-            file.write(source.read())
-            file.seek(0)
-            yield file
-    else:
-        yield source
-
-
-def _tail(file: BinaryIO) -> str:
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - TAIL))
-    return file.read().decode("utf-8", "replace")

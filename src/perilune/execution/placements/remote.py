@@ -29,6 +29,8 @@ from perilune.bundle.secret_sources import require_secret
 from perilune.errors import RequestError, WorkFailedError
 from perilune.execution.claim import Claim
 from perilune.execution.hosts.protocol import Answer, Host, HostRefusedError, HostUnreachableError
+from perilune.execution.launchers import process
+from perilune.execution.launchers.docker import Container
 from perilune.execution.limits import Limits
 from perilune.execution.observation import Observation
 from perilune.execution.placements.local import working_copy
@@ -87,13 +89,14 @@ class RemotePlacement:
     Args:
         site: what is where on it.
         limits: how long an attempt may go on there, and unseen.
+        container: what workers run in there; None is no container.
     """
 
-    launcher = "process"
     capabilities = Capabilities(elsewhere=True, look_every=1.0)
 
-    def __init__(self, host: Host, site: Site, limits: Limits) -> None:
-        self.host, self.site, self.limits = host, site, limits
+    def __init__(self, host: Host, site: Site, limits: Limits, container: Container | None = None) -> None:
+        self.host, self.site, self.limits, self.container = host, site, limits, container
+        self.launcher = process.NAME if container is None else container.name
         self.name = host.name
 
     def stage(
@@ -114,7 +117,7 @@ class RemotePlacement:
         """As `Placement.start`. Secrets go over stdin into the keeper's memory, and on to the worker."""
         job = read_json(attempt.directory / "job.json")
         secrets = {name: require_secret(name, f"stage {job['stage']}") for name in job["secrets"]}
-        environment = {**self.site.environment, "PYTHON": self.site.python}
+        environment = {**self.site.environment, "PYTHON": (self.container or self.site).python}
         if self.site.installed:
             environment["PERILUNE_INSTALLED"] = "1"
         values = {"secrets": secrets, "environment": environment}
@@ -216,6 +219,8 @@ class RemotePlacement:
             "--epoch",
             str(attempt.epoch),
         ]
+        if self.container is not None:
+            command += ["--container", json.dumps(self.container.described())]
         given = source or io.BytesIO(runner + payload)
         answer = self.host.run([*command, *options], source=given, sink=sink, timeout=timeout)
         if answer.exit_code in NOT_FOUND:

@@ -1,0 +1,81 @@
+"""This machine, as one that commands are run on."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import BinaryIO
+
+from perilune.execution.hosts.protocol import Answer, HostUnreachableError
+
+NOT_FOUND = 127  # exit code of a shell for a program that is not there
+TAIL = 1 << 14  # bytes of stderr that are kept
+
+
+class LocalHost:
+    """Runs commands here.
+
+    Args:
+        name: what is said to be silent when a command takes too long.
+    """
+
+    def __init__(self, name: str = "local") -> None:
+        self.name = name
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        source: BinaryIO | None = None,
+        sink: BinaryIO | None = None,
+        timeout: float = 60.0,
+    ) -> Answer:
+        """As `Host.run`."""
+        with _stdin(source) as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+            try:
+                process = subprocess.Popen(
+                    list(command),
+                    stdin=given,
+                    stdout=sink or out,
+                    stderr=errors,
+                    start_new_session=True,  # Ctrl-C is ours to judge
+                )
+            except FileNotFoundError as error:
+                return Answer(NOT_FOUND, b"", str(error))
+            try:
+                code = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                raise HostUnreachableError(f"no answer in {timeout:.0f} s", where=self.name) from None
+            finally:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+            out.seek(0)
+            return Answer(code if code >= 0 else 128 - code, out.read(), _tail(errors))
+
+
+@contextmanager
+def _stdin(source: BinaryIO | None) -> Iterator[BinaryIO | int]:
+    """Something with a descriptor that yields what `source` does."""
+    if source is None:
+        yield subprocess.DEVNULL
+        return
+    try:
+        source.fileno()
+    except io.UnsupportedOperation:
+        with tempfile.TemporaryFile() as file:
+            file.write(source.read())
+            file.seek(0)
+            yield file
+    else:
+        yield source
+
+
+def _tail(file: BinaryIO) -> str:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - TAIL))
+    return file.read().decode("utf-8", "replace")

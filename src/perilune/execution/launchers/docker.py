@@ -1,0 +1,122 @@
+"""Launcher `docker`: the worker runs in a container, by Docker or by any program with Docker's command line.
+
+What a container may do is decided here; it is made, watched and ended by the runner on its machine. The image
+is named by its digest, so that the name says what runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
+
+from perilune.files import read_json
+
+RECORD = "container.json"  # in runtime/: what the attempt's container was made of
+PROCESSES = 4096  # in a container; a fork bomb ends there
+
+Folder = Annotated[str, StringConstraints(pattern=r'^/[^,:"\n]+$')]
+Size = Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]*[bkmg]$")]
+
+
+class Container(BaseModel):
+    """What a container is made of, and what it may have of its machine."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Literal["docker"] = "docker"
+    program: str = Field(
+        "docker",
+        pattern=r"^[A-Za-z0-9_./][A-Za-z0-9_./+-]*$",
+        description="docker, podman, or the path of either on the machine",
+    )
+    image: str = Field(description="NAME@sha256:DIGEST, or the ID of an image that is there, sha256:ID")
+    python: str = Field("python3", description="interpreter in the image, 3.11 or newer")
+    gpus: Literal["all"] | tuple[int, ...] = Field((), description='numbers of the GPUs it gets, or "all"')
+    mounts: tuple[Folder, ...] = Field(
+        (), description="folders of the machine that it can read, at the same place, and not write"
+    )
+    user: str | None = Field(
+        None,
+        pattern=r"^[0-9]+:[0-9]+$",
+        description='"UID:GID" of its processes; by default who has started them, on the machine',
+    )
+    network: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$",
+        description="none, host, or another that the program knows; by default the program's own",
+    )
+    memory: Size | None = Field(None, description='what it may use of memory, as "16g"; more ends it')
+    shared_memory: Size = Field("1g", description="size of its /dev/shm")
+
+    @field_validator("image")
+    @classmethod
+    def _pinned(cls, image: str) -> str:
+        name, at, digest = image.rpartition("@")
+        name_is_plain = not at or (name and not name.startswith("-") and not set(name) - _IN_NAMES)
+        if not name_is_plain or not _is_digest(digest):
+            raise ValueError(
+                f"'{image}' does not say what runs: a tag may be given to another image tomorrow. Name it by"
+                " its digest, NAME@sha256:..., as `docker pull NAME:TAG` tells it, or by its ID, sha256:...,"
+                " as `docker images --no-trunc` does on the machine"
+            )
+        return image
+
+    def described(self) -> dict[str, Any]:
+        """What the runner is told of it. No secrets: it is an argument there."""
+        return {
+            "program": self.program,
+            "image": self.image,
+            "python": self.python,
+            "user": self.user,
+            "options": self._options(),
+        }
+
+    def _options(self) -> list[str]:
+        """Options of `create` that do not depend on the machine."""
+        options = [
+            *("--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--pids-limit", str(PROCESSES)),
+            *("--read-only", "--tmpfs", "/tmp:rw,exec,nosuid,nodev,mode=1777"),  # noqa: S108 - inside
+            *("--shm-size", self.shared_memory),
+            *("--log-driver", "none"),  # what it prints is the worker's log, and lies nowhere else
+        ]
+        options += ["--network", self.network] if self.network is not None else []
+        options += ["--memory", self.memory] if self.memory is not None else []
+        for folder in self.mounts:
+            options += ["--mount", f"type=bind,source={folder},target={folder},readonly"]
+        return options + self._devices()
+
+    def _devices(self) -> list[str]:
+        if not self.gpus:
+            return []
+        numbers = ["all"] if self.gpus == "all" else [str(number) for number in self.gpus]
+        if Path(self.program).name.startswith("podman"):  # by the container device interface
+            return [part for one in numbers for part in ("--device", f"nvidia.com/gpu={one}")]
+        return ["--gpus", "all" if self.gpus == "all" else f'"device={",".join(numbers)}"']
+
+
+class ContainerRecord(BaseModel):
+    """What the runner wrote down of an attempt's container; it comes from the machine."""
+
+    program: str = Field(pattern=r"^[ -~]{1,200}$")
+    image: str = Field(pattern=r"^[ -~]{1,500}$")
+    image_id: str = Field(pattern=r"^sha256:[0-9a-f]{64}$")
+
+
+def container_of(attempt: Path) -> ContainerRecord | None:
+    """What an attempt ran in; None when that was no container, or none was made.
+
+    Raises:
+        RequestError: the file is damaged.
+    """
+    path = attempt / "runtime" / RECORD
+    return ContainerRecord.model_validate(read_json(path)) if path.exists() else None
+
+
+_IN_NAMES = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789./:_-")
+
+
+def _is_digest(text: str) -> bool:
+    algorithm, _, digits = text.partition(":")
+    return algorithm == "sha256" and len(digits) == 64 and not set(digits) - set("0123456789abcdef")
