@@ -10,14 +10,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from perilune.control.home import Home
 from perilune.control.ids import new_ulid
 from perilune.errors import RequestError
 from perilune.execution.providers.protocol import Provider
+from perilune.execution.providers.skypilot.settings import SkyPilotSettings
 from perilune.files import write_atomic
+from perilune.recipe.problems import ProblemsError, raise_first, validate
+from perilune.recipe.source import Document, parse_yaml
 
 PROVIDERS, CLUSTER = "providers.yaml", "cluster"
 
@@ -33,11 +35,14 @@ class FakeSettings(BaseModel):
         float, Field(ge=0, description="how long what it has done may stay out of sight")
     ] = 0.0
 
-    def open(self) -> Provider:
-        """The provider."""
+    def open(self, folder: Path) -> Provider:
+        """The provider; it keeps nothing in `folder`."""
         from perilune.execution.providers.fake.client import FakeCloud
 
         return FakeCloud(self.folder, self.visibility_seconds)
+
+    def problem(self, kind: str) -> None:
+        """Which kinds there are only the cloud's server knows."""
 
 
 class ProvidersFile(BaseModel):
@@ -48,7 +53,7 @@ class ProvidersFile(BaseModel):
     daily_cap: Annotated[
         float, Field(gt=0, description="currency units that may be spent or promised in any 24 hours")
     ]
-    providers: Mapping[str, FakeSettings]
+    providers: Mapping[str, Annotated[FakeSettings | SkyPilotSettings, Field(discriminator="type")]]
 
 
 class Providers:
@@ -64,13 +69,26 @@ class Providers:
         Raises:
             RequestError: when the file is not what it should be.
         """
-        path = self.home.root / PROVIDERS
-        try:
-            return ProvidersFile.model_validate(yaml.safe_load(path.read_text()))
-        except FileNotFoundError:
+        document = self._document()
+        if document is None:
             return None
-        except (yaml.YAMLError, ValidationError) as error:
-            raise RequestError(str(error), where=str(path)) from None
+        try:
+            return validate(ProvidersFile, document.value, (), "")
+        except ProblemsError as found:
+            raise_first(found.problems, document.place)
+
+    def check(self, name: str, kind: str) -> None:
+        """Check a kind of machine, as far as that can be done without renting one.
+
+        Raises:
+            RequestError: there is no such provider or kind, or the kind is wrong (file, line, what).
+        """
+        settings = self._settings_of(name)
+        problem = settings.problem(kind)
+        document = self._document()
+        if problem is not None and document is not None:
+            path, what = problem
+            raise RequestError(what, where=document.place(("providers", name, *path)))
 
     def names(self) -> list[str]:
         """Names of the providers that are configured."""
@@ -84,21 +102,31 @@ class Providers:
             RequestError: when none is.
         """
         if name not in self._open:
-            settings = self.settings()
-            if settings is None or name not in settings.providers:
-                known = ", ".join(settings.providers) if settings else "none"
-                raise RequestError(
-                    f"no provider is called '{name}'",
-                    where=str(self.home.root / PROVIDERS),
-                    remedy=f"configure it there; there is {known}",
-                )
-            self._open[name] = settings.providers[name].open()
+            self._open[name] = self._settings_of(name).open(self.home.root / "ssh")
         return self._open[name]
 
     def daily_cap(self) -> float:
         """Currency units that may be spent or promised in any 24 hours."""
         settings = self.settings()
         return settings.daily_cap if settings else 0.0
+
+    def _settings_of(self, name: str) -> FakeSettings | SkyPilotSettings:
+        settings = self.settings()
+        if settings is None or name not in settings.providers:
+            known = ", ".join(settings.providers) if settings else "none"
+            raise RequestError(
+                f"no provider is called '{name}'",
+                where=str(self.home.root / PROVIDERS),
+                remedy=f"configure it there; there is {known}",
+            )
+        return settings.providers[name]
+
+    def _document(self) -> Document | None:
+        path = self.home.root / PROVIDERS
+        try:
+            return parse_yaml(path.read_text(), str(path))
+        except FileNotFoundError:
+            return None
 
 
 def cluster_id(home: Home) -> str:

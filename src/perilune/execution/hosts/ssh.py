@@ -79,22 +79,27 @@ class SshHost:
 
     Args:
         folder: where pinned keys are kept.
+        learn: pin the key that the machine shows at first contact, for one that nobody knew before.
 
     Raises:
         RequestError: when there is no private place for connections.
     """
 
-    def __init__(self, settings: SshSettings, folder: Path) -> None:
+    def __init__(self, settings: SshSettings, folder: Path, *, learn: bool = False) -> None:
         self.settings = settings
         self.name = f"ssh:{settings.host}"
         self._here = LocalHost(self.name)
         identity = hashlib.sha256(settings.model_dump_json().encode()).hexdigest()[:16]
         options = {**OPTIONS, "ControlPath": str(private_folder() / identity)}
-        if settings.host_key is not None:
+        if settings.host_key is not None or learn:
             pinned = folder / f"{identity}.known_hosts"
-            write_atomic(pinned, f"{identity} {settings.host_key}\n")
             options |= {"HostKeyAlias": identity, "UserKnownHostsFile": str(pinned)}
             options |= {"GlobalKnownHostsFile": os.devnull}
+            if settings.host_key is not None:
+                write_atomic(pinned, f"{identity} {settings.host_key}\n")
+            else:
+                folder.mkdir(parents=True, exist_ok=True)
+                options["StrictHostKeyChecking"] = "accept-new"
         self._command = ["ssh", "-T"]
         if settings.config is not None:
             self._command += ["-F", str(Path(settings.config).expanduser())]

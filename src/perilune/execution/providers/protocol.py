@@ -83,6 +83,7 @@ class RentedMachine:
         notice_seconds: it will be taken away in so many seconds; None when nobody has said so.
         reason: why it is ending or ended: "terminated", "preempted", "host failure", "lifetime".
         address: where the other machines of the same attempt reach it; "" while that is not known.
+        unseen: why its provider could not look this time: what it tells is what it told before; else "".
     """
 
     key: str
@@ -94,6 +95,7 @@ class RentedMachine:
     notice_seconds: float | None = None
     reason: str = ""
     address: str = ""
+    unseen: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,277 @@
+"""What runs in the interpreter that has SkyPilot: answers questions about clusters, by its Python API.
+
+A script, with the standard library and `sky` alone. A line of JSON on stdin asks, `{"call": name, ...}`; one
+on stdout answers, `{"answer": ...}` or `{"error": {"kind": ..., "said": ...}}`. Kinds of errors: "refused"
+(nothing was made, asking again is vain), "capacity" (nothing was made), "unknown" (nothing is known).
+
+SkyPilot's calls go to its API server, which it starts as a process of its own when there is none, and which
+carries them out as *requests*: a call is done when its request is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+import time
+from typing import Any
+
+REFUSALS = {
+    "APINotSupportedError", "APIVersionMismatchError", "ApiServerAuthenticationError",
+    "CloudUserIdentityError", "ClusterOwnerIdentityMismatchError", "InvalidCloudConfigs",
+    "InvalidCloudCredentials", "InvalidClusterNameError", "InvalidSkyPilotConfigError", "NoCloudAccessError",
+    "NoWorkspaceAccessError", "NotSupportedError", "PermissionDeniedError", "ProvisionPrechecksError",
+    "ResourcesMismatchError", "TypeError", "UserRequestRejectedByPolicy", "ValueError",
+}  # fmt: skip
+ACTIVE = {"PENDING", "WAITING", "RUNNING"}
+POLL_SECONDS = 0.2
+LOCAL_CLOUDS = {"kubernetes", "k8s", "ssh", "slurm"}  # they have no catalog of prices
+
+
+class ToldError(Exception):
+    """An answer that is an error."""
+
+    def __init__(self, kind: str, said: str) -> None:
+        super().__init__(said)
+        self.kind, self.said = kind, said
+
+
+def told(error: BaseException) -> ToldError:
+    """What an error of a launch means for whoever asked."""
+    if isinstance(error, ToldError):
+        return error
+    name = type(error).__name__
+    if name == "ResourcesUnavailableError":
+        tried = bool(getattr(error, "failover_history", None))  # else nothing of the kind is on offer at all
+        return ToldError("capacity" if tried else "refused", text(error))
+    return ToldError("refused" if name in REFUSALS else "unknown", text(error))
+
+
+def text(error: BaseException) -> str:
+    """An error's words without colours, on one line."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    return f"{type(error).__name__}: {' '.join(plain.split())}"[:2000]
+
+
+class Clusters:
+    """Clusters of SkyPilot's."""
+
+    def __init__(self, sky: Any) -> None:
+        self.sky = sky
+
+    def look(self, prefix: str) -> list[dict[str, Any]]:
+        """Clusters whose names begin with `prefix`, and those that are still to be begun, as the clouds say.
+
+        SkyPilot answers from its record where it cannot ask a cloud. When the record of a cluster was not
+        renewed, `unseen` says so.
+        """
+        launching = self._launching(prefix)
+        before = {
+            one["name"]: one["status_updated_at"]
+            for one in self.sky.get(self.sky.status())
+            if one["name"].startswith(prefix)
+        }
+        force = self.sky.StatusRefreshMode.FORCE
+        after = self.sky.get(self.sky.status(sorted(before), refresh=force)) if before else []
+        found = {one["name"]: self._described(one) for one in after}
+        for name, cluster in found.items():
+            cluster["launching"] = name in launching
+            renewed = cluster["updated"] != before.get(name) or abs(time.time() - cluster["updated"]) < 2
+            cluster["unseen"] = "" if renewed or name in launching else "SkyPilot cannot ask its cloud"
+            if cluster["status"] == "UP" and not os.path.exists(cluster["ssh"]):  # noqa: PTH110
+                self._write_ssh_config(name)
+        for name, created in launching.items():
+            if name not in found:
+                found[name] = {"cluster": name, "status": "INIT", "launching": True, "launched": created}
+        return list(found.values())
+
+    def create(self, cluster: str, task: dict[str, Any], patience: float) -> None:
+        """See to it that a launch of a cluster is under way or done; at most `patience` seconds of waiting.
+
+        A launch that was refused is not repeated: its refusal is told.
+        """
+        if any(one["name"] == cluster for one in self.sky.get(self.sky.status())):
+            return
+        launches = [one for one in self._requests(cluster) if one.name == "sky.launch"]
+        if any(one.status in ACTIVE for one in launches):
+            return
+        if launches and launches[0].status == "FAILED":
+            self._raise_refusal(launches[0].request_id)
+        request = self.sky.launch(self.task(task), cluster_name=cluster, retry_until_up=False)
+        until = time.monotonic() + patience
+        while time.monotonic() < until:
+            states = [one.status for one in self._requests(cluster) if one.request_id == request]
+            if states and states[0] not in ACTIVE:
+                self.sky.get(request)
+                return
+            time.sleep(POLL_SECONDS)
+
+    def end(self, cluster: str) -> None:
+        """See to it that a cluster is being taken down, and that no launch of it is left.
+
+        Raises:
+            ToldError: the last try failed; another was begun.
+        """
+        requests = self._requests(cluster)
+        launching = [one.request_id for one in requests if one.name == "sky.launch" and one.status in ACTIVE]
+        if launching:
+            self.sky.get(self.sky.api_cancel(launching))
+        downs = [one for one in requests if one.name == "sky.down"]
+        if any(one.status in ACTIVE for one in downs):
+            return
+        self.sky.down(cluster)
+        if downs and downs[0].status == "FAILED":
+            try:
+                self.sky.get(downs[0].request_id)
+            except Exception as error:
+                if type(error).__name__ != "ClusterDoesNotExist":
+                    raise ToldError("unknown", text(error)) from None
+
+    def check(self, task: dict[str, Any]) -> dict[str, Any]:
+        """What is wrong with a task, as far as can be said without asking a cloud, or what it is."""
+        try:
+            made = self.task(task)
+            made.validate()
+        except OSError as error:  # the catalogs of prices and kinds come from the network
+            return {"unchecked": f"SkyPilot's catalog cannot be had: {text(error)[:300]}"}
+        except Exception as error:
+            return {"problem": text(error)}
+        return {"resources": made.to_yaml_config()["resources"]}
+
+    def price(self, task: dict[str, Any]) -> float | None:
+        """The highest price per hour of what the task may get, by the catalog; None if it does not say."""
+        prices = [self._price(one) for one in self.task(task).resources]
+        known = [price for price in prices if price is not None]
+        return max(known) if known and len(known) == len(prices) else None
+
+    def task(self, task: dict[str, Any]) -> Any:
+        """The task, which runs nothing: the machine is what is wanted of it."""
+        wanted = dict(task["resources"])
+        if task.get("price") is not None and hasattr(self.sky.Resources, "max_hourly_cost"):
+            wanted["max_hourly_cost"] = task["price"]
+        if task.get("minutes") is not None:
+            wanted["autostop"] = {"idle_minutes": task["minutes"], "down": True, "wait_for": "none"}
+        config = {"name": task["kind"], "num_nodes": task["nodes"], "resources": wanted}
+        return self.sky.Task.from_yaml_config(config)
+
+    def _price(self, wanted: Any) -> float | None:
+        from sky import catalog
+
+        if wanted.cloud is None or str(wanted.cloud).lower() in LOCAL_CLOUDS:
+            return None
+        cloud, spot = str(wanted.cloud).lower(), wanted.use_spot
+        if wanted.instance_type is not None:
+            zones = catalog.get_region_zones_for_instance_type(wanted.instance_type, spot, clouds=cloud)
+            names = [one.name for one in zones if wanted.region in {None, one.name}]
+            return highest(
+                catalog.get_hourly_cost(wanted.instance_type, spot, name, wanted.zone, clouds=cloud)
+                for name in names
+            )
+        if not wanted.accelerators:
+            return None
+        ((name, count),) = wanted.accelerators.items()
+        kinds = catalog.list_accelerators(
+            name_filter=f"^{re.escape(name)}$", region_filter=wanted.region, quantity_filter=count,
+            clouds=cloud, all_regions=True,
+        )  # fmt: skip
+        return highest(one.spot_price if spot else one.price for found in kinds.values() for one in found)
+
+    def _described(self, one: Any) -> dict[str, Any]:
+        handle = one["handle"]
+        ips = getattr(handle, "stable_internal_external_ips", None) or []
+        resources = getattr(handle, "launched_resources", None)
+        return {
+            "cluster": one["name"],
+            "status": one["status"].value,
+            "ever_up": bool(one["cluster_ever_up"]),
+            "why": one.get("init_status_reason") or "",
+            "updated": one["status_updated_at"] or 0,
+            "launched": one["launched_at"] or 0,
+            "minutes": one["autostop"],
+            "kind": kind_of(one.get("last_creation_yaml") or ""),
+            "nodes": getattr(handle, "launched_nodes", None) or 1,
+            "addresses": [inner for inner, _ in ips],
+            "spot": bool(getattr(resources, "use_spot", False)),
+            "price": hourly(resources),
+            "ssh": os.path.expanduser(f"~/.sky/ssh/{one['name']}"),  # noqa: PTH111
+        }
+
+    def _requests(self, cluster: str) -> list[Any]:
+        """Requests about a cluster, the newest first."""
+        found = self.sky.api_status(all_status=True, cluster_name=cluster)
+        mine = [one for one in found if one.cluster_name == cluster]
+        return sorted(mine, key=lambda one: one.created_at, reverse=True)
+
+    def _launching(self, prefix: str) -> dict[str, float]:
+        """Clusters of which a launch is under way, and since when."""
+        return {
+            one.cluster_name: one.created_at
+            for one in self.sky.api_status()
+            if one.name == "sky.launch" and (one.cluster_name or "").startswith(prefix)
+        }
+
+    def _raise_refusal(self, request: str) -> None:
+        try:
+            self.sky.get(request)
+        except Exception as error:
+            if told(error).kind == "refused":
+                raise
+
+    def _write_ssh_config(self, cluster: str) -> None:
+        """As `sky status CLUSTER` does besides: nobody else does where the API server is elsewhere."""
+        import subprocess
+
+        command = [sys.executable, "-c", "from sky.cli import cli; cli()", "status", cluster]
+        subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, timeout=120, check=False)
+
+
+def highest(prices: Any) -> float | None:
+    """The highest of some prices, of which the catalog leaves some blank."""
+    return max((price for price in prices if price is not None and not math.isnan(price)), default=None)
+
+
+def hourly(resources: Any) -> float | None:
+    """What one machine costs per hour, where SkyPilot can say."""
+    try:
+        return float(resources.get_cost(3600))
+    except Exception:
+        return None
+
+
+def kind_of(creation: str) -> str:
+    """The name of the task that made a cluster, which is the kind of its machines."""
+    match = re.search(r"^name: *['\"]?([\w-]+)", creation, re.MULTILINE)
+    return match[1] if match else ""
+
+
+def answer(clusters: Clusters, question: dict[str, Any]) -> dict[str, Any]:
+    """The answer to one question."""
+    call = question.pop("call")
+    try:
+        return {"answer": getattr(clusters, call)(**question)}
+    except Exception as error:
+        said = told(error) if call in {"create", "price"} else ToldError("unknown", text(error))
+        return {"error": {"kind": said.kind, "said": said.said}}
+
+
+def main() -> None:
+    """Answer, line by line, until nobody asks any more."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # SkyPilot prints
+    os.environ.setdefault("SKYPILOT_DISABLE_USAGE_COLLECTION", "1")
+    sys.path[:] = [entry for entry in sys.path if entry != os.path.dirname(__file__)]  # noqa: PTH120
+    try:
+        import sky
+    except ImportError as error:
+        print(json.dumps({"error": {"kind": "absent", "said": text(error)}}), file=answers, flush=True)
+        return
+    print(json.dumps({"answer": sky.__version__}), file=answers, flush=True)
+    clusters = Clusters(sky)
+    for line in sys.stdin:
+        print(json.dumps(answer(clusters, json.loads(line))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

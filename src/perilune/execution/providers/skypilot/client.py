@@ -1,0 +1,185 @@
+"""Provider `skypilot`: clusters of SkyPilot's as rented machines, one cluster for each attempt."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from perilune.errors import PeriluneError
+from perilune.execution.hosts.protocol import Host
+from perilune.execution.hosts.ssh import SshHost, SshSettings
+from perilune.execution.processes import Presence
+from perilune.execution.providers.protocol import (
+    Capabilities,
+    MachineRequest,
+    MachineStatus,
+    Offer,
+    ProviderRefusedError,
+    RentedMachine,
+    Sighting,
+)
+from perilune.execution.providers.skypilot.clusters import Clusters, cluster_of, rank_of
+from perilune.execution.providers.skypilot.connection import Bridge
+from perilune.execution.providers.skypilot.settings import SkyPilotSettings
+
+PATIENCE = 5.0  # seconds for which a launch may fail at once; a slower failure is told at the next request
+
+
+class SkyPilot:
+    """Machines of the clouds that SkyPilot knows.
+
+    A cluster's name is the key of its head. SkyPilot keeps a record of all clusters that it has made, so they
+    are found by whoever has forgotten everything, though not when that record (~/.sky) is lost too.
+
+    Args:
+        folder: where host keys are kept.
+    """
+
+    name = "skypilot"
+
+    def __init__(self, settings: SkyPilotSettings, folder: Path) -> None:
+        self.settings, self.folder = settings, folder
+        self.capabilities = Capabilities(
+            ends_by_itself=True, announces=False, visibility_seconds=settings.visibility_seconds
+        )
+        self._bridge = Bridge(settings.python)
+        self._clusters = Clusters(settings.kinds)
+        self._looks: dict[str, Look] = {}
+        self._looking = threading.Lock()
+
+    def __enter__(self) -> SkyPilot:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bridge.close()
+
+    def offers(self) -> Sequence[Offer]:
+        """The kinds in providers.yaml; what SkyPilot's catalog knows no price of is none."""
+        found = []
+        for name, kind in self.settings.kinds.items():
+            found.append(Offer(name, kind.price or self._catalog_price(name), None, kind.preemptible))
+        return found
+
+    def problem(self, kind: str) -> str:
+        """What is wrong with a kind, as far as it can be said without renting one; "" when nothing is."""
+        if kind not in self.settings.kinds:
+            return f"no kind '{kind}'; there is {', '.join(self.settings.kinds)}"
+        return str(self._bridge.ask("check", task=self._task(kind, 1, minutes=60)).get("problem", ""))
+
+    def find(self, key: str) -> Sighting:
+        """Look for one machine, now."""
+        try:
+            found = self._look(cluster_of(key)).get(key)
+        except PeriluneError as error:
+            return Sighting(Presence.UNKNOWN, why=str(error))
+        if found is None:
+            return Sighting(Presence.ABSENT)
+        return (
+            Sighting(Presence.UNKNOWN, why=found.unseen)
+            if found.unseen
+            else Sighting(Presence.PRESENT, found)
+        )
+
+    def create(self, key: str, request: MachineRequest) -> RentedMachine:
+        """Have the cluster launched that `key` is in, which takes minutes and is not waited for."""
+        if request.kind not in self.settings.kinds:
+            raise ProviderRefusedError(f"no kind '{request.kind}'", where="providers.yaml")
+        cluster = cluster_of(key)
+        minutes = max(1, int(request.lifetime_seconds // 60))
+        price = next(offer.price for offer in self.offers() if offer.kind == request.kind)
+        task = self._task(request.kind, request.nodes, minutes=minutes, price=price)
+        self._clusters.wanted(cluster, request)
+        self._looks.clear()
+        self._bridge.ask("create", cluster=cluster, task=task, patience=PATIENCE)
+        found = self._look(cluster).get(key)
+        if found is not None:
+            return found
+        return RentedMachine(key, cluster, request.kind, price, MachineStatus.PENDING, 0.0)
+
+    def list(self, tag: str) -> Sequence[RentedMachine]:
+        """Every machine whose key begins with `tag`; asked of the clouds `look_seconds` ago at most.
+
+        Older answers are given for as long again, while a new one is on its way.
+        """
+        look = self._looks.setdefault(tag, Look(lambda: self._look(tag)))
+        if look.age > 2 * self.settings.look_seconds:
+            look.take()
+        elif look.age > self.settings.look_seconds:
+            look.begin()
+        return list(look.machines.values())
+
+    def terminate(self, key: str) -> None:
+        """Have the cluster taken down that `key` is in, with all its machines."""
+        cluster = cluster_of(key)
+        self._clusters.dismissed(cluster)
+        self._looks.clear()
+        self._bridge.ask("end", cluster=cluster)
+
+    def host(self, machine: RentedMachine) -> Host:
+        """How commands are run on it: as SkyPilot's ssh configuration says, with a host key learned once."""
+        cluster, rank = cluster_of(machine.key), rank_of(machine.key)
+        name = f"{cluster}-worker{rank}" if rank else cluster
+        settings = SshSettings(host=name, config=self._clusters.ssh(cluster))
+        return SshHost(settings, self.folder, learn=True)
+
+    def _catalog_price(self, kind: str) -> float:
+        price: float | None = self._bridge.ask("price", task=self._task(kind, 1))
+        if price is None:
+            raise ProviderRefusedError(
+                f"SkyPilot's catalog has no price for the kind '{kind}'",
+                where=f"providers.yaml, kinds.{kind}.price",
+                remedy="say the most that one may cost per hour",
+            )
+        return price
+
+    def _task(
+        self, kind: str, nodes: int, *, minutes: int | None = None, price: float | None = None
+    ) -> dict[str, Any]:
+        resources = dict(self.settings.kinds[kind].resources)
+        return {"kind": kind, "resources": resources, "nodes": nodes, "minutes": minutes, "price": price}
+
+    def _look(self, prefix: str) -> Mapping[str, RentedMachine]:
+        """Ask the clouds. A cluster that is stopped is of no use, and costs: it is asked to end."""
+        with self._looking:
+            clusters = self._bridge.ask("look", prefix=prefix)
+            for cluster in clusters:
+                if cluster["status"] == "STOPPED":
+                    self._bridge.ask("end", cluster=cluster["cluster"])
+            return self._clusters.machines(prefix, clusters)
+
+
+class Look:
+    """Machines as they were when somebody last looked.
+
+    Args:
+        see: looks; raises PeriluneError when nothing is to be seen.
+    """
+
+    def __init__(self, see: Callable[[], Mapping[str, RentedMachine]]) -> None:
+        self.machines: Mapping[str, RentedMachine] = {}
+        self._see, self._at = see, -float("inf")
+        self._taking = threading.Lock()
+
+    @property
+    def age(self) -> float:
+        """Seconds since the look began."""
+        return time.monotonic() - self._at
+
+    def take(self) -> None:
+        """Look, and wait for what is to be seen."""
+        with self._taking:
+            began = time.monotonic()
+            self.machines, self._at = self._see(), began
+
+    def begin(self) -> None:
+        """Look meanwhile, unless somebody does. What goes wrong shows when it is waited for."""
+        if not self._taking.locked():
+            threading.Thread(target=self._try, daemon=True).start()
+
+    def _try(self) -> None:
+        with contextlib.suppress(PeriluneError):
+            self.take()

@@ -1,0 +1,84 @@
+"""What providers.yaml says of SkyPilot: which machines, for at most how much, and where SkyPilot is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+
+if TYPE_CHECKING:
+    from perilune.execution.providers.skypilot.client import SkyPilot
+
+OURS = {"autostop": "the lease", "hooks": "nothing of theirs runs there", "max_hourly_cost": "price"}
+KindName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Kind(_Section):
+    """A kind of machine."""
+
+    resources: Annotated[
+        Mapping[str, Any],
+        Field(description="as under `resources` in SkyPilot's YAML: infra, accelerators, ..."),
+    ]
+    price: Annotated[
+        float | None,
+        Field(
+            gt=0, description="the most that one may cost per hour; by default what SkyPilot's catalog says"
+        ),
+    ] = None
+
+    @field_validator("resources")
+    @classmethod
+    def _only_theirs(cls, resources: Mapping[str, Any]) -> Mapping[str, Any]:
+        for key, instead in OURS.items():
+            if key in resources:
+                raise ValueError(f"'{key}' is not said here: it comes from {instead}")
+        return resources
+
+    @property
+    def preemptible(self) -> bool:
+        """Whether its cloud may take it away."""
+        choices = [*self.resources.get("any_of", ()), *self.resources.get("ordered", ())]
+        return any(bool(one.get("use_spot")) for one in (self.resources, *choices))
+
+
+class SkyPilotSettings(_Section):
+    """Any cloud that SkyPilot knows."""
+
+    type: Literal["skypilot"]
+    python: Annotated[
+        str | None,
+        Field(description="the interpreter that has SkyPilot; by default that of `sky` on the PATH"),
+    ] = None
+    kinds: Annotated[Mapping[KindName, Kind], Field(min_length=1, description="machines by name")]
+    look_seconds: Annotated[
+        float,
+        Field(ge=0, description="how old what is known of the clouds may be; asking them takes seconds"),
+    ] = 15.0
+    visibility_seconds: Annotated[
+        float, Field(ge=0, description="how long what has been done may stay out of sight")
+    ] = 60.0
+
+    @model_validator(mode="after")
+    def _looks_are_newer_than_deeds(self) -> SkyPilotSettings:
+        if self.visibility_seconds < 3 * self.look_seconds:
+            raise ValueError("visibility_seconds must be at least three times look_seconds")
+        return self
+
+    def open(self, folder: Path) -> SkyPilot:
+        """The provider; `folder` is where it keeps the machines' host keys."""
+        from perilune.execution.providers.skypilot.client import SkyPilot
+
+        return SkyPilot(self, folder)
+
+    def problem(self, kind: str) -> tuple[tuple[str, ...], str] | None:
+        """The key under which a kind is wrong, as far as SkyPilot can say without renting, and what is."""
+        with self.open(Path()) as provider:
+            said = provider.problem(kind)
+        return (("kinds", kind, "resources"), said) if said else None

@@ -1,0 +1,111 @@
+"""A SkyPilot whose clouds lie in a file, and homes that rent from it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from perilune.control.leases import Lease, Rental
+from perilune.execution.providers.skypilot.client import SkyPilot
+from perilune.execution.providers.skypilot.settings import SkyPilotSettings
+
+PACKAGE = Path(__file__).parent / "fake_sky"
+LEASE = Lease(max_lifetime=600.0, idle=300.0, max_cost=1.0, ready_within=300.0)
+SPOT = Rental(provider="sky", kind="spot", lease=LEASE)
+KINDS = {
+    "spot": {"price": 0.4, "resources": {"infra": "aws", "accelerators": "A100:1", "use_spot": True}},
+    "plain": {"price": 1.2, "resources": {"cpus": "4+", "memory": "16+"}},
+    "wrong": {"price": 1.0, "resources": {"acelerators": "A100"}},
+}
+
+
+class FakeSky:
+    """What goes on there, and an interpreter that has it.
+
+    Args:
+        way: lines of an ssh config that lead to every machine of it.
+    """
+
+    def __init__(self, folder: Path, way: str = "  HostName 127.0.0.1\n  Port 1\n") -> None:
+        self.folder = folder
+        self.home = folder / "home"
+        self.home.mkdir(parents=True)
+        (folder / "way").write_text(way)
+        fresh = {"clusters": {}, "requests": [], "weather": {}, "made": [], "tasks": []}
+        (folder / "state.json").write_text(json.dumps(fresh))
+        self.python = folder / "python"
+        variables = f"FAKE_SKY={folder} HOME={self.home} PYTHONPATH={PACKAGE}"
+        self.python.write_text(f'#!/bin/sh\nexec env {variables} {sys.executable} "$@"\n')
+        self.python.chmod(0o755)
+
+    @contextmanager
+    def state(self) -> Iterator[Any]:
+        """All there is to know, to be changed."""
+        with (self.folder / "lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            known = json.loads((self.folder / "state.json").read_text())
+            yield known
+            (self.folder / "state.json").write_text(json.dumps(known))
+
+    def weather(self, **weather: Any) -> None:
+        """Script what goes wrong: `before_down=3`, `launch=["capacity"]`, `launch_seconds=1.0`, ..."""
+        names = {"launch": "sky.launch", "down": "sky.down"}
+        with self.state() as known:
+            for name, value in weather.items():
+                when, _, call = name.partition("_")
+                scripted = f"{when} {call}" if when in {"before", "after", "death"} else name
+                known["weather"][names.get(scripted, scripted)] = value
+
+    def change(self, cluster: str, **fields: Any) -> None:
+        """Let something befall a cluster, in its cloud."""
+        with self.state() as known:
+            known["clusters"][cluster] |= fields
+
+    def alive(self) -> list[str]:
+        """Clusters that cost money."""
+        self.look()
+        with self.state() as known:
+            return [name for name, one in known["clusters"].items() if one["alive"]]
+
+    def made(self) -> list[str]:
+        """Clusters that were ever made, once for each time."""
+        with self.state() as known:
+            return list(known["made"])
+
+    def tasks(self) -> list[Any]:
+        """What was launched."""
+        with self.state() as known:
+            return list(known["tasks"])
+
+    def look(self) -> None:
+        """Let what is due happen."""
+        subprocess.run([str(self.python), "-c", "import sky; sky.api_status()"], check=True)
+
+    def settings(self, **changes: Any) -> dict[str, Any]:
+        """Of providers.yaml."""
+        quick = {"look_seconds": 0, "visibility_seconds": 0}
+        return {"type": "skypilot", "python": str(self.python), "kinds": KINDS, **quick, **changes}
+
+    def provider(self, folder: Path, **changes: Any) -> SkyPilot:
+        """A provider that uses it."""
+        return SkyPilotSettings.model_validate(self.settings(**changes)).open(folder)
+
+    def rent_to(self, home: Path, **changes: Any) -> None:
+        """Let the home at `home` rent from it."""
+        home.mkdir(parents=True, exist_ok=True)
+        document = {"daily_cap": 100.0, "providers": {"sky": self.settings(**changes)}}
+        (home / "providers.yaml").write_text(yaml.safe_dump(document))
+
+
+def stale() -> int:
+    """A moment at which a cluster may have been looked at last, long ago."""
+    return int(time.time()) - 60

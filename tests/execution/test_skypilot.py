@@ -1,0 +1,309 @@
+"""Clusters of SkyPilot's as rented machines, while its clouds fail, lie, forget and take back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sky_cases import FakeSky, stale
+
+from perilune.errors import RequestError
+from perilune.execution.hosts.ssh import SshHost
+from perilune.execution.processes import Presence
+from perilune.execution.providers.protocol import (
+    MachineKey,
+    MachineRequest,
+    MachineStatus,
+    NoCapacityError,
+    Offer,
+    ProviderRefusedError,
+    ProviderUnreachableError,
+    RentedMachine,
+)
+from perilune.execution.providers.skypilot import client, connection
+from perilune.execution.providers.skypilot.client import SkyPilot
+from perilune.execution.providers.skypilot.connection import interpreter
+
+WANTED = MachineRequest("spot", 3700.0)
+TAG = "perilune-home"
+
+
+def key(number: int, rank: int = 0) -> str:
+    return str(MachineKey("home", "01RUN", number, rank))
+
+
+@pytest.fixture
+def sky(tmp_path: Path) -> FakeSky:
+    return FakeSky(tmp_path / "sky")
+
+
+@pytest.fixture
+def cloud(sky: FakeSky, tmp_path: Path) -> Iterator[SkyPilot]:
+    with sky.provider(tmp_path / "keys") as cloud:
+        yield cloud
+
+
+def running(cloud: SkyPilot, number: int = 1, **request: Any) -> RentedMachine:
+    made = cloud.create(key(number), MachineRequest("spot", 3700.0, **request))
+    return made if made.status is MachineStatus.RUNNING else only(cloud, MachineStatus.RUNNING)
+
+
+def only(cloud: SkyPilot, status: MachineStatus) -> RentedMachine:
+    (found,) = cloud.list(TAG)
+    assert found.status is status, found
+    return found
+
+
+def until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30.0
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_machine_from_the_wish_to_the_proof(cloud: SkyPilot, sky: FakeSky, tmp_path: Path) -> None:
+    assert cloud.offers()[:2] == [Offer("spot", 0.4, None, True), Offer("plain", 1.2, None, False)]
+    assert cloud.find(key(1)).presence is Presence.ABSENT and not cloud.list(TAG)
+    machine = running(cloud)
+    assert (machine.key, machine.id, machine.kind, machine.price) == (key(1), key(1), "spot", 0.4)
+    assert machine.address == "10.0.0.1" and machine.billed_seconds < 60
+    assert sky.tasks() == [{
+        "name": "spot",
+        "num_nodes": 1,
+        "resources": {
+            "infra": "aws", "accelerators": "A100:1", "use_spot": True, "max_hourly_cost": 0.4,
+            "autostop": {"idle_minutes": 61, "down": True, "wait_for": "none"},
+        },
+    }]  # fmt: skip
+    assert cloud.create(key(1), WANTED).id == machine.id and sky.made() == [key(1)]
+    with sky.provider(tmp_path / "keys") as stranger:  # which has forgotten everything
+        assert [one.kind for one in stranger.list(TAG)] == ["spot"] and not stranger.list("perilune-other")
+        assert stranger.create(key(1), WANTED).status is MachineStatus.RUNNING
+        stranger.terminate(key(1))
+    until(lambda: not sky.alive())
+    assert sky.made() == [key(1)]
+    assert only(cloud, MachineStatus.ENDED).reason == "preempted"  # for all that it knows
+    cloud.terminate(key(1))  # which is fine when there is none
+    cloud.terminate(key(1))
+
+
+def test_what_is_being_launched_is_there_and_is_launched_once(cloud: SkyPilot, sky: FakeSky) -> None:
+    sky.weather(launch_seconds=1.0)
+    client.PATIENCE, patience = 0.0, client.PATIENCE
+    try:
+        assert cloud.create(key(1), WANTED).status is MachineStatus.PENDING
+        with sky.state() as known:  # not even begun: SkyPilot has put it into its queue
+            known["clusters"].clear()
+        assert cloud.create(key(1), WANTED).status is MachineStatus.PENDING
+        assert only(cloud, MachineStatus.PENDING).key == key(1) and len(sky.tasks()) == 1
+        cloud.terminate(key(1))
+    finally:
+        client.PATIENCE = patience
+    assert not cloud.list(TAG)
+    time.sleep(1.0)
+    assert not cloud.list(TAG) and not sky.made()  # the launch is called off, it does not happen late
+
+
+@pytest.mark.parametrize("when", ["after", "death"])
+def test_a_launch_whose_answer_is_lost_has_no_twin(cloud: SkyPilot, sky: FakeSky, when: str) -> None:
+    sky.weather(**{f"{when}_launch": 1})
+    with pytest.raises(ProviderUnreachableError):
+        cloud.create(key(1), WANTED)
+    assert cloud.create(key(1), WANTED).status is MachineStatus.RUNNING and sky.made() == [key(1)]
+
+
+def test_what_cannot_be_had_is_told_apart(cloud: SkyPilot, sky: FakeSky) -> None:
+    sky.weather(launch=["capacity", "capacity", "refused", "infeasible", "broken"])
+    for _ in range(2):
+        with pytest.raises(NoCapacityError, match=r"ResourcesUnavailableError: no A100 anywhere$"):
+            cloud.create(key(1), WANTED)
+    with pytest.raises(ProviderRefusedError, match="sky check"):
+        cloud.create(key(1), WANTED)
+    with pytest.raises(ProviderRefusedError, match="sky check"):  # asking again is vain, so nobody does
+        cloud.create(key(1), WANTED)
+    assert len(sky.tasks()) == 3 and not cloud.list(TAG)
+    with pytest.raises(ProviderRefusedError, match="no cloud has it"):
+        cloud.create(key(2), WANTED)
+    with pytest.raises(ProviderUnreachableError, match="setup failed"):  # what is left of it may cost money
+        cloud.create(key(3), WANTED)
+    assert only(cloud, MachineStatus.PENDING).key == key(3)
+    with pytest.raises(ProviderRefusedError, match="acelerators"):
+        cloud.create(key(4), MachineRequest("wrong", 60.0))
+    with pytest.raises(ProviderRefusedError, match="no kind 'huge'"):
+        cloud.create(key(4), MachineRequest("huge", 60.0))
+
+
+def test_an_error_is_no_answer(cloud: SkyPilot, sky: FakeSky) -> None:
+    running(cloud)
+    for call in ("status", "api_status"):
+        sky.weather(**{f"before_{call}": 1})
+        with pytest.raises(ProviderUnreachableError, match="Could not connect"):
+            cloud.list(TAG)
+    sky.weather(before_status=1)
+    assert cloud.find(key(1)).presence is Presence.UNKNOWN
+    sky.weather(before_status=1)
+    with pytest.raises(ProviderUnreachableError):
+        cloud.create(key(2), WANTED)
+    sky.weather(death_status=1)
+    with pytest.raises(ProviderUnreachableError, match="no answer"):
+        cloud.list(TAG)
+    only(cloud, MachineStatus.RUNNING)  # of another process
+
+
+def test_what_its_record_says_while_the_cloud_is_silent_is_not_seen(cloud: SkyPilot, sky: FakeSky) -> None:
+    running(cloud)
+    sky.weather(cloudy=True)
+    sky.change(key(1), updated=stale(), alive=False)
+    assert only(cloud, MachineStatus.RUNNING).unseen == "SkyPilot cannot ask its cloud"
+    assert cloud.find(key(1)).presence is Presence.UNKNOWN
+    sky.weather(cloudy=False)
+    assert only(cloud, MachineStatus.ENDED).reason == "preempted"
+
+
+@pytest.mark.parametrize(
+    ("befalls", "status", "reason"),
+    [
+        ({"status": "AUTOSTOPPING"}, MachineStatus.ENDING, "lifetime"),
+        ({"status": "STOPPED"}, MachineStatus.ENDING, "preempted"),
+        ({"status": "STOPPED", "spot": False}, MachineStatus.ENDING, "host failure"),
+        ({"status": "INIT", "why": "Cluster is abnormal: ray is unhealthy"}, MachineStatus.RUNNING, ""),
+        ({"status": "INIT", "why": "one or more nodes terminated"}, MachineStatus.ENDING, "preempted"),
+        ({"status": "INIT", "ever_up": False}, MachineStatus.PENDING, ""),
+        ({"status": "PENDING"}, MachineStatus.PENDING, ""),
+    ],
+)  # fmt: skip
+def test_what_a_cluster_says_is_what_its_machines_are(
+    cloud: SkyPilot, sky: FakeSky, befalls: dict[str, Any], status: MachineStatus, reason: str
+) -> None:
+    running(cloud)
+    sky.change(key(1), **befalls)
+    assert only(cloud, status).reason == reason
+    if befalls["status"] == "STOPPED":  # its disk costs, and nothing starts it again
+        until(lambda: [one.status for one in cloud.list(TAG)] in ([], [MachineStatus.ENDED]))
+        assert not sky.alive()
+
+
+@pytest.mark.parametrize(
+    ("befalls", "reason"),
+    [({}, "preempted"), ({"spot": False}, "host failure"), ({"minutes": 1}, "lifetime")],
+)
+def test_why_a_machine_has_gone_knows_who_saw_it_alive(
+    cloud: SkyPilot, sky: FakeSky, tmp_path: Path, befalls: dict[str, Any], reason: str
+) -> None:
+    running(cloud)
+    sky.change(key(1), **befalls)
+    assert only(cloud, MachineStatus.RUNNING)
+    sky.change(key(1), alive=False)
+    for _ in range(2):
+        assert only(cloud, MachineStatus.ENDED).reason == reason
+    with sky.provider(tmp_path / "keys") as stranger:
+        assert not stranger.list(TAG)
+    running(cloud, 2)
+    cloud.terminate(key(2))
+    until(lambda: not sky.alive())
+    assert cloud.find(key(2)).presence is Presence.ABSENT  # which is no surprise
+
+
+def test_an_end_that_fails_is_told_and_asked_for_again(cloud: SkyPilot, sky: FakeSky) -> None:
+    running(cloud)
+    sky.weather(down=["stuck", "stuck"], down_seconds=0.2)
+    cloud.terminate(key(1))
+    cloud.terminate(key(1))  # one is under way
+    until(lambda: requests(sky, "sky.down") == ["FAILED"])
+    with pytest.raises(ProviderUnreachableError, match="the cloud said 500"):
+        cloud.terminate(key(1))
+    until(lambda: requests(sky, "sky.down") == ["FAILED", "FAILED"])
+    assert sky.alive() == [key(1)] and only(cloud, MachineStatus.RUNNING)
+    with pytest.raises(ProviderUnreachableError, match="the cloud said 500"):
+        cloud.terminate(key(1))
+    until(lambda: not cloud.list(TAG))
+    assert not sky.alive()
+
+
+def requests(sky: FakeSky, name: str) -> list[str]:
+    with sky.state() as known:
+        due = [one for one in known["requests"] if one["name"] == name and time.time() >= one["due"]]
+    if any(one["status"] == "RUNNING" for one in due):
+        sky.look()
+    return [one["status"] for one in due]
+
+
+def test_the_machines_of_an_attempt_are_one_cluster(cloud: SkyPilot, sky: FakeSky, tmp_path: Path) -> None:
+    wanted = MachineRequest("plain", 600.0, 3)
+    head = cloud.create(key(1, 2), wanted)  # whichever is asked for first
+    assert head.key == key(1, 2) and sky.tasks()[0]["num_nodes"] == 3
+    for rank in (0, 1):
+        assert cloud.create(key(1, rank), wanted).key == key(1, rank)
+    machines = cloud.list(TAG)
+    assert [one.key for one in machines] == [key(1), key(1, 1), key(1, 2)] and sky.made() == [key(1)]
+    assert [one.address for one in machines] == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
+    assert {(one.id, one.kind, one.price) for one in machines} == {(key(1), "plain", 1.2)}
+    hosts = [cloud.host(one) for one in machines]
+    assert [host.name for host in hosts] == [f"ssh:{key(1)}{end}" for end in ("", "-worker1", "-worker2")]
+    assert all(isinstance(host, SshHost) and host.settings.config == str(sky.home / ".sky/ssh" / key(1))
+               for host in hosts)  # fmt: skip
+    cloud.terminate(key(1, 1))
+    assert not cloud.list(TAG) and not sky.alive()
+
+
+def test_the_clouds_are_asked_now_and_then(sky: FakeSky, tmp_path: Path) -> None:
+    with sky.provider(tmp_path, look_seconds=0.5, visibility_seconds=2) as cloud:
+        running(cloud)
+        assert only(cloud, MachineStatus.RUNNING)
+        sky.change(key(1), alive=False)
+        assert only(cloud, MachineStatus.RUNNING)  # as a moment ago
+        time.sleep(0.6)
+        assert only(cloud, MachineStatus.RUNNING)  # while somebody looks
+        until(lambda: cloud.list(TAG)[0].status is MachineStatus.ENDED)
+        sky.weather(before_status=10**6)
+        assert only(cloud, MachineStatus.ENDED)
+        time.sleep(1.1)
+        with pytest.raises(ProviderUnreachableError):  # nobody is told what was true long ago
+            cloud.list(TAG)
+
+
+def test_settings_that_cannot_be_are_refused(sky: FakeSky, tmp_path: Path) -> None:
+    for changes, said in (
+        (
+            {"kinds": {"a": {"resources": {"autostop": 10}}}},
+            "'autostop' is not said here: it comes from the lease",
+        ),
+        ({"kinds": {"A_100": {"resources": {}}}}, "should match pattern"),
+        ({"kinds": {}}, "at least 1 item"),
+        ({"look_seconds": 30}, "visibility_seconds must be at least three times look_seconds"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            sky.provider(tmp_path, **changes)
+
+
+def test_where_skypilot_is(sky: FakeSky, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    with pytest.raises(RequestError, match="there is no SkyPilot here") as refused:
+        sky.provider(tmp_path, python=None).list(TAG)
+    assert "pipx install 'skypilot[aws]'" in str(refused.value)
+    script = tmp_path / "bin" / "sky"
+    script.parent.mkdir()
+    for head in (
+        f"#!{sky.python}3.11 -I\n",
+        f"#!/bin/sh\n'''exec' '{sky.python}3.11' \"$0\" \"$@\"\n' '''\n",
+    ):
+        script.write_text(head)
+        script.chmod(0o755)
+        assert interpreter(None) == f"{sky.python}3.11"
+    monkeypatch.undo()
+    with pytest.raises(RequestError, match=r"has no SkyPilot \((ImportError|ModuleNotFoundError)"):
+        sky.provider(tmp_path, python="/usr/bin/python3").list(TAG)
+    with pytest.raises(RequestError, match="cannot be run"):
+        sky.provider(tmp_path, python=str(tmp_path / "none")).list(TAG)
+
+
+def test_who_never_answers_is_ended(sky: FakeSky, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "CALL_SECONDS", 0.3)
+    mute = tmp_path / "mute"
+    mute.write_text("#!/bin/sh\necho trouble >&2\nexec sleep 600\n")
+    mute.chmod(0o755)
+    with pytest.raises(ProviderUnreachableError, match=r"no answer \(trouble\)"):
+        sky.provider(tmp_path, python=str(mute)).list(TAG)
