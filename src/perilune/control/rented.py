@@ -90,8 +90,9 @@ class RentedPlacement:
 
     def remove(self, attempt: Assignment) -> None:
         """As `Placement.remove`, where files outlive a machine; else nothing, for the machine itself goes."""
-        if self.fleet.providers.get(self.rental.provider).capabilities.keeps_files:
-            self._left(attempt).remove(attempt)
+        members = self._members(attempt)
+        if any(members) and self.fleet.providers.get(self.rental.provider).capabilities.keeps_files:
+            self._together(members).remove(attempt)
 
     def _there(self, attempt: Assignment) -> Placement:
         """The placement on all of the attempt's machines.
