@@ -32,6 +32,15 @@ def run_names(incomplete: str) -> list[tuple[str, str]]:
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=run_names, show_default=False)
 ]
+RunOrExperiment = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN|EXPERIMENT",
+        help=f"{RUN_HELP} Or an experiment: its name (the latest of it), or the beginning of its id.",
+        autocompletion=run_names,
+        show_default=False,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 

@@ -12,14 +12,15 @@ import typer
 
 from perilune.cli.arguments import because, brief, open_control
 from perilune.cli.output import echo
-from perilune.control.progress import StageEvent, StageStarted
 from perilune.errors import PeriluneError, RequestError
 
 if TYPE_CHECKING:
     from perilune.control.experiments import Control
+    from perilune.control.progress import StageStarted
     from perilune.control.store import Experiment
     from perilune.control.succession import Succession
 
+LOCK_TRIES = 3
 LONGEST_PAUSE = 60.0  # seconds between two passes while they fail
 
 
@@ -43,11 +44,14 @@ def daemon(
     from perilune.control.home import locked
 
     control = open_control(look=False)
-    place = control.home.root / "daemon"
-    place.mkdir(exist_ok=True)
+    control.home.daemon.mkdir(exist_ok=True)
     signal.signal(signal.SIGTERM, _leave)
     with ExitStack() as stack:
-        if not stack.enter_context(locked(place)):
+        for _ in range(LOCK_TRIES):  # a command may just be looking whether there is a daemon
+            if stack.enter_context(locked(control.home.daemon)):
+                break
+            time.sleep(0.1)
+        else:
             raise RequestError("a daemon looks after this home already", where=str(control.home.root))
         echo(f"looking after {control.home.root}")
         try:
@@ -89,11 +93,11 @@ def _carry_on(succession: Succession) -> None:
         echo(f"no stage could be begun, trying again: {error}", err=True)
 
 
-def tell(experiment: Experiment, what: StageEvent | PeriluneError) -> None:
+def tell(experiment: Experiment, what: StageStarted | PeriluneError) -> None:
     """Say what came of going on with an experiment."""
     if isinstance(what, PeriluneError):
         echo(f"{experiment.name} cannot go on, trying again: {what}", err=True)
-    elif isinstance(what, StageStarted):
+    else:
         echo(
             f"{what.run_id} {what.stage}: stage {what.position} of {what.stages} of {experiment.name} begins"
         )

@@ -9,7 +9,7 @@ from perilune.cli.console import StageProgress, duration, stage_progress
 from perilune.cli.track import LAST_SECONDS, Trackers
 from perilune.control import progress as events
 from perilune.control.experiments import advance, stage_plans
-from perilune.control.requests import cancel, request_cancel
+from perilune.control.requests import cancel, request_experiment_cancel
 from perilune.errors import PeriluneError, RequestError, WorkFailedError
 from perilune.execution.verdict import Cause
 
@@ -26,9 +26,16 @@ REMEDY = "  try: "  # what the last line of an error that has a remedy begins wi
 
 
 def follow(
-    control: Control, experiment: str, recipe: Recipe, template: Template | None = None
+    control: Control,
+    experiment: str,
+    recipe: Recipe,
+    template: Template | None = None,
+    *,
+    asked: bool = True,
 ) -> PeriluneError | None:
     """Carry an experiment to its end where `template` says, showing it; returns why it failed, or None.
+
+    With `asked=False`, as it was asked for before, and only as long as it is wanted.
 
     Raises:
         KeyboardInterrupt: after Ctrl-C; by then a stage that this process began has been told to stop.
@@ -39,7 +46,7 @@ def follow(
     with stage_progress() as view:
         try:
             plans = stage_plans(recipe, template)
-            for event in advance(control, experiment, plans, template=template):
+            for event in advance(control, experiment, plans, template=template, asked=asked):
                 if isinstance(event, events.StageStarted):
                     running = event
                     trackers.begin(event.stage, event.run_id)
@@ -52,7 +59,7 @@ def follow(
             _warn(view, trackers, LAST_SECONDS)
         except KeyboardInterrupt:
             if running is not None:
-                _interrupt(control, running, view)
+                _interrupt(control, experiment, running, view)
             raise
     return failure
 
@@ -95,7 +102,7 @@ def explain_failure(event: events.StageFailed) -> PeriluneError:
     return kind(what + tail, where=where, remedy=own_remedy or remedy)
 
 
-def _interrupt(control: Control, running: events.StageStarted, view: StageProgress) -> None:
+def _interrupt(control: Control, experiment: str, running: events.StageStarted, view: StageProgress) -> None:
     """Stop what this command began; leave what it joined."""
     stage, run_id = running.stage, running.run_id
     if running.attached:
@@ -103,9 +110,10 @@ def _interrupt(control: Control, running: events.StageStarted, view: StageProgre
         return
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the wish is recorded
     try:
-        request_cancel(control, run_id)
+        if run_id not in request_experiment_cancel(control, experiment):
+            return  # it had just ended, or another experiment wants it too
     except RequestError:
-        return  # it had just ended
+        return  # all had just ended
     finally:
         signal.signal(signal.SIGINT, handler)
     try:

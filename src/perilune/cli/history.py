@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perilune.cli.arguments import RUN_HELP, Json, RunArgument, because, brief, open_control
+from perilune.cli.arguments import RUN_HELP, Json, RunArgument, RunOrExperiment, because, brief, open_control
 from perilune.cli.output import echo, print_json
 
 if TYPE_CHECKING:
     from perilune.control.store import Event
+    from perilune.control.succession import Succession
 
 LOOK_SECONDS = 0.5  # between two looks of `events --follow`
 CANCELLED, TIMED_OUT = 3, 124  # exit codes of `wait`; the latter as of timeout(1)
@@ -79,39 +80,60 @@ def events(
 
 
 def wait(
-    run: RunArgument,
+    what: RunOrExperiment,
     timeout: Annotated[
         float | None, typer.Option(min=0, metavar="SECONDS", help="Give up waiting after so long.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Wait for a run to end, going on with it meanwhile. Prints nothing until then.
+    """Wait for a run or an experiment to end, going on with it meanwhile. Prints nothing until then.
+
+    An experiment ends with its last stage, or with the first one that fails or is cancelled.
 
     Exit codes: 0 it succeeded, 1 it failed, 2 it failed because the request was wrong, 3 it was cancelled,
     124 it had not ended after --timeout.
 
     \b
     perilune wait rl --timeout 3600
+    perilune wait quickstart
     """
     from perilune.cli.follow import REQUEST_CAUSES
     from perilune.control.experiments import POLL_SECONDS
-    from perilune.control.lookup import find_run
-    from perilune.control.transitions import RunState
+    from perilune.control.lookup import find_run_or_experiment
+    from perilune.control.store import Experiment
+    from perilune.control.succession import Succession
 
     control = open_control()
-    found = find_run(control, run)
+    found = find_run_or_experiment(control, what)
+    succession, named = Succession(control), f"{found.name}/" if isinstance(found, Experiment) else ""
     until = None if timeout is None else time.monotonic() + timeout
-    while not RunState((found := control.reconciler.one(found.id)).state).terminal:
-        if until is not None and time.monotonic() >= until:
+    while True:
+        if named:
+            _carry_on(succession, found.id)
+        run, outcome = succession.experiment(found.id) if named else succession.run(found.id)
+        if outcome is not None or (until is not None and time.monotonic() >= until):
             break
         time.sleep(POLL_SECONDS)
     if as_json:
-        print_json(brief(found))
+        print_json(({"experiment": found.id} if named else {}) | brief(run))
     else:
-        echo(f"{found.stage}: {found.state}{because(brief(found))}")
-    failed = 2 if found.cause in REQUEST_CAUSES else 1
-    codes = {RunState.SUCCEEDED: 0, RunState.FAILED: failed, RunState.CANCELLED: CANCELLED}
-    raise typer.Exit(codes.get(RunState(found.state), TIMED_OUT))
+        last = outcome == run.state or outcome is None
+        echo(
+            f"{named}{run.stage}: {run.state}{because(brief(run))}{'' if last else '; then it was cancelled'}"
+        )
+    failed = 2 if run.cause in REQUEST_CAUSES else 1
+    codes = {"succeeded": 0, "failed": failed, "cancelled": CANCELLED, None: TIMED_OUT}
+    raise typer.Exit(codes[outcome])
+
+
+def _carry_on(succession: Succession, experiment_id: str) -> None:
+    """Begin the experiment's next stage, if that is what it waits for; say on stderr why that cannot be."""
+    from perilune.cli.daemon import tell
+    from perilune.errors import PeriluneError
+
+    for experiment, what in succession.carry_on(experiment_id):
+        if isinstance(what, PeriluneError):
+            tell(experiment, what)
 
 
 def _document(row: Event) -> dict[str, Any]:

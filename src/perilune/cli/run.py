@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -54,13 +54,14 @@ def run(
     ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Print what would be done, and stop.")] = False,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Go on in the background; return at once.")
+        bool, typer.Option("--detach", help="Return as soon as the first stage is accepted.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run a recipe. What it finished before is reused; what is under way is joined; the rest is begun.
 
-    Ctrl-C stops the stage that this command began; the same command goes on from its last checkpoint.
+    Ctrl-C stops the stage that this command began; the same command goes on from its last checkpoint. When it
+    is killed, or detached, `perilune daemon` begins later stages.
     """
     where = _destination(template, with_ or ())
     command = shlex.join(["perilune", "run", recipe, *where.options])
@@ -115,9 +116,15 @@ def run_recipe(
     if plan_only:
         return
     if detach:
-        _detach(recipe, path, changes, command, where, as_json=as_json)
+        _detach(recipe, _with_changes(command, changes), where, as_json=as_json)
     else:
-        _follow(recipe, _with_changes(command, changes), where, as_json=as_json)
+        from perilune.control.experiments import Control, open_experiment
+
+        control = Control()
+        experiment = open_experiment(control, recipe)
+        follow_to_the_end(
+            control, experiment, recipe, where.template, _with_changes(command, changes), as_json=as_json
+        )
 
 
 def find_recipe(name: str) -> Path:
@@ -128,19 +135,30 @@ def find_recipe(name: str) -> Path:
     return bundled_recipe(name) if not path.exists() and name in bundled_recipes() else path
 
 
-def _follow(recipe: Recipe, again: str, where: Destination, *, as_json: bool) -> None:
-    """Carry the experiment to its end and tell what came of it."""
+def follow_to_the_end(
+    control: Control,
+    experiment: str,
+    recipe: Recipe,
+    template: Template | None,
+    again: str,
+    *,
+    asked: bool = True,
+    as_json: bool = False,
+) -> None:
+    """Carry an experiment to its end, write its report, and tell what came of it.
+
+    Args:
+        again: the command that asks for it.
+        asked: as `perilune.control.experiments.advance`.
+    """
     from perilune.cli.follow import follow
     from perilune.cli.results import next_steps, print_results, results_document
     from perilune.cli.view import experiment_view
-    from perilune.control.experiments import Control, open_experiment
     from perilune.control.lookup import stage_statuses
     from perilune.ui.report import build_report
 
     began = time.monotonic()
-    control = Control()
-    experiment = open_experiment(control, recipe)
-    failure = follow(control, experiment, recipe, where.template)
+    failure = follow(control, experiment, recipe, template, asked=asked)
     statuses = stage_statuses(control, [experiment])
     problem: Exception | None = failure
     report: Path | None = None
@@ -160,29 +178,51 @@ def _follow(recipe: Recipe, again: str, where: Destination, *, as_json: bool) ->
         raise problem
 
 
-def _detach(
-    recipe: Recipe, path: Path, changes: Sequence[str], command: str, where: Destination, *, as_json: bool
-) -> None:
-    """Start a process of its own session that follows the experiment, and say how to watch it."""
-    from perilune.control.experiments import Control, open_experiment
+def _detach(recipe: Recipe, command: str, where: Destination, *, as_json: bool) -> None:
+    """Have the first stage that is to run accepted, see that somebody goes on with it, and say how to follow.
 
-    control: Control = Control()
+    That is the home's daemon. Where there is none, or figures are to be copied to trackers meanwhile, it is a
+    process of its own session.
+    """
+    from perilune.control.experiments import Control, advance, open_experiment, stage_plans
+    from perilune.control.home import has_daemon
+    from perilune.control.progress import StageStarted
+
+    control = Control()
     experiment = open_experiment(control, recipe)
-    log = control.home.experiment(experiment) / "driver.log"
-    driver_command = [sys.executable, "-m", "perilune.cli.main", "run", str(path.absolute())]
-    driver_command += where.options
-    driver_command += [argument for change in changes for argument in ("--set", change)]
-    with log.open("ab") as out:
-        driver = subprocess.Popen(
-            driver_command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
-        )
+    events = advance(control, experiment, stage_plans(recipe, where.template), template=where.template)
+    first = next((event for event in events if isinstance(event, StageStarted)), None)
+    told: dict[str, Any] = {"experiment": experiment, "name": recipe.name, "daemon": has_daemon(control.home)}
+    if first is not None:
+        told |= {"stage": first.stage, "run": first.run_id}
+    if first is not None and (recipe.tracking or not told["daemon"]):
+        log = control.home.experiment(experiment) / "driver.log"
+        told |= {"pid": _background(experiment, log), "log": str(log)}
     if as_json:
-        print_json({"experiment": experiment, "pid": driver.pid, "log": str(log)})
-        return
-    echo(f"experiment {experiment} goes on in the background, process {driver.pid}")
-    echo(f"  watch it     {_with_changes(command, changes)}")
-    echo("  its runs     perilune runs")
-    echo(f"  its log      {log}")
+        print_json(told)
+    elif first is None:
+        echo(f"every stage of {recipe.name} was finished before: {command}")
+    else:
+        who = f"process {told['pid']} goes on with it" if "pid" in told else "the daemon goes on with it"
+        echo(f"experiment {experiment}: stage {first.stage} is accepted, run {first.run_id}; {who}")
+        for what, how in (
+            ("watch it", command),
+            ("wait for its end", f"perilune wait {experiment}"),
+            ("its runs", f"perilune runs -e {experiment}"),
+            ("why, and what next", f"perilune explain {first.run_id}"),
+            ("stop it", f"perilune cancel {experiment}"),
+            *([("its log", told["log"])] if "log" in told else []),
+        ):
+            echo(f"  {what:<19} {how}")
+
+
+def _background(experiment: str, log: Path) -> int:
+    """Start a process of its own session that goes on with the experiment; returns its number."""
+    command = [sys.executable, "-m", "perilune.cli.detached", experiment]
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+        ).pid
 
 
 def _with_changes(command: str, changes: Sequence[str]) -> str:

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perilune.cli.arguments import Json, RunArgument, because, brief, open_control, show_events
+from perilune.cli.arguments import (
+    Json,
+    RunArgument,
+    RunOrExperiment,
+    because,
+    brief,
+    open_control,
+    show_events,
+)
 from perilune.cli.output import as_markup, echo, print_json, write
 from perilune.errors import RequestError
 
@@ -111,13 +119,16 @@ def logs(
 
 
 def cancel(
-    run: RunArgument,
+    what: RunOrExperiment,
     force: Annotated[
         bool, typer.Option("--force", help="Give it up even if it cannot be proven to have stopped.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Stop a run: its task is asked to leave, then made to. What it finished stays.
+    """Stop a run, or an experiment: its task is asked to leave, then made to. What it finished stays.
+
+    No further stage begins until `perilune run` asks for it again. A run that another experiment wants as
+    well goes on for that one when an experiment is cancelled.
 
     A run whose worker cannot be seen (it is on another machine) is cancelled only with --force. No result of
     it is taken then, and `perilune reconcile` stops it as soon as it is seen again.
@@ -125,18 +136,31 @@ def cancel(
     \b
     perilune cancel rl
     perilune cancel rl --force
+    perilune cancel quickstart
     """
-    from perilune.control.lookup import find_run
+    from perilune.control.lookup import find_run_or_experiment
     from perilune.control.requests import cancel as cancel_run
+    from perilune.control.requests import cancel_experiment
+    from perilune.control.store import Run
 
     control = open_control()
-    ended = cancel_run(control, find_run(control, run).id, force=force)
-    if as_json:
-        print_json(brief(ended))
-    elif ended.state == "succeeded":
-        echo(f"{ended.stage}: had succeeded before it could be stopped")
+    found = find_run_or_experiment(control, what)
+    if isinstance(found, Run):
+        stopped = [cancel_run(control, found.id, force=force)]
+        document = brief(stopped[0])
     else:
-        echo(f"{ended.stage}: {ended.state}; `perilune retry {ended.id}` takes it up again")
+        stopped = cancel_experiment(control, found.id, force=force)
+        document = {"experiment": found.id, "runs": [brief(run) for run in stopped]}
+    if as_json:
+        print_json(document)
+        return
+    for run in stopped:
+        if run.state == "succeeded":
+            echo(f"{run.stage}: had succeeded before it could be stopped; no stage follows it")
+        else:
+            echo(f"{run.stage}: {run.state}; `perilune retry {run.id}` takes it up again")
+    if not isinstance(found, Run):
+        echo(f"{found.name}: no further stage begins; `perilune run` takes it up again")
     _tell_unclean(control)
 
 
@@ -278,7 +302,7 @@ def _print_table(statuses: Sequence[StageStatus]) -> None:
     for name in ("experiment", "stage", "task", "state", "attempts", "time", "result", "run"):
         table.add_column(name, no_wrap=name != "result")
     for status in statuses:
-        state = status.state + doubts(status.state, status.reachability, status.cleanup)
+        state = status.shown + doubts(status.state, status.reachability, status.cleanup)
         time_taken = duration(status.seconds) if status.seconds is not None else ""
         attempts = str(status.attempts or "")
         row = (status.experiment, status.name, status.task, state, attempts, time_taken, result(status))

@@ -56,7 +56,7 @@ class Row:
         return (
             status.experiment,
             status.name,
-            status.state + doubts(status.state, status.reachability, status.cleanup),
+            status.shown + doubts(status.state, status.reachability, status.cleanup),
             str(status.attempts or ""),
             progress,
             left,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from perilune.control.experiments import Control, read_progress
-from perilune.control.lookup import attempts_of
+from perilune.control.home import has_daemon
+from perilune.control.lookup import attempts_of, events_after
 from perilune.control.machine_facts import machine_facts
 from perilune.control.planner import Step, retry_class
 from perilune.control.queue import turn_of
 from perilune.control.store import Attempt, Run
 from perilune.control.transitions import AttemptState, Cleanup, RunState
+from perilune.control.wanted import WAITS, next_stages
 from perilune.execution.observation import Observation
 from perilune.execution.processes import Presence
 
@@ -49,8 +51,34 @@ AHEAD = {
 
 
 def explain(control: Control, run_id: str) -> Explanation:
-    """Explain the run `run_id` as it stands."""
+    """Explain the run `run_id` as it stands, and say which stage follows it."""
     run = control.run(run_id)
+    told = _explain(control, run)
+    with control.store.snapshot() as session:
+        following = next_stages(session, run)
+    if not following:
+        return told
+    experiment, stage, wanted = following[-1]
+    if not wanted:
+        again = f"stage {stage} of {experiment.name} begins when `perilune run` asks for it again"
+        return replace(told, next=f"{told.next}; {again}")
+    if run.state != RunState.SUCCEEDED:
+        return replace(told, next=f"{told.next}; then stage {stage} begins")
+    by_itself = has_daemon(control.home)
+    because = [*told.because, *_why_it_waits(control, run)]
+    commands = told.commands if by_itself else ("perilune daemon", "perilune reconcile", *told.commands)
+    whoever = "" if by_itself else ", by whatever command goes on with runs"
+    return replace(told, because=tuple(because), next=f"stage {stage} begins{whoever}", commands=commands)
+
+
+def _why_it_waits(control: Control, run: Run) -> list[str]:
+    """Why the stage after a run could not be begun when that was tried last."""
+    said = [row.detail["message"] for row in events_after(control, run_id=run.id) if row.kind == WAITS]
+    return [f"the next stage could not be begun: {said[-1]}"] if said else []
+
+
+def _explain(control: Control, run: Run) -> Explanation:
+    run_id = run.id
     attempts = attempts_of(control, run_id)
     history = tuple(_ended(attempt) for attempt in attempts if AttemptState(attempt.state).terminal)
     match RunState(run.state):

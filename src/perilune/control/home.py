@@ -78,6 +78,11 @@ class Home:
         return self.root / "keys"
 
     @property
+    def daemon(self) -> Path:
+        """What the daemon holds the lock of."""
+        return self.root / "daemon"
+
+    @property
     def temporary(self) -> Path:
         """Directories being made, on the same file system as what they become."""
         return self.root / "tmp"
@@ -131,6 +136,12 @@ class Home:
                 with locked(path) as mine:
                     if mine:
                         remove_tree(path)
+
+
+def has_daemon(home: Home) -> bool:
+    """Whether a daemon looks after the home."""
+    with locked(home.daemon) as mine:
+        return not mine and home.daemon.is_dir()
 
 
 @contextmanager

@@ -30,6 +30,7 @@ class StageStatus:
         attempt_dir: where the current attempt lies; None before the first.
         seconds: from submission to the end, None while it is under way.
         summary: what its task said at its end; empty before.
+        wanted: whether later stages of its experiment begin by themselves.
     """
 
     experiment_id: str
@@ -49,6 +50,12 @@ class StageStatus:
     seconds: float | None
     retry_of: str | None
     summary: dict[str, Any]
+    wanted: bool = False
+
+    @property
+    def shown(self) -> str:
+        """Its state for people: a stage that nobody wants does not wait."""
+        return "not begun" if self.state == WAITING and not self.wanted else self.state
 
     def document(self) -> dict[str, Any]:
         """As one flat JSON object: an evaluation carries its "pass@1" beside its stage's name."""
@@ -86,6 +93,24 @@ def find_experiment(control: Control, reference: str | None = None) -> Experimen
     return _only(fitting, reference, "experiment")
 
 
+def find_run_or_experiment(control: Control, reference: str) -> Run | Experiment:
+    """The run called so, as `find_run`, else the experiment, as `find_experiment`.
+
+    Raises:
+        RequestError: when there is neither, or the beginning of an id fits several.
+    """
+    with control.store.snapshot() as session:
+        if experiment := session.get(Experiment, reference.upper()):
+            return experiment
+    try:
+        return find_run(control, reference)
+    except RequestError as no_run:
+        try:
+            return find_experiment(control, reference)
+        except RequestError:
+            raise no_run from None
+
+
 def find_run(control: Control, reference: str) -> Run:
     """The run called so: its id, a unique beginning of it, "experiment/stage", or a stage of the latest
     experiment.
@@ -105,7 +130,9 @@ def find_run(control: Control, reference: str) -> Run:
             query = select(Stage).where(Stage.experiment_id == experiment.id, Stage.name == stage_name)
             stages = list(session.scalars(query))
         if stages and stages[0].run_id is None:
-            raise RequestError(f"stage {stage_name} has not been begun", remedy="perilune runs")
+            raise RequestError(
+                f"stage {stage_name} of {experiment.name} has not been begun", remedy="perilune runs"
+            )
         if stages:
             return session.get_one(Run, stages[0].run_id)
     return _only(prefixed, reference, "run")
@@ -160,6 +187,7 @@ def _status(
         seconds=round(run.ended - run.created, 3) if run and run.ended else None,
         retry_of=run.retry_of if run else None,
         summary=dict(control.summary(run)) if run else {},
+        wanted=experiment.wanted,
     )
 
 

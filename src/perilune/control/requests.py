@@ -98,6 +98,16 @@ def cancel_experiment(control: Control, experiment_id: str, *, force: bool = Fal
         RequestError: when nothing of it is under way, and no stage is to be begun.
         WorkFailedError: as `cancel`.
     """
+    stopping = request_experiment_cancel(control, experiment_id)
+    return [cancel(control, run_id, force=force) for run_id in stopping]
+
+
+def request_experiment_cancel(control: Control, experiment_id: str) -> list[str]:
+    """Record that no further stage of an experiment is to begin; returns the runs that are to be stopped.
+
+    Raises:
+        RequestError: when nothing of it is under way, and no stage is to be begun.
+    """
     with control.store.transaction() as session:
         experiment = session.get_one(Experiment, experiment_id)
         under_way = runs_under_way(session, experiment_id)
@@ -108,8 +118,7 @@ def cancel_experiment(control: Control, experiment_id: str, *, force: bool = Fal
                 remedy=f"perilune runs -e {experiment_id}",
             )
         end_wish(session, experiment, "cancelled")
-        stopping = [run.id for run in under_way if not wanted_elsewhere(session, run)]
-    return [cancel(control, run_id, force=force) for run_id in stopping]
+        return [run.id for run in under_way if not wanted_elsewhere(session, run)]
 
 
 def _ended(state: str) -> str:

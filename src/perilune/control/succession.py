@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from perilune.control.experiments import Control, StagePlan, advance, stage_plans
-from perilune.control.progress import StageEvent, StageStarted
-from perilune.control.store import Experiment, record
+from sqlalchemy import select
+
+from perilune.control.experiments import Control, advance, stage_plans
+from perilune.control.progress import StageStarted
+from perilune.control.store import Experiment, Run, Stage, record
 from perilune.control.templates import Template
-from perilune.control.wanted import NotWantedError, wanted_and_idle
-from perilune.errors import PeriluneError
+from perilune.control.transitions import RunState
+from perilune.control.wanted import WAITS, NotWantedError, last_run, runs_under_way, wanted_and_idle
+from perilune.errors import PeriluneError, RequestError
 from perilune.files import read_json
 from perilune.recipe.schema import Recipe
 
@@ -29,11 +32,9 @@ def recorded_recipe(control: Control, experiment_id: str) -> Recipe:
     return Recipe.model_validate(read_json(control.home.experiment(experiment_id) / "recipe.json"))
 
 
-def wish_of(control: Control, experiment: Experiment) -> tuple[list[StagePlan], Template | None]:
-    """What an experiment's stages are to run, and where: as it was last asked for."""
-    asked = experiment.template
-    template = None if asked is None else Template.model_validate(asked)
-    return stage_plans(recorded_recipe(control, experiment.id), template), template
+def template_of(experiment: Experiment) -> Template | None:
+    """Where the experiment was last asked for; None is this machine."""
+    return None if experiment.template is None else Template.model_validate(experiment.template)
 
 
 @dataclass
@@ -52,19 +53,25 @@ class Succession:
         self.control = control
         self._troubled: dict[str, _Trouble] = {}
 
-    def carry_on(self) -> Iterator[tuple[Experiment, StageEvent | PeriluneError]]:
+    def carry_on(self, only: str | None = None) -> Iterator[tuple[Experiment, StageStarted | PeriluneError]]:
         """Begin the next stage of every experiment that is wanted and of which nothing is under way.
 
+        Args:
+            only: of that experiment and no other.
+
         Yields:
-            What came of it: a stage that began or was there already, or why none could begin. That is tried
-            again later, with growing pauses, and told again when it has become another reason.
+            What came of it: the stage that begins, or why none can. That is tried again later, with growing
+            pauses, and told again when it has become another reason.
         """
         for experiment in wanted_and_idle(self.control.store):
             trouble = self._troubled.get(experiment.id)
+            if only not in {None, experiment.id}:
+                continue
             if trouble is not None and time.monotonic() < trouble.again:
                 continue
             try:
-                yield from ((experiment, event) for event in self._begin_next(experiment))
+                if begun := self._begin_next(experiment):
+                    yield experiment, begun
             except (PeriluneError, ValueError) as error:
                 told = error if isinstance(error, PeriluneError) else PeriluneError(str(error))
                 if self._note(experiment, told):
@@ -72,13 +79,48 @@ class Succession:
             else:
                 self._troubled.pop(experiment.id, None)
 
-    def _begin_next(self, experiment: Experiment) -> Iterator[StageEvent]:
-        plans, template = wish_of(self.control, experiment)
+    def run(self, run_id: str) -> tuple[Run, RunState | None]:
+        """Take a run as far as it goes now: how it stands, and its outcome once it has ended."""
+        run = self.control.reconciler.one(run_id)
+        state = RunState(run.state)
+        return run, state if state.terminal else None
+
+    def experiment(self, experiment_id: str) -> tuple[Run, RunState | None]:
+        """Take what is under way of an experiment as far as it goes now.
+
+        Returns:
+            The run of the stage that it is at, and its own outcome once it has ended. It is cancelled,
+            though that run has succeeded, when the stage after it is not to begin.
+
+        Raises:
+            RequestError: when no stage of it has ever been begun.
+        """
+        with self.control.store.snapshot() as session:
+            runs = [run.id for run in runs_under_way(session, experiment_id)]
+        for run_id in runs:
+            self.control.reconciler.one(run_id)
+        with self.control.store.snapshot() as session:
+            experiment = session.get_one(Experiment, experiment_id)
+            query = select(Stage.run_id).where(Stage.experiment_id == experiment_id)
+            stages = list(session.scalars(query.order_by(Stage.position)))
+            begun = [session.get_one(Run, run_id) for run_id in stages if run_id is not None]
+            over = not experiment.wanted and not runs_under_way(session, experiment_id)
+        if not begun:
+            raise RequestError("no stage of it has been begun", where=f"experiment {experiment.name}")
+        at = next((run for run in begun if run.state != RunState.SUCCEEDED), begun[-1])
+        if not over:
+            return at, None
+        stopped = at.state == RunState.SUCCEEDED and len(begun) < len(stages)
+        return at, RunState.CANCELLED if stopped else RunState(at.state)
+
+    def _begin_next(self, experiment: Experiment) -> StageStarted | None:
+        template = template_of(experiment)
+        plans = stage_plans(recorded_recipe(self.control, experiment.id), template)
         with suppress(NotWantedError):
             for event in advance(self.control, experiment.id, plans, template=template, asked=False):
-                yield event
                 if isinstance(event, StageStarted):
-                    return
+                    return event
+        return None
 
     def _note(self, experiment: Experiment, error: PeriluneError) -> bool:
         """Remember that it could not go on, and say so in the record; False when it has been said."""
@@ -89,5 +131,6 @@ class Succession:
         if before is not None and before.said == str(error):
             return False
         with self.control.store.transaction() as session:
-            record(session, "experiment.waits", experiment=experiment.id, message=str(error))
+            after = last_run(session, experiment)
+            record(session, WAITS, run_id=after, experiment=experiment.id, message=str(error))
         return True

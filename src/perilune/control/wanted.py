@@ -17,6 +17,7 @@ from perilune.control.templates import Template
 from perilune.control.transitions import RunState
 from perilune.errors import WorkFailedError
 
+WAITS = "experiment.waits"  # event: its next stage could not be begun
 LIVE = (RunState.QUEUED.value, RunState.ACTIVE.value)
 
 
@@ -37,18 +38,19 @@ def stands_for(session: Session, experiment_id: str, stage: str) -> Run | None:
     """The run that a stage has under the present wish.
 
     Raises:
-        NotWantedError: when the experiment is not wanted any more.
+        NotWantedError: when it has none, and the experiment is not wanted any more.
     """
     experiment = session.get_one(Experiment, experiment_id)
-    if not experiment.wanted:
+    mine = (Stage.experiment_id == experiment_id) & (Stage.wish == experiment.wish)
+    query = select(Run).join(Stage, Stage.run_id == Run.id).where(mine, Stage.name == stage)
+    run = session.scalars(query).one_or_none()
+    if run is None and not experiment.wanted:
         raise NotWantedError(
             "the experiment was cancelled",
             where=f"stage {stage}",
             remedy="the same command takes it up again",
         )
-    mine = (Stage.experiment_id == experiment_id) & (Stage.wish == experiment.wish)
-    query = select(Run).join(Stage, Stage.run_id == Run.id).where(mine, Stage.name == stage)
-    return session.scalars(query).one_or_none()
+    return run
 
 
 def stop_wanting(session: Session, run: Run, why: str) -> None:
@@ -79,6 +81,25 @@ def wanted_elsewhere(session: Session, run: Run) -> bool:
 def _wanting(run: Run) -> Select[Experiment]:
     standing = (Stage.experiment_id == Experiment.id) & (Stage.wish == Experiment.wish)
     return select(Experiment).join(Stage, standing).where(Stage.run_id == run.id, Experiment.wanted)
+
+
+def last_run(session: Session, experiment: Experiment) -> str | None:
+    """Id of the run that the last of its stages has which have one under the present wish."""
+    mine = (Stage.experiment_id == experiment.id) & (Stage.wish == experiment.wish)
+    return session.scalars(select(Stage.run_id).where(mine).order_by(Stage.position.desc())).first()
+
+
+def next_stages(session: Session, run: Run) -> list[tuple[Experiment, str, bool]]:
+    """What follows a run: for each experiment for whose last begun stage it stands, the stage after it, and
+    whether that one is wanted."""
+    found = []
+    query = select(Experiment, Stage).join(Stage).where(Stage.run_id == run.id)
+    for experiment, stage in session.execute(query.order_by(Experiment.used)):
+        later = (Stage.experiment_id == experiment.id) & (Stage.position > stage.position)
+        after = session.scalars(select(Stage).where(later).order_by(Stage.position)).first()
+        if after is not None and (after.run_id is None or after.wish != experiment.wish):
+            found.append((experiment, after.name, experiment.wanted and stage.wish == experiment.wish))
+    return found
 
 
 def fulfil(store: Store, experiment_id: str) -> None:

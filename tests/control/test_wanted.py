@@ -1,0 +1,200 @@
+"""An experiment goes on from stage to stage without the command that asked for it, once."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from drill_cases import drill_job, wait_for
+from sqlalchemy import select
+
+from perilune.bundle.freeze import freeze
+from perilune.control.experiments import Control, advance, open_experiment, stage_plans
+from perilune.control.explanation import explain
+from perilune.control.progress import StageFailed, StageFinished, StageStarted
+from perilune.control.requests import cancel, cancel_experiment
+from perilune.control.store import Event, Experiment, Run
+from perilune.control.submission import Wish, submit
+from perilune.control.succession import Succession, recorded_recipe
+from perilune.control.transitions import RunState
+from perilune.control.wanted import WAITS, NotWantedError, wanted_and_idle
+from perilune.errors import PeriluneError, RequestError
+from perilune.recipe.load import load_recipe
+
+RECIPE = """
+name: three
+model: {{preset: tiny}}
+environment: {{id: calculator}}
+resources: {{device: cpu, threads: 1}}
+stages:
+  - {{name: first, task: drill, steps: 1, gate: {gates}/first}}
+  - {{name: second, task: drill, data: first, steps: 1, gate: {gates}/second}}
+  - {{name: third, task: drill, data: second, steps: 1, gate: {gates}/third}}
+"""
+STAGES = ("first", "second", "third")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    (tmp_path / "gates").mkdir()
+    path = tmp_path / "three.yaml"
+    path.write_text(RECIPE.format(gates=tmp_path / "gates"))
+    return path
+
+
+@pytest.fixture
+def processes() -> Iterator[list[subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for one in started:
+        one.kill()
+        one.wait()
+
+
+def begin(processes: list[subprocess.Popen[str]], *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "perilune.cli.main", *arguments]
+    one = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    processes.append(one)
+    return one
+
+
+def daemon(processes: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
+    one = begin(processes, "daemon", "--every", "0.2")
+    assert one.stdout is not None and "looking after" in one.stdout.readline()
+    return one
+
+
+def runs(control: Control) -> list[Run]:
+    with control.store.snapshot() as session:
+        return list(session.scalars(select(Run).order_by(Run.id)))
+
+
+def kinds(control: Control) -> list[str]:
+    with control.store.snapshot() as session:
+        found = session.scalars(select(Event.kind).where(Event.kind.startswith("experiment.")))
+        return [kind.removeprefix("experiment.") for kind in found]
+
+
+def test_later_stages_begin_once_whoever_dies_and_whoever_else_is_at_it(
+    control: Control, recipe: Path, tmp_path: Path, processes: list[subprocess.Popen[str]]
+) -> None:
+    first_daemon = daemon(processes)
+    out, _ = begin(processes, "run", str(recipe), "--detach", "--json").communicate(timeout=60)
+    told = json.loads(out)
+    assert told["daemon"] and "pid" not in told and told["stage"] == "first"
+    attempt = control.home.attempt(told["run"], 1)
+    wait_for((attempt / "runtime" / "claim.json").exists, "the first stage's claim")
+    assert explain(control, told["run"]).next.endswith("; then stage second begins")
+
+    # Between two stages nobody is there.
+    first_daemon.send_signal(signal.SIGKILL)
+    first_daemon.wait()
+    (tmp_path / "gates" / "first").touch()
+    wait_for((attempt / "runtime" / "result.json").exists, "the first stage's result")
+    assert [run.stage for run in runs(control)] == ["first"]
+
+    # Then three are there at once: a daemon, a command that was given again, and one that waits.
+    daemon(processes)
+    attached = begin(processes, "run", str(recipe), "--json")
+    waiting = begin(processes, "wait", "three", "--json")
+    wait_for(lambda: len(runs(control)) == 2, "the second stage")
+    attached.send_signal(signal.SIGKILL)
+    attached.wait()
+    for stage in STAGES:
+        (tmp_path / "gates" / stage).touch()
+    out, err = waiting.communicate(timeout=60)
+    assert waiting.returncode == 0, err
+    assert json.loads(out)["stage"] == "third"
+
+    assert [(run.stage, run.state, run.current_epoch) for run in runs(control)] == [
+        (stage, "succeeded", 1) for stage in STAGES
+    ]
+    assert control.summary(runs(control)[-1])["total"] == 3
+    wait_for(lambda: kinds(control)[-1] == "fulfilled", "the wish's end")
+    assert kinds(control) in (  # the command that was given again may have asked again
+        ["created", "wanted", "fulfilled"], ["created", "wanted", "wanted", "fulfilled"],
+    )  # fmt: skip
+
+
+def test_what_was_cancelled_or_failed_is_followed_by_nothing_until_it_is_asked_for_again(
+    control: Control, recipe: Path, tmp_path: Path
+) -> None:
+    read = load_recipe(recipe, [f"third.{key}" for key in ("fail_at=0", "how=work")])
+    (tmp_path / "gates" / "third").touch()
+    experiment, plans = open_experiment(control, read), stage_plans(read)
+    assert [plan.job for plan in stage_plans(recorded_recipe(control, experiment))] == [p.job for p in plans]
+    succession = Succession(control)
+
+    def going_on() -> list[object]:
+        return [what for _, what in succession.carry_on()]
+
+    first = next(advance(control, experiment, plans)).run_id
+    assert going_on() == []  # it is under way
+    control.reconciler.one(first)
+    (tmp_path / "gates" / "first").touch()
+    wait_for(lambda: succession.run(first)[1])
+    assert explain(control, first).next == "stage second begins, by whatever command goes on with runs"
+    assert cancel_experiment(control, experiment) == []  # between two stages
+    assert going_on() == [] and succession.experiment(experiment)[1] == RunState.CANCELLED
+    assert "asks for it again" in explain(control, first).next
+    with pytest.raises(RequestError, match="nothing of the experiment is under way"):
+        cancel_experiment(control, experiment)
+
+    events = advance(control, experiment, plans)  # asked for again: the first is reused
+    assert next(events).run_id == first
+    (begun,) = going_on()
+    joined = next(events)
+    assert isinstance(begun, StageStarted) and isinstance(joined, StageStarted)
+    assert joined.run_id == begun.run_id and not joined.attached
+
+    def newer_code(stage: str) -> str:  # another digest, as a daemon of another version would have it
+        wish = Wish(experiment, stage, "drill", part="later")
+        return submit(
+            control.home, control.store, wish, partial(freeze, drill_job(stage, say="newer"), {})
+        ).id
+
+    assert newer_code("second") == begun.run_id
+    cancel(control, begun.run_id)
+    assert going_on() == []
+    with pytest.raises(NotWantedError):
+        newer_code("third")  # by whoever was about to begin it just then
+    assert len(runs(control)) == 2
+
+    (tmp_path / "gates" / "second").touch()
+    last = list(advance(control, experiment, plans))[-1]
+    assert isinstance(last, StageFailed) and (last.stage, last.cause) == ("third", "work_failed")
+    assert going_on() == [] and succession.experiment(experiment)[1] == RunState.FAILED
+    assert kinds(control) == ["created", *["wanted", "cancelled"] * 2, "wanted", "failed"]
+
+
+def test_what_stands_in_the_way_of_the_next_stage_is_told_once_and_may_be_mended(
+    control: Control, recipe: Path, tmp_path: Path
+) -> None:
+    for stage in STAGES:
+        (tmp_path / "gates" / stage).touch()
+    read = load_recipe(recipe)
+    experiment, plans = open_experiment(control, read), stage_plans(read)
+    events = advance(control, experiment, plans, poll=0.02)
+    first = next(event for event in events if isinstance(event, StageFinished)).run_id
+    del events  # as if killed
+    output = control.directory(control.run(first)) / "artifacts" / "data"
+    output.rename(tmp_path / "aside")
+    succession = Succession(control)
+    ((_, told),) = succession.carry_on()
+    assert isinstance(told, PeriluneError) and "left no data" in str(told)
+    assert list(succession.carry_on()) == []  # a while later
+    assert any("left no data" in fact for fact in explain(control, first).because)
+    ((_, again),) = Succession(control).carry_on()  # another process says it too
+    assert str(again) == str(told)
+    (tmp_path / "aside").rename(output)
+    assert [type(what) for _, what in Succession(control).carry_on()] == [StageStarted]
+    with control.store.snapshot() as session:
+        assert len(list(session.scalars(select(Event).where(Event.kind == WAITS)))) == 2
+        assert session.get_one(Experiment, experiment).wanted
+    assert not wanted_and_idle(control.store)
