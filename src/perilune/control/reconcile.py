@@ -159,6 +159,7 @@ class Reconciler:
             case Step.DIED:
                 return self.endings.bury(attempt, seen)
             case Step.LOSE:
+                self._misses.pop(run.id, None)  # where the next one goes may well be seen
                 return self.endings.lose(run, attempt, seen)
             case Step.REFUSED:
                 with self.store.transaction() as session:
