@@ -75,7 +75,7 @@ class Elsewhere:
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return interpreter(tmp_path_factory.mktemp("python") / "python")
+    return interpreter(tmp_path_factory.mktemp("python") / "python", grace=1.0)
 
 
 @pytest.fixture

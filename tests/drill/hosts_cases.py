@@ -68,14 +68,20 @@ class NearbyHost:
         return answer
 
 
-def interpreter(folder: Path) -> Path:
-    """A Python "installed" at `folder` that holds perilune as it is now and the drill task."""
+def interpreter(folder: Path, grace: float | None = None) -> Path:
+    """A Python "installed" at `folder` that holds perilune as it is now and the drill task.
+
+    With `grace`, its `perilune worker` gives a task that is asked to stop so many seconds, not the usual ten.
+    """
     found = folder / "bin"
     found.mkdir(parents=True)
     paths = f"{INSTALLED}{os.pathsep}{Path(perilune.__path__[0]).parent}"
-    for name, command in (("python", sys.executable), ("perilune", f"{sys.executable} -m perilune.cli.main")):
+    run = f"PYTHONPATH={paths} OMP_NUM_THREADS=1 exec {sys.executable}"
+    impatient = f'shift; {run} -m perilune.execution.worker --grace {grace} "$@"\n'
+    scripts = {"python": f'{run} "$@"\n', "perilune": f'{run} -m perilune.cli.main "$@"\n'}
+    for name, text in (scripts if grace is None else scripts | {"perilune": impatient}).items():
         script = found / name
-        script.write_text(f'#!/bin/sh\nPYTHONPATH={paths} OMP_NUM_THREADS=1 exec {command} "$@"\n')
+        script.write_text(f"#!/bin/sh\n{text}")
         script.chmod(0o755)
     return found / "python"
 
