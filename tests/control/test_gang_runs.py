@@ -36,7 +36,9 @@ from perilune.execution.providers.fake.client import FakeCloud
 from perilune.execution.providers.fake.weather import Fault
 from perilune.execution.ranks import interface_to
 from perilune.execution.verdict import Verdict
-from perilune.files import read_json
+from perilune.files import read_json, read_json_lines, sha256_file
+from perilune.recipe.load import bundled_recipe, load_recipe
+from perilune.recipe.schema import job_for
 
 NODES = 2
 
@@ -57,6 +59,21 @@ def template(folder: Path, nodes: int = NODES) -> Template:
 
 def gang_job(**spec: object) -> Job:
     return drill_job(**spec).model_copy(update={"task": "gang_drill"})  # type: ignore[arg-type]
+
+
+def rl_job(folder: Path) -> Job:
+    """A climb so small that it takes a second, to shorter answers, of which a fresh model has some."""
+    script = folder / "brevity.py"
+    script.write_text(
+        "def brevity(completions):\n    return [-len(one[0]['content']) for one in completions]\n"
+    )
+    overrides = [
+        f"rewards={{brevity: {{function: '{script}:brevity'}}}}",
+        "model.preset=tiny", "stages.rl.checkpoint=model", "stages.rl.steps=2", "stages.rl.prompts=4",
+        "stages.rl.samples=4", "stages.rl.max_tokens=40", "resources.device=cpu", "resources.threads=1",
+    ]  # fmt: skip
+    recipe = load_recipe(bundled_recipe("quickstart"), overrides)
+    return job_for(recipe, recipe.stage("rl"))
 
 
 class Drill:
@@ -167,6 +184,26 @@ def test_what_befalls_one_machine_ends_the_attempt_and_the_next_goes_on(
     if whom == "task":
         assert "machine 1 of 2: process 1 of 2" in ended.message
     drill.all_gone(cloud)
+
+
+def test_two_machines_learn_the_same_bits_as_one_process(
+    control: Control, fleet: Fleet, cloud: FakeCloud, tmp_path: Path
+) -> None:
+    """A real climb: torch on both sides, meeting over TCP."""
+    where = template(tmp_path)
+    weights = []
+    for place in (where, where.model_copy(update={"resources": ResourcesChange()})):
+        plan = StagePlan("rl", place.job(rl_job(tmp_path)))
+        assert plan.job.resources.nodes == (place.resources.nodes or 1)
+        last = list(advance(control, begin(control, [plan]), [plan], template=place, poll=0.2))[-1]
+        assert isinstance(last, StageFinished), last
+        directory = control.directory(control.run(last.run_id))
+        assert all(row["grad_norm"] > 0 for row in read_json_lines(directory / "artifacts" / "metrics.jsonl"))
+        weights.append(sha256_file(directory / "artifacts" / "checkpoints" / "final" / "model.safetensors"))
+    assert weights[0] == weights[1]
+    assert [one.rank for one in fleet.all(gone=True)] == [0, 1, 0]
+    log = (control.home.root / "runs").glob("*/attempts/1/runtime/node-1/runtime/process-1/runtime.log")
+    assert "process 1 of 2" in next(log).read_text()
 
 
 def test_a_placement_with_one_machine_does_not_take_a_job_for_two() -> None:
