@@ -51,10 +51,10 @@ class Node:
     port: int = 0
 
     @classmethod
-    def here(cls) -> Node:
-        """What the environment says, in torchrun's names; alone where it says nothing."""
+    def here(cls, job: Job) -> Node:
+        """What the environment says, in torchrun's names; alone where it says nothing, or the job wants one."""
         count = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-        if count == 1:
+        if job.resources.nodes == 1 or count == 1:
             return cls()
         number, port = int(os.environ["GROUP_RANK"]), int(os.environ["MASTER_PORT"])
         return cls(number, count, os.environ["MASTER_ADDR"], port)
@@ -76,7 +76,7 @@ class Ranks:
 
     def __init__(self, bundle: Path, job: Job, mark: dict[str, str], *, echo: bool = False) -> None:
         self._bundle, self._job, self._mark, self._echo = bundle, job, mark, echo
-        self._node = Node.here()
+        self._node = Node.here(job)
         self._first = self._node.number * job.resources.processes
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pumps: list[LogPump] = []

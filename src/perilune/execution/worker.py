@@ -77,6 +77,7 @@ class _Supervisor:
         self.reserve = self.runtime / RESERVE
         self.began = time.monotonic()
         self.stopping = False
+        self.leads = True
 
     def run(self) -> Verdict:
         adopt_orphans()
@@ -100,6 +101,7 @@ class _Supervisor:
         except RequestError as error:
             raise _RejectedError(error.what, where=error.where, remedy=error.remedy) from None
         self.job = Job.model_validate(read_json(self.bundle / "job.json"))
+        self.leads = Node.here(self.job).number == 0
 
     def _run_task(self) -> Ending:
         ranks = Ranks(self.bundle, self.job, {MARK: self.claim.nonce}, echo=self.echo)
@@ -127,8 +129,7 @@ class _Supervisor:
                 full = cause_of(error) is Cause.DISK_FULL
                 cause = Cause.DISK_FULL if full else Cause.ARTIFACT_INVALID
                 ending = Ending(ending.exit_code, ending.signal, cause, str(error))
-        leads = Node.here().number == 0
-        if leads and ending.cause is Cause.NONE and not (self.artifacts / "summary.json").exists():
+        if self.leads and ending.cause is Cause.NONE and not (self.artifacts / "summary.json").exists():
             ending = Ending(0, None, Cause.ARTIFACT_MISSING, "the task left without a summary")
         verdict = Verdict(
             self.claim.epoch,
