@@ -52,7 +52,7 @@ class Node:
 
     @classmethod
     def here(cls, job: Job) -> Node:
-        """What the environment says, in torchrun's names; alone where it says nothing, or the job wants one."""
+        """What the environment says, in torchrun's names; alone where it says nothing or the job wants so."""
         count = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
         if job.resources.nodes == 1 or count == 1:
             return cls()
