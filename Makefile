@@ -56,6 +56,7 @@ $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) -e ".[dev,docs]"
+	$(PIP) --no-deps --no-compile --upgrade --target $(VENV)/skypilot -r tests/execution/skypilot.txt
 	@touch $@
 
 clean: ## remove the environment and everything that was built

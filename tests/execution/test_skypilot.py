@@ -243,8 +243,8 @@ def test_the_machines_of_an_attempt_are_one_cluster(cloud: SkyPilot, sky: FakeSk
     assert {(one.id, one.kind, one.price) for one in machines} == {(key(1), "plain", 1.2)}
     hosts = [cloud.host(one) for one in machines]
     assert [host.name for host in hosts] == [f"ssh:{key(1)}{end}" for end in ("", "-worker1", "-worker2")]
-    assert all(isinstance(host, SshHost) and host.settings.config == str(sky.home / ".sky/ssh" / key(1))
-               for host in hosts)  # fmt: skip
+    config = str(sky.home / ".sky/generated/ssh" / key(1))
+    assert all(isinstance(host, SshHost) and host.settings.config == config for host in hosts)
     cloud.terminate(key(1, 1))
     assert not cloud.list(TAG) and not sky.alive()
 

@@ -130,7 +130,7 @@ def carry_out(known: Any, request: Any) -> None:
 
 def write_ssh_config(name: str, nodes: int) -> None:
     """As SkyPilot's: without looking at host keys, and never by any other name than the cluster's."""
-    folder = Path("~/.sky/ssh").expanduser()
+    folder = Path("~/.sky/generated/ssh").expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     way = (FOLDER / "way").read_text()
     names = [name, *(f"{name}-worker{rank}" for rank in range(1, nodes))]

@@ -134,11 +134,14 @@ class Clusters:
         try:
             made = self.task(task)
             made.validate()
+            for one in made.resources:
+                if self._with_accelerators(one) == []:
+                    raise ValueError(f"{one.cloud} has no machine with {one.accelerators} there")
         except OSError as error:  # the catalogs of prices and kinds come from the network
             return {"unchecked": f"SkyPilot's catalog cannot be had: {text(error)[:300]}"}
         except Exception as error:
             return {"problem": text(error)}
-        return {"resources": made.to_yaml_config()["resources"]}
+        return {"task": made.to_yaml_config()}
 
     def price(self, task: dict[str, Any]) -> float | None:
         """The highest price per hour of what the task may get, by the catalog; None if it does not say."""
@@ -169,14 +172,23 @@ class Clusters:
                 catalog.get_hourly_cost(wanted.instance_type, spot, name, wanted.zone, clouds=cloud)
                 for name in names
             )
-        if not wanted.accelerators:
+        found = self._with_accelerators(wanted)
+        if found is None or not all(isinstance(one.instance_type, str) for one in found):
+            return None  # of some the catalog has the accelerator's price alone
+        return highest(one.spot_price if wanted.use_spot else one.price for one in found)
+
+    def _with_accelerators(self, wanted: Any) -> Any:
+        """Machines of the catalog that have the accelerators that are wanted; None when no cloud is named."""
+        from sky import catalog
+
+        if not wanted.accelerators or wanted.cloud is None or str(wanted.cloud).lower() in LOCAL_CLOUDS:
             return None
         ((name, count),) = wanted.accelerators.items()
         kinds = catalog.list_accelerators(
-            name_filter=f"^{re.escape(name)}$", region_filter=wanted.region, quantity_filter=count,
-            clouds=cloud, all_regions=True,
+            gpus_only=False, name_filter=f"^{re.escape(name)}$", quantity_filter=count,
+            clouds=str(wanted.cloud).lower(), all_regions=True,
         )  # fmt: skip
-        return highest(one.spot_price if spot else one.price for found in kinds.values() for one in found)
+        return [one for found in kinds.values() for one in found if wanted.region in {None, one.region}]
 
     def _described(self, one: Any) -> dict[str, Any]:
         handle = one["handle"]
@@ -195,7 +207,7 @@ class Clusters:
             "addresses": [inner for inner, _ in ips],
             "spot": bool(getattr(resources, "use_spot", False)),
             "price": hourly(resources),
-            "ssh": os.path.expanduser(f"~/.sky/ssh/{one['name']}"),  # noqa: PTH111
+            "ssh": ssh_config(one["name"]),
         }
 
     def _requests(self, cluster: str) -> list[Any]:
@@ -238,6 +250,14 @@ def hourly(resources: Any) -> float | None:
         return float(resources.get_cost(3600))
     except Exception:
         return None
+
+
+def ssh_config(cluster: str) -> str:
+    """The file in which SkyPilot tells ssh how to get to a cluster's machines."""
+    from sky.utils.cluster_utils import SSHConfigHelper
+
+    path: str = SSHConfigHelper.ssh_cluster_path.format(cluster)
+    return os.path.expanduser(path)  # noqa: PTH111
 
 
 def kind_of(creation: str) -> str:

@@ -59,10 +59,8 @@ class SkyPilot:
 
     def offers(self) -> Sequence[Offer]:
         """The kinds in providers.yaml; what SkyPilot's catalog knows no price of is none."""
-        found = []
-        for name, kind in self.settings.kinds.items():
-            found.append(Offer(name, kind.price or self._catalog_price(name), None, kind.preemptible))
-        return found
+        kinds = self.settings.kinds.items()
+        return [Offer(name, self._price(name), None, kind.preemptible) for name, kind in kinds]
 
     def problem(self, kind: str) -> str:
         """What is wrong with a kind, as far as it can be said without renting one; "" when nothing is."""
@@ -90,7 +88,7 @@ class SkyPilot:
             raise ProviderRefusedError(f"no kind '{request.kind}'", where="providers.yaml")
         cluster = cluster_of(key)
         minutes = max(1, int(request.lifetime_seconds // 60))
-        price = next(offer.price for offer in self.offers() if offer.kind == request.kind)
+        price = self._price(request.kind)
         task = self._task(request.kind, request.nodes, minutes=minutes, price=price)
         self._clusters.wanted(cluster, request)
         self._looks.clear()
@@ -126,8 +124,10 @@ class SkyPilot:
         settings = SshSettings(host=name, config=self._clusters.ssh(cluster))
         return SshHost(settings, self.folder, learn=True)
 
-    def _catalog_price(self, kind: str) -> float:
-        price: float | None = self._bridge.ask("price", task=self._task(kind, 1))
+    def _price(self, kind: str) -> float:
+        price = self.settings.kinds[kind].price
+        if price is None:
+            price = self._bridge.ask("price", task=self._task(kind, 1))
         if price is None:
             raise ProviderRefusedError(
                 f"SkyPilot's catalog has no price for the kind '{kind}'",

@@ -43,7 +43,7 @@ class Clusters:
 
     def ssh(self, cluster: str) -> str:
         """The file that tells ssh how to get to a cluster."""
-        return self._ssh.get(cluster, f"~/.sky/ssh/{cluster}")
+        return self._ssh.get(cluster, f"~/.sky/generated/ssh/{cluster}")
 
     def machines(self, prefix: str, clusters: Sequence[Mapping[str, Any]]) -> dict[str, RentedMachine]:
         """Machines by key, from what the bridge listed; and those that have gone by themselves, as ended."""
