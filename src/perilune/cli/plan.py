@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from perilune.bundle.plugin import load_plugin
+from perilune.cli.console import duration
+from perilune.cli.curve import size
 from perilune.errors import RequestError
 from perilune.recipe.schema import job_for
 from perilune.terminal import printable
 
 if TYPE_CHECKING:
+    from perilune.control.forecast import CostForecast, Forecast, StageForecast
     from perilune.control.templates import Template
     from perilune.recipe.schema import Recipe
 
@@ -54,3 +57,66 @@ def print_plan(recipe: Recipe, stages: Sequence[dict[str, Any]], out: TextIO) ->
         lines += [f"      {name:<{width}}  {value}" for name, value in stage["derived"].items()]
     out.write(printable("\n".join(lines)) + "\n")
     out.flush()
+
+
+def print_forecast(forecast: Forecast, out: TextIO) -> None:
+    """Print what carrying out the stages would do, a line a fact."""
+    facts = [("where", f"{forecast.placement}, in a {forecast.launcher}")]
+    if forecast.workspace:
+        facts.append(("where", f"files go below {forecast.workspace}"))
+    if forecast.turn:
+        facts.append(("turn", f"{forecast.turn}: {'begins at once' if forecast.has_turn else 'has to wait'}"))
+    facts += [("stages", line) for stage in forecast.stages for line in _stage(stage)]
+    facts += [("cost", line) for line in (_cost(forecast.cost) if forecast.cost else ())]
+    facts += [("secrets", _secret(name, problem)) for name, problem in forecast.secrets.items()]
+    facts.append(("retries", _retries(forecast.retry)))
+    facts += [("limits", line) for line in _limits(forecast.limits)]
+    shown = ""
+    for label, fact in facts:
+        out.write(printable(f"  {label if label != shown else '':<9}{fact}") + "\n")
+        shown = label
+    out.flush()
+
+
+def _stage(stage: StageForecast) -> list[str]:
+    match stage.action:
+        case "reuse":
+            return [f"{stage.name} was finished before: run {stage.run_id} is reused"]
+        case "join":
+            return [f"{stage.name} is under way: run {stage.run_id} is joined"]
+        case "later":
+            return [f"{stage.name} begins after {' and '.join(stage.after)}"]
+    parts = ", ".join(f"{name} {size(count)}" for name, count in stage.files.items())
+    machines = f" to each of {stage.nodes} machines" if stage.nodes > 1 else ""
+    return [f"{stage.name} begins; to copy{machines}: {size(stage.bytes)}", f"  {parts}"]
+
+
+def _cost(cost: CostForecast) -> list[str]:
+    if not cost.per_hour:
+        return [f"cannot be told now: {cost.problem}"]
+    lines = [
+        f"{cost.per_hour:.4g} an hour a machine",
+        f"a machine is given back after {duration(cost.seconds)} at the latest, at {cost.attempt:.4g}",
+        f"all stages: {cost.stages:.4g} at most; with every retry {cost.retried:.4g}, preemptions apart",
+        f"today's cap of {cost.daily_cap:.4g} has {cost.left:.4g} left",
+    ]
+    return [*lines, *([cost.problem] if cost.problem else [])]
+
+
+def _secret(name: str, problem: str) -> str:
+    return f"{name}: {problem}; perilune secrets set {name}" if problem else f"{name} is set"
+
+
+def _retries(retry: Mapping[str, Any]) -> str:
+    kinds = (("infrastructure", "its machine"), ("lost", "silence"), ("user", "the task itself"))
+    times = ", ".join(f"{retry[kind]} by {whose}" for kind, whose in kinds)
+    return f"of failures {times}; of preemptions all"
+
+
+def _limits(limits: Mapping[str, Any]) -> list[str]:
+    said = {
+        "max_lifetime": "an attempt is stopped after",
+        "on_box_stop_after": "it stops itself when not looked at for",
+        "lost_after": "it is given up when out of sight for",
+    }
+    return [f"{what} {duration(limits[key])}" for key, what in said.items() if limits.get(key) is not None]

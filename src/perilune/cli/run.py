@@ -52,7 +52,9 @@ def run(
         list[str] | None,
         typer.Option("--with", metavar="KEY=VALUE", help="Replace one key of the template that it allows."),
     ] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Print what would be done, and stop.")] = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Print what would be done, where, at what cost; do nothing.")
+    ] = False,
     detach: Annotated[
         bool, typer.Option("--detach", help="Return as soon as the first stage is accepted.")
     ] = False,
@@ -62,6 +64,12 @@ def run(
 
     Ctrl-C stops the stage that this command began; the same command goes on from its last checkpoint. When it
     is killed, or detached, `perilune daemon` begins later stages.
+
+    \b
+    perilune run quickstart
+    perilune run mine.yaml --set rl.steps=50 --seed 1
+    perilune run mine.yaml --template box --plan
+    perilune run mine.yaml --template box --detach
     """
     where = _destination(template, with_ or ())
     command = shlex.join(["perilune", "run", recipe, *where.options])
@@ -108,14 +116,11 @@ def run_recipe(
     path = find_recipe(name)
     recipe = load_recipe(path, changes)
     derived = derive(recipe, where.template)
-    if plan_only and as_json:
-        template = where.template and where.template.model_dump(mode="json")
-        print_json({"recipe": recipe.model_dump(mode="json"), "template": template, "stages": derived})
-        return
-    print_plan(recipe, derived, sys.stdout if plan_only else sys.stderr)
+    if not (plan_only and as_json):
+        print_plan(recipe, derived, sys.stdout if plan_only else sys.stderr)
     if plan_only:
-        return
-    if detach:
+        _print_forecast(recipe, derived, where.template, as_json=as_json)
+    elif detach:
         _detach(recipe, _with_changes(command, changes), where, as_json=as_json)
     else:
         from perilune.control.experiments import Control, open_experiment
@@ -125,6 +130,25 @@ def run_recipe(
         follow_to_the_end(
             control, experiment, recipe, where.template, _with_changes(command, changes), as_json=as_json
         )
+
+
+def _print_forecast(
+    recipe: Recipe, derived: list[dict[str, Any]], template: Template | None, *, as_json: bool
+) -> None:
+    """Say what carrying it out would do: the dry run."""
+    from dataclasses import asdict
+
+    from perilune.cli.plan import print_forecast
+    from perilune.control.experiments import Control, stage_plans
+    from perilune.control.forecast import forecast
+
+    ahead = forecast(Control(), stage_plans(recipe, template), template)
+    if as_json:
+        placed = None if template is None else template.model_dump(mode="json")
+        document = {"recipe": recipe.model_dump(mode="json"), "template": placed, "stages": derived}
+        print_json(document | {"forecast": asdict(ahead)})
+    else:
+        print_forecast(ahead, sys.stdout)
 
 
 def find_recipe(name: str) -> Path:

@@ -10,7 +10,10 @@ from sqlalchemy.orm import Session
 
 from perilune.control.placements import Placements
 from perilune.control.store import Run
+from perilune.control.templates import Template
 from perilune.control.transitions import RunState
+
+LAST = "~"  # comes after every run's id
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +42,24 @@ class Turn:
 
 def turn_of(session: Session, placements: Placements, run: Run) -> Turn:
     """Where a queued run stands, in the caller's transaction."""
-    slots, _ = placements.turn(run.id)
+    slots, priority = placements.turn(run.id)
+    return _turn(session, placements, slots, placements.place(run.id), (-priority, run.id))
+
+
+def turn_ahead(session: Session, placements: Placements, template: Template | None) -> Turn:
+    """Where a run would stand that was submitted now with that template."""
+    if template is None:
+        return Turn()
+    return _turn(session, placements, template.slots, template.placement, (-template.priority, LAST))
+
+
+def _turn(
+    session: Session, placements: Placements, slots: int | None, place: object, mine: tuple[int, str]
+) -> Turn:
     if slots is None:
         return Turn()
-    place = placements.place(run.id)
     live = select(Run).where(Run.state.in_((RunState.QUEUED.value, RunState.ACTIVE.value)))
-    here = [one for one in session.scalars(live) if one.id != run.id and placements.place(one.id) == place]
+    here = [one for one in session.scalars(live) if one.id != mine[1] and placements.place(one.id) == place]
     taking = [one.id for one in here if one.state == RunState.ACTIVE]
     waiting = [
         one
@@ -53,7 +68,6 @@ def turn_of(session: Session, placements: Placements, run: Run) -> Turn:
         and one.desired != RunState.CANCELLED
         and one.not_before <= time.time()
     ]
-    mine = _rank(placements, run)
     return Turn(slots, tuple(taking), tuple(one.id for one in waiting if _rank(placements, one) < mine))
 
 

@@ -109,6 +109,11 @@ def _existing(session: Session, wish: Wish, digest: str, reusable: Callable[[Run
                 remedy="use a new key, or submit exactly what was submitted before",
             )
         return run
+    return same_work(session, digest, reusable)
+
+
+def same_work(session: Session, digest: str, reusable: Callable[[Run], bool]) -> Run | None:
+    """The run that does, or has done, what a bundle of that digest asks for."""
     same = list(session.scalars(select(Run).where(Run.bundle_digest == digest).order_by(Run.id.desc())))
     for run in same:
         if run.state in LIVE_RUNS and run.desired != RunState.CANCELLED:
