@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cloud_cases import LEASE, bill
+from cloud_cases import LEASE, SMALL, an_attempt, bill, end, tend_until
 from drill_cases import PATIENCE, begin, drill_job, only_run
 from hosts_cases import interpreter
 from hypothesis import given
@@ -25,6 +25,7 @@ from perilune.control.progress import StageEvent, StageFinished
 from perilune.control.rented import PORTS
 from perilune.control.store import Attempt
 from perilune.control.templates import OnRented, ResourcesChange, Retry, Template
+from perilune.control.transitions import MachineState
 from perilune.errors import RequestError
 from perilune.execution.claim import Claim, read_claim
 from perilune.execution.limits import Limits
@@ -206,6 +207,22 @@ def test_two_machines_learn_the_same_bits_as_one_process(
     assert "process 1 of 2" in next(log).read_text()
 
 
+def test_an_attempt_is_clean_when_the_last_of_its_machines_is_gone(
+    control: Control, fleet: Fleet, cloud: FakeCloud
+) -> None:
+    attempt = an_attempt(control)
+    with control.store.transaction() as session:
+        keys = [one.key for one in fleet.rent(session, attempt, SMALL, 0.4, nodes=NODES)]
+    for key in keys:
+        tend_until(fleet, key, MachineState.READY)
+    end(control, collected=False)
+    for key, cleanup in zip(reversed(keys), ("pending", "done"), strict=True):
+        cloud.befall(key=key, fault=Fault.HOST_DEATH)
+        tend_until(fleet, key, MachineState.GONE)
+        with control.store.snapshot() as session:
+            assert session.get_one(Attempt, ("01RUN", 1)).cleanup == cleanup
+
+
 def test_a_placement_with_one_machine_does_not_take_a_job_for_two() -> None:
     with pytest.raises(RequestError, match="2 machines are asked for"):
         Template(resources=ResourcesChange(nodes=2)).job(gang_job())
@@ -245,8 +262,12 @@ def looks() -> st.SearchStrategy[Observation]:
 def test_what_looks_at_several_machines_mean(several: list[Observation]) -> None:
     seen = together(several)
     verdicts = [one.verdict for one in several if one.verdict is not None]
+    died = any(one.claim and not one.verdict and one.worker is Presence.ABSENT for one in several)
+    fell = any(not one.succeeded and one.cause != "process_lost" for one in verdicts)
     if any(one.unseen for one in several):
         assert seen.unseen and seen.verdict is None  # not knowing of one is not knowing
+    elif died or fell:  # whatever the others do
+        assert seen.worker is Presence.ABSENT and (seen.verdict is None or not seen.verdict.succeeded)
     elif seen.verdict is not None and seen.verdict.succeeded:
         assert len(verdicts) == len(several) and all(one.succeeded for one in verdicts)
     elif seen.verdict is not None:
