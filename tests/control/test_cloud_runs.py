@@ -1,0 +1,147 @@
+"""Runs on machines that SkyPilot rents: a fake one, whose machines are a real sshd, from wish to proof."""
+
+from __future__ import annotations
+
+import getpass
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cloud_cases import hurry, rented, tend_until
+from drill_cases import PATIENCE, begin, drill_plan, only_run
+from hosts_cases import interpreter
+from sky_cases import LEASE, SPOT, FakeSky, stale
+from sqlalchemy import select
+from sshd_cases import Sshd, make_key, sshd
+
+from perilune.bundle.verify import verify
+from perilune.control import machine_planner, machines, sweep
+from perilune.control.experiments import Control, StagePlan, advance
+from perilune.control.machines import Fleet
+from perilune.control.progress import StageEvent, StageFinished, StageProgress
+from perilune.control.requests import cancel
+from perilune.control.store import Attempt
+from perilune.control.sweep import panic
+from perilune.control.templates import OnRented, Retry, Template
+from perilune.control.transitions import MachineState
+from perilune.execution.limits import Limits
+from perilune.execution.placements.remote import Site
+
+pytestmark = pytest.mark.xdist_group("sshd")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Sshd]:
+    with sshd(tmp_path / "sshd") as running:
+        yield running
+
+
+@pytest.fixture
+def sky(tmp_path: Path, server: Sshd) -> FakeSky:
+    way = {
+        "HostName": "127.0.0.1", "Port": server.port, "User": getpass.getuser(),
+        "IdentityFile": server.folder / "key", "IdentitiesOnly": "yes",
+    }  # fmt: skip
+    return FakeSky(tmp_path / "sky", "".join(f"  {name} {value}\n" for name, value in way.items()))
+
+
+@pytest.fixture
+def fleet(control: Control, sky: FakeSky, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    for module, name in (
+        (machine_planner, "LEAST_GAP"), (machine_planner, "ASK_GAP"),
+        (machines, "LOOK_SECONDS"), (machines, "ASK_SECONDS"), (sweep, "PANIC_SECONDS"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, getattr(module, name))  # is put back
+    hurry()
+    machines.LOOK_SECONDS = 0.1
+    sky.rent_to(control.home.root)
+    fleet = control.reconciler.rentals.fleet
+    yield fleet
+    fleet.providers.get("sky").__exit__()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Template:
+    python, workspace = interpreter(tmp_path / "python"), tmp_path / "box"
+    site = Site(python=str(python), installed=True, workspace=str(workspace))
+    place = OnRented(name="rented", provider="sky", kind="spot", lease=LEASE, site=site)
+    return Template(placement=place, retry=Retry(base=0.01), limits=Limits(on_box_stop_after=60.0))
+
+
+def go(control: Control, template: Template, plan: StagePlan) -> Iterator[StageEvent]:
+    return advance(control, begin(control, [plan]), [plan], template=template, poll=0.05)
+
+
+def attempts(control: Control) -> list[Attempt]:
+    with control.store.snapshot() as session:
+        return list(session.scalars(select(Attempt).order_by(Attempt.number)))
+
+
+def unseen(fleet: Fleet, key: str) -> bool:
+    machine = fleet.machine(key)
+    return machine is not None and machine.unseen_since is not None
+
+
+def until(control: Control, happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not happened():
+        assert time.monotonic() < deadline
+        control.reconciler.all(act=False)
+        time.sleep(0.05)
+
+
+def test_a_run_is_given_a_cluster_loses_it_and_is_finished_on_the_next(
+    control: Control, fleet: Fleet, sky: FakeSky, template: Template, server: Sshd
+) -> None:
+    sky.weather(launch=["capacity"], after_launch=1, down=["stuck"])
+    events = go(control, template, drill_plan(steps=4, fail_at=2, how="hang", fresh_only=True))
+    assert any(isinstance(event, StageProgress) for event in events)
+    run = only_run(control)
+    first, second = fleet.key(run.id, 1), fleet.key(run.id, 2)
+    assert sky.made() == [first]  # though the first was not to be had, and the answer of a launch was lost
+    (known,) = (control.home.root / "ssh").glob("*.known_hosts")
+    assert server.host_key in known.read_text()  # learned, and from now on it is this one
+
+    sky.weather(before_status=2)
+    until(control, lambda: unseen(fleet, first))
+    until(control, lambda: not unseen(fleet, first))
+    assert attempts(control)[0].state == "running"
+    sky.change(first, alive=False)
+    last = list(events)[-1]
+    assert isinstance(last, StageFinished) and last.summary["began_at"] == 2
+    assert [one.state for one in attempts(control)] == ["preempted", "succeeded"]
+    assert verify(control.directory(only_run(control)), run.bundle_digest) == []  # the evidence is at home
+    assert sky.made() == [first, second]
+    until(control, lambda: not fleet.all())  # also the one that was not ended at once
+    assert not sky.alive() and all(one.cleanup == "done" for one in attempts(control))
+    assert [task["resources"]["autostop"]["down"] for task in sky.tasks()] == [True] * len(sky.tasks())
+
+
+def test_a_machine_that_is_another_one_now_is_waited_out_and_a_panic_ends_all(
+    control: Control, fleet: Fleet, sky: FakeSky, template: Template, server: Sshd
+) -> None:
+    events = go(control, template, drill_plan(steps=4, fail_at=2, how="hang", fresh_only=True))
+    assert any(isinstance(event, StageProgress) for event in events)
+    run = only_run(control)
+    make_key(server.folder / "host_key")
+    server.stop()
+    server.start()
+    until(control, lambda: attempts(control)[0].reachability == "unreachable")
+    cancel(control, run.id, force=True)
+    report = panic(control.home, 20.0)
+    assert report.ended and not report.left and not report.silent and not sky.alive()
+    until(control, lambda: not fleet.all())
+
+
+def test_a_record_that_is_not_renewed_ends_nothing(control: Control, fleet: Fleet, sky: FakeSky) -> None:
+    key = rented(control, fleet, SPOT)
+    tend_until(fleet, key, MachineState.READY)
+    sky.weather(cloudy=True)
+    sky.change(key, alive=False, updated=stale())
+    for _ in range(5):
+        machine = fleet.tend(key)
+        assert machine is not None and machine.state == MachineState.READY and not machine.missing_since
+        time.sleep(0.15)
+    sky.weather(cloudy=False)
+    assert tend_until(fleet, key, MachineState.GONE).reason == "preempted"
