@@ -102,7 +102,8 @@ def together(looks: Sequence[Observation]) -> Observation:
             if getattr(seen, bad):
                 return seen
     failed = [(node, seen) for node, seen in enumerate(looks) if _failed(seen)]
-    if failed and (len(failed) == len(looks) or any(not _lost_another(seen) for _, seen in failed)):
+    going_on = any(seen.verdict is None and not _failed(seen) for seen in looks)
+    if failed and (not going_on or any(not _lost_another(seen) for _, seen in failed)):
         node, seen = min(failed, key=lambda one: _lost_another(one[1]))
         if seen.verdict is None:
             return seen
