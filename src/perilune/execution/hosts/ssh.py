@@ -43,7 +43,10 @@ OPTIONS = {
     "StrictHostKeyChecking": "yes",
     "UpdateHostKeys": "no",
 }
+ASK_SECONDS = 20.0  # until what is asked again has no answer
 FAILED = 255  # ssh's own exit code: what became of the command is not known
+# What ssh says of a way that ended before there was an sshd.
+CLOSED = ("kex_exchange_identification", "Connection closed by UNKNOWN")
 # What ssh says when the machine is the wrong one, or lets nobody in.
 REFUSALS = {
     "IDENTIFICATION HAS CHANGED": "its host key has changed",
@@ -139,11 +142,28 @@ class SshHost:
             subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=10, check=False)
 
     def _failure(self, said: str) -> HostRefusedError | HostUnreachableError:
-        last = (said.strip().splitlines() or ["the connection was lost"])[-1]
-        for words, meaning in REFUSALS.items():
-            if words in said:
-                return HostRefusedError(f"{meaning} ({last})", where=self.name, remedy=self._remedy(meaning))
-        return HostUnreachableError(last, where=self.name)
+        said += self._said_on_the_way(said)
+        meaning = next((meaning for words, meaning in REFUSALS.items() if words in said), "")
+        told = [line for line in said.strip().splitlines() if not line.startswith(CLOSED)]
+        lines = told or ["the connection was lost"]
+        if not meaning:
+            return HostUnreachableError(lines[-1], where=self.name)
+        line = [line for line in lines if any(words in line for words in REFUSALS)][-1]
+        return HostRefusedError(f"{meaning} ({line})", where=self.name, remedy=self._remedy(meaning))
+
+    def _said_on_the_way(self, said: str) -> str:
+        """What a jump host refused: ssh to there keeps silent when the connection through it is shared."""
+        if CLOSED[0] not in said:
+            return ""
+        program, *options = self._command
+        command = [program, "-o", "ControlPath=none", *options, "--", self.settings.host, "true"]
+        try:
+            asked = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=ASK_SECONDS, check=False
+            )
+        except (subprocess.TimeoutExpired, FileNotFoundError):
+            return ""
+        return asked.stderr.decode("utf-8", "replace")
 
     def _remedy(self, meaning: str) -> str:
         if "host key" not in meaning:

@@ -1,0 +1,252 @@
+"""Runs on a box behind a jump host: the system's OpenSSH, real sshds, and links that are cut."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drill_cases import begin, drill_plan, has_event, wait_for
+from hosts_cases import interpreter
+from network_cases import Network, network
+
+from perilune.bundle.verify import verify
+from perilune.control.experiments import Control, StagePlan, advance, watch
+from perilune.control.lookup import attempts_of
+from perilune.control.progress import StageFailed, StageFinished
+from perilune.control.requests import cancel
+from perilune.control.store import Attempt
+from perilune.control.templates import OverSsh, Retry, Template
+from perilune.execution import limits
+from perilune.execution.claim import MARK, read_claim
+from perilune.execution.hosts import HostUnreachableError, ssh
+from perilune.execution.hosts.ssh import SshHost, SshSettings
+from perilune.execution.limits import Limits
+from perilune.execution.placements import Capabilities
+from perilune.execution.placements.remote import RemotePlacement, Site
+from perilune.execution.processes import marked
+from perilune.files import read_json, read_json_lines
+
+pytestmark = pytest.mark.xdist_group("network")
+IMPATIENT = {"ConnectTimeout": "2", "ServerAliveInterval": "1", "ServerAliveCountMax": "1"}
+
+
+@pytest.fixture(scope="module")
+def net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+    folder = tmp_path_factory.mktemp("net")
+    interpreter(folder / "python")
+    with network(folder / "machines") as made, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{made.folder}/bin", prepend=":")
+        for name, value in IMPATIENT.items():
+            patch.setitem(ssh.OPTIONS, name, value)
+        patch.setattr(RemotePlacement, "capabilities", Capabilities(elsewhere=True, look_every=0.1))
+        yield made
+        SshHost(made.settings(), folder).disconnect()
+
+
+class Far:
+    """Runs of a home on the box."""
+
+    def __init__(self, control: Control, net: Network, folder: Path) -> None:
+        self.control, self.net, self.workspace = control, net, folder / "workspace"
+        python = net.folder.parent / "python" / "bin" / "python"
+        site = Site(python=str(python), installed=True, workspace=str(self.workspace))
+        place = OverSsh(**net.settings().model_dump(), site=site)
+        self.template = Template(placement=place, retry=Retry(base=0.01))
+
+    def submit(self, plan: StagePlan) -> str:
+        experiment = begin(self.control, [plan], plan.name)
+        return next(advance(self.control, experiment, [plan], template=self.template)).run_id
+
+    def look(self, run_id: str) -> Attempt | None:
+        """One look now; the current attempt after it, if there is one."""
+        self.control.reconciler.look_now(run_id)
+        self.control.reconciler.one(run_id)
+        return (attempts_of(self.control, run_id) or [None])[-1]
+
+    def until(self, run_id: str, is_so: Callable[[Attempt], Any]) -> None:
+        wait_for(lambda: (seen := self.look(run_id)) is not None and is_so(seen), "what was waited for")
+
+    def finish(self, run_id: str) -> object:
+        self.control.reconciler.look_now(run_id)
+        return list(watch(self.control, run_id, poll=0.05))[-1]
+
+    def states(self, run_id: str) -> list[tuple[str, str]]:
+        return [(one.state, one.cause) for one in attempts_of(self.control, run_id)]
+
+    def here(self, run_id: str, epoch: int = 1) -> Path:
+        return self.control.home.attempt(run_id, epoch)
+
+    def there(self, run_id: str, epoch: int = 1) -> Path:
+        return self.workspace / run_id / str(epoch)
+
+    def hanging(self, stage: str = "drill") -> str:
+        """A run that hangs at its third step unless it was resumed, with all it has done at home."""
+        run_id = self.submit(drill_plan(stage, steps=4, fail_at=2, how="hang", fresh_only=True))
+        home = self.here(run_id)
+        checkpoint = home / "artifacts" / "checkpoints" / "step-000002"
+        self.until(run_id, lambda _: has_event(home, "hangs") and checkpoint.exists())
+        return run_id
+
+
+@pytest.fixture
+def far(control: Control, net: Network, tmp_path: Path) -> Iterator[Far]:
+    yield Far(control, net, tmp_path)
+    for link in (net.near, net.far):
+        link.restore()
+    for claim in (tmp_path / "workspace").glob("*/*/runtime/claim.json"):
+        for process in marked(MARK, read_claim(claim.parent).nonce):  # type: ignore[union-attr]
+            process.kill()
+
+
+def unreachable(attempt: Attempt) -> bool:
+    return attempt.reachability == "unreachable"
+
+
+def reachable(attempt: Attempt) -> bool:
+    return attempt.reachability == "reachable"
+
+
+def test_a_run_behind_a_jump_host_outlives_cuts_of_both_links(far: Far, net: Network, tmp_path: Path) -> None:
+    straight = SshSettings(host="10.77.2.1", config=str(net.folder / "config"))
+    with pytest.raises(HostUnreachableError, match="unreachable"):
+        SshHost(straight, tmp_path).run(["true"])
+    before = net.box.connections()
+    run_id = far.submit(drill_plan(steps=3, gate=str(tmp_path / "gate"), say="as it was printed"))
+    log = far.here(run_id) / "runtime" / "runtime.log"
+    far.until(run_id, lambda _: log.exists())
+    assert net.box.connections() == before + 1  # for some ten commands
+
+    net.near.cut()
+    far.until(run_id, unreachable)
+    net.near.restore()
+    far.until(run_id, reachable)
+
+    net.far.cut()
+    (tmp_path / "gate").touch()
+    wait_for((far.there(run_id) / "runtime" / "result.json").exists, "the end of it there")
+    far.until(run_id, unreachable)
+    assert far.states(run_id) == [("running", "")]
+    net.far.restore()
+    assert isinstance(far.finish(run_id), StageFinished)
+    (attempt,) = attempts_of(far.control, run_id)
+    assert (attempt.state, attempt.cleanup) == ("succeeded", "done")
+    run = far.control.run(run_id)
+    assert verify(far.control.directory(run), run.bundle_digest) == [] and not far.there(run_id).exists()
+    assert log.read_bytes() == (far.here(run_id) / "artifacts" / "task.log").read_bytes()
+
+
+def test_what_a_link_hid_for_too_long_has_ended_and_is_not_taken(
+    far: Far, net: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MARGIN", 0.0)
+    monkeypatch.setattr(limits, "STOP_GRACE", 1.0)
+    bounds = Limits(on_box_stop_after=2.0, lost_after=3.0)
+    far.template = far.template.model_copy(update={"limits": bounds})
+    ends = far.submit(drill_plan("ends", steps=2, noise=True, gate=str(tmp_path / "gate")))
+    hangs = far.hanging("hangs")
+    far.until(ends, lambda one: one.state == "running")
+    nonce = read_claim(far.there(hangs) / "runtime").nonce  # type: ignore[union-attr]
+    net.near.cut()
+    (tmp_path / "gate").touch()  # one ends while nobody sees it, the other hangs
+
+    def given_up() -> bool:
+        far.control.reconciler.look_now(ends)
+        far.control.reconciler.look_now(hangs)
+        far.control.reconciler.all(act=False)
+        return far.states(ends) == far.states(hangs) == [("lost", "unreachable")]
+
+    wait_for(given_up, "giving them up")
+    assert not marked(MARK, nonce)  # it has stopped itself
+    net.near.restore()
+    for run_id, why in ((ends, ""), (hangs, "nobody has looked at it for 2 s")):
+        assert isinstance(far.finish(run_id), StageFinished)
+        assert far.states(run_id) == [("lost", "unreachable"), ("succeeded", "")]
+        wait_for(lambda: not far.control.reconciler.all() and not far.control.reconciler.unclean(), "tidying")
+        late = read_json(far.here(run_id) / "runtime" / "result.json")
+        assert late["message"] == why  # it came home as evidence, and as nothing else
+        first, second = attempts_of(far.control, run_id)
+        assert first.manifest_digest is None and second.manifest_digest != late["manifest_digest"]
+        assert far.control.run(run_id).manifest_digest == second.manifest_digest
+    rows = read_json_lines(far.here(hangs, 2) / "artifacts" / "metrics.jsonl")
+    assert [row["total"] for row in rows] == [2, 6, 12, 20]
+
+
+def test_another_key_of_the_box_or_of_the_jump_host_stops_a_run_before_and_only_hides_it_after(
+    far: Far, net: Network
+) -> None:
+    for seed, machine in enumerate((net.box, net.jump)):
+        with machine.replaced():
+            before = machine.connections()
+            last = far.finish(far.submit(drill_plan(f"at{seed}")))
+            assert isinstance(last, StageFailed) and last.cause == "host_refused", last
+            assert "Host key verification failed" in last.message and machine.connections() == before
+    assert not far.workspace.exists()
+    run_id = far.hanging()
+    for machine, link in ((net.box, net.far), (net.jump, net.near)):
+        link.cut()
+        with machine.replaced():
+            before = machine.connections()
+            link.restore()
+            far.until(run_id, unreachable)
+            time.sleep(0.2)
+            far.look(run_id)
+            assert far.states(run_id) == [("running", "")] and machine.connections() == before
+        far.until(run_id, reachable)
+    assert cancel(far.control, run_id).state == "cancelled"
+    assert far.states(run_id) == [("cancelled", "stopped")]
+
+
+def test_a_session_that_is_cut_in_the_middle_of_a_verb_on_a_slow_line(
+    far: Far, net: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sending is begun anew, fetching goes on, and what was begun has begun once."""
+    calls: list[str] = []
+    cut: list[str] = []
+    run = SshHost.run
+
+    def half_way(verb: str) -> Callable[[], bool]:
+        sent = net.far.carried()
+        return {
+            "receive": lambda: any(far.workspace.glob("*/tmp.*/*")),
+            "start": lambda: any(far.workspace.glob("*/claim.1.json")),
+            "pull": lambda: net.far.carried() - sent > 50_000,
+        }[verb]
+
+    def watched(self: SshHost, command: list[str], **options: Any) -> Any:
+        verb = command[5]
+        calls.append(verb)
+        if verb not in {"receive", "start", "pull"} or verb in cut:
+            return run(self, command, **options)
+        ended, there = threading.Event(), half_way(verb)
+
+        def strike() -> None:
+            while not ended.is_set():
+                if there():
+                    cut.append(verb)
+                    net.box.cut_sessions()
+                    break
+                time.sleep(0.002)
+
+        striking = threading.Thread(target=strike)
+        striking.start()
+        try:
+            return run(self, command, **options)
+        finally:
+            ended.set()
+            striking.join()
+
+    monkeypatch.setattr(SshHost, "run", watched)
+    with net.far.slowed("4mbit"):
+        run_id = far.submit(drill_plan(steps=2, say="\n".join(f"line {n} of many" for n in range(8000))))
+        assert isinstance(far.finish(run_id), StageFinished)
+    assert cut == ["receive", "start", "pull"], calls
+    assert calls.count("receive") == 2 and calls.count("start") == 1
+    (attempt,) = attempts_of(far.control, run_id)
+    assert (attempt.state, attempt.cleanup) == ("succeeded", "done")
+    assert verify(far.here(run_id)) == []
+    log = (far.here(run_id) / "runtime" / "runtime.log").read_bytes()
+    assert log == (far.here(run_id) / "artifacts" / "task.log").read_bytes() and b"line 7999 of" in log
