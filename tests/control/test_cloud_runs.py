@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import getpass
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from cloud_cases import hurry, rented, tend_until
-from drill_cases import PATIENCE, begin, drill_plan, only_run
+from drill_cases import PATIENCE, Command, begin, drill_plan, only_run
 from hosts_cases import interpreter
 from sky_cases import LEASE, SPOT, FakeSky, stale
 from sqlalchemy import select
@@ -145,3 +147,31 @@ def test_a_record_that_is_not_renewed_ends_nothing(control: Control, fleet: Flee
         time.sleep(0.15)
     sky.weather(cloudy=False)
     assert tend_until(fleet, key, MachineState.GONE).reason == "preempted"
+
+
+def test_offers_are_listed_and_what_is_wrong_is_placed(
+    perilune: Command, control: Control, sky: FakeSky
+) -> None:
+    code, out, _ = perilune("machines", "offers")
+    assert code == 0 and "nobody rents out machines" in out
+    sky.rent_to(control.home.root)
+    code, out, err = perilune("machines", "offers")
+    assert code == 2 and "sky:spot  0.4 an hour  may be taken away\n" in out
+    path = control.home.root / "providers.yaml"
+    lines = path.read_text().splitlines()
+    (line,) = [number for number, text in enumerate(lines) if "acelerators" in text]  # of its section
+    assert f"{path}:{line}: InvalidSkyPilotConfigError" in err
+    code, out, _ = perilune("machines", "offers", "--json")
+    assert {one["kind"] for one in json.loads(out)["offers"]} == {"spot", "plain", "wrong"}
+
+    templates = control.home.root / "templates"
+    templates.mkdir()
+    for kind, said in (("spot", ""), ("wrong", "acelerators"), ("huge", "no kind 'huge'")):
+        place = {"name": "rented", "provider": "sky", "kind": kind, "lease": LEASE.model_dump()}
+        (templates / "cloud.yaml").write_text(yaml.safe_dump({"placement": place}))
+        code, _, err = perilune("templates", "validate", "cloud")
+        assert (code, said in err) == (2 if said else 0, True), err
+
+    path.write_text(path.read_text().replace("use_spot", "autostop"))
+    code, _, err = perilune("machines", "offers")
+    assert code == 2 and "'autostop' is not said here: it comes from the lease" in err and f"{path}:" in err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -41,6 +42,44 @@ def machines_list(
         _print_table(machines)
     else:
         echo("no machines are rented")
+
+
+@app.command("offers")
+def machines_offers(as_json: Json = False) -> None:
+    """List what the providers in providers.yaml rent out, at most for how much, and check it. Rents nothing.
+
+    Leaves with 1 when a provider does not answer, and with 2 when a kind in providers.yaml is wrong.
+
+    \b
+    perilune machines offers
+    """
+    from perilune.control.home import Home
+    from perilune.control.providers import Providers
+    from perilune.errors import PeriluneError
+
+    providers = Providers(Home.open())
+    found: list[dict[str, Any]] = []
+    wrong: list[PeriluneError] = []
+    for name in providers.names():
+        try:
+            offers = providers.get(name).offers()
+            found += [{"provider": name, **asdict(offer)} for offer in offers]
+            wrong += providers.problems(name, [offer.kind for offer in offers])
+        except PeriluneError as error:
+            wrong.append(error)
+    if as_json:
+        print_json({"offers": found, "problems": [str(problem) for problem in wrong]})
+    else:
+        for one in found:
+            notes = ["may be taken away"] if one["preemptible"] else []
+            notes += [f"{one['capacity']} to be had"] if one["capacity"] is not None else []
+            echo(f"{one['provider']}:{one['kind']}  {one['price']:.4g} an hour  {', '.join(notes)}".rstrip())
+        for problem in wrong:
+            echo(f"error: {problem}", err=True)
+        if not found and not wrong:
+            echo("nobody rents out machines: see providers.yaml")
+    if wrong:
+        raise typer.Exit(max(problem.exit_code for problem in wrong))
 
 
 @app.command("show")

@@ -56,15 +56,23 @@ def show(name: Name, as_json: Json = False) -> None:
 
 @app.command()
 def validate(name: Name, as_json: Json = False) -> None:
-    """Check a template: file, line and key of what is wrong. Nothing is connected to.
+    """Check a template: file, line and key of what is wrong. Nothing is rented, and no machine connected to.
+
+    Where it rents from a provider in providers.yaml, the kind of machine is checked too.
 
     \b
     perilune templates validate box.yaml
     """
     from perilune.control.home import Home
-    from perilune.control.templates import load_template
+    from perilune.control.providers import Providers
+    from perilune.control.templates import OnRented, load_template
 
-    template = load_template(Home.open(), name)
+    home = Home.open()
+    template = load_template(home, name)
+    place, providers = template.placement, Providers(home)
+    if isinstance(place, OnRented) and place.provider in providers.names():
+        for problem in providers.problems(place.provider, [place.kind]):
+            raise problem
     if as_json:
         print_json({"valid": True, "placement": template.placement.name})
     else:

@@ -6,7 +6,7 @@ They are no part of it, so that what was rented is found, and ended, when the da
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -41,8 +41,9 @@ class FakeSettings(BaseModel):
 
         return FakeCloud(self.folder, self.visibility_seconds)
 
-    def problem(self, kind: str) -> None:
-        """Which kinds there are only the cloud's server knows."""
+    def problems(self, kinds: Sequence[str]) -> Mapping[str, str]:
+        """None: which kinds there are only the cloud's server knows."""
+        return {}
 
 
 class ProvidersFile(BaseModel):
@@ -77,18 +78,18 @@ class Providers:
         except ProblemsError as found:
             raise_first(found.problems, document.place)
 
-    def check(self, name: str, kind: str) -> None:
-        """Check a kind of machine, as far as that can be done without renting one.
+    def problems(self, name: str, kinds: Sequence[str]) -> list[RequestError]:
+        """What is wrong with kinds of machines, as far as can be said without renting: where, and what.
 
         Raises:
-            RequestError: there is no such provider or kind, or the kind is wrong (file, line, what).
+            RequestError: no provider is called so.
         """
         settings = self._settings_of(name)
-        problem = settings.problem(kind)
-        document = self._document()
-        if problem is not None and document is not None:
-            path, what = problem
-            raise RequestError(what, where=document.place(("providers", name, *path)))
+        document = self._document() or Document(None)
+        return [
+            RequestError(what, where=document.place(("providers", name, "kinds", kind, "resources")))
+            for kind, what in settings.problems(kinds).items()
+        ]
 
     def names(self) -> list[str]:
         """Names of the providers that are configured."""

@@ -69,6 +69,8 @@ ERRORS = {
 
 
 class Resources:
+    cloud = accelerators = None  # there is no catalog
+
     def __init__(self, max_hourly_cost: float | None = None) -> None:
         self._max_hourly_cost = max_hourly_cost
 

@@ -160,10 +160,10 @@ class Clusters:
         return self.sky.Task.from_yaml_config(config)
 
     def _price(self, wanted: Any) -> float | None:
-        from sky import catalog
-
         if wanted.cloud is None or str(wanted.cloud).lower() in LOCAL_CLOUDS:
             return None
+        from sky import catalog
+
         cloud, spot = str(wanted.cloud).lower(), wanted.use_spot
         if wanted.instance_type is not None:
             zones = catalog.get_region_zones_for_instance_type(wanted.instance_type, spot, clouds=cloud)
@@ -179,10 +179,10 @@ class Clusters:
 
     def _with_accelerators(self, wanted: Any) -> Any:
         """Machines of the catalog that have the accelerators that are wanted; None when no cloud is named."""
-        from sky import catalog
-
         if not wanted.accelerators or wanted.cloud is None or str(wanted.cloud).lower() in LOCAL_CLOUDS:
             return None
+        from sky import catalog
+
         ((name, count),) = wanted.accelerators.items()
         kinds = catalog.list_accelerators(
             gpus_only=False, name_filter=f"^{re.escape(name)}$", quantity_filter=count,

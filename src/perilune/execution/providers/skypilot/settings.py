@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -77,8 +77,8 @@ class SkyPilotSettings(_Section):
 
         return SkyPilot(self, folder)
 
-    def problem(self, kind: str) -> tuple[tuple[str, ...], str] | None:
-        """The key under which a kind is wrong, as far as SkyPilot can say without renting, and what is."""
+    def problems(self, kinds: Sequence[str]) -> Mapping[str, str]:
+        """What is wrong with some kinds of machines, as far as SkyPilot can say without renting them."""
         with self.open(Path()) as provider:
-            said = provider.problem(kind)
-        return (("kinds", kind, "resources"), said) if said else None
+            said = {kind: provider.problem(kind) for kind in kinds}
+        return {kind: problem for kind, problem in said.items() if problem}
