@@ -12,11 +12,11 @@ import signal
 import subprocess
 import sys
 import tarfile
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory  # sockets' paths are short
 
 import pytest
 from drill_cases import INSTALLED, wait_for
@@ -36,10 +36,28 @@ runtime = "runc"
 
 @dataclass(frozen=True)
 class Program:
-    """A program with Docker's command line, and the ID of the image that it has."""
+    """A program with Docker's command line, and the ID of the image that it has.
+
+    It can be made to fail: what faults/COMMAND beside it says in the shell's language comes before COMMAND.
+    """
 
     path: Path
     image: str
+
+    @property
+    def unspoilt(self) -> Program:
+        """The same, which no fault makes fail."""
+        return Program(self.path.with_name("unspoilt"), self.image)
+
+    @contextmanager
+    def fault(self, command: str, line: str) -> Iterator[None]:
+        """While the block lasts, have `line` come before `command`. It knows the program as "$program"."""
+        path = self.path.parent / "faults" / command
+        path.write_text(line)
+        try:
+            yield
+        finally:
+            path.unlink()
 
     def __call__(self, *arguments: str) -> str:
         done = subprocess.run([str(self.path), *arguments], capture_output=True, text=True, check=False)
@@ -82,8 +100,12 @@ def image() -> bytes:
 def program(folder: Path, name: str, command: str) -> Program:
     """`command` as a program in `folder`, with the image in it."""
     path = folder / name
-    path.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
-    path.chmod(0o755)
+    (folder / "faults").mkdir()
+    fault = f'program="{command}"; [ ! -e "{folder}/faults/$1" ] || . "{folder}/faults/$1"'
+    path.write_text(f'#!/bin/sh\n{fault}\nexec {command} "$@"\n')
+    (folder / "unspoilt").write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+    for one in (path, folder / "unspoilt"):
+        one.chmod(0o755)
     made = subprocess.run(
         [str(path), "import", "-", "drill"], input=image(), capture_output=True, check=False
     )
@@ -97,23 +119,24 @@ def docker(folder: Path) -> Iterator[Program]:
     """Docker, with a daemon of its own."""
     needs("dockerd", "docker.io")
     folder.mkdir(parents=True)
-    socket = folder / "socket"
-    command = [
-        "dockerd",
-        f"--data-root={folder}/data",
-        f"--exec-root={folder}/run",
-        f"--host=unix://{socket}",
-    ]
-    command += [f"--pidfile={folder}/pid", "--bridge=none", "--iptables=false"]
-    with (folder / "log").open("wb") as log:
+    with TemporaryDirectory(prefix="docker") as state, (folder / "log").open("wb") as log:
+        socket = Path(state, "socket")
+        command = ["dockerd", f"--data-root={folder}/data", f"--exec-root={state}", f"--host=unix://{socket}"]
+        command += [f"--pidfile={state}/pid", "--bridge=none", "--iptables=false"]
         daemon = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-    try:
-        wait_for(lambda: socket.exists() or daemon.poll() is not None, "dockerd")
-        assert daemon.poll() is None, (folder / "log").read_text()[-3000:]
-        yield program(folder, "docker", f"docker --host unix://{socket}")
-    finally:
-        daemon.send_signal(signal.SIGTERM)
-        daemon.wait()
+        try:
+            wait_for(lambda: _answers(socket) or daemon.poll() is not None, "dockerd")
+            assert daemon.poll() is None, (folder / "log").read_text()[-3000:]
+            yield program(folder, "docker", f"docker --host unix://{socket}")
+        finally:
+            daemon.send_signal(signal.SIGTERM)
+            daemon.wait()
+            subprocess.run(["umount", f"{folder}/data"], capture_output=True, check=False)  # if it died
+
+
+def _answers(socket: Path) -> bool:
+    command = ["docker", "--host", f"unix://{socket}", "version"]
+    return socket.exists() and not subprocess.run(command, capture_output=True, check=False).returncode
 
 
 @contextmanager
@@ -122,7 +145,7 @@ def podman(folder: Path) -> Iterator[Program]:
     needs("podman", "podman runc")
     folder.mkdir(parents=True)
     (folder / "conf").write_text(PODMAN)
-    with tempfile.TemporaryDirectory(prefix="podman") as state:  # whose path may have 50 characters at most
+    with TemporaryDirectory(prefix="podman") as state:
         places = f"--root {folder}/data --runroot {state} --storage-driver vfs"
         yield program(folder, "podman", f"env CONTAINERS_CONF={folder}/conf podman {places}")
 

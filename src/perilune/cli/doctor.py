@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -82,7 +83,7 @@ def diagnose(seconds: float, say: Callable[[str], None] = lambda text: None) -> 
         from perilune.execution.readiness import examine, package_versions
 
         machine = observe_machine()
-        findings = [*examine(machine), *_home(), _confinement(), _kernels()]
+        findings = [*examine(machine), *_home(), *_containers(), _confinement(), _kernels()]
     except ModuleNotFoundError as error:
         raise WorkFailedError(
             f"the package {error.name} is not installed", remedy="pip install --force-reinstall perilune"
@@ -109,6 +110,22 @@ def _home() -> list[Finding]:
     except RequestError as error:
         return [Finding("home", "missing", f"{error.where}: {error.what}", error.remedy)]
     return list(examine_home(root))
+
+
+def _containers() -> list[Finding]:
+    """What runs containers here, where a template asks for it."""
+    from perilune.control.home import Home
+    from perilune.control.templates import LOCAL, load_template, template_names
+    from perilune.execution.readiness import examine_containers
+
+    asking: dict[str, str] = {}  # program to the first template that names it
+    with suppress(RequestError):  # `perilune templates validate` says what is wrong with one
+        home = Home.open()
+        for name in template_names(home):
+            template = load_template(home, name)
+            if template.container is not None and template.placement.name == LOCAL:
+                asking.setdefault(template.container.program, name)
+    return [examine_containers(program, name) for program, name in asking.items()]
 
 
 def _confinement() -> Finding:

@@ -84,6 +84,8 @@ def show(run: RunArgument, as_json: Json = False) -> None:
         where = f"{attempt['placement']}/{attempt['launcher']}"
         doubt = doubts(attempt["state"], attempt["reachability"], attempt["cleanup"])
         echo(f"  attempt {attempt['number']}  {attempt['state']} on {where}{doubt}{because(attempt)}")
+        if attempt["container"]:
+            echo(f"             image {attempt['container']['image_id']}")
     if document["retry_of"]:
         echo(f"  retry of   {document['retry_of']}")
     for name, value in _figures(document["summary"]).items():

@@ -13,6 +13,7 @@ from perilune.control.experiments import Control
 from perilune.control.store import Attempt, Event, Experiment, Run, Stage
 from perilune.control.transitions import Cleanup, Reachability, RunState
 from perilune.errors import RequestError
+from perilune.execution.launchers.docker import container_of
 
 WAITING = "waiting"  # state of a stage that no run stands for yet
 BULKY = ("kind", "correct_per_task", "seconds")  # parts of a summary that a listing leaves to its file
@@ -216,13 +217,22 @@ def run_document(control: Control, run: Run) -> dict[str, Any]:
         "experiment": experiment.name,
         "bundle": str(control.home.bundle(run.id)),
         "directory": str(control.directory(run)),
-        "attempts": [_columns(attempt) for attempt in attempts_of(control, run.id)],
+        "attempts": [
+            {**_columns(attempt), "container": _container(control, attempt)}
+            for attempt in attempts_of(control, run.id)
+        ],
         "events": [
             {"time": row.time, "epoch": row.epoch, "kind": row.kind, **row.detail}
             for row in events_after(control, run_id=run.id)
         ],
         "summary": dict(control.summary(run)),
     }
+
+
+def _container(control: Control, attempt: Attempt) -> dict[str, str] | None:
+    """Program and image that an attempt ran in."""
+    found = container_of(control.home.attempt(attempt.run_id, attempt.number))
+    return None if found is None else found.model_dump()
 
 
 def _columns(row: Run | Attempt) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import platform
 import runpy
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ _MEMORY_NEEDED, _MEMORY_ADVISED = 1 * _GIB, 4 * _GIB  # the quickstart peaks bel
 _DISK_NEEDED, _DISK_ADVISED = _GIB // 4, 2 * _GIB
 # SQLite's write-ahead log needs shared memory between its users, which these do not give.
 _NETWORK_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smbfs", "smb3", "9p", "afs", "fuse.sshfs"})
+
+
+_CLIENT_PATIENCE = 10.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +160,21 @@ def _gpu(machine: Machine) -> Finding:
     if build.get("hip"):
         return Finding("GPU", "ok", f"torch is built for ROCm {build['hip']}")
     return Finding("GPU", "ok", "none, and none is needed")
+
+
+def examine_containers(program: str, template: str) -> Finding:
+    """Whether the `program` in which a `template` has containers run answers."""
+    command = [program, "version", "--format", "{{.Server.Version}}"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=_CLIENT_PATIENCE, check=False)
+        works, words = said.returncode == 0, (said.stdout if said.returncode == 0 else said.stderr).strip()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        works, words = False, str(error)
+    if works:
+        return Finding("containers", "ok", f"{program} {words}")
+    last = (words.splitlines() or ["it said nothing"])[-1]
+    found = f"{program}, which the template {template} asks for, does not answer: {last}"
+    return Finding("containers", "advice", found, f"have `{shlex.join([program, 'ps'])}` work for you")
 
 
 def _programs() -> Iterator[Finding]:

@@ -487,7 +487,10 @@ def launch(attempt: Attempt, options: argparse.Namespace) -> None:
     if made.returncode != 0:
         sys.exit(made.returncode)
     container = made.stdout.decode().split()[-1]
-    image_id = ask(attempt, "inspect", "--format", "{{.Image}}", container).strip().rpartition(":")[2]
+    try:
+        image_id = ask(attempt, "inspect", "--format", "{{.Image}}", container).strip().rpartition(":")[2]
+    except RefusedError as error:
+        sys.exit(str(error))
     facts = {"program": program, "image": image, "image_id": f"sha256:{image_id}", "container": container}
     write_durably(attempt.runtime / "container.json", json.dumps(facts, indent=2).encode() + b"\n")
     os.execvp(program, [program, "start", "--attach", "--interactive", container])  # noqa: S606
@@ -546,16 +549,9 @@ def end_containers(attempt: Attempt, *, every: bool = False) -> bool:
     """
     until = time.monotonic() + EXIT_MARGIN
     while True:
-        is_late = time.monotonic() > until
-        try:
-            left = containers(attempt, every=every)
-        except RefusedError:
-            if is_late:
-                raise
-            left = []
-        else:
-            if not left or is_late:
-                return not left
+        left = containers(attempt, every=every)
+        if not left or time.monotonic() > until:
+            return not left
         for one in left:
             for command in (["kill", one], ["rm", "--force", one]):  # `rm` alone has Podman ask and wait
                 with contextlib.suppress(RefusedError):

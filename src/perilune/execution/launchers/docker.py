@@ -11,8 +11,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
 
-from perilune.files import read_json
-
 RECORD = "container.json"  # in runtime/: what the attempt's container was made of
 PROCESSES = 4096  # in a container; a fork bomb ends there
 
@@ -105,13 +103,11 @@ class ContainerRecord(BaseModel):
 
 
 def container_of(attempt: Path) -> ContainerRecord | None:
-    """What an attempt ran in; None when that was no container, or none was made.
-
-    Raises:
-        RequestError: the file is damaged.
-    """
-    path = attempt / "runtime" / RECORD
-    return ContainerRecord.model_validate(read_json(path)) if path.exists() else None
+    """What the attempt in this directory ran in; None when it was no container, or none that makes sense."""
+    try:
+        return ContainerRecord.model_validate_json((attempt / "runtime" / RECORD).read_bytes())
+    except (OSError, ValueError):
+        return None
 
 
 _IN_NAMES = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789./:_-")
