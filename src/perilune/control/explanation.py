@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 
 from perilune.control.experiments import Control, read_progress
@@ -10,7 +9,7 @@ from perilune.control.home import has_daemon
 from perilune.control.lookup import attempts_of, events_after
 from perilune.control.machine_facts import machine_facts
 from perilune.control.planner import Step, retry_class
-from perilune.control.queue import turn_of
+from perilune.control.queue import pause_left, turn_of
 from perilune.control.store import Attempt, Run
 from perilune.control.transitions import AttemptState, Cleanup, RunState
 from perilune.control.wanted import WAITS, next_stages
@@ -118,7 +117,7 @@ def _explain(control: Control, run: Run) -> Explanation:
 def _queued(control: Control, run: Run, attempts: list[Attempt], history: tuple[str, ...]) -> Explanation:
     if run.desired == RunState.CANCELLED:
         return Explanation(run.state, (*history, "it is to stop"), "it is cancelled", ("perilune reconcile",))
-    wait = run.not_before - time.time()
+    wait = pause_left(control.reconciler.placements, run)
     number = run.current_epoch + 1
     with control.store.snapshot() as session:
         turn = turn_of(session, control.reconciler.placements, run)

@@ -136,7 +136,11 @@ class RetryPolicy:
 
     def delay(self, attempts: int) -> float:
         """Seconds to wait before the attempt that follows `attempts` others: full jitter."""
-        return random.uniform(0.0, min(self.cap, self.base * 2.0**attempts))
+        return random.uniform(0.0, self.longest(attempts))
+
+    def longest(self, attempts: int) -> float:
+        """Seconds that are waited at most then."""
+        return min(self.cap, self.base * 2.0 ** min(attempts, 100))
 
 
 def retry_class(cause: str) -> RetryClass:

@@ -46,6 +46,16 @@ def turn_of(session: Session, placements: Placements, run: Run) -> Turn:
     return _turn(session, placements, slots, placements.place(run.id), (-priority, run.id))
 
 
+def pause_left(placements: Placements, run: Run) -> float:
+    """Seconds that a queued run still waits before it is tried again.
+
+    None when they are more than were ever to be waited: the wall clock has been set back since.
+    """
+    left = run.not_before - time.time()
+    longest = placements.policy_of(run.id).longest(run.current_epoch - 1)
+    return left if 0.0 < left <= longest else 0.0
+
+
 def turn_ahead(session: Session, placements: Placements, template: Template | None) -> Turn:
     """Where a run would stand that was submitted now with that template."""
     if template is None:
@@ -66,7 +76,7 @@ def _turn(
         for one in here
         if one.state == RunState.QUEUED
         and one.desired != RunState.CANCELLED
-        and one.not_before <= time.time()
+        and not pause_left(placements, one)
     ]
     return Turn(slots, tuple(taking), tuple(one.id for one in waiting if _rank(placements, one) < mine))
 

@@ -25,6 +25,7 @@ from perilune.control.leftovers import remove_leftovers
 from perilune.control.machines import Fleet
 from perilune.control.placements import Placements
 from perilune.control.planner import RetryPolicy, Step, next_step
+from perilune.control.queue import pause_left
 from perilune.control.reachability import note_reachability, unseen_seconds
 from perilune.control.rented import Rentals
 from perilune.control.store import Attempt, Run, Store, move_attempt, move_run
@@ -193,7 +194,7 @@ class Reconciler:
             with self.store.transaction() as session:
                 move_run(session, session.get_one(Run, run.id), RunState.CANCELLED)
             return True
-        if not act or time.time() < run.not_before:
+        if not act or pause_left(self.placements, run):
             return False
         if previous is not None and not self.endings.out_of_the_way(previous):
             return False
