@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import ast
 import io
 import json
 import shutil
-import sys
-import tarfile
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perilune.bundle.digest import describe, entries_digest, walk
 from perilune.bundle.manifest import manifest_bytes
 from perilune.bundle.remote import runner
-from perilune.bundle.scripts import runner_source
 from perilune.errors import WorkFailedError
 from perilune.execution.hosts import HostRefusedError
 from perilune.execution.placements.mirror import Mirror
+from perilune.execution.placements.mirror import mirror as mirrored
 from perilune.files import sha256_bytes
 
 
@@ -46,23 +41,16 @@ class There:
             temporary.write_bytes(data)
             temporary.replace(target)
 
-    def frames(self, request: bytes, out: Any = None) -> bytes:
+    def frames(self, request: dict[str, Any], out: Any = None) -> bytes:
         """What the runner sends when it is asked so."""
         sent = out or io.BytesIO()
-        before = runner.sys
-        runner.sys = SimpleNamespace(  # type: ignore[assignment]
-            stdin=SimpleNamespace(buffer=io.BytesIO(request)), stdout=SimpleNamespace(buffer=sent)
-        )
-        try:
-            answer = runner.pull(self.attempt, None)  # type: ignore[arg-type]
-        finally:
-            runner.sys = before  # type: ignore[assignment]
+        answer = runner.pull(self.attempt.files, request, sent, last=request["last"])
         return bytes(sent.getvalue()) + json.dumps(answer).encode() + b"\n"
 
     def pull(
         self, mirror: Mirror, *, last: bool = False, limit: int = 1 << 20, cut: int | None = None
     ) -> bool:
-        frames = self.frames(mirror.request(limit, last=last))
+        frames = self.frames(mirror.state() | {"limit": limit, "last": last})
         pulled = mirror.take(io.BytesIO(frames if cut is None else frames[: cut % (len(frames) + 1)]))
         return pulled.more or not pulled.ended
 
@@ -152,7 +140,8 @@ def test_a_file_that_changes_while_it_is_sent_is_left_for_the_next_time(there: T
             return super().write(data)
 
     mirror = Mirror(home)
-    mirror.take(io.BytesIO(there.frames(mirror.request(8 << 20, last=False), Meddling())))
+    asked = mirror.state() | {"limit": 8 << 20, "last": False}
+    mirror.take(io.BytesIO(there.frames(asked, Meddling())))
     assert not (home / "artifacts" / "big").exists()
     while there.pull(mirror, limit=8 << 20):
         pass
@@ -238,46 +227,12 @@ def test_a_manifest_that_is_not_the_verdicts_is_not_taken(there: There, home: Pa
     assert not (home / "runtime" / "result.json").exists()
 
 
-# The runner by itself.
-
-
-def test_the_runner_is_of_the_standard_library_and_python_3_8() -> None:
-    tree = ast.parse(runner_source(), feature_version=(3, 8))
-    imported = {
-        name.split(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module])
-    }
-    assert imported <= sys.stdlib_module_names
-    newer = {"removeprefix", "removesuffix", "file_digest", "is_relative_to", "hardlink_to", "readlink_to"}
-    called = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    assert not newer & called
-
-
-def test_both_sides_compute_the_same_digest_of_a_tree(tmp_path: Path) -> None:
-    for name, mode in (("b/é", 0o444), ("a", 0o644), ("b/c", 0o755), ("b.d", 0o600)):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(name)
-        path.chmod(mode)
-    here = entries_digest(describe(tmp_path / name, name, status) for name, status in walk(tmp_path))
-    assert runner.tree_digest(tmp_path) == here
-
-
-@pytest.mark.parametrize("kind", ["absolute", "up", "link", "device", "twice", "large", "cut"])
-def test_an_archive_unpacks_to_plain_files_below_its_folder(tmp_path: Path, kind: str) -> None:
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as tar:
-        names = {"absolute": ["/etc/x"], "up": ["../x"], "twice": ["x", "x"]}.get(kind, ["x"])
-        for name in names:
-            member = tarfile.TarInfo(name)
-            member.size = 5
-            member.type = {"link": tarfile.SYMTYPE, "device": tarfile.FIFOTYPE}.get(kind, tarfile.REGTYPE)
-            tar.addfile(member, io.BytesIO(b"hello"))
-    data = packed.getvalue()[: 600 if kind == "cut" else None]
-    root = tmp_path / "root"
-    root.mkdir()
-    with pytest.raises(runner.RefusedError):
-        runner.unpack(io.BytesIO(data), root, 3 if kind == "large" else 1000)
-    assert not (tmp_path / "x").exists()
+def test_of_two_that_look_at_once_one_brings_home(home: Path) -> None:
+    with mirrored(home) as mine:
+        assert mine is not None
+        with mirrored(home, wait=False) as other:
+            assert other is None
+    with mirrored(home, wait=False) as mine:
+        assert mine is not None
+    with mirrored(home / "not yet" / "there", wait=False) as none:
+        assert none is None

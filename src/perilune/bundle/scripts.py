@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -14,20 +15,21 @@ EXECUTABLE = 0o555
 READ_ONLY = 0o444
 
 
-def runner_source() -> bytes:
-    """The runner, which a machine is sent before it has anything of ours."""
-    return (files("perilune.bundle") / "remote" / "runner.py").read_bytes()
+@cache
+def remote_source(name: str) -> bytes:
+    """The file `name` of what a machine is sent before it has anything of ours; read once a process."""
+    return (files("perilune.bundle") / "remote" / name).read_bytes()
 
 
 def write_scripts(job: Job, directory: Path) -> None:
     """Write runner.py, entrypoint.sh, bootstrap.py, hardware_sampler.py, requirements.lock and our wheel."""
     package = files("perilune.bundle")
     name, wheel = build_wheel()
-    entrypoint = (package / "remote" / "entrypoint.sh").read_text(encoding="utf-8")
+    entrypoint = remote_source("entrypoint.sh").decode()
     scripts = {
-        "runner.py": runner_source(),
+        "runner.py": remote_source("runner.py"),
         "entrypoint.sh": entrypoint.replace("@COMMAND@", shlex.join(job.entrypoint)).encode(),
-        "bootstrap.py": (package / "remote" / "bootstrap.py").read_bytes(),
+        "bootstrap.py": remote_source("bootstrap.py"),
         "hardware_sampler.py": (package / "hardware.py").read_bytes(),
         "requirements.lock": requirements_lock(job.task).encode(),
         name: wheel,

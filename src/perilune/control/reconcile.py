@@ -137,7 +137,7 @@ class Reconciler:
             case Step.UNREACHABLE:
                 return False
             case Step.WAIT:
-                if seen.claim is not None:
+                if seen.claim is not None and seen.more:
                     placement.pull(there)
                 return False
             case Step.STAGE:

@@ -24,6 +24,7 @@ class Observation:
         heartbeat: the worker's last count of seconds, 0 before the first.
         unseen: why nothing could be seen at all; "" when the place was looked at.
         refused: whether that is because the place is the wrong machine or lets nobody in.
+        more: whether something may be there that has not come home along with this look, and a pull brings.
     """
 
     claim: Claim | None = None
@@ -33,6 +34,7 @@ class Observation:
     heartbeat: int = 0
     unseen: str = ""
     refused: bool = False
+    more: bool = True
 
     @property
     def hidden(self) -> bool:

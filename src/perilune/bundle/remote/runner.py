@@ -1,19 +1,21 @@
 """The runner: all that a machine needs of us to carry one attempt, before anything of ours is installed.
 
-One file, standard library only, Python 3.8 or newer, Linux. It is frozen into every bundle, and every call of
-it sends it over stdin, so nothing has to be there before. What only some verbs need is imported there: a look
-should cost little. A call does one verb, answers with one line of JSON (pull: frames) and may be repeated:
+One file, standard library only, Python 3.8 or newer, Linux. Every call of it sends it over stdin, so nothing
+has to be there before. What only some verbs need is imported there: a look should cost little. A call does
+one verb, ends its answer with one line of JSON, and may be repeated:
 
-    receive  unpack the attempt's files from a tar on stdin, verify them, give them their name
     start    refuse an old epoch, claim this one and start its keeper; twice is the same claim
-    observe  what is there
-    pull     what is new since the last pull
+    look     what is there, and what is new since the last look, in frames
     stop     end the attempt and prove it
     remove   delete the attempt's files
 
-The keeper lives as long as the attempt. It arms the timers that end it, claims, runs the bundle's entrypoint
-(which makes the environment and becomes the worker), and leaves a verdict where the worker could not. Below
-the workspace lie RUN/EPOCH (the files), RUN/claim.EPOCH.json (kept for ever: it fences) and RUN/lock.
+A further one, `receive`, takes the attempt's files: receiver.py and store.py, which follow this file when it
+is asked for.
+
+The keeper lives as long as the attempt; it is this file as it was frozen into the bundle. It arms the timers
+that end it, claims, runs the bundle's entrypoint (which makes the environment and becomes the worker), and
+leaves a verdict where the worker could not. Below the workspace lie RUN/EPOCH (the files),
+RUN/claim.EPOCH.json (kept for ever: it fences) and RUN/lock.
 
 With --container the entrypoint runs in a container: `launch` makes it and becomes the client of Docker or
 Podman, `inside` is its first process. The attempt ends, and counts as ended, with its container.
@@ -33,12 +35,12 @@ import signal
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 REFUSED = 3  # exit code: the runner said no, and why
-BLOCK, TAIL = 1 << 20, 1 << 12  # bytes
+BLOCK, PIECE, TAIL = 1 << 20, 1 << 16, 1 << 12  # bytes
 POLL = 0.1  # seconds
 EXIT_MARGIN = 15.0  # seconds beyond its grace in which a stopping worker hashes what is there
 MARK, WORKER_MARK = "PERILUNE_ATTEMPT", "PERILUNE_CLAIM"
@@ -128,34 +130,6 @@ class Attempt:
 # The verbs.
 
 
-def receive(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
-    """Unpack, verify, rename: the files are there whole and as they were sent, or not at all."""
-    with attempt.lock():
-        if attempt.claimed_epochs()[-1:] >= [attempt.epoch]:
-            raise RefusedError("this attempt or a newer one has begun here")
-        for leftover in attempt.run.glob("tmp.*"):
-            shutil.rmtree(str(leftover))
-        building = attempt.run / f"tmp.{os.urandom(8).hex()}"
-        building.mkdir()
-        try:
-            unpack(sys.stdin.buffer, building, options.bytes)
-            if tree_digest(building) != options.tree:
-                raise RefusedError("what arrived is not what was sent", "damaged")
-            for path in [*building.rglob("*"), building]:
-                if path.is_dir():
-                    sync_directory(path)
-                else:
-                    with path.open("rb") as file:
-                        os.fsync(file.fileno())
-            if attempt.files.exists():
-                shutil.rmtree(str(attempt.files))
-            building.rename(attempt.files)
-            sync_directory(attempt.run)
-        finally:
-            shutil.rmtree(str(building), ignore_errors=True)
-    return {"received": options.tree}
-
-
 def start(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
     """The claim on this attempt, by a keeper that is started if there is none. Older attempts end first."""
     import subprocess
@@ -194,20 +168,30 @@ def start(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
         return {"claim": json.loads(said)}
 
 
-def observe(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
-    """What is there. A verdict counts once the keeper has left: until then it may be killing, or adding."""
+def look(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
+    """What is there, as the first line; then, of an attempt that was claimed, frames of what is new.
+
+    A verdict counts once the keeper has left: until then it may be killing, or adding. Stdin says what is at
+    home already, see `pull`, and with "last" whether manifest and result are wanted once there is a verdict.
+    """
     attempt.touch()
+    have = json.loads(sys.stdin.buffer.read())
     claim = attempt.claim()
     lives = False if claim is None else runs(attempt, claim)
+    result = attempt.result() if lives is False else None
     beat = read_json(attempt.runtime / "heartbeat.json") or {}
-    return {
+    seen = {
         "claim": claim,
         "alive": lives,
-        "result": attempt.result() if lives is False else None,
+        "result": result,
         "superseded": attempt.claimed_epochs()[-1:] > [attempt.epoch],
         "heartbeat": beat.get("count", 0) if beat.get("epoch") == attempt.epoch else 0,
         "staged": attempt.files.is_dir(),
     }
+    print(json.dumps({"seen": seen}), flush=True)
+    if claim is None or not seen["staged"]:
+        return {"end": True, "more": False, "units": {}}
+    return pull(attempt.files, have, sys.stdout.buffer, last=bool(have["last"]) and result is not None)
 
 
 def stop(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
@@ -233,35 +217,30 @@ def remove(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
     return {"removed": True}
 
 
-def pull(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
+# What flows home.
+
+
+def pull(root: Path, have: dict[str, Any], out: BinaryIO, last: bool) -> dict[str, Any]:
     """Write frames, each a line of JSON and so many bytes, the small and lively first, up to a limit.
 
-    Stdin says what is there already: {"files": {path: [inode, mtime, bytes, tail]}, "units": [names],
-    "limit": n, "last": whether to end with manifest and result, "folders": [those that are wanted]}.
+    `have` says what is at home: {"files": {path: [inode, mtime, bytes, tail]}, "units": [names], "limit": n,
+    "folders": [those that are wanted]}. With `last`, all artifacts, and in the end manifest and result.
     """
-    attempt.touch()
-    have = json.loads(sys.stdin.buffer.read())
-    if not attempt.files.is_dir():
-        raise RefusedError("its files are not here", "unstaged")
-    out, room = sys.stdout.buffer, int(have["limit"])
+    room, more = int(have["limit"]), False
     units: dict[str, dict[str, int]] = {}
-    more = False
-    for path, status in offered(attempt.files, have["folders"], bool(have["last"])):
+    for path, status in offered(root, have["folders"], last):
         if path.startswith(UNITS) and path.count("/") > 2:
             name, _, inside = path[len(UNITS) :].partition("/")
             units.setdefault(name, {})[inside] = status.st_size
             if name in have["units"]:
                 continue
-        begin = first_new_byte(attempt.files / path, status, have["files"].get(path))
+        begin = first_new_byte(root / path, status, have["files"].get(path))
         if begin is not None:
             more = more or room <= 0
             if room > 0:
-                room -= send(out, attempt.files / path, path, begin, room)
+                room -= send(out, root / path, path, begin, room)
                 more = more or room <= 0
     return {"end": True, "more": more, "units": units}
-
-
-# What pull sends.
 
 
 def offered(root: Path, wanted: list[str], last: bool) -> Iterator[tuple[str, os.stat_result]]:
@@ -328,7 +307,7 @@ def send(out: BinaryIO, source: Path, path: str, begin: int, room: int) -> int:
         status = os.fstat(file.fileno())
         file.seek(begin)
         while sent < room:
-            data = file.read(max(0, min(BLOCK, status.st_size - begin - sent)))
+            data = file.read(max(0, min(BLOCK, max(room - sent, PIECE), status.st_size - begin - sent)))
             now = os.fstat(file.fileno())
             if not grows(path) and (now.st_size, now.st_mtime_ns) != (status.st_size, status.st_mtime_ns):
                 break
@@ -710,58 +689,6 @@ def prctl(option: int, value: int) -> None:
 # Files.
 
 
-def unpack(stream: BinaryIO, root: Path, most: int) -> None:
-    """Unpack plain files and folders below `root`, each once, at most `most` bytes in all."""
-    import tarfile
-
-    total = 0
-    try:
-        with tarfile.open(fileobj=stream, mode="r|") as tar:
-            for member in tar:
-                parts = member.name.split("/")
-                total += member.size
-                if any(part in ("", ".", "..") for part in parts) or total > most:
-                    raise RefusedError(f"{member.name!r} does not belong here", "damaged")
-                path = root.joinpath(*parts)
-                if member.isdir():
-                    path.mkdir(parents=True, exist_ok=True)
-                    continue
-                content = tar.extractfile(member) if member.isreg() else None
-                if content is None:
-                    raise RefusedError(f"{member.name!r} is not a plain file", "damaged")
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("xb") as file:
-                    shutil.copyfileobj(content, file, BLOCK)
-                path.chmod(member.mode & 0o777)
-    except (tarfile.TarError, EOFError, FileExistsError) as error:
-        raise RefusedError(f"what arrived is damaged: {error}", "damaged") from None
-
-
-def tree_digest(root: Path) -> str:
-    """SHA-256 over path, size, content and mode of every file, as the other side computes it."""
-    entries = []
-    for path in sorted(root.rglob("*"), key=lambda one: one.relative_to(root).as_posix()):
-        if path.is_file():
-            digest = hashlib.sha256()
-            with path.open("rb") as file:
-                while True:
-                    block = file.read(BLOCK)
-                    if not block:
-                        break
-                    digest.update(block)
-            status = path.stat()
-            entries.append(
-                {
-                    "path": path.relative_to(root).as_posix(),
-                    "size": status.st_size,
-                    "sha256": digest.hexdigest(),
-                    "mode": f"{stat.S_IMODE(status.st_mode):04o}",
-                }
-            )
-    text = json.dumps(entries, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def read_json(path: Path) -> dict[str, Any] | None:
     try:
         found = json.loads(path.read_bytes())
@@ -792,9 +719,10 @@ def modified(path: Path) -> int:
         return 0
 
 
-def main() -> int:
-    verbs = {
-        verb.__name__: verb for verb in (receive, start, keep, launch, inside, observe, pull, stop, remove)
+def main(*others: Callable[[Attempt, argparse.Namespace], dict[str, Any]]) -> int:
+    """Carry out the verb that the command line names, of ours or of `others`; the exit code."""
+    verbs: dict[str, Callable[[Attempt, argparse.Namespace], dict[str, Any] | None]] = {
+        verb.__name__: verb for verb in (start, keep, launch, inside, look, stop, remove, *others)
     }
     parser = argparse.ArgumentParser(prog="runner")
     parser.add_argument("verb", choices=sorted(verbs))
@@ -803,6 +731,7 @@ def main() -> int:
     parser.add_argument("--epoch", type=int, required=True)
     parser.add_argument("--tree", default="")
     parser.add_argument("--bytes", type=int, default=0)
+    parser.add_argument("--share", type=float, default=0.0)
     parser.add_argument("--lifetime", type=float, default=0.0)
     parser.add_argument("--unseen", type=float, default=0.0)
     parser.add_argument("--grace", type=float, default=0.0)

@@ -7,10 +7,12 @@ name when all of it is here. Where frames come from is hostile until it has been
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -56,16 +58,9 @@ class Mirror:
         self._cursor_file.unlink(missing_ok=True)
         shutil.rmtree(self._arriving, ignore_errors=True)
 
-    def request(self, limit: int, *, last: bool) -> bytes:
-        """What the other side needs to know: what is here."""
-        asked = {
-            "files": self._cursor,
-            "units": self._units(),
-            "limit": limit,
-            "last": last,
-            "folders": list(self.folders),
-        }
-        return canonical_json(asked)
+    def state(self) -> dict[str, Any]:
+        """What the other side needs to know: what is here, and what is wanted."""
+        return {"files": self._cursor, "units": self._units(), "folders": list(self.folders)}
 
     def take(self, frames: BinaryIO) -> Pulled:
         """Put down what has arrived, up to the first frame that is cut or damaged.
@@ -74,6 +69,7 @@ class Mirror:
             HostRefusedError: when a frame names a place where nothing of an attempt belongs.
             RequestError: when this disk is full. What was put down before that stays.
         """
+        before = canonical_json(self._cursor)
         with storage_errors("keep what a machine sent", self.directory):
             try:
                 while header := self._header(frames):
@@ -89,7 +85,8 @@ class Mirror:
             except (ValueError, KeyError, TypeError, AttributeError):
                 pass  # cut in the middle of a line, or nonsense: as if nothing more had come
             finally:
-                write_atomic(self._cursor_file, canonical_json(self._cursor))
+                if (now := canonical_json(self._cursor)) != before:
+                    write_atomic(self._cursor_file, now)
         return Pulled(False, True)
 
     def settle(self) -> None:
@@ -190,6 +187,32 @@ class Mirror:
         if units and here_now >= units.keys():
             for name in here_now - units.keys():
                 shutil.rmtree(self.directory / UNITS / name)
+
+
+@contextmanager
+def mirror(
+    directory: Path, folders: Sequence[str] = OBSERVED, *, wait: bool = True
+) -> Iterator[Mirror | None]:
+    """The mirror of an attempt, for one at a time: whoever looks may bring something home, and two may look.
+
+    Yields:
+        None instead of waiting for another, or where there is no place for it yet.
+    """
+    if wait:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(directory.with_name(f".{directory.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError:
+        yield None
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        yield None
+    else:
+        yield Mirror(directory, folders)
+    finally:
+        os.close(descriptor)
 
 
 def _unit(path: str) -> str:

@@ -2,7 +2,8 @@
 
 The attempt's directory here is made as for a local attempt, sent as it is, and then filled with what comes
 back; so evidence looks the same wherever it was made. What can be told only there (who lives, what is whole)
-is told there, by the runner that was frozen into the bundle.
+is told there, by the runner. The one that is sent is this package's own, which its answers are made for; the
+one that was frozen into the bundle is the attempt's keeper.
 """
 
 from __future__ import annotations
@@ -10,21 +11,15 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
-import stat
-import tarfile
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from perilune.bundle.digest import describe, entries_digest, walk
-from perilune.bundle.scripts import runner_source
+from perilune.bundle.scripts import remote_source
 from perilune.bundle.secret_sources import require_secret
 from perilune.errors import RequestError, WorkFailedError
 from perilune.execution.claim import Claim
@@ -34,19 +29,31 @@ from perilune.execution.launchers.docker import Container
 from perilune.execution.limits import Limits
 from perilune.execution.observation import Observation
 from perilune.execution.placements.local import working_copy
-from perilune.execution.placements.mirror import Mirror
+from perilune.execution.placements.mirror import Mirror, Pulled, mirror
 from perilune.execution.placements.protocol import Assignment, Capabilities
+from perilune.execution.placements.upload import Upload
 from perilune.execution.processes import Presence
 from perilune.execution.task_environment import WITHHELD
 from perilune.execution.verdict import Cause, Verdict
 from perilune.execution.worker import STOP_GRACE
 from perilune.files import read_json
 
-BOOT = "import sys; exec(compile(sys.stdin.buffer.read(int(sys.argv.pop(1))), 'runner.py', 'exec'))"
+# Modules come over stdin, each with its name and size; the last is the program.
+BOOT = """import sys
+for part in sys.argv.pop(1).split(","):
+    name, size = part.split(":")
+    module = sys.modules.setdefault(name, type(sys)(name))
+    exec(compile(sys.stdin.buffer.read(int(size)), name, "exec"), module.__dict__)
+"""
+PACKAGE, PROGRAM = "perilune.bundle.remote", "__main__"
+RUNNER = ("runner",)
+RECEIVER = ("runner", "store", "receiver")
 REFUSED, NOT_FOUND = 3, (126, 127)  # exit codes: of the runner that says no; of a shell that has no Python
-PULL_BYTES = 32 << 20  # a pull; between two of them, the attempt is looked at
+LOOK_BYTES, PULL_BYTES = 256 << 10, 32 << 20  # that come with a look, and with a pull
 LOOK_SECONDS, CHANGE_SECONDS, SEND_SECONDS = 30.0, 120.0, 6 * 3600.0  # until a call counts as cut off
 WHOLE_ROUNDS = 3  # times that what differs from its manifest is pulled again
+SEND_ROUNDS = 3  # to ask what is missing, to send it, and to send again what was damaged on the way
+BUSY_SECONDS = 2.0  # between two looks whether another call has sent what it is at
 
 
 class Site(BaseModel):
@@ -57,6 +64,7 @@ class Site(BaseModel):
         installed: whether `python` holds what a bundle needs already. It is checked, file by file.
         workspace: folder there below which attempts lie.
         environment: further variables of the worker and of what makes its environment, as PIP_FIND_LINKS.
+        store: share of the workspace's disk in which what was sent is kept, so that it is sent only once.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -68,6 +76,9 @@ class Site(BaseModel):
     workspace: str = Field("~/.perilune/attempts", description="folder on the machine for attempts")
     environment: dict[str, str] = Field(
         {}, description="further variables of the worker and its installer; no secrets"
+    )
+    store: float = Field(
+        0.25, ge=0, le=1, description="share of its disk in which what was sent is kept, to be sent only once"
     )
 
     def telling(self, variables: Mapping[str, str]) -> Site:
@@ -105,13 +116,25 @@ class RemotePlacement:
         """As `Placement.stage`: made here (once for all machines), sent, and compared there with that."""
         if attempt.node == 0:
             working_copy(bundle, attempt.directory, order, previous)
-        _mirror(attempt).reset()
-        files = list(_sent(attempt.directory))
-        tree = entries_digest(describe(path, name, path.stat()) for name, path in files)
-        total = sum(path.stat().st_size for _, path in files)
-        with _tar_stream(files, self._runner(attempt)) as source:
-            options = ("--tree", tree, "--bytes", str(total))
-            self._call(attempt, "receive", *options, source=source, timeout=SEND_SECONDS)
+        with _mirror(attempt) as home:
+            home.reset()
+        upload = Upload(attempt.directory, attempt.node)
+        options = ("--tree", upload.tree, "--bytes", str(upload.size), "--share", str(self.site.store))
+        wanted, rounds, until = upload.small(), 0, time.monotonic() + SEND_SECONDS
+        while rounds < SEND_ROUNDS and time.monotonic() < until:
+            with upload.stream(_sources(RECEIVER), wanted) as source:
+                answer = self._call(attempt, "receive", *options, source=source, timeout=SEND_SECONDS)
+            if answer.get("received") == upload.tree:
+                return
+            if answer.get("busy") is True:
+                time.sleep(BUSY_SECONDS)
+                wanted = upload.small()
+                continue
+            try:
+                wanted, rounds = upload.wanted(answer.get("missing")), rounds + 1
+            except (ValueError, TypeError) as error:
+                raise HostUnreachableError(f"{self.name}: its answer makes no sense ({error})") from None
+        raise WorkFailedError("what arrived is not what was sent", where=self.name)
 
     def start(self, attempt: Assignment) -> None:
         """As `Placement.start`. Secrets go over stdin into the keeper's memory, and on to the worker."""
@@ -134,10 +157,11 @@ class RemotePlacement:
         return False
 
     def observe(self, attempt: Assignment) -> Observation:
-        """As `Placement.observe`."""
+        """As `Placement.observe`. What is small and new comes along, unless somebody is at that already."""
         try:
-            seen = self._call(attempt, "observe", timeout=LOOK_SECONDS)
-            return _observation(seen, attempt.epoch)
+            with mirror(attempt.home, _folders(attempt), wait=False) as home:
+                seen, pulled = self._look(attempt, home, LOOK_BYTES, LOOK_SECONDS)
+            return _observation(seen, attempt.epoch, more=home is None or not pulled.ended or pulled.more)
         except HostRefusedError as error:
             return Observation(unseen=str(error), refused=True)
         except (HostUnreachableError, WorkFailedError) as error:
@@ -147,25 +171,23 @@ class RemotePlacement:
 
     def pull(self, attempt: Assignment, *, whole: bool = False) -> None:
         """As `Placement.pull`."""
-        mirror = _mirror(attempt)
-        if not whole:
-            with contextlib.suppress(_UnstagedError):  # the next look tells
-                self._pull(attempt, mirror, last=False)
-            return
-        ended = self._call(attempt, "observe", timeout=LOOK_SECONDS).get("result") is not None
-        for round_number in range(WHOLE_ROUNDS):
-            with contextlib.suppress(_UnstagedError):
-                while self._pull(attempt, mirror, last=ended):
-                    pass
-            if not ended:
+        with _mirror(attempt) as home:
+            if not whole:
+                self._pull(attempt, home, last=False)
                 return
-            try:
-                mirror.settle()
-            except WorkFailedError:
-                if round_number == WHOLE_ROUNDS - 1:
-                    raise
-            else:
-                return
+            for round_number in range(WHOLE_ROUNDS):
+                more, ended = True, False
+                while more:
+                    more, ended = self._pull(attempt, home, last=True)
+                if not ended:
+                    return
+                try:
+                    home.settle()
+                except WorkFailedError:
+                    if round_number == WHOLE_ROUNDS - 1:
+                        raise
+                else:
+                    return
 
     def stop(self, attempt: Assignment) -> bool:
         """As `Placement.stop`."""
@@ -176,22 +198,31 @@ class RemotePlacement:
         """As `Placement.remove`."""
         self._call(attempt, "remove", timeout=CHANGE_SECONDS)
 
-    def _pull(self, attempt: Assignment, mirror: Mirror, *, last: bool) -> bool:
-        """Pull once; whether there is more."""
-        with tempfile.TemporaryFile() as frames:
-            try:
-                payload = mirror.request(PULL_BYTES, last=last)
-                self._call(attempt, "pull", payload=payload, sink=frames, timeout=CHANGE_SECONDS)
-            finally:  # also when it was cut: what has come, has come
-                frames.seek(0)
-                pulled = mirror.take(frames)
+    def _pull(self, attempt: Assignment, home: Mirror, *, last: bool) -> tuple[bool, bool]:
+        """Pull once; whether there is more, and whether the attempt has ended."""
+        seen, pulled = self._look(attempt, home, PULL_BYTES, CHANGE_SECONDS, last=last)
         if not pulled.ended:
             raise HostUnreachableError(f"{self.name}: what it sent was cut off")
-        return pulled.more
+        return pulled.more, seen.get("result") is not None
 
-    def _runner(self, attempt: Assignment) -> bytes:
-        frozen = attempt.directory / "scripts" / "runner.py"
-        return frozen.read_bytes() if frozen.exists() else runner_source()
+    def _look(
+        self, attempt: Assignment, home: Mirror | None, limit: int, seconds: float, *, last: bool = False
+    ) -> tuple[dict[str, Any], Pulled]:
+        """What the runner sees; what is new has come to `home`, as far as it came."""
+        asked = {"files": {}, "units": [], "folders": []} if home is None else home.state()
+        payload = json.dumps(asked | {"limit": limit, "last": last}).encode()
+        with tempfile.TemporaryFile() as answer:
+            seen, pulled = None, Pulled(False, True)
+            try:
+                self._call(attempt, "look", payload=payload, sink=answer, timeout=seconds)
+            finally:  # also when it was cut: what has come, has come
+                answer.seek(0)
+                seen = _seen(answer)
+                if seen is not None and home is not None:
+                    pulled = home.take(answer)
+        if seen is None:
+            raise HostUnreachableError(f"{self.name}: its answer was cut off")
+        return seen, pulled
 
     def _call(
         self,
@@ -209,19 +240,13 @@ class RemotePlacement:
             payload: what follows the runner on stdin; or give `source`, which begins with the runner.
             sink: takes stdout, answer included; the answer returned is empty then.
         """
-        runner = self._runner(attempt)
-        command = [self.site.python, "-IS", "-c", BOOT, str(len(runner)), verb]
-        command += [
-            "--workspace",
-            self.site.workspace,
-            "--run",
-            f"{attempt.run_id}node{attempt.node}" if attempt.node else attempt.run_id,
-            "--epoch",
-            str(attempt.epoch),
-        ]
+        parts = RECEIVER if verb == "receive" else RUNNER
+        command = [self.site.python, "-IS", "-c", BOOT, _table(parts), verb]
+        command += ["--workspace", self.site.workspace, "--epoch", str(attempt.epoch)]
+        command += ["--run", f"{attempt.run_id}node{attempt.node}" if attempt.node else attempt.run_id]
         if self.container is not None:
             command += ["--container", json.dumps(self.container.described())]
-        given = source or io.BytesIO(runner + payload)
+        given = source or io.BytesIO(_sources(parts) + payload)
         answer = self.host.run([*command, *options], source=given, sink=sink, timeout=timeout)
         if answer.exit_code in NOT_FOUND:
             raise HostRefusedError(
@@ -229,8 +254,6 @@ class RemotePlacement:
             )
         if answer.exit_code == REFUSED and sink is None:
             raise self._refusal(answer)
-        if answer.exit_code == REFUSED:
-            raise _UnstagedError(f"{self.name}: nothing to pull")
         if answer.exit_code != 0:
             said = (answer.errors.strip().splitlines() or ["it said nothing"])[-1]
             kind = (
@@ -248,25 +271,46 @@ class RemotePlacement:
             )
             error.__cause__ = OSError(28, what)
             return error
-        return {"superseded": _SupersededError, "unstaged": _UnstagedError}.get(str(kind), WorkFailedError)(
-            f"{self.name}: {what}"
-        )
+        return (_SupersededError if kind == "superseded" else WorkFailedError)(f"{self.name}: {what}")
 
 
 class _SupersededError(WorkFailedError):
     """A newer attempt has begun there."""
 
 
-class _UnstagedError(WorkFailedError):
-    """The attempt's files are not there."""
+def _table(parts: Sequence[str]) -> str:
+    """What BOOT is told of them."""
+    names = [*(f"{PACKAGE}.{part}" for part in parts[:-1]), PROGRAM]
+    return ",".join(f"{name}:{len(_sources([part]))}" for name, part in zip(names, parts, strict=True))
 
 
-def _mirror(attempt: Assignment) -> Mirror:
+def _sources(parts: Sequence[str]) -> bytes:
+    return b"".join(remote_source(f"{part}.py") for part in parts)
+
+
+def _folders(attempt: Assignment) -> Sequence[str]:
     """What comes home from the machine: the evidence where it leads, else what it says of itself."""
-    return Mirror(attempt.home, ("runtime", "artifacts") if attempt.node == 0 else ("runtime",))
+    return ("runtime", "artifacts") if attempt.node == 0 else ("runtime",)
 
 
-def _observation(seen: Mapping[str, Any], epoch: int) -> Observation:
+@contextlib.contextmanager
+def _mirror(attempt: Assignment) -> Iterator[Mirror]:
+    with mirror(attempt.home, _folders(attempt)) as home:
+        assert home is not None  # it was waited for
+        yield home
+
+
+def _seen(answer: BinaryIO) -> dict[str, Any] | None:
+    """What stands in the first line of a runner's look; a shell may have greeted before it."""
+    for line in answer:
+        with contextlib.suppress(ValueError):
+            found = json.loads(line) if line.startswith(b'{"seen"') else None
+            if found is not None:
+                return dict(found["seen"])
+    return None
+
+
+def _observation(seen: Mapping[str, Any], epoch: int, *, more: bool) -> Observation:
     """What the runner saw, checked: it comes from elsewhere."""
     fields, result = seen["claim"], seen["result"]
     if seen["superseded"]:
@@ -295,7 +339,7 @@ def _observation(seen: Mapping[str, Any], epoch: int) -> Observation:
     if claim.epoch != epoch or (verdict is not None and verdict.epoch != epoch):
         raise ValueError("it speaks of another attempt")
     worker = {True: Presence.PRESENT, False: Presence.ABSENT, None: Presence.UNKNOWN}[seen["alive"]]
-    return Observation(claim, worker, verdict, heartbeat=int(seen["heartbeat"]))
+    return Observation(claim, worker, verdict, heartbeat=int(seen["heartbeat"]), more=more)
 
 
 def _number(value: Any) -> int | None:
@@ -312,39 +356,3 @@ def _last_document(output: bytes, name: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise HostUnreachableError(f"{name}: its answer was cut off")
     return found
-
-
-def _sent(directory: Path) -> Iterator[tuple[str, Path]]:
-    """The files of a fresh working copy."""
-    for relative, status in walk(directory):
-        if stat.S_ISREG(status.st_mode):
-            yield relative, directory / relative
-
-
-@contextmanager
-def _tar_stream(files: list[tuple[str, Path]], head: bytes) -> Iterator[BinaryIO]:
-    """A stream of `head` and then a tar of `files`, made while it is read."""
-    reading, writing = os.pipe()
-
-    def write() -> None:
-        with contextlib.suppress(BrokenPipeError), os.fdopen(writing, "wb") as out:
-            out.write(head)
-            with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT) as tar:
-                for relative, path in files:
-                    status = path.stat()
-                    member = tarfile.TarInfo(relative)
-                    member.size, member.mode, member.mtime = (
-                        status.st_size,
-                        status.st_mode & 0o777,
-                        time.time(),
-                    )
-                    with path.open("rb") as content:
-                        tar.addfile(member, content)
-
-    thread = threading.Thread(target=write, name="tar", daemon=True)
-    thread.start()
-    try:
-        with os.fdopen(reading, "rb") as stream:
-            yield stream
-    finally:
-        thread.join()

@@ -1,0 +1,214 @@
+"""Contents that came to a machine, under their digests, so that none is sent twice and a cut one goes on.
+
+Standard library only, Python 3.8 or newer, Linux; sent with the receiver, which fills it. It is the folder
+WORKSPACE/store.sha256; what is incomplete has ".partial" behind its digest. What lies here is believed only
+when it is read, because a task could have changed it. So it is never linked into an attempt, but copied
+(sharing blocks where the file system can) and hashed; what is not what its name says goes, and is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from perilune.bundle.remote.runner import BLOCK, RefusedError
+
+SMALL = 1 << 16  # bytes; contents up to here need not go through the store
+UNUSED = 30 * 86400.0  # seconds after which what no attempt was made of is forgotten
+FICLONE = 0x40049409  # of ioctl_ficlone(2)
+
+
+class Store:
+    """Contents under their digests. Of several calls one adds to it; all may take from it.
+
+    Args:
+        share: of its disk that it may fill with what is not needed.
+    """
+
+    def __init__(self, folder: Path, share: float) -> None:
+        self.folder = folder
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        disk = os.statvfs(str(folder))
+        self.most = int(share * disk.f_blocks * disk.f_frsize)
+        self.held: BinaryIO | None = None
+
+    def lock(self) -> bool:
+        """Whether this call is the one that adds; the kernel frees the lock when it dies."""
+        if self.held is None:
+            file = (self.folder / "lock").open("wb")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.close()
+                return False
+            self.held = file
+        return True
+
+    def unlock(self) -> None:
+        if self.held is not None:
+            self.held.close()
+            self.held = None
+
+    def entry(self, sha256: str) -> Path:
+        return self.folder / sha256
+
+    def partial(self, sha256: str) -> Path:
+        return self.folder / f"{sha256}.partial"
+
+    def missing(self, sizes: dict[str, int], held: dict[str, bytes]) -> dict[str, int]:
+        """What is in neither, and how many bytes of it are here."""
+        return {
+            sha256: max(0, min(size, plain_size(self.partial(sha256))))
+            for sha256, size in sizes.items()
+            if sha256 not in held and plain_size(self.entry(sha256)) != size
+        }
+
+    def append(self, sha256: str, size: int, offset: int, pieces: Iterator[bytes]) -> None:
+        """Go on with a content at `offset`. It gets its name when it is whole, and goes when it is wrong."""
+        partial = self.partial(sha256)
+        digest = hashlib.sha256()
+        if offset == 0:
+            discard(partial)
+        try:
+            with open_plain(partial, os.O_RDWR | os.O_CREAT) as file:
+                for block in iter(lambda: file.read(min(BLOCK, offset - file.tell())), b""):
+                    digest.update(block)
+                if file.tell() < offset:
+                    raise RefusedError("what arrived does not follow from what is here", "damaged")
+                file.truncate()
+                for piece in pieces:
+                    file.write(piece)
+                    digest.update(piece)
+                if file.tell() < size:
+                    return
+            if digest.hexdigest() == sha256:
+                partial.rename(self.entry(sha256))
+            else:
+                discard(partial)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                discard(partial)
+            raise
+
+    def verified(self, sha256: str) -> bool:
+        """Whether an entry is what its name says; what is not, goes."""
+        return self.copied(sha256, None)
+
+    def copied(self, sha256: str, target: Path | None) -> bool:
+        """Copy an entry to `target`; False when it is not what its name says, and is no more."""
+        try:
+            with open_plain(self.entry(sha256), os.O_RDONLY) as source:
+                if (digest_of(source) if target is None else copy(source, target)) == sha256:
+                    os.utime(str(self.entry(sha256)))
+                    return True
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
+                raise
+        discard(self.entry(sha256))
+        return False
+
+    def make_room(self, sizes: dict[str, int]) -> None:
+        """Let go of what others need, the oldest first, while there is no room for what this one needs."""
+        needed = sum(sizes[sha256] - here for sha256, here in self.missing(sizes, {}).items())
+        for path, _ in self.oldest_first():
+            if self.free() >= needed:
+                break
+            if path.name.partition(".")[0] not in sizes:
+                self.drop(path)
+        if self.free() < needed:
+            raise RefusedError(
+                f"its disk is full: {needed:,} bytes are to come, {self.free():,} are free", "disk_full"
+            )
+
+    def has_room_for(self, sizes: dict[str, int]) -> bool:
+        """Whether what an attempt is made of may stay here too, rather than move there."""
+        needed = sum(sizes.values())
+        return needed <= self.most and needed <= self.free()
+
+    def shrink(self) -> None:
+        """Forget what was not used for long, and the oldest of what is too much."""
+        found = self.oldest_first()
+        total = sum(status.st_size for _, status in found)
+        for path, status in found:
+            if total > self.most or time.time() - status.st_mtime > UNUSED:
+                self.drop(path)
+                total -= status.st_size
+
+    def drop(self, path: Path) -> None:
+        """Remove a content, unless it may be on its way."""
+        if not path.suffix or self.lock():
+            discard(path)
+
+    def oldest_first(self) -> list[tuple[Path, os.stat_result]]:
+        """Everything in it, by the time of its last use."""
+        found = []
+        for path in self.folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if path.name != "lock":
+                    found.append((path, path.lstat()))
+        return sorted(found, key=lambda one: one[1].st_mtime)
+
+    def free(self) -> int:
+        disk = os.statvfs(str(self.folder))
+        return disk.f_bavail * disk.f_frsize if disk.f_blocks else sys.maxsize  # some tell nothing
+
+
+def copy(source: BinaryIO, path: Path) -> str:
+    """Copy to a new file, sharing blocks where the file system can; SHA-256 of what came to lie there."""
+    digest = hashlib.sha256()
+    with path.open("xb+") as target:
+        try:
+            fcntl.ioctl(target.fileno(), FICLONE, source.fileno())
+        except OSError:
+            for block in iter(lambda: source.read(BLOCK), b""):
+                digest.update(block)
+                target.write(block)
+            found = digest.hexdigest()
+        else:
+            found = digest_of(target)
+        target.flush()
+        os.fsync(target.fileno())
+    return found
+
+
+def digest_of(file: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    for block in iter(lambda: file.read(BLOCK), b""):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def open_plain(path: Path, flags: int) -> BinaryIO:
+    """Open a plain file; OSError for a link, and for anything else."""
+    descriptor = os.open(str(path), flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.ENXIO, "not a plain file", str(path))
+    return os.fdopen(descriptor, "r+b" if flags & os.O_RDWR else "rb")
+
+
+def plain_size(path: Path) -> int:
+    """Bytes of a plain file; -1 when there is none."""
+    with contextlib.suppress(FileNotFoundError):
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode):
+            return status.st_size
+    return -1
+
+
+def discard(path: Path) -> None:
+    """Remove what is at a path, whatever it is."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(str(path), ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+        path.unlink()

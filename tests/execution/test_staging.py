@@ -1,0 +1,518 @@
+"""What travels to a machine: each content once, on from where it was cut, and believed only when read."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, BinaryIO
+
+import pytest
+from drill_cases import drill_bundle
+from hosts_cases import NearbyHost, nearby
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from placement_conformance import assigned, stage
+
+from perilune.bundle.digest import bundle_digest, describe, entries_digest, walk
+from perilune.bundle.remote import receiver, runner, store
+from perilune.bundle.scripts import remote_source
+from perilune.errors import RequestError, WorkFailedError
+from perilune.execution.hosts import HostUnreachableError
+from perilune.execution.placements.upload import Upload, read_sent
+from perilune.execution.verdict import Cause, cause_of
+from perilune.files import sha256_bytes, write_json
+
+MODEL = bytes(range(256)) * 800  # 200 KB: goes through the store
+NOTE = b"small"
+
+
+class Box:
+    """A machine's workspace, to which files are sent without a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "workspace"
+        self.attempt = runner.Attempt(str(self.folder), "01RUN", 1)
+        self.store = self.folder / "store.sha256"
+
+    def receive(self, upload: Upload, sent: bytes, share: float = 1.0) -> dict[str, Any]:
+        options = argparse.Namespace(tree=upload.tree, bytes=upload.size, share=share)
+        before = receiver.sys
+        receiver.sys = SimpleNamespace(stdin=SimpleNamespace(buffer=io.BytesIO(sent)))  # type: ignore[assignment]
+        try:
+            return receiver.receive(self.attempt, options)
+        finally:
+            receiver.sys = before  # type: ignore[assignment]
+
+    def ask(self, upload: Upload) -> dict[str, Any]:
+        return self.receive(upload, sending(upload, {}))
+
+    def entry(self, data: bytes = MODEL) -> Path:
+        return self.store / sha256_bytes(data)
+
+    def partial(self, data: bytes = MODEL) -> Path:
+        return self.store / f"{sha256_bytes(data)}.partial"
+
+
+def sending(upload: Upload, wanted: dict[str, int]) -> bytes:
+    """All that is sent when that is wanted."""
+    with upload.stream(b"", wanted) as stream:
+        return stream.read()
+
+
+def deliver(box: Box, upload: Upload, rounds: int = 3) -> int:
+    """Stage as the placement does; the calls it took."""
+    wanted = upload.small()
+    for calls in range(1, rounds + 1):
+        answer = box.receive(upload, sending(upload, wanted))
+        if answer.get("received") == upload.tree:
+            return calls
+        wanted = upload.wanted(answer["missing"])
+    raise AssertionError("it was not received")
+
+
+def seen(root: Path) -> dict[str, tuple[bytes, int]]:
+    """Contents and modes of the files below a folder."""
+    return {
+        path.relative_to(root).as_posix(): (path.read_bytes(), stat.S_IMODE(path.stat().st_mode))
+        for path in root.rglob("*")
+        if path.is_file()
+    }
+
+
+def working(folder: Path, **files: bytes) -> Path:
+    """A fresh working copy: a model twice, a note, and what the arguments say."""
+    contents = {
+        "inputs/model": MODEL,
+        "inputs/again/model": MODEL,
+        "runtime/note": NOTE,
+        "empty": b"",
+    } | files
+    for name, data in contents.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        path.chmod(0o444 if name.startswith("inputs") else 0o640)
+    write_json(folder / "bundle.json", {"files": []})
+    return folder
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Box:
+    return Box(tmp_path / "box")
+
+
+@pytest.fixture
+def upload(tmp_path: Path) -> Upload:
+    return Upload(working(tmp_path / "attempts" / "1"))
+
+
+def test_what_is_there_is_not_sent_again_and_what_comes_is_private(
+    box: Box, upload: Upload, tmp_path: Path
+) -> None:
+    assert deliver(box, upload) == 2  # what is missing; then that
+    assert seen(box.attempt.files) == seen(tmp_path / "attempts" / "1")
+    assert sum(path.stat().st_size for path in box.store.iterdir()) == len(MODEL)
+    box.attempt = runner.Attempt(str(box.folder), "01OTHER", 1)
+    assert deliver(box, upload) == 1
+    assert len(sending(upload, upload.small())) < 2000
+    assert seen(box.attempt.files) == seen(tmp_path / "attempts" / "1")
+    inodes = [path.stat().st_ino for path in box.folder.rglob("*") if path.is_file()]
+    assert len(set(inodes)) == len(inodes)  # nothing is linked
+    folders = [box.folder, *(path for path in box.folder.rglob("*") if path.is_dir())]
+    assert {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in folders} <= {0} or os.umask(0o077)
+
+
+def frame_boundaries(upload: Upload, sent: bytes) -> list[int]:
+    """Where lines and contents begin and end in what is sent."""
+    ends, at = [0], sent.index(b"\n") + 1
+    while at < len(sent):
+        ends.append(at)
+        end_of_line = sent.index(b"\n", at) + 1
+        ends.append(end_of_line)
+        at = end_of_line + json.loads(sent[at:end_of_line])[2]
+    return [*ends, len(sent)]
+
+
+def test_a_cut_at_every_boundary_and_within_costs_only_what_was_cut(box: Box, upload: Upload) -> None:
+    everything = {entry.sha256: 0 for entry in upload.entries}
+    sent = sending(upload, everything)
+    boundaries = frame_boundaries(upload, sent)
+    middles = [(one + other) // 2 for one, other in pairwise(boundaries)]
+    for cut in sorted({*boundaries, *middles, *(one + 1 for one in boundaries[:-1]), len(sent) - 1}):
+        shutil.rmtree(box.folder, ignore_errors=True)
+        try:
+            box.receive(upload, sent[:cut])
+        except runner.RefusedError as error:
+            assert error.kind == "damaged" and cut <= sent.index(b"\n")
+        assert box.attempt.files.exists() == (cut == len(sent))
+        had = box.ask(upload).get("missing", {}).get(sha256_bytes(MODEL), len(MODEL))
+        assert had >= min(len(MODEL), cut - boundaries[-2])  # it goes on where it was cut
+        assert deliver(box, upload) <= 2
+        assert not list(box.store.glob("*.partial")) and box.entry().read_bytes() == MODEL
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(1, 250_000), max_size=5), st.booleans())
+def test_however_often_it_is_cut_it_comes_in_the_end(cuts: list[int], both: bool) -> None:
+    folder = Path(tempfile.mkdtemp())
+    try:
+        box, upload = Box(folder / "box"), Upload(working(folder / "1", other=MODEL[::-1]))
+        done = 0
+        for cut in cuts:
+            answer = box.receive(upload, sending(upload, {}))
+            if both and "missing" in answer:
+                sent = sending(upload, upload.wanted(answer["missing"]))
+                box.receive(upload, sent[: max(cut % (len(sent) + 1), sent.index(b"\n") + 1)])
+            now = sum(path.stat().st_size for path in box.store.iterdir())
+            assert now >= done
+            done = now
+        deliver(box, upload)
+        assert seen(box.attempt.files) == seen(folder / "1")
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("what", ["entry", "partial", "link", "fifo", "folder", "long", "short"])
+def test_what_was_altered_there_is_noticed_and_sent_again(
+    box: Box, upload: Upload, tmp_path: Path, what: str
+) -> None:
+    deliver(box, upload)
+    shutil.rmtree(box.attempt.files)
+    entry, secret = box.entry(), tmp_path / "secret"
+    secret.write_bytes(MODEL)
+    match what:
+        case "entry":
+            entry.write_bytes(MODEL[:-1] + b"!")
+        case "partial":
+            entry.unlink()
+            box.partial().write_bytes(b"!" * 1000)
+        case "link":
+            entry.unlink()
+            entry.symlink_to(secret)
+            box.partial().symlink_to(secret)
+        case "fifo":
+            entry.unlink()
+            os.mkfifo(entry)
+            os.mkfifo(box.partial())
+        case "folder":
+            entry.unlink()
+            (box.partial() / "deep").mkdir(parents=True)
+        case "long":
+            entry.write_bytes(MODEL + b"!")
+        case "short":
+            box.partial().write_bytes(MODEL + b"too much")
+            entry.unlink()
+    assert deliver(box, upload) <= 3
+    assert seen(box.attempt.files)["inputs/model"] == (MODEL, 0o444)
+    assert entry.read_bytes() == MODEL and not entry.is_symlink() and secret.read_bytes() == MODEL
+
+
+def test_what_does_not_follow_from_what_is_here_is_refused(box: Box, upload: Upload) -> None:
+    with pytest.raises(runner.RefusedError, match="does not follow"):
+        box.receive(upload, sending(upload, {sha256_bytes(MODEL): 1000}))
+    assert deliver(box, upload) == 2
+
+
+def test_a_content_that_is_damaged_on_the_way_is_sent_again_once(tmp_path: Path) -> None:
+    host, damage = NearbyHost(), [1]
+    placement = nearby(tmp_path / "box", host)
+
+    def bend(data: bytes) -> bytes:
+        if host.calls[-1] == "receive" and len(data) > 1 << 20 and damage[0] > 0:
+            damage[0] -= 1
+            return data[:-100] + bytes([data[-100] ^ 1]) + data[-99:]
+        return data
+
+    host.bend = bend
+    bundle = drill_bundle(tmp_path / "bundle")  # its wheel is large
+    stage(placement, assigned(tmp_path), bundle)
+    assert host.calls.count("receive") == 3
+    shutil.rmtree(tmp_path / "box" / "workspace")
+    damage[0] = 9
+    with pytest.raises(WorkFailedError, match="what arrived is not what was sent"):
+        stage(placement, assigned(tmp_path), bundle)
+    assert not (tmp_path / "box" / "workspace" / "01DRILL" / "1").exists()
+
+
+def listing(*files: list[Any]) -> bytes:
+    return json.dumps(list(files)).encode() + b"\n"
+
+
+HERE = "0" * 64
+HOSTILE = {
+    "absolute": listing(["/etc/x", 1, HERE, "0644"]),
+    "up": listing(["a/../../x", 1, HERE, "0644"]),
+    "here": listing(["./x", 1, HERE, "0644"]),
+    "nothing": listing(["", 1, HERE, "0644"]),
+    "nul": listing(["x\0", 1, HERE, "0644"]),
+    "twice": listing(["x", 1, HERE, "0644"], ["x", 1, HERE, "0644"]),
+    "large": listing(["x", 1001, HERE, "0644"]),
+    "negative": listing(["x", -1, HERE, "0644"]),
+    "digest": listing(["x", 1, "../../../x", "0644"]),
+    "mode": listing(["x", 1, HERE, "-rw-"]),
+    "sizes": listing(["x", 1, HERE, "0644"], ["y", 2, HERE, "0644"]),
+    "number": listing([7, 1, HERE, "0644"])[:-2] + b"\n",
+    "nonsense": b'{"x": 1}\n',
+    "cut": listing(["x", 1, HERE, "0644"])[:-1],
+    "another": b"[]\n",
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_list_names_plain_files_below_its_folder(box: Box, kind: str) -> None:
+    line = HOSTILE[kind]
+    try:
+        files = sorted(receiver.File(*entry) for entry in json.loads(line))
+        tree = receiver.entries_digest(files) if kind != "another" else HERE
+    except (TypeError, ValueError):
+        tree = HERE
+    options = SimpleNamespace(tree=tree, size=1000, entries=[])
+    with pytest.raises(runner.RefusedError) as refused:
+        box.receive(options, line)  # type: ignore[arg-type]
+    assert refused.value.kind == "damaged" and not box.folder.exists()
+
+
+def test_a_file_where_a_folder_belongs_is_refused_and_leaves_nothing(box: Box, tmp_path: Path) -> None:
+    upload = Upload(working(tmp_path / "1"))
+    note = next(entry for entry in upload.entries if entry.path == "runtime/note")
+    upload.entries.append(type(note)("runtime/note/x", note.size, note.sha256, note.mode))
+    upload.tree, upload.size = entries_digest(upload.entries), 1 << 30
+    with pytest.raises(runner.RefusedError, match="list of files is damaged"):
+        deliver(box, upload)
+    assert sorted(path.name for path in box.attempt.run.iterdir()) == ["lock"]
+
+
+@pytest.mark.parametrize(
+    "frame", [b"[]\n", b'["x",0,1]\nx', b"nonsense\n", f'["{sha256_bytes(MODEL)}",-1,1]\nx'.encode()]
+)
+def test_contents_that_nobody_named_or_that_do_not_fit_are_refused(
+    box: Box, upload: Upload, frame: bytes
+) -> None:
+    long = f'["{sha256_bytes(MODEL)}",1,{len(MODEL)}]\n'.encode()
+    for odd in (frame, long + MODEL, f'["{sha256_bytes(MODEL)}",0.0,1]\nx'.encode()):
+        with pytest.raises(runner.RefusedError):
+            box.receive(upload, sending(upload, {}) + odd)
+
+
+def test_the_store_is_bounded_by_time_and_by_share(box: Box, upload: Upload, tmp_path: Path) -> None:
+    def sent(number: int) -> Path:
+        data = bytes([number]) * 100_000
+        deliver(box, Upload(working(tmp_path / f"{number}" / "1", other=data)))
+        return box.entry(data)
+
+    old, partial = sent(1), box.store / f"{'a' * 64}.partial"
+    partial.write_bytes(b"half")
+    long_ago = time.time() - store.UNUSED - 60
+    for path in (old, partial):
+        os.utime(path, (long_ago, long_ago))
+    recent = sent(2)
+    assert not old.exists() and not partial.exists() and recent.exists() and box.entry().exists()
+    os.utime(recent, (time.time() - 60, time.time() - 60))
+    room = os.statvfs(box.store)
+    one_more = (len(MODEL) + 50_000) / (room.f_blocks * room.f_frsize)
+    box.receive(upload, sending(upload, upload.small()), share=one_more)
+    assert not recent.exists() and box.entry().exists()  # what is used stays longest
+    box.receive(upload, sending(upload, upload.small()), share=0.0)  # none may stay: it moves
+    assert [path.name for path in box.store.iterdir()] == ["lock"]
+    assert seen(box.attempt.files) == seen(tmp_path / "attempts" / "1")
+
+
+def test_what_would_have_to_move_and_is_wrong_is_not_moved(box: Box, upload: Upload) -> None:
+    deliver(box, upload)
+    shutil.rmtree(box.attempt.files)
+    box.entry().write_bytes(b"!" * len(MODEL))
+    answer = box.receive(upload, sending(upload, upload.small()), share=0.0)
+    assert sha256_bytes(MODEL) in answer["missing"] and not box.attempt.files.exists()
+
+
+def test_of_two_that_send_at_once_the_second_waits_for_the_first(tmp_path: Path) -> None:
+    """Both need the wheel; the first is stopped in the middle of it."""
+    first, second = NearbyHost(), NearbyHost()
+    bundle = drill_bundle(tmp_path / "bundle")
+    nearby(tmp_path / "box")
+    workspace = tmp_path / "box" / "workspace"
+    box = store.Store(workspace / "store.sha256", 1.0)
+    assert box.lock()  # as by a call that sends
+    placement = nearby(tmp_path / "box", second)
+    attempt = assigned(tmp_path, 1, "01SECOND")
+    waiting = threading.Thread(target=stage, args=(placement, attempt, bundle))
+    waiting.start()
+    deadline = time.monotonic() + 30
+    while second.calls.count("receive") < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not (workspace / "01SECOND" / "1").exists()
+    box.unlock()
+    stage(nearby(tmp_path / "box", first), assigned(tmp_path / "other", 1, "01FIRST"), bundle)
+    waiting.join(60)
+    for run in ("01FIRST", "01SECOND"):
+        assert bundle_digest(workspace / run / "1") == bundle_digest(bundle)
+
+
+class Cut(NearbyHost):
+    """A host on which the call that sends contents is killed with SIGKILL after so many bytes of it."""
+
+    after = 0
+
+    def run(self, command: Any, *, source: BinaryIO | None = None, **rest: Any) -> Any:
+        if command[5] != "receive" or not self.after:
+            return super().run(command, source=source, **rest)
+        assert source is not None
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert process.stdin is not None
+        data = source.read()
+        if len(data) < self.after:
+            out, _ = process.communicate(data)
+            return SimpleNamespace(exit_code=process.returncode, output=out, errors="")
+        process.stdin.write(data[: self.after])
+        process.stdin.flush()
+        time.sleep(0.3)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        raise HostUnreachableError("the line is cut")
+
+
+def test_a_runner_that_is_killed_in_the_middle_loses_nothing(tmp_path: Path) -> None:
+    host = Cut()
+    placement, bundle = nearby(tmp_path / "box", host), drill_bundle(tmp_path / "bundle")
+    host.after = 2 << 20
+    with pytest.raises(HostUnreachableError):
+        stage(placement, assigned(tmp_path), bundle)
+    (partial,) = (tmp_path / "box" / "workspace" / "store.sha256").glob("*.partial")
+    had = partial.stat().st_size
+    assert had > 1 << 20
+    host.after = 0
+    sent: list[int] = []
+    host.bend = lambda data: (sent.append(len(data)), data)[1]
+    stage(placement, assigned(tmp_path), bundle)
+    wheel = next((bundle / "scripts").glob("*.whl")).stat().st_size
+    assert max(sent) < wheel - had + (1 << 18)
+    assert bundle_digest(tmp_path / "box" / "workspace" / "01DRILL" / "1") == bundle_digest(bundle)
+
+
+def test_a_call_to_which_nothing_comes_any_more_ends(
+    box: Box, upload: Upload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    armed: list[int] = []
+    monkeypatch.setattr(receiver.signal, "alarm", armed.append)
+    deliver(box, upload)
+    assert armed[-1] == 0 and set(armed) == {0, receiver.STALLED}
+    assert all(one != other for one, other in pairwise(armed))
+
+
+@contextmanager
+def on_a_disk_of(options: str, folder: Path) -> Iterator[list[str]]:
+    """A command that runs others where `folder` is a file system of its own, a tmpfs with these options."""
+    folder.mkdir(parents=True)
+    isolated = ["unshare", "--user", "--map-root-user", "--mount"]
+    mount = 'mount -t tmpfs -o "$0" none "$1" && echo mounted && exec sleep 600'
+    command = [*isolated, "sh", "-c", mount, options, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as keeper:
+        assert keeper.stdout is not None
+        if not keeper.stdout.readline():
+            pytest.skip("needs unshare(1) with user namespaces: sysctl kernel.unprivileged_userns_clone=1")
+        enter = ["nsenter", "--user", "--mount", "--preserve-credentials", f"--target={keeper.pid}"]
+        try:
+            yield [*enter, "--"]
+        finally:
+            keeper.kill()
+
+
+@pytest.mark.parametrize("options", ["size=100k", "nr_inodes=3", "nr_inodes=9"])
+def test_a_full_disk_is_named_wherever_it_is_found_and_no_attempt_is_there(
+    tmp_path: Path, options: str
+) -> None:
+    workspace = tmp_path / "box" / "workspace"
+    with on_a_disk_of(options, workspace) as within:
+        with pytest.raises(RequestError, match="disk is full") as full:
+            stage(
+                nearby(tmp_path / "box", NearbyHost(within)), assigned(tmp_path), drill_bundle(tmp_path / "b")
+            )
+        assert cause_of(full.value) is Cause.DISK_FULL
+        left = subprocess.run([*within, "find", str(workspace)], capture_output=True, text=True, check=True)
+    names = [Path(line).name for line in left.stdout.split()]
+    assert not [name for name in names if name.startswith("tmp.") or name.endswith(".partial") or name == "1"]
+
+
+def test_what_a_disk_cannot_hold_twice_moves_into_the_attempt(tmp_path: Path) -> None:
+    workspace, bundle = tmp_path / "box" / "workspace", drill_bundle(tmp_path / "bundle")
+    wheel = next((bundle / "scripts").glob("*.whl")).stat().st_size
+    with on_a_disk_of(f"size={wheel * 3 // 2}", workspace) as within:
+        host = NearbyHost(within)
+        for run in ("01FIRST", "01SECOND"):
+            there = workspace / run
+            stage(nearby(tmp_path / "box", host), assigned(tmp_path / run, 1, run), bundle)
+            left = subprocess.run(
+                [*within, "sh", "-c", 'ls "$0"/1/scripts; ls "$0"/../store.sha256; rm -r "$0"', str(there)],
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            assert left.stdout.count(".whl") == 1 and left.stdout.split()[-1] == "lock"
+        assert host.calls.count("receive") == 4  # nothing could be kept
+
+
+def test_how_much_was_sent_is_told_beside_the_attempt_and_no_longer_than_that(tmp_path: Path) -> None:
+    upload = Upload(working(tmp_path / "1"))
+    upload_module = sys.modules[Upload.__module__]
+    before = upload_module.TELL_EVERY
+    upload_module.TELL_EVERY = 0.0
+    try:
+        with upload.stream(b"", {sha256_bytes(MODEL): 50_000}) as stream:
+            head = stream.read(100)
+            found = None
+            deadline = time.monotonic() + 30
+            while (found := read_sent(tmp_path / "1")) is None and time.monotonic() < deadline:
+                stream.read(1000)
+            assert found == {"done": len(MODEL), "total": len(MODEL), "unit": "bytes sent", "figures": {}}
+            assert head
+    finally:
+        upload_module.TELL_EVERY = before
+    assert read_sent(tmp_path / "1") is None
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+
+
+# The programs by themselves.
+
+
+@pytest.mark.parametrize("name", ["runner.py", "store.py", "receiver.py"])
+def test_what_is_sent_is_of_the_standard_library_and_python_3_8(name: str) -> None:
+    tree = ast.parse(remote_source(name), feature_version=(3, 8))
+    imported = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(str(node.module))
+    ours = {"perilune.bundle.remote.runner", "perilune.bundle.remote.store"}  # which are sent before it
+    assert {one.split(".")[0] for one in imported - ours} <= sys.stdlib_module_names
+    newer = {"removeprefix", "removesuffix", "file_digest", "is_relative_to", "hardlink_to", "readlink_to"}
+    called = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert not newer & called
+
+
+def test_both_sides_compute_the_same_digest_of_a_tree(tmp_path: Path) -> None:
+    for name, mode in (("b/é", 0o444), ("a", 0o644), ("b/c", 0o755), ("b.d", 0o600)):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(name)
+        path.chmod(mode)
+    entries = [describe(tmp_path / name, name, status) for name, status in walk(tmp_path)]
+    files = sorted(receiver.File(one.path, one.size, one.sha256, one.mode) for one in entries)
+    assert receiver.entries_digest(files) == entries_digest(entries)
