@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cloud_cases import LEASE, bill
-from drill_cases import PATIENCE, begin, drill_plan, only_run
+from drill_cases import PATIENCE, begin, drill_plan, only_run, wait_for
 from hosts_cases import interpreter
 from sqlalchemy import select
 
 from perilune.bundle.verify import verify
+from perilune.control import endings, reconcile
+from perilune.control.budget import DAY, today
 from perilune.control.experiments import Control, StagePlan, advance
 from perilune.control.explanation import explain
 from perilune.control.machines import Fleet
 from perilune.control.progress import StageEvent, StageFailed, StageFinished, StageProgress
+from perilune.control.rented import RentedPlacement
 from perilune.control.requests import cancel
 from perilune.control.store import Attempt, Event
 from perilune.control.templates import OnRented, Retry, Template
+from perilune.execution.claim import read_claim
 from perilune.execution.limits import Limits
+from perilune.execution.placements import Capabilities
 from perilune.execution.placements.remote import Site
 from perilune.execution.providers.fake.client import FakeCloud
 from perilune.execution.providers.fake.weather import Fault, Weather
@@ -31,6 +38,13 @@ def template(tmp_path: Path) -> Template:
     site = Site(python=str(interpreter(tmp_path / "python")), installed=True)
     place = OnRented(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
     return Template(placement=place, retry=Retry(base=0.01), limits=Limits(on_box_stop_after=60.0))
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look as often as these short runs want it."""
+    monkeypatch.setattr(RentedPlacement, "capabilities", Capabilities(elsewhere=True, look_every=0.1))
+    monkeypatch.setattr(reconcile, "LONGEST_WAIT", 0.3)
 
 
 def go(control: Control, template: Template, plan: StagePlan) -> Iterator[StageEvent]:
@@ -54,6 +68,31 @@ def at_first_progress(events: Iterator[StageEvent]) -> None:
 def attempts(control: Control) -> list[Attempt]:
     with control.store.snapshot() as session:
         return list(session.scalars(select(Attempt).order_by(Attempt.number)))
+
+
+def ends(control: Control) -> list[tuple[str, str]]:
+    return [(one.state, one.cause) for one in attempts(control)]
+
+
+def looked_at(control: Control) -> Attempt:
+    """The last attempt, after a look at everything."""
+    control.reconciler.look_now(attempts(control)[-1].run_id)
+    control.reconciler.all()
+    return attempts(control)[-1]
+
+
+def hanging(control: Control, template: Template) -> Iterator[StageEvent]:
+    """The events to come of a run that hangs at its third step, and whose second checkpoint is home."""
+    events = go(control, template, drill_plan(steps=4, fail_at=2, how="hang", fresh_only=True))
+    at_first_progress(events)
+    run = only_run(control)
+    second = control.directory(run) / "artifacts" / "checkpoints" / "step-000002"
+    wait_for(lambda: control.reconciler.one(run.id) and second.exists(), "its second checkpoint")
+    return events
+
+
+def cost_of_the_day(fleet: Fleet) -> float:
+    return today(fleet.all(gone=True))
 
 
 def all_gone(control: Control, fleet: Fleet, cloud: FakeCloud) -> None:
@@ -124,30 +163,73 @@ def test_a_cut_link_ends_nothing_and_a_notice_costs_no_finished_step(
 def test_a_machine_that_dies_costs_what_had_not_come_home(
     control: Control, fleet: Fleet, cloud: FakeCloud, template: Template
 ) -> None:
-    plan = drill_plan(steps=4, fail_at=2, how="hang", fresh_only=True)
-    events = go(control, template, plan)
-    at_first_progress(events)
+    events = hanging(control, template)
     run = only_run(control)
-    deadline = time.monotonic() + PATIENCE
-    while not (control.directory(run) / "artifacts" / "checkpoints" / "step-000002").exists():
-        assert time.monotonic() < deadline
-        control.reconciler.one(run.id)
-        time.sleep(0.1)
     cloud.befall(key=fleet.key(run.id, 1), fault=Fault.HOST_DEATH)
-    while len(attempts(control)) < 2 or attempts(control)[1].state != "running":
-        assert time.monotonic() < deadline + PATIENCE
-        control.reconciler.all()
-        time.sleep(0.05)
-    finished = "*/home/.perilune/attempts/**/runtime/result.json"
-    while not any((cloud.folder / "machines").glob(finished)):  # the second ends, and nobody looks
-        assert time.monotonic() < deadline + PATIENCE
-        time.sleep(0.05)
-    cloud.befall(key=fleet.key(run.id, 2), fault=Fault.HOST_DEATH)
     last = list(events)[-1]
-    assert isinstance(last, StageFinished) and last.summary["began_at"] >= 2
+    assert isinstance(last, StageFinished) and last.summary["began_at"] == 2
+    assert ends(control) == [("lost", "machine_lost"), ("succeeded", "")]
+    all_gone(control, fleet, cloud)
+
+
+def test_a_machine_that_dies_before_its_evidence_is_home_is_lost_and_its_run_done_again(
+    control: Control,
+    fleet: Fleet,
+    cloud: FakeCloud,
+    template: Template,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once when nobody had seen its end yet, once when the end was seen and nothing had come."""
+    events = go(control, template, drill_plan(steps=1, noise=True, gate=str(tmp_path / "gate")))
+    next(events)
+    run_id = state_of(control, "running")
+    (tmp_path / "gate").touch()
+    finished = "*/home/.perilune/attempts/**/runtime/result.json"
+    wait_for(lambda: any((cloud.folder / "machines").glob(finished)), "its end, at which nobody looks")
+    cloud.befall(key=fleet.key(run_id, 1), fault=Fault.HOST_DEATH)
+
+    def die_seen(point: str) -> None:
+        if point == "finalize.begun" and control.run(run_id).current_epoch == 2:
+            cloud.befall(key=fleet.key(run_id, 2), fault=Fault.HOST_DEATH)
+
+    monkeypatch.setattr(endings, "reached", die_seen)
+    assert isinstance(list(events)[-1], StageFinished)
+    assert ends(control) == [("lost", "machine_lost")] * 2 + [("succeeded", "")]
     *lost, third = attempts(control)
-    assert [(one.state, one.cause) for one in lost] == [("lost", "machine_lost")] * 2
-    assert third.state == "succeeded"
+    assert [one.manifest_digest for one in lost] == [None, None]  # how they ended, nobody knows
+    assert control.run(run_id).manifest_digest == third.manifest_digest
+    all_gone(control, fleet, cloud)
+
+
+def test_leaps_of_the_wall_clock_end_hurry_and_delay_nothing(
+    control: Control,
+    fleet: Fleet,
+    cloud: FakeCloud,
+    template: Template,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wall, leap = time.time, [0.0]
+    monkeypatch.setattr(time, "time", lambda: wall() + leap[0])
+    events = hanging(control, template)
+    run_id = only_run(control).id
+    spent = cost_of_the_day(fleet)
+    for days in (1, -1, 0):  # seen, unseen and seen again
+        cloud.befall(key=fleet.key(run_id, 1), fault=Fault.LINK_CUT, seconds=0.6)
+        for wanted in ("unreachable", "reachable"):
+            leap[0] = DAY * days
+            wait_for(lambda wanted=wanted: looked_at(control).reachability == wanted, wanted)
+            assert ends(control) == [("running", "")]
+            assert cost_of_the_day(fleet) == pytest.approx(spent)
+    leap[0] = DAY
+    os.kill(read_claim(control.directory(only_run(control)) / "runtime").pid, signal.SIGKILL)  # type: ignore[union-attr]
+    wait_for(lambda: control.reconciler.all(act=False) and control.run(run_id).state == "queued", "its death")
+    leap[0] = 0.0  # now it is to be tried again tomorrow, if that clock is asked
+    assert control.run(run_id).not_before > time.time() + DAY / 2
+    assert "may begin, and no command" in " ".join(explain(control, run_id).because)
+    assert isinstance(list(events)[-1], StageFinished)
+    assert ends(control) == [("failed", "runner_died"), ("succeeded", "")]
+    leap[0] = -DAY
     all_gone(control, fleet, cloud)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from sqlalchemy import select
+from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
 from perilune.control.clock import Instant
@@ -13,6 +13,7 @@ from perilune.control.leases import Lease, Rental, cost
 from perilune.control.providers import Providers
 from perilune.control.store import Machine
 from perilune.control.transitions import MachineState
+from perilune.execution.processes import boot_id
 from perilune.execution.providers.protocol import ProviderRefusedError
 
 DAY = 86400.0
@@ -42,8 +43,9 @@ def over_the_cap(session: Session, cap: float, rental: Rental, price: float, nod
         price: of a machine, per hour.
         nodes: machines that are wanted.
     """
-    recent = session.scalars(select(Machine).where(Machine.created > time.time() - DAY))
-    committed = today(recent)
+    this_boot = Machine.leased["boot"].as_string() == boot_id()
+    recent = select(Machine).where(or_(this_boot, Machine.created > time.time() - DAY))
+    committed = today(session.scalars(recent))
     wanted = nodes * cost(price, rental.lease.seconds(price))
     if committed + wanted <= cap:
         return ""
@@ -52,7 +54,8 @@ def over_the_cap(session: Session, cap: float, rental: Rental, price: float, nod
 
 def today(machines: Iterable[Machine]) -> float:
     """What the machines of the last 24 hours have cost, or may cost in all."""
-    return sum(promised(machine) for machine in machines if machine.created > time.time() - DAY)
+    now = Instant.now()
+    return sum(promised(one) for one in machines if now.since(Instant.parse(one.leased)) < DAY)
 
 
 def promised(machine: Machine) -> float:
