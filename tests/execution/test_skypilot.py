@@ -90,18 +90,17 @@ def test_a_machine_from_the_wish_to_the_proof(cloud: SkyPilot, sky: FakeSky, tmp
     cloud.terminate(key(1))
 
 
-def test_what_is_being_launched_is_there_and_is_launched_once(cloud: SkyPilot, sky: FakeSky) -> None:
+def test_what_is_being_launched_is_there_and_is_launched_once(
+    cloud: SkyPilot, sky: FakeSky, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sky.weather(launch_seconds=1.0)
-    client.PATIENCE, patience = 0.0, client.PATIENCE
-    try:
-        assert cloud.create(key(1), WANTED).status is MachineStatus.PENDING
-        with sky.state() as known:  # not even begun: SkyPilot has put it into its queue
-            known["clusters"].clear()
-        assert cloud.create(key(1), WANTED).status is MachineStatus.PENDING
-        assert only(cloud, MachineStatus.PENDING).key == key(1) and len(sky.tasks()) == 1
-        cloud.terminate(key(1))
-    finally:
-        client.PATIENCE = patience
+    monkeypatch.setattr(client, "PATIENCE", 0.0)
+    assert cloud.create(key(1), WANTED).status is MachineStatus.PENDING
+    with sky.state() as known:  # not even begun: SkyPilot has put it into its queue
+        known["clusters"].clear()
+    assert cloud.create(key(1), WANTED).status is MachineStatus.PENDING
+    assert only(cloud, MachineStatus.PENDING).key == key(1) and len(sky.tasks()) == 1
+    cloud.terminate(key(1))
     assert not cloud.list(TAG)
     time.sleep(1.0)
     assert not cloud.list(TAG) and not sky.made()  # the launch is called off, it does not happen late
@@ -115,8 +114,10 @@ def test_a_launch_whose_answer_is_lost_has_no_twin(cloud: SkyPilot, sky: FakeSky
     assert cloud.create(key(1), WANTED).status is MachineStatus.RUNNING and sky.made() == [key(1)]
 
 
-def test_what_cannot_be_had_is_told_apart(cloud: SkyPilot, sky: FakeSky) -> None:
-    sky.weather(launch=["capacity", "capacity", "refused", "infeasible", "broken"])
+def test_what_cannot_be_had_is_told_apart(
+    cloud: SkyPilot, sky: FakeSky, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sky.weather(launch=["capacity", "capacity", "refused"])
     for _ in range(2):
         with pytest.raises(NoCapacityError, match=r"ResourcesUnavailableError: no A100 anywhere$"):
             cloud.create(key(1), WANTED)
@@ -125,6 +126,16 @@ def test_what_cannot_be_had_is_told_apart(cloud: SkyPilot, sky: FakeSky) -> None
     with pytest.raises(ProviderRefusedError, match="sky check"):  # asking again is vain, so nobody does
         cloud.create(key(1), WANTED)
     assert len(sky.tasks()) == 3 and not cloud.list(TAG)
+    sky.weather(launch=["capacity"], launch_seconds=0.3)
+    monkeypatch.setattr(client, "PATIENCE", 0.0)
+    assert cloud.create(key(5), WANTED).status is MachineStatus.PENDING
+    until(lambda: not cloud.list(TAG))
+    with pytest.raises(NoCapacityError):  # what nobody has waited for is told before there is another launch
+        cloud.create(key(5), WANTED)
+    assert len(sky.tasks()) == 4 and cloud.create(key(5), WANTED).status is MachineStatus.PENDING
+    monkeypatch.undo()
+    cloud.terminate(key(5))
+    sky.weather(launch=["infeasible", "broken"], launch_seconds=0.0)
     with pytest.raises(ProviderRefusedError, match="no cloud has it"):
         cloud.create(key(2), WANTED)
     with pytest.raises(ProviderUnreachableError, match="setup failed"):  # what is left of it may cost money

@@ -60,6 +60,8 @@ class Clusters:
 
     def __init__(self, sky: Any) -> None:
         self.sky = sky
+        self._written: set[str] = set()  # clusters whose ssh configuration was asked for
+        self._told: set[str] = set()  # requests whose failure was told
 
     def look(self, prefix: str) -> list[dict[str, Any]]:
         """Clusters whose names begin with `prefix`, and those that are still to be begun, as the clouds say.
@@ -80,8 +82,8 @@ class Clusters:
             cluster["launching"] = name in launching
             renewed = cluster["updated"] != before.get(name) or abs(time.time() - cluster["updated"]) < 2
             cluster["unseen"] = "" if renewed or name in launching else "SkyPilot cannot ask its cloud"
-            if cluster["status"] == "UP" and not os.path.exists(cluster["ssh"]):  # noqa: PTH110
-                self._write_ssh_config(name)
+            if cluster["status"] == "UP":
+                self._write_ssh_config(name, cluster["ssh"])
         for name, created in launching.items():
             if name not in found:
                 found[name] = {"cluster": name, "status": "INIT", "launching": True, "launched": created}
@@ -90,23 +92,21 @@ class Clusters:
     def create(self, cluster: str, task: dict[str, Any], patience: float) -> None:
         """See to it that a launch of a cluster is under way or done; at most `patience` seconds of waiting.
 
-        A launch that was refused is not repeated: its refusal is told.
+        How the last one failed is told before there is another; after a refusal there is none.
         """
-        if any(one["name"] == cluster for one in self.sky.get(self.sky.status())):
+        if self._is_known(cluster):
             return
         launches = [one for one in self._requests(cluster) if one.name == "sky.launch"]
         if any(one.status in ACTIVE for one in launches):
             return
         if launches and launches[0].status == "FAILED":
-            self._raise_refusal(launches[0].request_id)
+            self._tell(launches[0].request_id)
         request = self.sky.launch(self.task(task), cluster_name=cluster, retry_until_up=False)
         until = time.monotonic() + patience
-        while time.monotonic() < until:
-            states = [one.status for one in self._requests(cluster) if one.request_id == request]
-            if states and states[0] not in ACTIVE:
-                self.sky.get(request)
-                return
+        while (active := self._is_active(cluster, request)) and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
+        if not active:
+            self._tell(request)
 
     def end(self, cluster: str) -> None:
         """See to it that a cluster is being taken down, and that no launch of it is left.
@@ -118,6 +118,8 @@ class Clusters:
         launching = [one.request_id for one in requests if one.name == "sky.launch" and one.status in ACTIVE]
         if launching:
             self.sky.get(self.sky.api_cancel(launching))
+        if not launching and not self._is_known(cluster):
+            return
         downs = [one for one in requests if one.name == "sky.down"]
         if any(one.status in ACTIVE for one in downs):
             return
@@ -210,6 +212,13 @@ class Clusters:
             "ssh": ssh_config(one["name"]),
         }
 
+    def _is_known(self, cluster: str) -> bool:
+        return any(one["name"] == cluster for one in self.sky.get(self.sky.status()))
+
+    def _is_active(self, cluster: str, request: str) -> bool:
+        found = self._requests(cluster)
+        return any(one.status in ACTIVE for one in found if one.request_id == request)
+
     def _requests(self, cluster: str) -> list[Any]:
         """Requests about a cluster, the newest first."""
         found = self.sky.api_status(all_status=True, cluster_name=cluster)
@@ -224,19 +233,23 @@ class Clusters:
             if one.name == "sky.launch" and (one.cluster_name or "").startswith(prefix)
         }
 
-    def _raise_refusal(self, request: str) -> None:
+    def _tell(self, request: str) -> None:
+        """Raise what a request failed of: a refusal always, anything else once."""
         try:
             self.sky.get(request)
         except Exception as error:
-            if told(error).kind == "refused":
+            if request not in self._told or told(error).kind == "refused":
+                self._told.add(request)
                 raise
 
-    def _write_ssh_config(self, cluster: str) -> None:
+    def _write_ssh_config(self, cluster: str, path: str) -> None:
         """As `sky status CLUSTER` does besides: nobody else does where the API server is elsewhere."""
         import subprocess
 
-        command = [sys.executable, "-c", "from sky.cli import cli; cli()", "status", cluster]
-        subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, timeout=120, check=False)
+        if cluster not in self._written and not os.path.exists(path):  # noqa: PTH110
+            self._written.add(cluster)
+            command = [sys.executable, "-c", "from sky.cli import cli; cli()", "status", cluster]
+            subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, timeout=120, check=False)
 
 
 def highest(prices: Any) -> float | None:
