@@ -15,7 +15,7 @@ from drill_cases import INSTALLED, Command, only_run
 from perilune.bundle.verify import verify
 from perilune.control.experiments import Control
 
-pytestmark = pytest.mark.xdist_group("containers")
+pytestmark = pytest.mark.xdist_group("sshd")
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "containers.md"
 RECIPE = """
 name: boxed

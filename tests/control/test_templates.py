@@ -86,6 +86,17 @@ def test_the_job_is_the_recipes_with_what_the_machine_has() -> None:
     assert Template().job(drill_job()) == drill_job()
 
 
+def test_containers_of_several_machines_have_to_reach_one_another(home: Home) -> None:
+    rented = "placement: {name: rented, provider: p, kind: k, lease: {max_lifetime: 60, max_cost: 1}}\n"
+    write(home, rented + DOCKER + "resources: {nodes: 2}\n")
+    job = drill_job().model_copy(update={"task": "gang_drill"})
+    with pytest.raises(RequestError, match="networks of their own") as apart:
+        load_template(home, "box").job(job)
+    assert apart.value.remedy == "network: host"
+    write(home, rented + DOCKER + "  network: host\nresources: {nodes: 2}\n")
+    assert load_template(home, "box").job(job).resources.nodes == 2
+
+
 def test_an_attempt_elsewhere_is_given_up_only_when_it_must_have_stopped(home: Home) -> None:
     assert Template().policy().lost_after == 1800.0
     write(home, SSH + "limits: {on_box_stop_after: 1200}\n")

@@ -24,16 +24,18 @@ from placement_conformance import (
     until,
     working,
 )
+from sshd_cases import Sshd, sshd
 
 from perilune.errors import WorkFailedError
 from perilune.execution.hosts.local import LocalHost
+from perilune.execution.hosts.ssh import SshHost
 from perilune.execution.launchers.docker import container_of
 from perilune.execution.limits import Limits
 from perilune.execution.placements import Assignment, Placement
 from perilune.execution.placements.remote import RemotePlacement, Site
 from perilune.execution.processes import Presence
 
-pytestmark = pytest.mark.xdist_group("containers")
+pytestmark = pytest.mark.xdist_group("sshd")
 CANARY = "canary-in-a-container"
 
 
@@ -41,6 +43,12 @@ CANARY = "canary-in-a-container"
 def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
     folder = tmp_path_factory.mktemp("containers") / request.param
     with {"docker": docker, "podman": podman}[request.param](folder) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
+    with sshd(tmp_path_factory.mktemp("ssh") / "sshd") as running:
         yield running
 
 
@@ -58,10 +66,14 @@ def left(program: Program) -> list[str]:
 
 
 @only_docker
-class TestDocker(PlacementConformance):
+class TestDockerOverSsh(PlacementConformance):
     @pytest.fixture
-    def placement(self, program: Program, tmp_path: Path) -> Placement:
-        return placed(program, tmp_path)
+    def placement(self, program: Program, server: Sshd, tmp_path: Path) -> Iterator[Placement]:
+        host = SshHost(server.settings(), tmp_path / "keys")
+        here = placed(program, tmp_path)
+        site = here.site.model_copy(update={"workspace": str(tmp_path / "a workspace")})
+        yield RemotePlacement(host, site, here.limits, here.container)
+        host.disconnect()
 
 
 def hanging(placement: Placement, tmp_path: Path, **spec: Any) -> Assignment:
@@ -146,14 +158,15 @@ def test_silence_proves_nothing_and_what_outlived_its_keeper_is_ended(
 
 @only_docker
 def test_a_start_that_fails_is_told_and_leaves_nothing(program: Program, tmp_path: Path) -> None:
-    bundle = drill_bundle(tmp_path / "bundle")
+    bundle = drill_bundle(tmp_path / "bundle", gate=str(tmp_path / "never"))
 
     def verdict(number: int, placement: Placement) -> Any:
         attempt = stage(placement, assigned(tmp_path, number), bundle)
         placement.start(attempt)
-        told = ended(placement, attempt).verdict
-        assert placement.stop(attempt) and left(program) == []
-        return told
+        runtime = tmp_path / "workspace" / attempt.run_id / str(number) / "runtime"
+        wait_for((runtime / "result.json").exists, "a verdict")
+        assert left(program) == []  # before anybody has looked
+        return ended(placement, attempt).verdict
 
     placement = placed(program, tmp_path)
     silent = stage(placement, assigned(tmp_path), bundle)
@@ -167,7 +180,9 @@ def test_a_start_that_fails_is_told_and_leaves_nothing(program: Program, tmp_pat
     assert nowhere.cause == "start_failed" and "/nowhere/python" in nowhere.message
     with program.fault("create", '$program "$@" > /dev/null; exit 1'):  # made, and the answer lost
         assert verdict(4, placement).cause == "start_failed"
-    small = verdict(5, placed(program, tmp_path, memory="12m"))
+    with program.fault("start", '$program "$@" & sleep 2; kill -9 $!; exit 1'):  # its client is killed
+        assert verdict(5, placement).cause in {"start_failed", "runner_died"}
+    small = verdict(6, placed(program, tmp_path, memory="12m"))
     assert (small.cause, small.message) == (
         "out_of_memory",
         "the kernel ended its container for want of memory",

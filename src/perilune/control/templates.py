@@ -130,7 +130,7 @@ class Template(_Section):
         """The job as it runs there.
 
         Raises:
-            RequestError: when it wants several machines and the placement has one.
+            RequestError: when it wants several machines and the placement has one, or keeps them apart.
         """
         changes = self.resources.model_dump(exclude_none=True)
         resources = Resources.model_validate(job.resources.model_dump() | changes)
@@ -140,6 +140,12 @@ class Template(_Section):
                 f"{resources.nodes} machines are asked for, and the placement {self.placement.name} has one",
                 where="resources.nodes",
                 remedy="rent them: a template whose placement is rented",
+            )
+        if resources.nodes > 1 and self.container is not None and self.container.network != "host":
+            raise RequestError(
+                f"{resources.nodes} machines are asked for, whose containers have networks of their own",
+                where="launcher.network",
+                remedy="network: host",
             )
         return job.model_copy(update={"resources": resources})
 
