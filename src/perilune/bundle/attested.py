@@ -3,7 +3,8 @@
 Evidence is a folder:
 
 ```
-bundle/         the frozen bundle with what one attempt observed in it
+bundle/         the frozen bundle with what one attempt observed in it; runtime/removed.json, where there is
+                one, is the signed statement of which artifacts were removed on purpose since
 attestations/   bundle.json and result.json: signed statements about it
 controller.pub  the key they are signed with
 ```
@@ -11,16 +12,19 @@ controller.pub  the key they are signed with
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from perilune.bundle.envelope import SignatureError, opened
-from perilune.bundle.statements import BUNDLE_PREDICATE, RESULT_PREDICATE
-from perilune.bundle.verify import verify
+from perilune.bundle.statements import BUNDLE_PREDICATE, REMOVAL_PREDICATE, RESULT_PREDICATE
+from perilune.bundle.verify import attested_hashes, verify
 from perilune.files import sha256_file
 
+REMOVED = "runtime/removed.json"  # in an attempt
 BUNDLE_STATEMENT, RESULT_STATEMENT = "bundle.json", "result.json"
 
 
@@ -61,7 +65,13 @@ def tampered(evidence: Evidence) -> Iterator[str]:
         yield from _about(evidence, evidence.submitted, submitted["predicate"]["run"])
     except SignatureError as error:
         yield f"{evidence.submitted.name} {error.what}"
-    yield from map(str, verify(evidence.bundle, promised))
+    removed: frozenset[str] = frozenset()
+    try:
+        removed = removed_files(evidence.bundle, evidence.key, evidence.run)
+    except SignatureError as error:
+        yield f"{REMOVED} {error.what}"
+    differences = verify(evidence.bundle, promised, removed)
+    yield from map(str, differences)
     try:
         result = _statement(evidence.result, evidence.key, RESULT_PREDICATE)
     except SignatureError as error:
@@ -69,10 +79,43 @@ def tampered(evidence: Evidence) -> Iterator[str]:
         return
     invocation = str(result["predicate"]["runDetails"]["metadata"]["invocationId"])
     yield from _about(evidence, evidence.result, invocation.partition("/")[0])
+    hashes = attested_hashes(evidence.bundle)
+    for name in {difference.path for difference in differences}:
+        hashes[name] = ""  # what differs from the manifest
     for subject in result["subject"]:
-        path = evidence.bundle / subject["name"]
-        if not path.is_file() or sha256_file(path) != subject["digest"]["sha256"]:
-            yield f"{subject['name']} is not what was attested"
+        name, path = subject["name"], evidence.bundle / subject["name"]
+        found = hashes.get(name) or (sha256_file(path) if name not in hashes and path.is_file() else "")
+        if found != subject["digest"]["sha256"]:
+            yield f"{name} is not what was attested"
+
+
+def stated_removals(bundle: Path) -> frozenset[str]:
+    """As `removed_files`, without asking who says so; empty when it is not legible."""
+    try:
+        payload = json.loads((bundle / REMOVED).read_bytes())["payload"]
+        subjects = json.loads(base64.b64decode(payload, validate=True))["subject"]
+        return frozenset(str(subject["name"]) for subject in subjects)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return frozenset()
+
+
+def removed_files(bundle: Path, key: Path, run: str | None = None) -> frozenset[str]:
+    """Artifacts of an attempt that were removed on purpose, as paths in the bundle.
+
+    Args:
+        run: whose they must be; None takes any run's.
+
+    Raises:
+        SignatureError: what says so is not signed with `key`, or is about another run.
+    """
+    path = bundle / REMOVED
+    if not path.exists():
+        return frozenset()
+    statement = _statement(path, key, REMOVAL_PREDICATE)
+    whose = str(statement["predicate"]["invocationId"]).partition("/")[0]
+    if run not in {None, whose}:
+        raise SignatureError(f"is about another run ({whose})", where=str(path))
+    return frozenset(str(subject["name"]) for subject in statement["subject"])
 
 
 def _about(evidence: Evidence, envelope: Path, run: str) -> Iterator[str]:

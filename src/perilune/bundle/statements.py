@@ -6,6 +6,7 @@ went in, who built it and when; its subjects are the verdict, the manifest and e
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from perilune.files import read_json, sha256_file
 
 BUNDLE_PREDICATE = "urn:perilune:bundle:v1"
 RESULT_PREDICATE = "https://slsa.dev/provenance/v1"
+REMOVAL_PREDICATE = "urn:perilune:removal:v1"
 BUILD_TYPE = "urn:perilune:run:v1"
 PARAMETERS = ("task", "stage", "spec", "model", "environment", "seed", "resources")
 
@@ -71,6 +73,21 @@ def result_statement(attempt: Path, run: str, number: int, started: float, finis
                 },
             },
         },
+    }
+
+
+def removal_statement(files: Mapping[str, str], run: str, number: int, removed: float) -> dict[str, Any]:
+    """That artifacts of attempt `number` of `run` were removed on purpose, after its result was attested.
+
+    Args:
+        files: path in the bundle to the SHA-256 that it had.
+        removed: Unix seconds.
+    """
+    return {
+        "_type": STATEMENT_TYPE,
+        "subject": [_subject(name, sha256) for name, sha256 in sorted(files.items())],
+        "predicateType": REMOVAL_PREDICATE,
+        "predicate": {"invocationId": f"{run}/{number}", "removedOn": timestamp(removed)},
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -55,13 +55,14 @@ _WORDS = {
 }
 
 
-def verify(bundle: Path, expected: str | None = None) -> list[Difference]:
+def verify(bundle: Path, expected: str | None = None, removed: Collection[str] = ()) -> list[Difference]:
     """Compare a bundle with its bundle.json, its artifacts with their manifest, and that with the result.
 
     Args:
         bundle: a frozen bundle or an attempt's copy of one.
         expected: the digest the bundle must have, when it is known from elsewhere. Without it, a bundle
             that was rewritten together with its bundle.json passes.
+        removed: artifacts that may be missing, because they were removed on purpose.
 
     Returns:
         What differs, the frozen part first, each part in order of path; empty when nothing does.
@@ -72,16 +73,17 @@ def verify(bundle: Path, expected: str | None = None) -> list[Difference]:
     if not bundle.is_dir():
         raise RequestError("no bundle here", where=str(bundle), remedy="give the folder that holds job.json")
     with storage_errors("read the bundle", bundle):
-        return [*_frozen(bundle, expected), *_observed(bundle)]
+        found = [*_frozen(bundle, expected), *_observed(bundle)]
+    return [one for one in found if one.kind != "missing" or one.path not in removed]
 
 
-def require_verified(bundle: Path, expected: str | None = None) -> None:
+def require_verified(bundle: Path, expected: str | None = None, removed: Collection[str] = ()) -> None:
     """Refuse a bundle that differs, naming the first file.
 
     Raises:
         RequestError: when anything differs.
     """
-    differences = verify(bundle, expected)
+    differences = verify(bundle, expected, removed)
     if differences:
         more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
         raise RequestError(
@@ -171,6 +173,20 @@ def _promised_digest(result: Path) -> str | None:
     except (ValueError, TypeError, KeyError, RecursionError):
         return ""  # a result that cannot be read vouches for nothing
     return digest if digest is None else str(digest)
+
+
+def attested_hashes(bundle: Path) -> dict[str, str]:
+    """SHA-256 of each artifact by its path in the bundle, as the manifest has it; empty when that is no
+    manifest."""
+    path = bundle / "artifacts" / MANIFEST
+    files = _manifest_files(path) if path.is_file() else None
+    return {f"artifacts/{name}": str(file["sha256"]) for name, file in (files or {}).items()}
+
+
+def hashes_of(bundle: Path) -> dict[str, str]:
+    """SHA-256 by path in the bundle of its frozen files and its artifacts, as both their lists have them."""
+    frozen = _recorded((bundle / BUNDLE_FILE).read_bytes()) or {}
+    return {path: entry.sha256 for path, entry in frozen.items()} | attested_hashes(bundle)
 
 
 def _manifest_files(path: Path) -> dict[str, Any] | None:

@@ -26,20 +26,28 @@ def verify(
     digest: Annotated[str | None, typer.Option(help="The digest it must have, known from elsewhere.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check every file of a bundle; name the first that differs (exit code 1)."""
+    """Check every file of a bundle; name the first that differs (exit code 1).
+
+    Artifacts that `perilune gc` has removed, as runtime/removed.json says, may be missing. Whether that says
+    so truly is for `perilune verify`, which has the key.
+    """
+    from perilune.bundle.attested import stated_removals
     from perilune.bundle.verify import verify as differences_of
 
-    differences = differences_of(path, digest)
+    removed = stated_removals(path)
+    differences = differences_of(path, digest, removed)
     if as_json:
         found = [asdict(difference) for difference in differences]
-        print_json({"path": str(path), "verified": not found, "differences": found})
+        document = {"path": str(path), "verified": not found, "differences": found}
+        print_json(document | {"removed": sorted(removed)})
     elif differences:
         more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
         echo(f"differs: {differences[0]}{more}")
     else:
         from perilune.bundle.digest import recorded_digest
 
-        echo(f"verified: {recorded_digest(path)}")
+        note = f", but for {len(removed)} artifacts that were removed on purpose" if removed else ""
+        echo(f"verified: {recorded_digest(path)}{note}")
     raise typer.Exit(1 if differences else 0)
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from perilune.bundle.digest import walk
 from perilune.bundle.storage import new_folder
+from perilune.bundle.verify import hashes_of
 from perilune.control.experiments import Control
 from perilune.control.store import Run
 from perilune.control.verification import export
@@ -87,7 +88,7 @@ class ArtifactStore:
         with control.home.scratch() as scratch:
             folder = scratch / "export"
             export(control, run, folder)
-            files = dict(_described(folder))
+            files = dict(_described(folder, hashes_of(folder / "bundle")))
             sent = sum(self._each(lambda name: self._put(folder / name, files[name]), files, progress))
             index = canonical_json({"run": run.id, "stage": run.stage, "files": files})
             with self._told():
@@ -197,9 +198,11 @@ class ArtifactStore:
             ) from error
 
 
-def _described(folder: Path) -> Iterable[tuple[str, dict[str, Any]]]:
+def _described(folder: Path, known: Mapping[str, str]) -> Iterable[tuple[str, dict[str, Any]]]:
+    """What lies in an exported folder; what `known` has was checked on the way there."""
     for name, status in walk(folder):
         path = folder / name
         if path.is_file():
             mode = f"{status.st_mode & 0o777:04o}"
-            yield name, {"sha256": sha256_file(path), "size": status.st_size, "mode": mode}
+            sha256 = known.get(name.removeprefix("bundle/")) if name.startswith("bundle/") else None
+            yield name, {"sha256": sha256 or sha256_file(path), "size": status.st_size, "mode": mode}

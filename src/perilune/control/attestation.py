@@ -7,14 +7,17 @@ committed is overwritten by the next who does it.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
-from perilune.bundle.attested import BUNDLE_STATEMENT, RESULT_STATEMENT, Evidence
-from perilune.bundle.envelope import SigningKey
-from perilune.bundle.statements import bundle_statement, result_statement
+from perilune.bundle.attested import BUNDLE_STATEMENT, REMOVED, RESULT_STATEMENT, Evidence, removed_files
+from perilune.bundle.envelope import PUBLIC, SigningKey
+from perilune.bundle.statements import bundle_statement, removal_statement, result_statement
 from perilune.bundle.storage import storage_errors
+from perilune.bundle.verify import attested_hashes
 from perilune.control.home import Home
 from perilune.control.store import Attempt
+from perilune.errors import PeriluneError
 from perilune.files import write_atomic
 
 FOLDER = "attestations"  # of a run
@@ -41,9 +44,29 @@ def evidence_of(home: Home, run_id: str, number: int) -> Evidence:
         home.attempt(run_id, number),
         home.run(run_id) / FOLDER / BUNDLE_STATEMENT,
         _result(home, run_id, number),
-        SigningKey(home.keys).public,
+        home.keys / PUBLIC,
         run_id,
     )
+
+
+def attest_removal(home: Home, run_id: str, number: int, files: Mapping[str, str]) -> None:
+    """Sign, beside what is left of an attempt, that some of its artifacts are removed on purpose.
+
+    Args:
+        files: path in the bundle to the SHA-256 that it has; what was removed before stays listed.
+    """
+    attempt = home.attempt(run_id, number)
+    known = {**attested_hashes(attempt), **files}
+    every = {name: known[name] for name in removed_from(home, run_id, number) | files.keys()}
+    _write(attempt / REMOVED, home, removal_statement(every, run_id, number, time.time()))
+
+
+def removed_from(home: Home, run_id: str, number: int) -> frozenset[str]:
+    """Artifacts of an attempt that were removed on purpose; none when that was not signed here."""
+    try:
+        return removed_files(home.attempt(run_id, number), home.keys / PUBLIC, run_id)
+    except PeriluneError:
+        return frozenset()
 
 
 def _result(home: Home, run_id: str, number: int) -> Path:

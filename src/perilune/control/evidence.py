@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from perilune.bundle.storage import storage_errors
@@ -10,9 +11,9 @@ from perilune.execution.verdict import Verdict
 from perilune.files import read_json, sha256_file
 
 
-def evidence_problem(attempt: Path, verdict: Verdict) -> str:
+def evidence_problem(attempt: Path, verdict: Verdict, removed: Collection[str] = ()) -> str:
     """What is wrong with an attempt's artifacts: "" when the manifest is the one of the verdict and all of
-    its files are there in their sizes. (`verify` compares contents.)
+    its files are there in their sizes, but for `removed` ones. (`verify` compares contents.)
     """
     manifest = attempt / "artifacts" / "manifest.json"
     with storage_errors("read the evidence", manifest):
@@ -20,6 +21,8 @@ def evidence_problem(attempt: Path, verdict: Verdict) -> str:
             return "artifacts/manifest.json is not the one the worker wrote"
         for name, entry in read_json(manifest)["files"].items():
             path = manifest.parent / name
+            if f"artifacts/{name}" in removed and not path.exists():
+                continue
             if not path.is_file() or path.stat().st_size != entry["size"]:
                 return f"artifacts/{name} is missing or has another size"
     return ""

@@ -18,6 +18,7 @@ from sqlalchemy import select
 from perilune.bundle.freeze import freeze
 from perilune.bundle.job import InputReference, Job
 from perilune.bundle.plugin import consumed_fields, load_plugin
+from perilune.control.attestation import removed_from
 from perilune.control.evidence import evidence_problem
 from perilune.control.home import Home
 from perilune.control.ids import new_ulid
@@ -93,7 +94,10 @@ class Control:
         """Whether a succeeded run's evidence still lies where it was committed."""
         verdict = read_verdict(self.directory(run) / "runtime", run.current_epoch)
         committed = verdict is not None and verdict.manifest_digest == run.manifest_digest
-        return committed and verdict is not None and not evidence_problem(self.directory(run), verdict)
+        if not committed or verdict is None:
+            return False
+        removed = removed_from(self.home, run.id, run.current_epoch)
+        return not evidence_problem(self.directory(run), verdict, removed)
 
 
 def stage_plans(recipe: Recipe, template: Template | None = None) -> list[StagePlan]:

@@ -21,6 +21,7 @@ POINTS = (
     "finalize.begun",
     "finalize.committed",
 )
+REMOVAL_POINTS = ("remove.recorded", "remove.renamed")  # of `perilune gc`
 MACHINE_POINTS = (  # further ones, of runs that have rented a machine
     "rent.committed",
     "create.intended",

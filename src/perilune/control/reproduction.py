@@ -12,6 +12,7 @@ from perilune.bundle.compare import compare_artifacts
 from perilune.bundle.freeze import attempt_copy
 from perilune.bundle.storage import remove_tree
 from perilune.bundle.verify import Difference, require_verified
+from perilune.control.attestation import removed_from
 from perilune.control.evidence import worker_said
 from perilune.control.experiments import POLL_SECONDS, Control, read_progress
 from perilune.control.ids import new_ulid
@@ -46,7 +47,7 @@ def reproduce(control: Control, run_id: str) -> Iterator[StageEvent]:
             f"the run is {run.state}; only one that succeeded can be reproduced", where=f"run {run_id}"
         )
     first = control.directory(run)
-    require_verified(first, run.bundle_digest)
+    require_verified(first, run.bundle_digest, removed_from(control.home, run_id, run.current_epoch))
     again = control.home.run(run_id) / "reproductions" / new_ulid()
     attempt_copy(control.home.bundle(run_id), again)
     with (again / "runtime" / "worker.log").open("wb") as log:

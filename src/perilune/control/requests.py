@@ -11,6 +11,7 @@ from perilune.bundle.digest import recorded_digest
 from perilune.bundle.freeze import attempt_copy
 from perilune.bundle.storage import new_folder, place
 from perilune.bundle.verify import verify
+from perilune.control.attestation import removed_from
 from perilune.control.evidence import worker_said
 from perilune.control.experiments import POLL_SECONDS, Control
 from perilune.control.store import Attempt, Experiment, Run, record
@@ -194,7 +195,8 @@ def collect(control: Control, run_id: str, destination: Path | None = None) -> l
             where=f"run {run_id}",
             remedy=f"perilune logs {run_id} -f",
         )
-    differences = verify(attempt, run.bundle_digest)
+    removed = removed_from(control.home, run_id, run.current_epoch)
+    differences = verify(attempt, run.bundle_digest, removed)
     if differences:
         raise WorkFailedError(f"the evidence is damaged: {differences[0]}", where=str(attempt))
     files = sorted(path.relative_to(attempt) for path in attempt.rglob("*") if path.is_file())

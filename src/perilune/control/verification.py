@@ -13,7 +13,6 @@ from perilune.bundle.storage import new_folder, place
 from perilune.bundle.verify import verify
 from perilune.control.attestation import evidence_of
 from perilune.control.experiments import Control
-from perilune.control.requests import collect
 from perilune.control.store import Run, verify_events
 from perilune.control.transitions import RunState
 from perilune.errors import RequestError
@@ -33,8 +32,12 @@ def run_problems(control: Control, run: Run) -> Iterator[str]:
     """
     frozen = control.home.bundle(run.id)
     yield from (f"bundle: {difference}" for difference in verify(frozen, run.bundle_digest))
-    if run.state != RunState.SUCCEEDED:
-        return
+    if run.state == RunState.SUCCEEDED:
+        yield from _result_problems(control, run)
+
+
+def _result_problems(control: Control, run: Run) -> Iterator[str]:
+    """What of a succeeded run's result, which includes the bundle it was made with, is not as attested."""
     evidence = evidence_of(control.home, run.id, run.current_epoch)
     if not evidence.submitted.exists() and not evidence.result.exists():
         yield "it was made before runs were signed, or its statements are gone"
@@ -55,13 +58,17 @@ def export(control: Control, run: Run, destination: Path, *, crate: bool = False
         RequestError: when the run has not succeeded, something is at `destination`, or it cannot be written.
         WorkFailedError: when the evidence is damaged.
     """
-    problem = next(run_problems(control, run), None)
-    if run.state != RunState.SUCCEEDED or problem:
+    succeeded = run.state == RunState.SUCCEEDED
+    problem = next(_result_problems(control, run), None) if succeeded else None
+    if problem or not succeeded:
         why = f"its evidence is damaged: {problem}" if problem else f"it is {run.state}"
         raise RequestError(f"the run cannot be handed over: {why}", where=f"run {run.id}")
     evidence = evidence_of(control.home, run.id, run.current_epoch)
     with new_folder("export the run", destination) as building:
-        collect(control, run.id, building / "bundle")
+        for source in evidence.bundle.rglob("*"):  # has just been checked
+            if source.is_file():
+                target = building / "bundle" / source.relative_to(evidence.bundle)
+                place(source, target, source.stat().st_mode & 0o777)
         for source, name in (
             (evidence.submitted, f"attestations/{BUNDLE_STATEMENT}"),
             (evidence.result, f"attestations/{RESULT_STATEMENT}"),

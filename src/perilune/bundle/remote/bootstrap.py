@@ -55,7 +55,7 @@ def main() -> int:
             code = install(environment, [*requirements, str(wheel)])
             if code:
                 return code
-            (environment / "complete").touch()
+        (environment / "complete").touch()  # also says when it was used last
     print(environment)
     return 0
 

@@ -1,0 +1,124 @@
+"""What a home takes on disk: only what nothing needs is removed, and what is left verifies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from drill_cases import Command, carry_out, drill_plan, family, hanging, only_run
+from sqlalchemy import select
+
+from perilune.bundle.attested import REMOVED, Evidence, tampered
+from perilune.bundle.envelope import PUBLIC, SigningKey, opened
+from perilune.control.disk import _is_replaced, removable
+from perilune.control.experiments import Control
+from perilune.control.faults import KILL_AT, REMOVAL_POINTS
+from perilune.control.progress import StageReused
+from perilune.control.requests import collect
+from perilune.control.store import Attempt, Event, Run
+from perilune.control.verification import export, record_problem, run_problems
+from perilune.files import read_json
+
+
+def gc(**environment: str) -> int:
+    command = [sys.executable, "-m", "perilune.cli.main", "gc", "--yes", "--checkpoints"]
+    return subprocess.run(
+        command, env={**os.environ, **environment}, check=False, capture_output=True
+    ).returncode
+
+
+def told(control: Control, kind: str) -> list[dict[str, object]]:
+    with control.store.snapshot() as session:
+        return [dict(row.detail) for row in session.scalars(select(Event).where(Event.kind == kind))]
+
+
+def test_a_kill_at_any_point_leaves_things_whole_or_gone_and_all_of_it_verifies(
+    control: Control, tmp_path: Path, perilune: Command
+) -> None:
+    events, first = hanging(control)
+    os.kill(family(first)[0], signal.SIGKILL)
+    assert list(events)[-1].summary["began_at"] == 2
+    run = only_run(control)
+    second = control.directory(run)
+    steps = sorted(path.name for path in (second / "artifacts" / "checkpoints").iterdir())
+    assert len(steps) == 4
+    code, out, _ = perilune("gc")
+    assert code == 0 and "can be removed: perilune gc --yes" in out and "step-" not in out
+    assert f"attempt 1 of {run.id}" in out and first.is_dir()
+
+    for point in REMOVAL_POINTS:
+        assert gc(**{KILL_AT: point}) == -signal.SIGKILL
+        assert list(run_problems(control, run)) == [] and control.intact(run)
+        assert first.is_dir() == (point == "remove.recorded")
+    assert gc() == 0
+    assert not first.exists() and not list((second / "artifacts" / "checkpoints").glob("step-*"))
+    assert removable(control, checkpoints=True) == []
+    assert [one["checkpoint"] for one in told(control, "checkpoint.removed")][-4:] == steps
+    assert told(control, "attempt.removed")[-1]["bytes"]
+    assert record_problem(control) == ""
+
+    # It is as good as it was: reused, handed over, collected.
+    assert list(run_problems(control, run)) == [] and control.intact(run)
+    plan = drill_plan(steps=4, fail_at=2, how="hang", fresh_only=True)
+    assert [type(event) for event in carry_out(control, plan)] == [StageReused]
+    export(control, run, tmp_path / "handed")
+    assert list(tampered(Evidence.exported(tmp_path / "handed", control.home.keys / PUBLIC))) == []
+    assert collect(control, run.id)
+    code, out, _ = perilune("bundle", "verify", str(second))
+    assert code == 0 and "but for 4 artifacts that were removed on purpose" in out
+    gone = read_json(second / "artifacts" / "manifest.json")["files"]
+    assert {name for name in gone if not (second / "artifacts" / name).exists()} == {
+        f"checkpoints/{step}/state.json" for step in steps
+    }
+
+    # Nothing else may be missing, and nobody else may say that it may.
+    statement = opened(second / REMOVED, control.home.keys / PUBLIC)
+    total = second / "artifacts" / "data" / "total.json"
+    kept = total.read_bytes()
+    total.unlink()
+    assert any("total.json is missing" in one for one in run_problems(control, run))
+    statement["subject"].append({"name": "artifacts/data/total.json", "digest": {"sha256": "0"}})
+    signed = (second / REMOVED).read_bytes()
+    (second / REMOVED).write_bytes(SigningKey(tmp_path / "stranger").sign(statement))
+    found = list(run_problems(control, run))
+    assert any(one.startswith(f"{REMOVED} is not signed") for one in found) and not control.intact(run)
+    assert any("total.json is missing" in one for one in found)
+    (second / REMOVED).write_bytes(signed)
+    total.write_bytes(kept)
+
+
+def test_what_is_needed_stays() -> None:
+    def replaced(number: int, current: int, state: str, run_state: str, cleanup: str = "done") -> bool:
+        run = Run(state=run_state, current_epoch=current)
+        return _is_replaced(Attempt(number=number, state=state, cleanup=cleanup), run)
+
+    assert replaced(1, 2, "failed", "succeeded") and replaced(1, 3, "lost", "active")
+    assert not replaced(2, 2, "failed", "failed")  # a retry starts from it
+    assert not replaced(1, 2, "failed", "active")  # so does the attempt that is being staged
+    assert not replaced(1, 2, "lost", "succeeded", "pending")  # it has not come home
+    assert not replaced(1, 2, "running", "succeeded")
+
+
+def test_an_environment_goes_when_no_bundle_has_begun_in_it_and_nothing_runs_in_it(
+    control: Control, perilune: Command
+) -> None:
+    environment = control.home.root / "environments" / "0123456789abcdef"
+    (environment / "bin").mkdir(parents=True)
+    python = environment / "bin" / "python"
+    python.symlink_to(sys.executable)
+    (environment / "complete").touch()
+    assert removable(control, unused_days=1) == []
+    os.utime(environment / "complete", (0, 0))
+    command = [str(python), "-c", "print('here', flush=True); input()"]
+    busy = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert busy.stdout is not None and busy.stdout.readline()
+    assert removable(control, unused_days=1) == []
+    busy.communicate(b"\n")
+    assert [one.path for one in removable(control, unused_days=1)] == [environment]
+    code, out, _ = perilune("gc", "--yes", "--json")
+    assert code == 0 and [one["kind"] for one in json.loads(out)["removed"]] == ["environment"]
+    assert not environment.exists() and told(control, "environment.removed")[0]["name"] == environment.name
