@@ -138,9 +138,7 @@ def test_every_verb_may_be_cut_off_before_and_after_it_ran(control: Control, box
     while control.reconciler.unclean():
         control.reconciler.all()
     assert states(control) == [("succeeded", "")]
-    assert {verb for verb, n in times.items() if n > 1} == {
-        *("receive", "start", "look", "stop", "remove")
-    }
+    assert {verb for verb, n in times.items() if n > 1} == {*("receive", "start", "look", "stop", "remove")}
     run = only_run(control)
     assert verify(control.directory(run), run.bundle_digest) == [] and totals(control) == [2, 6, 12]
     assert [one.cleanup for one in attempts_of(control, run.id)] == ["done"]

@@ -78,7 +78,7 @@ class PlainLines:
     def __init__(self, out: TextIO, interval: float = LINE_INTERVAL) -> None:
         self._out = out
         self._interval = interval
-        self._first: dict[str, tuple[float, int]] = {}  # stage: when its first progress was seen, and how far
+        self._first: dict[tuple[str, str], tuple[float, int]] = {}  # of a stage, in a unit: when, how far
         self._last: dict[str, float] = {}
 
     def __enter__(self) -> Self:
@@ -95,7 +95,7 @@ class PlainLines:
     def progressed(self, stage: str, done: int, total: int, unit: str, figures: Mapping[str, float]) -> None:
         """Write the figures, at most every few seconds."""
         now = time.monotonic()
-        began, already = self._first.setdefault(stage, (now, done))
+        began, already = self._first.setdefault((stage, unit), (now, done))
         if now - self._last.get(stage, now) < self._interval:
             return
         self._last[stage] = now

@@ -6,6 +6,7 @@ import signal
 from typing import TYPE_CHECKING
 
 from perilune.cli.console import StageProgress, duration, stage_progress
+from perilune.cli.sending import sending_shown
 from perilune.cli.track import LAST_SECONDS, Trackers
 from perilune.control import progress as events
 from perilune.control.experiments import advance, stage_plans
@@ -43,12 +44,13 @@ def follow(
     running: events.StageStarted | None = None
     failure: PeriluneError | None = None
     trackers = Trackers(control, recipe.tracking)
-    with stage_progress() as view:
+    with stage_progress() as view, sending_shown(control.home, view) as begun:
         try:
             plans = stage_plans(recipe, template)
             for event in advance(control, experiment, plans, template=template, asked=asked):
                 if isinstance(event, events.StageStarted):
                     running = event
+                    begun(event.stage, event.run_id)
                     trackers.begin(event.stage, event.run_id)
                 elif isinstance(event, events.StageReused):
                     trackers.begin(event.stage, event.run_id, ended=True)

@@ -40,6 +40,7 @@ from perilune.control.transitions import RunState
 from perilune.control.wanted import fulfil, stands_for
 from perilune.errors import RequestError
 from perilune.execution.log import log_tail
+from perilune.execution.placements.upload import read_sent
 from perilune.execution.verdict import read_verdict
 from perilune.files import canonical_json, read_json, sha256_bytes, write_json
 from perilune.recipe.schema import MODEL, Recipe, job_for
@@ -263,10 +264,10 @@ def _why_ended(control: Control, run_id: str, attempt: int) -> tuple[str, str]:
 
 
 def read_progress(attempt: Path) -> dict[str, Any] | None:
-    """What the task last said of its progress."""
+    """What the task last said of its progress; before there is a task, how much of the attempt was sent."""
     path = attempt / "runtime" / "progress.json"
     try:
         found: dict[str, Any] = read_json(path)
     except RequestError:
-        return None
+        return read_sent(attempt)
     return found

@@ -14,6 +14,7 @@ from perilune.control.store import Attempt, Run
 from perilune.control.transitions import AttemptState, Cleanup, RunState
 from perilune.control.wanted import WAITS, next_stages
 from perilune.execution.observation import Observation
+from perilune.execution.placements.upload import SENT
 from perilune.execution.processes import Presence
 
 
@@ -145,7 +146,8 @@ def _active(control: Control, run: Run, attempt: Attempt, history: tuple[str, ..
         facts.append("it is to stop")
     progress = read_progress(control.directory(run))
     if progress is not None:
-        facts.append(f"its task has done {progress['done']:,} of {progress['total']:,} {progress['unit']}")
+        far = f"{progress['done']:,} of {progress['total']:,} {progress['unit']}"
+        facts.append(far if progress["unit"] == SENT else f"its task has done {far}")
     if step is Step.WAIT:
         commands: tuple[str, ...] = (f"perilune logs {run.id} -f", f"perilune wait {run.id}")
     elif step is Step.UNREACHABLE:

@@ -30,14 +30,16 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 import signal
 import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+
+TYPE_CHECKING = False  # as typing's, which takes longer to import than a look
+if TYPE_CHECKING:
+    from typing import Any, BinaryIO
 
 REFUSED = 3  # exit code: the runner said no, and why
 BLOCK, PIECE, TAIL = 1 << 20, 1 << 16, 1 << 12  # bytes
@@ -205,6 +207,8 @@ def stop(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
 
 def remove(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
     """Delete the attempt's files; its claim stays, and goes on fencing."""
+    import shutil
+
     with attempt.lock():
         claim = attempt.claim()
         if claim is not None and runs(attempt, claim) is not False:
