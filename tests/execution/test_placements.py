@@ -6,10 +6,11 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from drill_cases import drill_bundle
 from hosts_cases import NearbyHost, interpreter, nearby
-from placement_conformance import PlacementConformance, assigned, look, stage
+from placement_conformance import PlacementConformance, assigned, ended, home_has, look, stage, until
 from sshd_cases import Sshd, sshd
 
 from perilune.errors import RequestError, WorkFailedError
@@ -18,6 +19,7 @@ from perilune.execution.limits import Limits
 from perilune.execution.placements import Placement
 from perilune.execution.placements.local import LocalPlacement
 from perilune.execution.placements.remote import RemotePlacement, Site
+from perilune.execution.processes import Presence, ProcessIdentity
 from perilune.execution.verdict import Cause, cause_of
 
 pytestmark = pytest.mark.xdist_group("sshd")
@@ -58,6 +60,27 @@ def test_an_attempt_that_is_older_than_one_seen_there_begins_nothing(tmp_path: P
     placement.remove(new)
     assert look(placement, old).superseded  # the claim outlives the files
     assert not (tmp_path / "box" / "workspace" / "01DRILL" / "claim.1.json").exists()
+
+
+def test_an_attempt_ends_with_the_process_that_lends_it_the_machine(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "600"]) as lender:
+        identity = ProcessIdentity.of(lender.pid)
+        assert identity is not None
+        lent = f"PERILUNE_HOLDER={identity.pid} {identity.starttime}"
+        placement = nearby(tmp_path / "box", NearbyHost(["env", lent]))
+        attempt = assigned(tmp_path)
+        stage(placement, attempt, drill_bundle(tmp_path / "bundle", fail_at=1, how="daemon"))
+        placement.start(attempt)
+        home_has(placement, attempt, "runtime/daemon.pid")
+        daemon = int((attempt.directory / "runtime" / "daemon.pid").read_text())
+        assert look(placement, attempt).worker is Presence.PRESENT and psutil.pid_exists(daemon)
+        lender.kill()
+    verdict = ended(placement, attempt).verdict
+    assert verdict is not None and (verdict.cause, verdict.message) == (
+        "stopped",
+        "the machine was taken back",
+    )
+    until(lambda: not psutil.pid_exists(daemon), "the end of all it had started")
 
 
 SMALL_DISK = 'mount -t tmpfs -o size=100k none "$0" && exec "$@"'

@@ -45,6 +45,7 @@ REFUSED = 3  # exit code: the runner said no, and why
 BLOCK, PIECE, TAIL = 1 << 20, 1 << 16, 1 << 12  # bytes
 POLL = 0.1  # seconds
 EXIT_MARGIN = 15.0  # seconds beyond its grace in which a stopping worker hashes what is there
+HOLDER = "PERILUNE_HOLDER"  # variable: number and start of the process that we may not outlive
 MARK, WORKER_MARK = "PERILUNE_ATTEMPT", "PERILUNE_CLAIM"
 SUBREAPER, DEATH_SIGNAL = 36, 1  # of prctl(2)
 GROWING = (".log", ".jsonl")  # written at their ends only
@@ -370,8 +371,7 @@ def keep(attempt: Attempt, options: argparse.Namespace) -> None:
         with contextlib.suppress(BrokenPipeError):  # it stays open for as long as we live
             entrypoint.stdin.write(json.dumps(environment).encode() + b"\n")
             entrypoint.stdin.flush()
-    seen, seen_at = modified(attempt.contact), began
-    cause, why = "", ""
+    seen, seen_at, cause, why = modified(attempt.contact), began, "", ""
     while entrypoint.poll() is None and not cause:
         time.sleep(POLL)
         now = time.monotonic()
@@ -383,11 +383,13 @@ def keep(attempt: Attempt, options: argparse.Namespace) -> None:
             cause, why = "timeout", f"it took longer than max_lifetime, {options.lifetime:.0f} s"
         elif options.unseen and now - seen_at > options.unseen:
             cause, why = "stopped", f"nobody has looked at it for {options.unseen:.0f} s"
+        elif not held():
+            cause, why = "stopped", "the machine was taken back"
     if cause:
         with contextlib.suppress(ProcessLookupError):
             entrypoint.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            entrypoint.wait(options.grace + EXIT_MARGIN)
+            entrypoint.wait(options.grace + EXIT_MARGIN if held() else 0.0)
     status = entrypoint.poll()
     if attempt.container:
         entrypoint.kill()
@@ -670,6 +672,12 @@ def starttime(pid: int) -> int | None:
     except OSError:
         return None
     return None if fields[0] in "ZX" else int(fields[19])
+
+
+def held() -> bool:
+    """Whether the process still lives that lends us the machine, where one does."""
+    pid, _, began = os.environ.get(HOLDER, "").partition(" ")
+    return not pid or str(starttime(int(pid))) == began
 
 
 def boot_id() -> str:
