@@ -16,6 +16,7 @@ from perilune.control.home import Home
 from perilune.control.ids import new_ulid
 from perilune.errors import RequestError
 from perilune.execution.providers.protocol import Provider
+from perilune.execution.providers.ray.settings import RaySettings
 from perilune.execution.providers.skypilot.settings import SkyPilotSettings
 from perilune.files import write_atomic
 from perilune.recipe.problems import ProblemsError, raise_first, validate
@@ -54,7 +55,9 @@ class ProvidersFile(BaseModel):
     daily_cap: Annotated[
         float, Field(gt=0, description="currency units that may be spent or promised in any 24 hours")
     ]
-    providers: Mapping[str, Annotated[FakeSettings | SkyPilotSettings, Field(discriminator="type")]]
+    providers: Mapping[
+        str, Annotated[FakeSettings | RaySettings | SkyPilotSettings, Field(discriminator="type")]
+    ]
 
 
 class Providers:
@@ -111,7 +114,7 @@ class Providers:
         settings = self.settings()
         return settings.daily_cap if settings else 0.0
 
-    def _settings_of(self, name: str) -> FakeSettings | SkyPilotSettings:
+    def _settings_of(self, name: str) -> FakeSettings | RaySettings | SkyPilotSettings:
         settings = self.settings()
         if settings is None or name not in settings.providers:
             known = ", ".join(settings.providers) if settings else "none"

@@ -15,7 +15,7 @@ from urllib.parse import quote
 from perilune.errors import PeriluneError
 from perilune.execution.hosts.protocol import Answer, Host, HostUnreachableError
 from perilune.execution.processes import Presence
-from perilune.execution.providers.frames import BrokenConnectionError, converse, cut_after
+from perilune.execution.providers.conversation import BrokenConnectionError, converse, cut_after
 from perilune.execution.providers.protocol import (
     Capabilities,
     MachineRequest,

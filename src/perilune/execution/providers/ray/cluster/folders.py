@@ -1,0 +1,86 @@
+"""What machines of ours have on a node's disk: a folder each, whose name says whose it is.
+
+Ray ends an actor without asking it, so nobody removes its folder then: the next one that starts on the node
+does, when it is proven that the process it belonged to has ended, and that nothing lives that it started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+from pathlib import Path
+
+HOLDER = "PERILUNE_HOLDER"  # variable of all that runs on a machine: the process that it ends with
+NAME = re.compile(r"perilune-[0-9a-z-]+\.(\d+)\.(\d+)\.([0-9a-f]{16})\.([0-9a-f]{16})")
+
+
+def new_home(key: str, workspace: str) -> str:
+    """A new folder of this process, for the machine `key`; what is left of dead ones beside it is removed."""
+    base = Path(workspace).expanduser()
+    base.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for folder in base.iterdir():
+        if abandoned(folder.name):
+            shutil.rmtree(folder, ignore_errors=True)
+    home = base / f"{key}.{os.getpid()}.{starttime(os.getpid())}.{boot()}.{host()}"
+    home.mkdir(mode=0o700)
+    return str(home)
+
+
+def environment(home: str) -> dict[str, str]:
+    """Variables of what runs on a machine: the node's, without Ray's own, and with a home of its own.
+
+    What programs keep to be quicker the next time stays where it is, for all machines of the node.
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.upper().startswith("RAY_")}
+    kept.setdefault("XDG_CACHE_HOME", str(Path("~/.cache").expanduser()))
+    kept["HOME"] = home
+    kept[HOLDER] = f"{os.getpid()} {starttime(os.getpid())}"
+    own = [path for path in kept.pop("PYTHONPATH", "").split(os.pathsep) if path and path != str(Path.cwd())]
+    return {**kept, "PYTHONPATH": os.pathsep.join(own)} if own else kept
+
+
+def abandoned(name: str) -> bool:
+    """Whether a folder of that name belonged to a process of this node of which nothing is left."""
+    found = NAME.fullmatch(name)
+    if found is None or found[4] != host():
+        return False
+    if found[3] != boot():
+        return True
+    mark = f"{HOLDER}={found[1]} {found[2]}".encode()
+    return starttime(int(found[1])) != int(found[2]) and not any(mark in environ for environ in environs())
+
+
+def environs() -> list[bytes]:
+    """Environments of all processes that may be looked into."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            found.append(path.read_bytes())
+    return found
+
+
+def starttime(pid: int) -> int | None:
+    """Ticks from boot to the start of a living process; None for a zombie and for none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def boot() -> str:
+    """This boot of the machine, as 16 hexadecimal digits."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", "")[:16]
+
+
+def host() -> str:
+    """This machine and its process namespace, as 16 hexadecimal digits: homes are shared between nodes."""
+    machine = ""
+    with contextlib.suppress(OSError):
+        machine = Path("/etc/machine-id").read_text()
+    return hashlib.sha256(
+        f"{machine} {os.uname().nodename} {Path('/proc/self/ns/pid').readlink()}".encode()
+    ).hexdigest()[:16]

@@ -1,0 +1,176 @@
+"""One machine of ours on a Ray cluster: an actor on a node, which runs commands and has a folder there.
+
+No call but `stay` lasts much longer than `SLICE` seconds, so that a few threads serve any number of commands.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import select
+import subprocess
+import threading
+import time
+import uuid
+
+from .folders import environment, new_home
+
+BLOCK = 1 << 20  # bytes of one call
+SLICE = 1.0  # seconds
+LINGER = 2.0  # seconds for output that comes after the exit, from what the command left running
+FORGOTTEN = 120.0  # seconds after which a command that nobody reads from is let go of
+
+
+class Machine:
+    """Runs commands on this node for as long as the process lives that it is in.
+
+    Args:
+        key: what it is called.
+        workspace: folder on this node below which the folders of machines lie.
+        token: what whoever wants a command run has to know.
+    """
+
+    def __init__(self, key: str, workspace: str, token: str) -> None:
+        self._home, self._token = new_home(key, workspace), token
+        self._commands: dict[str, Command] = {}
+
+    def address(self) -> str:
+        """Where the other machines of the same attempt reach this one."""
+        import ray
+
+        return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
+    def stay(self) -> None:
+        """Never returns: whoever waits for it is told when this machine dies."""
+        threading.Event().wait()
+
+    def open(self, token: str, command: list[str]) -> str:
+        """Start a command; its name for the other calls.
+
+        Raises:
+            PermissionError: the token is another.
+        """
+        if not hmac.compare_digest(token.encode(), self._token.encode()):
+            raise PermissionError("this machine has another token")
+        for name, other in list(self._commands.items()):
+            if time.monotonic() - other.touched > FORGOTTEN:
+                self.close(name)
+        name = uuid.uuid4().hex
+        self._commands[name] = Command(command, self._home)
+        return name
+
+    def write(self, name: str, data: bytes) -> int:
+        """Give a command input; how many bytes it has taken."""
+        return self._commands[name].write(data)
+
+    def end_input(self, name: str) -> None:
+        """Close a command's input."""
+        self._commands[name].end_input()
+
+    def read(self, name: str) -> tuple[bytes, bytes, int | None]:
+        """What is new of a command's stdout and stderr; its exit code once it has ended and that was all."""
+        return self._commands[name].read()
+
+    def close(self, name: str) -> None:
+        """Let go of a command: its pipes are closed, as when a line is hung up."""
+        command = self._commands.pop(name, None)
+        if command is not None:
+            command.close()
+
+
+class Command:
+    """A process and its pipes. One thread writes and one reads at a time.
+
+    Attributes:
+        touched: when it was last asked anything, by the monotonic clock.
+    """
+
+    def __init__(self, command: list[str], home: str) -> None:
+        self.touched = time.monotonic()
+        self._ended: float | None = None
+        try:
+            self._process = subprocess.Popen(
+                command,
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                cwd=home,
+                env=environment(home),
+                start_new_session=True,
+            )
+        except OSError as error:  # as a shell says it
+            self._process = subprocess.Popen(
+                ["sh", "-c", 'echo "$0" >&2; exit 127', str(error)],
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+        assert self._process.stdin and self._process.stdout and self._process.stderr
+        self._input, self._output, self._errors = (
+            self._process.stdin,
+            self._process.stdout,
+            self._process.stderr,
+        )
+        os.set_blocking(self._input.fileno(), False)
+        self._open = [self._output, self._errors]
+
+    def write(self, data: bytes) -> int:
+        """As `Machine.write`; what it does not want to have counts as taken."""
+        pipe, taken, until = self._input.fileno(), 0, time.monotonic() + SLICE
+        while taken < len(data) and time.monotonic() < until:
+            self.touched = time.monotonic()
+            try:
+                taken += os.write(pipe, data[taken:])
+            except BlockingIOError:
+                ready(until, writing=[pipe])
+            except BrokenPipeError:
+                return len(data)
+        return taken
+
+    def end_input(self) -> None:
+        """As `Machine.end_input`."""
+        self._input.close()
+
+    def read(self) -> tuple[bytes, bytes, int | None]:
+        """As `Machine.read`; waits a little for something to tell."""
+        self.touched = time.monotonic()
+        came = {self._output: b"", self._errors: b""}
+        patience = SLICE if self._ended is None else 0.1
+        if not self._open:
+            return b"", b"", self._code(SLICE)
+        for pipe in ready(time.monotonic() + patience, reading=[one.fileno() for one in self._open]):
+            stream = next(one for one in self._open if one.fileno() == pipe)
+            came[stream] = os.read(pipe, BLOCK)
+            if not came[stream]:
+                self._open.remove(stream)
+        output, errors = came.values()
+        if output or errors or self._code(0.0) is None:
+            return output, errors, None
+        self._ended = self._ended or time.monotonic()
+        lingered = not self._open or time.monotonic() - self._ended > LINGER
+        return b"", b"", self._code(0.0) if lingered else None
+
+    def _code(self, patience: float) -> int | None:
+        """Its exit code, a signal's as a shell tells it; None while it runs."""
+        try:
+            code = self._process.wait(patience)
+        except subprocess.TimeoutExpired:
+            return None
+        return 128 - code if code < 0 else code
+
+    def close(self) -> None:
+        """As `Machine.close`."""
+        for pipe in (self._input, self._output, self._errors):
+            pipe.close()
+
+
+def ready(until: float, reading: list[int] | None = None, writing: list[int] | None = None) -> list[int]:
+    """Those of the pipes where there is something to do, by `until` at the latest."""
+    poll = select.poll()
+    for pipe in reading or []:
+        poll.register(pipe, select.POLLIN)
+    for pipe in writing or []:
+        poll.register(pipe, select.POLLOUT)
+    return [pipe for pipe, _ in poll.poll(max(0.0, until - time.monotonic()) * 1000)]
