@@ -48,7 +48,8 @@ def cloud(sky: FakeSky, tmp_path: Path) -> Iterator[SkyPilot]:
 
 def running(cloud: SkyPilot, number: int = 1, **request: Any) -> RentedMachine:
     made = cloud.create(key(number), MachineRequest("spot", 3700.0, **request))
-    return made if made.status is MachineStatus.RUNNING else only(cloud, MachineStatus.RUNNING)
+    assert made.status is MachineStatus.RUNNING
+    return made
 
 
 def only(cloud: SkyPilot, status: MachineStatus) -> RentedMachine:
@@ -262,8 +263,9 @@ def test_the_machines_of_an_attempt_are_one_cluster(cloud: SkyPilot, sky: FakeSk
 
 def test_the_clouds_are_asked_now_and_then(sky: FakeSky, tmp_path: Path) -> None:
     with sky.provider(tmp_path, look_seconds=0.5, visibility_seconds=2) as cloud:
+        assert not cloud.list(TAG)
         running(cloud)
-        assert only(cloud, MachineStatus.RUNNING)
+        assert only(cloud, MachineStatus.RUNNING)  # what we do is seen at once
         sky.change(key(1), alive=False)
         assert only(cloud, MachineStatus.RUNNING)  # as a moment ago
         time.sleep(0.6)
@@ -274,6 +276,10 @@ def test_the_clouds_are_asked_now_and_then(sky: FakeSky, tmp_path: Path) -> None
         time.sleep(1.1)
         with pytest.raises(ProviderUnreachableError):  # nobody is told what was true long ago
             cloud.list(TAG)
+        sky.weather(before_status=0)
+        running(cloud, 2)
+        cloud.terminate(key(2))
+        assert [one.key for one in cloud.list(TAG)] == [key(1)]
 
 
 def test_settings_that_cannot_be_are_refused(sky: FakeSky, tmp_path: Path) -> None:

@@ -91,8 +91,7 @@ class SkyPilot:
         price = self._price(request.kind)
         task = self._task(request.kind, request.nodes, minutes=minutes, price=price)
         self._clusters.wanted(cluster, request)
-        self._looks.clear()
-        self._bridge.ask("create", cluster=cluster, task=task, patience=PATIENCE)
+        self._do("create", cluster=cluster, task=task, patience=PATIENCE)
         found = self._look(cluster).get(key)
         if found is not None:
             return found
@@ -114,8 +113,7 @@ class SkyPilot:
         """Have the cluster taken down that `key` is in, with all its machines."""
         cluster = cluster_of(key)
         self._clusters.dismissed(cluster)
-        self._looks.clear()
-        self._bridge.ask("end", cluster=cluster)
+        self._do("end", cluster=cluster)
 
     def host(self, machine: RentedMachine) -> Host:
         """How commands are run on it: as SkyPilot's ssh configuration says, with a host key learned once."""
@@ -141,6 +139,12 @@ class SkyPilot:
     ) -> dict[str, Any]:
         resources = dict(self.settings.kinds[kind].resources)
         return {"kind": kind, "resources": resources, "nodes": nodes, "minutes": minutes, "price": price}
+
+    def _do(self, call: str, **arguments: Any) -> None:
+        try:
+            self._bridge.ask(call, **arguments)
+        finally:
+            self._looks.clear()  # what was seen before is no longer so
 
     def _look(self, prefix: str) -> Mapping[str, RentedMachine]:
         """Ask the clouds. A cluster that is stopped is of no use, and costs: it is asked to end."""
