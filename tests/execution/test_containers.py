@@ -182,7 +182,15 @@ def test_a_start_that_fails_is_told_and_leaves_nothing(program: Program, tmp_pat
         assert verdict(4, placement).cause == "start_failed"
     with program.fault("start", '$program "$@" & sleep 2; kill -9 $!; exit 1'):  # its client is killed
         assert verdict(5, placement).cause in {"start_failed", "runner_died"}
-    small = verdict(6, placed(program, tmp_path, memory="12m"))
+
+    uv = placement.site.model_copy(
+        update={"installed": False, "environment": {"PERILUNE_INSTALLER": "uv", "PATH": "/bin"}}
+    )
+    bare = verdict(6, RemotePlacement(LocalHost(), uv, Limits(), placement.container))
+    assert bare.cause == "request_error" and "uv is not on PATH" in bare.message
+    kept = tmp_path / "workspace" / ".environments" / program.image.removeprefix("sha256:")[:16]
+    assert list(kept.glob("environments/*/bin/python"))  # the next attempt finds what this one has made
+    small = verdict(7, placed(program, tmp_path, memory="12m"))
     assert (small.cause, small.message) == (
         "out_of_memory",
         "the kernel ended its container for want of memory",
