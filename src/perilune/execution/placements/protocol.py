@@ -97,7 +97,10 @@ class Placement(Protocol):
         ...
 
     def observe(self, attempt: Assignment) -> Observation:
-        """Look at it. Never raises for want of a way there: the observation says so, and nothing else."""
+        """Look at it. Never raises for want of a way there: the observation says so, and nothing else.
+
+        What is new and small may come home along with it; `Observation.more` says whether a pull brings more.
+        """
         ...
 
     def pull(self, attempt: Assignment, *, whole: bool = False) -> None:

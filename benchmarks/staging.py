@@ -1,0 +1,230 @@
+"""What travels to a machine and back: the same model staged again, an upload that was cut, and looks.
+
+    python benchmarks/staging.py [--against COMMIT]
+
+A bundle with a large input is staged on a machine twice, as two runs would, once over a host that is this
+machine and once over a real sshd of our own on the loopback; then an upload is cut in the middle and staged
+again; then an attempt that waits is looked at, as the reconciler does it. With `--against` another commit of
+this repository is measured in the same way, taking turns. Writes results/staging.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, BinaryIO
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "staging.json"
+ABOUT = (
+    "A bundle with one large input of random bytes is staged on a machine that has nothing, then again as "
+    "another run; the machine is this one, reached by a pipe, or by a real `sshd` on the loopback, so the "
+    "seconds are what the two ends cost, without a network's. *After a cut* is what staging takes when half "
+    "of it had arrived before the line was cut. *A look* is what the reconciler does each second about an "
+    "attempt under way: processor milliseconds of both ends together, and the median of wall ones. "
+    "`before` is the commit named below: a tar that is sent whole each time, and two calls a look."
+)
+
+
+def arm(size: int, looks: int) -> dict[str, Any]:
+    """The figures of the package that this process imports."""
+    sys.path.insert(0, str(ROOT / "tests" / "drill"))
+    from hosts_cases import NearbyHost, interpreter
+    from sshd_cases import sshd
+
+    from perilune.execution.hosts.protocol import HostUnreachableError
+    from perilune.execution.hosts.ssh import SshHost
+    from perilune.execution.limits import Limits
+    from perilune.execution.placements.remote import RemotePlacement, Site
+
+    class Counting(NearbyHost):
+        """Counts what is sent; the first call that sends much is cut at half of it, when asked to."""
+
+        sent, cuts = 0, False
+
+        def run(self, command: Any, *, source: BinaryIO | None = None, **rest: Any) -> Any:
+            data = b"" if source is None else source.read()
+            if self.cuts and len(data) > size // 2:
+                self.cuts = False
+                super().run(command, source=io.BytesIO(data[: len(data) // 2]), **rest)
+                raise HostUnreachableError("cut")
+            self.sent += len(data)
+            return super().run(command, source=io.BytesIO(data), **rest)
+
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as name:
+        folder = Path(name)
+        bundle = large_bundle(folder, size)
+        python = interpreter(folder / "python")
+
+        def placement(host: Any, workspace: str) -> RemotePlacement:
+            site = Site(python=str(python), installed=True, workspace=str(folder / workspace))
+            return RemotePlacement(host, site, Limits())
+
+        near = Counting()
+        there = placement(near, "near")
+        for what in ("first", "second"):
+            near.sent = 0
+            found[f"pipe, {what}: seconds"] = staged(there, bundle, folder, what)
+            found[f"pipe, {what}: megabytes"] = near.sent / 1e6
+        shutil.rmtree(folder / "near")
+        near.cuts = True
+        try:
+            staged(there, bundle, folder, "cut")
+        except HostUnreachableError:
+            near.sent = 0
+        found["pipe, after a cut: seconds"] = staged(there, bundle, folder, "cut")
+        found["pipe, after a cut: megabytes"] = near.sent / 1e6
+        shutil.rmtree(folder / "near")
+        found |= {f"pipe, a look: {key}": value for key, value in looked(there, folder, looks, []).items()}
+        with sshd(folder / "sshd") as server:
+            host = SshHost(server.settings(), folder / "keys")
+            there = placement(host, "far")
+            for what in ("first", "second"):
+                found[f"ssh, {what}: seconds"] = staged(there, bundle, folder, f"far-{what}")
+            shutil.rmtree(folder / "far")
+            figures = looked(there, folder, looks, [server.process.pid])
+            found |= {f"ssh, a look: {key}": value for key, value in figures.items()}
+            host.disconnect()
+    return found
+
+
+def large_bundle(folder: Path, size: int) -> Path:
+    """A bundle whose input is one file of random bytes."""
+    from drill_cases import drill_job
+
+    from perilune.bundle.freeze import freeze
+    from perilune.bundle.job import InputReference
+
+    model = folder / "model"
+    with model.open("wb") as file:
+        for _ in range(size // (1 << 20)):
+            file.write(os.urandom(1 << 20))
+    model.chmod(0o444)
+    reference = InputReference(name="data", path="inputs/data", digest="", kind="dataset")
+    job = drill_job(data="data").model_copy(update={"inputs": (reference,)})
+    freeze(job, {"data": model}, folder / "bundle")
+    return folder / "bundle"
+
+
+def staged(placement: Any, bundle: Path, folder: Path, run: str) -> float:
+    """Seconds that staging takes."""
+    from placement_conformance import assigned, stage
+
+    attempt = assigned(folder / run, 1, f"01{run.replace('-', '').upper()}")
+    began = time.perf_counter()
+    stage(placement, attempt, bundle)
+    return time.perf_counter() - began
+
+
+def looked(placement: Any, folder: Path, looks: int, servers: list[int]) -> dict[str, float]:
+    """Median milliseconds of a look at an attempt that waits."""
+    from drill_cases import drill_bundle
+    from placement_conformance import assigned, stage, until
+
+    gate = folder / f"gate-{len(servers)}"
+    bundle = drill_bundle(folder / f"waiting-{len(servers)}", gate=str(gate), say="a line")
+    attempt = assigned(folder / f"looked-{len(servers)}")
+    stage(placement, attempt, bundle)
+    placement.start(attempt)
+
+    def look() -> bool:
+        """As the reconciler looks at an attempt that is running."""
+        seen = placement.observe(attempt)
+        if seen.claim is not None and getattr(seen, "more", True):
+            placement.pull(attempt)
+        return bool((attempt.directory / "runtime" / "runtime.log").exists())
+
+    until(look, "a log")
+    wall, before = [], processor_seconds(servers)
+    for _ in range(looks):
+        began = time.perf_counter()
+        look()
+        wall.append(time.perf_counter() - began)
+    processor = processor_seconds(servers) - before
+    gate.touch()
+    until(lambda: placement.observe(attempt).verdict is not None, "its end")
+    return {
+        "processor ms": 1e3 * processor / looks,
+        "wall ms": 1e3 * statistics.median(wall),
+    }
+
+
+def processor_seconds(servers: list[int]) -> float:
+    """Of this process, of `servers`, and of all that they have started and that has ended, or lives."""
+    import psutil
+
+    total = sum(os.times()[:4])
+    for pid in servers:
+        for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+            try:
+                total += sum(process.cpu_times()[:4])
+            except psutil.NoSuchProcess:  # counted with its parent from now on
+                continue
+    return total
+
+
+def turns(checkouts: dict[str, Path], rounds: int, size: int, looks: int) -> dict[str, list[dict[str, Any]]]:
+    """Every checkout measured in a process of its own, taking turns."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in checkouts}
+    for _ in range(rounds):
+        for name, checkout in checkouts.items():
+            command = [sys.executable, __file__, "--arm", "--size", str(size), "--looks", str(looks)]
+            environment = {**os.environ, "PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1"}
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
+            found[name].append(json.loads(done.stdout))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--against", help="another commit of this repository, to take turns with")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--size", type=int, default=500 << 20, help="bytes of the large input")
+    parser.add_argument("--looks", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--arm", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.arm:
+        print(json.dumps(arm(given.size, given.looks)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        checkouts = {"now": ROOT}
+        if given.against:
+            checkouts = {"before": Path(folder) / "before", **checkouts}
+            subprocess.run(["git", "clone", "-q", str(ROOT), str(checkouts["before"])], check=True)
+            subprocess.run(
+                ["git", "-C", str(checkouts["before"]), "checkout", "-q", given.against], check=True
+            )
+        found = turns(checkouts, given.rounds, given.size, given.looks)
+    from perilune.bundle.machine import describe_machine
+
+    document = {
+        "title": "Staging and looking",
+        "about": ABOUT,
+        "command": f"python benchmarks/staging.py --against {given.against}",
+        "measured": {
+            key: {name: [round(one[key], 3) for one in figures] for name, figures in found.items()}
+            for key in found["now"][0]
+        },
+        "megabytes of the large input": round(given.size / 1e6, 1),
+        "before is commit": given.against,
+        "machine": describe_machine(),
+    }
+    given.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(document["measured"], indent=1))
+
+
+if __name__ == "__main__":
+    main()
