@@ -15,8 +15,9 @@ from drill_cases import Command, carry_out, drill_plan
 from perilune.bundle.attested import Evidence, tampered
 from perilune.bundle.envelope import PUBLIC, SignatureError, SigningKey, opened
 from perilune.control.experiments import Control
-from perilune.control.verification import export, record_problem
+from perilune.control.verification import VERIFIED, export, record_problem
 from perilune.errors import RequestError
+from perilune.files import read_json
 
 
 @pytest.fixture
@@ -135,6 +136,32 @@ def test_a_changed_event_is_named(control: Control) -> None:
         connection.exec_driver_sql("UPDATE events SET detail = '{}' WHERE seq = 3")
         connection.commit()
     assert record_problem(control) == "event 3 does not follow from the one before it"
+
+
+def test_a_check_begins_where_the_last_one_ended_if_that_is_as_it_was(
+    control: Control, perilune: Command
+) -> None:
+    carry_out(control, drill_plan("one", steps=1))
+    assert perilune("reconcile")[0] == 0
+    last = read_json(control.home.root / VERIFIED)["seq"]
+
+    def change(seq: int) -> None:
+        with control.store.engine.connect() as connection:
+            connection.exec_driver_sql("DROP TRIGGER IF EXISTS events_no_update")
+            connection.exec_driver_sql(f"UPDATE events SET hash = 'x' || hash WHERE seq = {seq}")
+            connection.commit()
+
+    change(3)  # long ago: for a full check
+    assert record_problem(control, since_last=True) == ""
+    assert perilune("verify")[0] == 1 and record_problem(control, since_last=True).startswith("event 3 ")
+    with control.store.engine.connect() as connection:
+        connection.exec_driver_sql("UPDATE events SET hash = substr(hash, 2) WHERE seq = 3")
+        connection.commit()
+    assert perilune("reconcile")[0] == 0
+    change(last)  # where the last check ended
+    assert record_problem(control, since_last=True).startswith(f"event {last} ")
+    code, _, err = perilune("reconcile")
+    assert code == 2 and f"event {last} " in err
 
 
 def test_of_two_who_make_a_key_at_once_one_key_stays(tmp_path: Path) -> None:

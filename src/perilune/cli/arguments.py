@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from perilune.cli.output import echo
+
 if TYPE_CHECKING:
     from perilune.control.experiments import Control
     from perilune.control.progress import StageEvent
@@ -56,13 +58,26 @@ def command_group(help: str) -> typer.Typer:
 
 
 def open_control(*, look: bool = True) -> Control:
-    """The control plane of this home, after a look at what has happened meanwhile."""
+    """The control plane of this home, after a look at what has happened meanwhile.
+
+    What does not answer soon is told as it was seen last; stderr says which runs those are.
+    """
     from perilune.control.experiments import Control
 
     control = Control()
     if look:
-        control.reconciler.all(act=False)
+        look_around(control)
     return control
+
+
+def look_around(control: Control) -> None:
+    """Take a look at all that lives, no longer than people wait for a list."""
+    from perilune.control.glance import glance
+
+    if unseen := glance(control.reconciler):
+        named = ", ".join(f"{run.stage} ({run.id})" for run in unseen[:3])
+        more = f" and {len(unseen) - 3} more" if len(unseen) > 3 else ""
+        echo(f"as seen last, not answering now: {named}{more}; perilune reconcile waits for them", err=True)
 
 
 def show_events(events: Iterable[StageEvent]) -> StageEvent | None:

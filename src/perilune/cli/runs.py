@@ -205,7 +205,7 @@ def reconcile(
 
     Where a stage of an experiment has succeeded, the next one is begun, as it was asked for.
 
-    Also checks that no event of the record was changed.
+    Also checks the events recorded since the last check for changes; `perilune verify` checks all of them.
 
     \b
     perilune reconcile
@@ -240,13 +240,11 @@ def reconcile(
 
 
 def _check_record(control: Control) -> None:
-    from perilune.control.store import verify_events
+    from perilune.control.verification import record_problem
 
-    with control.store.snapshot() as session:
-        broken = verify_events(session)
-    if broken is not None:
+    if problem := record_problem(control, since_last=True):
         raise RequestError(
-            f"event {broken} was changed after it was recorded",
+            f"the record was changed after it was written: {problem}",
             where=control.store.database.where,
             remedy="restore the database from a backup",
         )

@@ -66,12 +66,13 @@ class Row:
         )
 
 
-def rows(control: Control, experiments: int, *, now: float | None = None) -> list[Row]:
+def rows(control: Control, experiments: int, *, now: float | None = None, look: bool = True) -> list[Row]:
     """The stages of the latest experiments, the newest experiment first, after a look at all that lives."""
     from perilune.control.experiments import read_progress
     from perilune.control.lookup import latest_experiments, stage_statuses
 
-    control.reconciler.all(act=False)
+    if look:
+        control.reconciler.all(act=False)
     latest = latest_experiments(control, experiments)
     found = stage_statuses(control, latest)
     clock = time.time() if now is None else now
@@ -104,11 +105,12 @@ def top(
     perilune top
     perilune top --once
     """
-    control = open_control(look=False)
+    live = not (as_json or once) and sys.stdout.isatty()
+    control = open_control(look=not live)
     if as_json:
-        print_json({"runs": [_document(row) for row in rows(control, experiments)]})
-    elif once or not sys.stdout.isatty():
-        for row in ([*COLUMNS], *(row.cells() for row in rows(control, experiments))):
+        print_json({"runs": [_document(row) for row in rows(control, experiments, look=False)]})
+    elif not live:
+        for row in ([*COLUMNS], *(row.cells() for row in rows(control, experiments, look=False))):
             echo("\t".join(row))
     else:
         try:

@@ -251,11 +251,15 @@ def record(
     session.flush()
 
 
-def verify_events(session: Session) -> int | None:
-    """Sequence number of the first event that does not follow from the one before it, or None."""
-    previous = ""
+def verify_events(session: Session, after: int = 0, previous: str = "") -> int | None:
+    """Sequence number of the first event that does not follow from the one before it, or None.
+
+    Args:
+        after: begin with the event after this one, whose hash is `previous`.
+    """
     columns = (Event.seq, Event.time, Event.run_id, Event.epoch, Event.kind, Event.detail, Event.hash)
-    for row in session.execute(select(*columns).order_by(Event.seq).execution_options(yield_per=10_000)):
+    query = select(*columns).where(Event.seq > after).order_by(Event.seq)
+    for row in session.execute(query.execution_options(yield_per=10_000)):
         if row.hash != event_hash(previous, row):
             return int(row.seq)
         previous = row.hash

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
 from perilune.bundle.attested import BUNDLE_STATEMENT, RESULT_STATEMENT, tampered
 from perilune.bundle.crate import describe
 from perilune.bundle.digest import recorded_digest
@@ -13,16 +16,43 @@ from perilune.bundle.storage import new_folder, place
 from perilune.bundle.verify import verify
 from perilune.control.attestation import evidence_of
 from perilune.control.experiments import Control
-from perilune.control.store import Run, verify_events
+from perilune.control.store import Event, Run, verify_events
 from perilune.control.transitions import RunState
 from perilune.errors import RequestError
+from perilune.files import read_json, write_json
+
+VERIFIED = "verified.json"  # in the home: up to which event the record has been checked
 
 
-def record_problem(control: Control) -> str:
-    """What is wrong with the event log: "" when each event follows from the one before it."""
+def record_problem(control: Control, *, since_last: bool = False) -> str:
+    """What is wrong with the event log: "" when each event follows from the one before it.
+
+    Args:
+        since_last: begin where the last check ended, if that event still has the hash it had then. What was
+            changed before it, only a full check sees.
+    """
+    kept = control.home.root / VERIFIED
     with control.store.snapshot() as session:
-        broken = verify_events(session)
-    return "" if broken is None else f"event {broken} does not follow from the one before it"
+        seq, digest = _verified(session, kept) if since_last else (0, "")
+        broken = verify_events(session, seq, digest)
+        last = session.execute(select(Event.seq, Event.hash).order_by(Event.seq.desc()).limit(1)).first()
+    if broken is not None:
+        kept.unlink(missing_ok=True)
+        return f"event {broken} does not follow from the one before it"
+    if last is not None and last.seq != seq:
+        write_json(kept, {"seq": last.seq, "hash": last.hash})
+    return ""
+
+
+def _verified(session: Session, kept: Path) -> tuple[int, str]:
+    """Number and hash of the event that the last check ended with; the beginning when that is another now."""
+    try:
+        found = read_json(kept)
+        seq, digest = int(found["seq"]), str(found["hash"])
+    except (RequestError, KeyError, TypeError, ValueError):
+        return 0, ""
+    same = session.scalar(select(Event.hash).where(Event.seq == seq)) == digest
+    return (seq, digest) if same else (0, "")
 
 
 def run_problems(control: Control, run: Run) -> Iterator[str]:

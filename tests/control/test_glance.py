@@ -1,0 +1,66 @@
+"""Commands that only tell do not wait for a machine that does not answer."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from drill_cases import begin, drill_plan, only_run
+
+from perilune.control.experiments import Control, advance
+from perilune.control.home import locked
+from perilune.control.store import Attempt, Run, move_run
+from perilune.control.templates import OverSsh, Template
+from perilune.control.transitions import AttemptState, RunState
+
+
+@pytest.fixture
+def silent() -> Iterator[int]:
+    """A port that takes connections and never says a word."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        yield int(listening.getsockname()[1])
+
+
+def listing() -> tuple[float, str, str]:
+    began = time.monotonic()
+    command = [sys.executable, "-m", "perilune.cli.main", "runs"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return time.monotonic() - began, done.stdout, done.stderr
+
+
+def test_a_listing_tells_what_is_recorded_when_a_machine_does_not_answer(
+    control: Control, silent: int
+) -> None:
+    there = OverSsh(host="127.0.0.1", port=silent, config="/dev/null")
+    plan = drill_plan()
+    next(advance(control, begin(control, [plan]), [plan], template=Template(placement=there)))
+    run_id = only_run(control).id
+    with control.store.transaction() as session:
+        run = session.get_one(Run, run_id)
+        run.current_epoch = 1
+        session.add(
+            Attempt(
+                run_id=run_id,
+                number=1,
+                state=AttemptState.RUNNING.value,
+                placement="ssh",
+                launcher="process",
+                created=time.time(),
+            )
+        )
+        move_run(session, run, RunState.ACTIVE)
+
+    seconds, out, err = listing()  # the way there gives up after 10
+    assert seconds < 8 and "active" in out
+    assert f"as seen last, not answering now: drill ({run_id})" in err
+
+    control.home.daemon.mkdir()
+    with locked(control.home.daemon):  # a daemon looks anyway
+        quick, out, err = listing()
+    assert quick < seconds - 1 and "active" in out and err == ""
