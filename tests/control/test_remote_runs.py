@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 from drill_cases import INSTALLED, begin, drill_control, drill_plan, has_event, only_run, wait_for
 from hosts_cases import NearbyHost, interpreter
+from kill_cases import killed_at_every_point
 
 from perilune.bundle import scripts
 from perilune.bundle.verify import verify
@@ -146,35 +148,24 @@ def test_every_verb_may_be_cut_off_before_and_after_it_ran(control: Control, box
     assert left == ["claim.1.json", "lock"]  # what fences stays
 
 
-class _Crash(BaseException):
-    """The command was killed here."""
+def test_a_command_that_dies_at_every_point_in_turn_costs_nothing(box: Elsewhere, tmp_path: Path) -> None:
+    root, plan = tmp_path / "killed", drill_plan(steps=2, fail_at=1, how="kill", fresh_only=True)
 
+    def command() -> None:
+        again = drill_control(root)
+        next(advance(again, begin(again, [plan]), [plan], template=box.template))
+        while again.reconciler.all() or again.reconciler.unclean():
+            time.sleep(0.05)
 
-def test_a_command_that_dies_at_every_point_in_turn_costs_nothing(
-    control: Control, box: Elsewhere, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    passed: set[str] = set()
-
-    def reached(point: str) -> None:
-        if point not in passed:
-            passed.add(point)
-            raise _Crash
-
-    for name, module in list(sys.modules.items()):
-        if name.startswith("perilune.control.") and module is not faults and hasattr(module, "reached"):
-            monkeypatch.setattr(module, "reached", reached)
-    plan, run_id = drill_plan(steps=2), ""
-    for _ in range(len(faults.POINTS) + 1):
-        again = drill_control(control.home.root)
-        with contextlib.suppress(_Crash):
-            experiment = begin(again, [plan])
-            run_id = run_id or next(advance(again, experiment, [plan], template=box.template)).run_id
-            list(watch(again, run_id, poll=0.1))
-        again.store.close()
-    assert passed >= set(faults.POINTS)
-    assert states(control) == [("succeeded", "")] and totals(control) == [2, 6]
-    assert box.host.calls.count("receive") == 3  # the first staging asks what is missing
-    assert box.host.calls.count("start") == 1
+    points = killed_at_every_point(command, tmp_path / "points")
+    assert set(points) == set(faults.POINTS), "a point at which nobody was killed, or without a name"
+    control = drill_control(root)
+    run = only_run(control)
+    assert states(control) == [("failed", "killed"), ("succeeded", "")] and totals(control) == [2, 6]
+    assert verify(control.directory(run), run.bundle_digest) == []
+    left = {path.name for path in box.workspace.glob(f"{run.id}/*")}
+    assert left == {"claim.1.json", "claim.2.json", "lock"}
+    control.store.close()
 
 
 def test_a_link_that_is_down_ends_nothing(control: Control, box: Elsewhere, tmp_path: Path) -> None:

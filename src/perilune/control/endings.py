@@ -158,6 +158,7 @@ class Endings:
                 verdict=verdict,
                 policy=policy,
             )
+        reached("end.committed")
         if cleanup is Cleanup.PENDING and state is not AttemptState.LOST and elsewhere:
             self.clean(row)
         return True

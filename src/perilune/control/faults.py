@@ -19,6 +19,7 @@ POINTS = (
     "start.done",
     "adopt.committed",
     "finalize.begun",
+    "end.committed",
     "finalize.committed",
 )
 REMOVAL_POINTS = ("remove.recorded", "remove.renamed")  # of `perilune gc`

@@ -95,6 +95,7 @@ def started(session: Session, attempt: Attempt) -> Attempt:
     ):
         if row.state == before:
             move_attempt(session, row, after)
+    settle(session, row, "stage", "start")
     return row
 
 

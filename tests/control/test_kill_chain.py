@@ -1,0 +1,131 @@
+"""A run on rented machines whose every command is killed: nobody helps, nothing is lost or doubled."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cloud_cases import LEASE, bill, rent_from
+from drill_cases import begin, drill_control, drill_plan, has_event, only_run
+from hosts_cases import interpreter
+from kill_cases import killed_at_every_point
+from sqlalchemy import select
+
+from perilune.bundle.verify import verify
+from perilune.control import machine_planner, machines, reconcile
+from perilune.control.experiments import Control, StagePlan, advance
+from perilune.control.faults import MACHINE_POINTS, POINTS
+from perilune.control.lookup import attempts_of
+from perilune.control.rented import RentedPlacement
+from perilune.control.store import Event, Machine, Operation, Run, verify_events
+from perilune.control.templates import OnRented, Retry, Template
+from perilune.execution.limits import Limits
+from perilune.execution.placements import Capabilities
+from perilune.execution.placements.remote import Site
+from perilune.execution.providers.fake.client import FakeCloud
+from perilune.execution.providers.fake.weather import Fault, Weather
+from perilune.files import read_json_lines
+
+CANARY = "canary-9c41f6"
+SECOND = Path("artifacts", "checkpoints", "step-000002")
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name, seconds in (
+        (machine_planner, "LEAST_GAP", 0.05), (machine_planner, "ASK_GAP", 0.2),
+        (machines, "LOOK_SECONDS", 0.0), (machines, "ASK_SECONDS", 0.05), (reconcile, "LONGEST_WAIT", 0.2),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, seconds)
+    monkeypatch.setattr(RentedPlacement, "capabilities", Capabilities(elsewhere=True, look_every=0.05))
+    monkeypatch.setenv("DRILL_TOKEN", CANARY)
+
+
+def template(folder: Path) -> Template:
+    site = Site(python=str(interpreter(folder / "python", grace=1.0)), installed=True)
+    place = OnRented(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
+    return Template(placement=place, retry=Retry(base=0.01), limits=Limits(on_box_stop_after=60.0))
+
+
+def idle(control: Control) -> bool:
+    """One pass over everything; whether nothing is left to be done."""
+    live = control.reconciler.all()
+    return not live and not control.reconciler.unclean() and not control.reconciler.rentals.fleet.all()
+
+
+def recorded(home: Path) -> tuple[list[str], list[str]]:
+    """States of all runs and keys of all machines, in a record whose chain is whole."""
+    control = drill_control(home)
+    with control.store.snapshot() as session:
+        assert verify_events(session) is None
+        runs, rented = list(session.scalars(select(Run))), list(session.scalars(select(Machine.key)))
+        assert all((run.manifest_digest is not None) == (run.state == "succeeded") for run in runs)
+    control.store.close()
+    return [run.state for run in runs], rented
+
+
+@pytest.mark.parametrize("weather", [Weather(notice_seconds=60.0)])
+@pytest.mark.usefixtures("hurried")
+def test_a_run_whose_every_command_is_killed_ends_as_if_nothing_had_happened(
+    cloud: FakeCloud, tmp_path: Path
+) -> None:
+    home = tmp_path / "killed"
+    rent_from(home, cloud.folder)
+    where = template(tmp_path)
+    job = drill_plan(steps=4, fail_at=2, how="hang", fresh_only=True, tell="DRILL_TOKEN").job
+    plan = StagePlan("drill", job.model_copy(update={"secrets": ("DRILL_TOKEN",)}))
+    taken = tmp_path / "taken"  # exists once the first machine was said to be taken away
+
+    def command() -> None:
+        control = drill_control(home)
+        run_id = next(advance(control, begin(control, [plan]), [plan], template=where)).run_id
+        while not idle(control):
+            first = control.home.attempt(run_id, 1)
+            if has_event(first, "hangs") and (first / SECOND).exists() and not taken.exists():
+                (key,) = bill(cloud)["alive"]
+                cloud.befall(key=key, fault=Fault.PREEMPTED, seconds=60.0)
+                taken.touch()
+            time.sleep(0.05)
+
+    seen: list[list[str]] = [[]]
+
+    def after(point: str) -> None:
+        states, rented = recorded(home)
+        assert len(states) <= 1 and (states or not seen[-1])  # none is lost, none is doubled
+        assert "succeeded" not in seen[-1] or states == seen[-1]
+        assert set(bill(cloud)["costs"]) <= set(rented)
+        seen.append(states)
+
+    points = killed_at_every_point(command, tmp_path / "points", after)
+    assert set(points) == {*POINTS, *MACHINE_POINTS}, "a point at which nobody was killed, or without a name"
+    assert seen[points.index("submit.accepted") + 1] == ["queued"]
+
+    end = [sys.executable, "-m", "perilune.cli.main", "reconcile"]
+    last = subprocess.run(
+        end, check=False, env={**os.environ, "PERILUNE_HOME": str(home)}, capture_output=True, text=True
+    )
+    assert (last.returncode, last.stdout) == (0, "nothing is under way\n"), last.stderr
+    control = drill_control(home)
+    run = only_run(control)
+    ends = [(one.state, one.cleanup) for one in attempts_of(control, run.id)]
+    assert run.state == "succeeded" and ends == [("preempted", "done"), ("succeeded", "done")]
+    directory = control.directory(run)
+    assert verify(directory, run.bundle_digest) == []
+    rows = read_json_lines(directory / "artifacts" / "metrics.jsonl")
+    assert [row["total"] for row in rows] == [2, 6, 12, 20]
+    log = (directory / "runtime" / "runtime.log").read_bytes()
+    assert log == (directory / "artifacts" / "task.log").read_bytes() and b"[DRILL_TOKEN]" in log
+    kept = [path for path in home.rglob("*") if path.is_file()]
+    assert not any(CANARY.encode() in path.read_bytes() for path in kept)
+    with control.store.snapshot() as session:
+        assert {operation.status for operation in session.scalars(select(Operation))} == {"done"}
+        kinds = list(session.scalars(select(Event.kind)))
+    times = {"attempt.planned": 2, "attempt.running": 2, "machine.requested": 2, "machine.gone": 2}
+    times |= {"attempt.preempted": 1, "attempt.succeeded": 1, "run.succeeded": 1, "machine.draining": 1}
+    assert {kind: kinds.count(kind) for kind in times} == times
+    control.store.close()
+    assert bill(cloud)["alive"] == [] and len(bill(cloud)["costs"]) == 2
