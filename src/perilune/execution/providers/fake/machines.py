@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -133,9 +132,7 @@ class Machine:
         if box is not None and self.running():
             first = psutil.Process(int(box["pid"]))
             kill_all(lambda: first.children(recursive=True) if first.is_running() else [], grace=0.0)
-            ProcessIdentity.parse(dict(box)).send(signal.SIGKILL)
-            with contextlib.suppress(psutil.TimeoutExpired):
-                first.wait(5.0)
+            kill_all(lambda: [first] if self.running() else [], grace=0.0)  # its parent may never ask for it
         with contextlib.suppress(OSError):
             remove_tree(self.folder / "home")
 
