@@ -37,10 +37,10 @@ def rent_from(home: Path, cloud: Path, *, daily_cap: float = 100.0, visibility: 
     (home / "providers.yaml").write_text(yaml.safe_dump(document))
 
 
-def an_attempt(control: Control, number: int = 1) -> Attempt:
+def an_attempt(control: Control, number: int = 1, run_id: str = "01RUN") -> Attempt:
     """A run, and its current attempt, as they are before there is a machine."""
     with control.store.transaction() as session:
-        run = session.get(Run, "01RUN")
+        run = session.get(Run, run_id)
         if run is not None:
             run.current_epoch = number
     if run is None:
@@ -48,21 +48,23 @@ def an_attempt(control: Control, number: int = 1) -> Attempt:
         with control.store.transaction() as session:
             session.add(
                 Run(
-                    id="01RUN", submit_key="k", experiment_id=experiment, stage="drill", task="drill",
+                    id=run_id, submit_key=run_id, experiment_id=experiment, stage="drill", task="drill",
                     bundle_digest="d", current_epoch=number, state=RunState.ACTIVE.value, created=time.time(),
                 )
             )  # fmt: skip
     with control.store.transaction() as session:
         attempt = Attempt(
-            run_id="01RUN", number=number, placement="fake", launcher="process", created=time.time()
+            run_id=run_id, number=number, placement="fake", launcher="process", created=time.time()
         )
         session.add(attempt)
         return attempt
 
 
-def rented(control: Control, fleet: Fleet, rental: Rental = SMALL, number: int = 1) -> str:
+def rented(
+    control: Control, fleet: Fleet, rental: Rental = SMALL, number: int = 1, run_id: str = "01RUN"
+) -> str:
     """Key of the machine that a new attempt is to have."""
-    attempt = an_attempt(control, number)
+    attempt = an_attempt(control, number, run_id)
     with control.store.transaction() as session:
         return fleet.rent(session, attempt, rental, price=0.4)[0].key
 

@@ -1,0 +1,29 @@
+"""The suite that every placement passes, over machines that are rented."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cloud_cases import LEASE, rented, tend_until
+from hosts_cases import interpreter
+from placement_conformance import PlacementConformance
+
+from perilune.control.experiments import Control
+from perilune.control.machines import Fleet
+from perilune.control.templates import OnRented, Template
+from perilune.control.transitions import MachineState
+from perilune.execution.placements import Placement
+from perilune.execution.placements.remote import Site
+
+
+class TestRented(PlacementConformance):
+    @pytest.fixture
+    def placement(self, control: Control, fleet: Fleet, tmp_path: Path) -> Placement:
+        """With a machine for each attempt of the suite."""
+        for run_id, number in (("01DRILL", 1), ("01DRILL", 2), ("01NEVER", 1)):
+            key = rented(control, fleet, number=number, run_id=run_id)
+            tend_until(fleet, key, MachineState.READY)
+        site = Site(python=str(interpreter(tmp_path / "python", grace=1.0)), installed=True)
+        place = OnRented(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
+        return control.reconciler.placements.make(Template(placement=place))
