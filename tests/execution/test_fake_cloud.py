@@ -96,7 +96,7 @@ def test_commands_stream_and_tell_how_they_ended(cloud: FakeCloud) -> None:
 
 def test_whatever_was_started_there_ends_with_the_machine(cloud: FakeCloud) -> None:
     host = reached(cloud, 2)
-    stubborn = "trap '' TERM; (setsid sh -c 'trap \"\" TERM; echo $$; exec sleep 600' &) ; sleep 0.2"
+    stubborn = "trap '' TERM; (setsid sh -c 'trap \"\" TERM; echo $$; exec sleep 600 >&- 2>&-' &) ; sleep 0.2"
     pid = int(host.run(["sh", "-c", stubborn]).output)
     daemon = psutil.Process(pid)
     broken: list[bool] = []
