@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cloud_cases import hurry, rented, tend_until
+from cloud_cases import end, hurry, rented, tend_until
 from drill_cases import PATIENCE, Command, begin, drill_plan, only_run
 from hosts_cases import interpreter
 from sky_cases import LEASE, SPOT, FakeSky, stale
@@ -29,6 +29,8 @@ from perilune.control.templates import OnRented, Retry, Template
 from perilune.control.transitions import MachineState
 from perilune.execution.limits import Limits
 from perilune.execution.placements.remote import Site
+from perilune.execution.providers.protocol import MachineRequest
+from perilune.execution.providers.skypilot import client
 
 pytestmark = pytest.mark.xdist_group("sshd")
 
@@ -147,6 +149,29 @@ def test_a_record_that_is_not_renewed_ends_nothing(control: Control, fleet: Flee
         time.sleep(0.15)
     sky.weather(cloudy=False)
     assert tend_until(fleet, key, MachineState.GONE).reason == "preempted"
+
+
+def test_what_nothing_needs_is_called_off_or_found_and_ended(
+    control: Control, fleet: Fleet, sky: FakeSky, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "PATIENCE", 0.0)
+    sky.weather(launch_seconds=0.5)
+    key = rented(control, fleet, SPOT)
+    fleet.tend(key)
+    end(control)
+    tend_until(fleet, key, MachineState.GONE)
+    time.sleep(0.5)
+    assert not sky.alive() and not sky.made()  # its launch did not happen late
+
+    sky.weather(launch_seconds=0.0)
+    forgotten = fleet.key("01FORGOTTEN", 3)
+    provider = fleet.providers.get("sky")
+    provider.create(forgotten, MachineRequest("plain", 600.0, 2))
+    assert sky.alive() == [forgotten]
+    assert sorted(sweep.sweep(fleet, grace=0.0)) == [forgotten, fleet.key("01FORGOTTEN", 3, 1)]
+    gone = tend_until(fleet, forgotten, MachineState.GONE)
+    assert (gone.kind, gone.price, gone.reason) == ("plain", 1.2, "nothing here knows of it")
+    assert not sky.alive()
 
 
 def test_offers_are_listed_and_what_is_wrong_is_placed(
