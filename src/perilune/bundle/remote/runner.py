@@ -39,6 +39,7 @@ from pathlib import Path
 
 TYPE_CHECKING = False  # as typing's, which takes longer to import than a look
 if TYPE_CHECKING:
+    import subprocess
     from typing import Any, BinaryIO
 
 REFUSED = 3  # exit code: the runner said no, and why
@@ -354,23 +355,7 @@ def keep(attempt: Attempt, options: argparse.Namespace) -> None:
         print(json.dumps(claim), flush=True)
     os.dup2(2, 1)
 
-    environment = {**values["environment"], **values["secrets"], MARK: claim["nonce"]}
-    command = attempt.entrypoint
-    if attempt.container:  # its client is told no secrets, and is not killed with what runs in it
-        command = [sys.executable, "-IS", str(attempt.runner), "launch", *sys.argv[2:]]
-    entrypoint = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE if attempt.container else subprocess.DEVNULL,
-        stdout=2,
-        cwd=str(attempt.files),
-        env=dict(os.environ) if attempt.container else {**os.environ, **environment},
-        start_new_session=True,
-        preexec_fn=die_with_parent,  # noqa: PLW1509 - we have one thread
-    )
-    if entrypoint.stdin is not None:
-        with contextlib.suppress(BrokenPipeError):  # it stays open for as long as we live
-            entrypoint.stdin.write(json.dumps(environment).encode() + b"\n")
-            entrypoint.stdin.flush()
+    entrypoint = begin(attempt, {**values["environment"], **values["secrets"], MARK: claim["nonce"]})
     seen, seen_at, cause, why = modified(attempt.contact), began, "", ""
     while entrypoint.poll() is None and not cause:
         time.sleep(POLL)
@@ -400,6 +385,31 @@ def keep(attempt: Attempt, options: argparse.Namespace) -> None:
     end_marked(attempt, claim)
     status = entrypoint.wait() if status is None else status
     conclude(attempt, status, cause, why, time.monotonic() - began)
+
+
+def begin(attempt: Attempt, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start the entrypoint; where it runs in a container, the container's client in its place.
+
+    The client is told the environment, secrets included, over its stdin, which stays open for as long as we
+    live. It does not have the attempt's mark: what runs Podman's containers descends from it.
+    """
+    import subprocess
+
+    launcher = [sys.executable, "-IS", str(attempt.runner), "launch", *sys.argv[2:]]
+    entrypoint = subprocess.Popen(
+        launcher if attempt.container else attempt.entrypoint,
+        stdin=subprocess.PIPE if attempt.container else subprocess.DEVNULL,
+        stdout=2,
+        cwd=str(attempt.files),
+        env=dict(os.environ) if attempt.container else {**os.environ, **environment},
+        start_new_session=True,
+        preexec_fn=die_with_parent,  # noqa: PLW1509 - we have one thread
+    )
+    if entrypoint.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):
+            entrypoint.stdin.write(json.dumps(environment).encode() + b"\n")
+            entrypoint.stdin.flush()
+    return entrypoint
 
 
 def conclude(attempt: Attempt, status: int, cause: str, why: str, seconds: float) -> None:
