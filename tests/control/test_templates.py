@@ -11,7 +11,11 @@ import pytest
 from drill_cases import Command, drill_job
 from pydantic import BaseModel
 
+from perilune.control.experiments import Control
 from perilune.control.home import Home
+from perilune.control.machines import Fleet
+from perilune.control.placements import Placements
+from perilune.control.planner import RetryPolicy
 from perilune.control.templates import Template, load_template
 from perilune.errors import RequestError
 
@@ -30,6 +34,7 @@ def write(home: Home, text: str, name: str = "box") -> None:
 
 
 DOCKER = f"launcher:\n  name: docker\n  image: docker.io/library/python@sha256:{'0' * 64}\n"
+RENTED = "{name: rented, provider: p, kind: k, lease: {max_lifetime: 60, max_cost: 1}}"
 SSH = "placement:\n  name: ssh\n  host: box\n"
 
 
@@ -86,8 +91,25 @@ def test_the_job_is_the_recipes_with_what_the_machine_has() -> None:
     assert Template().job(drill_job()) == drill_job()
 
 
+@pytest.mark.parametrize("where", ["{name: local}", "{name: ssh, host: box}", RENTED])
+@pytest.mark.parametrize(("how", "launcher"), [("", "process"), (DOCKER, "docker")])
+def test_each_launcher_goes_with_each_placement(
+    control: Control, home: Home, where: str, how: str, launcher: str
+) -> None:
+    write(home, f"placement: {where}\n{how}")
+    places = Placements(home, Fleet(home, control.store), RetryPolicy())
+    template = load_template(home, "box")
+    place = places.make(template)
+    assert place.launcher == launcher
+    assert (
+        place.capabilities.elsewhere
+        == (template.policy().lost_after > 1800)
+        == (where + how != "{name: local}")
+    )
+
+
 def test_containers_of_several_machines_have_to_reach_one_another(home: Home) -> None:
-    rented = "placement: {name: rented, provider: p, kind: k, lease: {max_lifetime: 60, max_cost: 1}}\n"
+    rented = f"placement: {RENTED}\n"
     write(home, rented + DOCKER + "resources: {nodes: 2}\n")
     job = drill_job().model_copy(update={"task": "gang_drill"})
     with pytest.raises(RequestError, match="networks of their own") as apart:
