@@ -55,6 +55,8 @@ class Listing:
         if self.machines is None:
             return Sighting(Presence.UNKNOWN, why=self.why)
         found = self.machines.get(key)
+        if found is not None and found.unseen:
+            return Sighting(Presence.UNKNOWN, why=found.unseen)
         return Sighting(Presence.ABSENT) if found is None else Sighting(Presence.PRESENT, found)
 
 

@@ -106,8 +106,8 @@ def panic(home: Home, patience: float, tell: Callable[[str], None] = lambda line
     tag = tag_of(cluster_id(home))
     deadline = time.monotonic() + patience
     seen: dict[str, str] = {}  # machine to provider
-    proven: set[str] = set()  # providers whose last two listings showed nothing alive
-    clear: set[str] = set()
+    proven: set[str] = set()  # providers of which two listings, far enough apart, showed nothing alive
+    clear: dict[str, float] = {}  # the first of such listings
     silent: dict[str, str] = {}
     alive: dict[str, list[str]] = {}
     while True:
@@ -129,11 +129,11 @@ def panic(home: Home, patience: float, tell: Callable[[str], None] = lambda line
                 tell(f"{name}: {error}")
                 continue
             if alive[name]:
-                clear.discard(name)
-            elif name in clear:
+                clear.pop(name, None)
+                continue
+            gap = max(PANIC_SECONDS, providers.get(name).capabilities.visibility_seconds)
+            if time.monotonic() - clear.setdefault(name, time.monotonic()) >= gap:
                 proven.add(name)
-            else:
-                clear.add(name)
         if proven == set(providers.names()) or time.monotonic() >= deadline:
             break
         time.sleep(PANIC_SECONDS)

@@ -55,7 +55,7 @@ class Clusters:
         for name in [name for name in self._alive if name.startswith(prefix) and name not in listed]:
             left = self._alive.pop(name)
             if name not in self._dismissed:
-                self._gone[name] = [replace(one, status=MachineStatus.ENDED) for one in left]
+                self._gone[name] = [replace(one, status=MachineStatus.ENDED, unseen="") for one in left]
         for name, cluster in ((one["cluster"], one) for one in clusters):
             if cluster["status"] == "UP":
                 self._alive[name] = [replace(one, reason=why_gone(cluster)) for one in listed[name]]
