@@ -111,7 +111,7 @@ def _problem(
     if detail["type"] == "missing":
         return Problem(full, f"{key} is missing")
     if detail["type"] == "union_tag_not_found":
-        return Problem(full, f"{key}.name is missing")
+        return Problem(full, f"{key}.{detail['ctx']['discriminator'].strip(chr(39))} is missing")
     if detail["type"] == "union_tag_invalid":
         asked = detail["ctx"]["tag"]
         names = detail["ctx"]["expected_tags"].replace("'", "").split(", ")
@@ -128,7 +128,7 @@ def _owner(model: type[BaseModel], location: KeyPath) -> type[BaseModel]:
     """The model among whose fields the last part of a validator's location was looked for."""
     kinds = [model]
     for part in location[:-1]:
-        named = [kind for kind in kinds if part in (_name_of(kind), kind.__name__)]
+        named = [kind for kind in kinds if part in (*_names_of(kind), kind.__name__)]
         if named:
             kinds = named
         elif part in kinds[0].model_fields:
@@ -147,5 +147,7 @@ def _is_model(annotation: Any) -> TypeGuard[type[BaseModel]]:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
-def _name_of(kind: type[BaseModel]) -> Any:
-    return kind.model_fields["name"].default if "name" in kind.model_fields else None
+def _names_of(kind: type[BaseModel]) -> list[Any]:
+    """What tells a section from others that may stand in its place: what it may be called, or its type."""
+    fields = [kind.model_fields[key] for key in ("name", "type") if key in kind.model_fields]
+    return [name for field in fields for name in (field.default, *get_args(field.annotation))]

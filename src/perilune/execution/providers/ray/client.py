@@ -89,8 +89,9 @@ class RayCluster:
 
     def list(self, tag: str) -> Sequence[RentedMachine]:
         """Every machine whose key begins with `tag`."""
-        named = (job for job in self.jobs.all(tag) if MachineKey.parse(f"{job.name}-0") is not None)
-        return [machine for job in named for machine in self._machines(job)]
+        ours = (job for job in self.jobs.all() if MachineKey.parse(f"{job.name}-0") is not None)
+        asked = (job for job in ours if job.name.startswith(tag) or tag.startswith(job.name))
+        return [one for job in asked for one in self._machines(job) if one.key.startswith(tag)]
 
     def terminate(self, key: str) -> None:
         """End the machine called `key`, and with it those of all other ranks."""
@@ -161,8 +162,9 @@ class RayCluster:
         """So that Ray's list does not grow for ever."""
         key = MachineKey.parse(f"{name}-0")
         if key is not None:
-            for job in self.jobs.all(tag_of(key.cluster)):
-                if job.ended is not None and time.time() - job.ended > REMEMBERED:
+            for job in self.jobs.all():
+                old = job.ended is not None and time.time() - job.ended > REMEMBERED
+                if old and job.name.startswith(f"{tag_of(key.cluster)}-"):
                     self.jobs.forget(job.name)
 
 

@@ -34,7 +34,8 @@ def environment(home: str) -> dict[str, str]:
 
     What programs keep to be quicker the next time stays where it is, for all machines of the node.
     """
-    kept = {name: value for name, value in os.environ.items() if not name.upper().startswith("RAY_")}
+    rays = ("RAY_", "PYTHONBREAKPOINT")
+    kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(rays)}
     kept.setdefault("XDG_CACHE_HOME", str(Path("~/.cache").expanduser()))
     kept["HOME"] = home
     kept[HOLDER] = f"{os.getpid()} {starttime(os.getpid())}"

@@ -1,0 +1,266 @@
+"""Attempts on a Ray cluster: a real one, of two nodes on this machine, with a token of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import secrets
+import shlex
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from cloud_cases import LEASE, hurry
+from drill_cases import Command, begin, drill_bundle, drill_plan, only_run, wait_for
+from hosts_cases import interpreter
+from placement_conformance import PlacementConformance, assigned, home_has, look, stage, until, working
+from ray_cases import HEAD, SECOND, LocalRay, local_ray
+from sqlalchemy import select
+
+from perilune.bundle.verify import verify
+from perilune.control import machine_planner, machines, sweep
+from perilune.control.experiments import Control, advance
+from perilune.control.progress import StageFinished, StageProgress
+from perilune.control.providers import Providers
+from perilune.control.store import Attempt
+from perilune.control.templates import OnRented, Retry, Template
+from perilune.errors import RequestError
+from perilune.execution.hosts import Host, HostUnreachableError
+from perilune.execution.limits import Limits
+from perilune.execution.placements import Assignment, Placement
+from perilune.execution.placements.remote import RemotePlacement, Site
+from perilune.execution.processes import Presence
+from perilune.execution.providers.protocol import (
+    MachineRequest,
+    MachineStatus,
+    ProviderRefusedError,
+    ProviderUnreachableError,
+    RentedMachine,
+)
+from perilune.execution.providers.ray.client import RayCluster
+from perilune.execution.providers.ray.host import RayHost
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[LocalRay]:
+    with local_ray() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def provider(ray: LocalRay) -> RayCluster:
+    return ray.provider()
+
+
+def new_key() -> str:
+    return f"perilune-drills-{secrets.token_hex(6)}-1-0"
+
+
+def made(
+    provider: RayCluster, kind: str = "small", nodes: int = 1, lifetime: float = 600.0
+) -> list[RentedMachine]:
+    """The machines of a new attempt, once they are there."""
+    key = new_key()
+    provider.create(key, MachineRequest(kind, lifetime, nodes))
+    tag = key.removesuffix("-0")
+
+    def there() -> list[RentedMachine]:
+        found = list(provider.list(tag))
+        assert all(one.status is not MachineStatus.ENDED for one in found), found
+        return found if all(one.status is MachineStatus.RUNNING for one in found) else []
+
+    found: list[RentedMachine] = until(there, "machines")
+    return found
+
+
+def has_ended(provider: RayCluster, key: str) -> str:
+    """Wait for the end of a machine; why it ended."""
+
+    def over() -> RentedMachine | None:
+        seen = provider.find(key).machine
+        return seen if seen is not None and seen.status is MachineStatus.ENDED else None
+
+    return str(until(over, "its end").reason)
+
+
+def on(host: Host, folder: Path, workspace: str = "~/.perilune/attempts") -> RemotePlacement:
+    site = Site(python=str(interpreter(folder)), installed=True, workspace=workspace)
+    return RemotePlacement(host, site, Limits())
+
+
+@pytest.fixture(scope="module")
+def machine(provider: RayCluster) -> RentedMachine:
+    return made(provider)[0]
+
+
+class TestRay(PlacementConformance):
+    @pytest.fixture
+    def placement(self, provider: RayCluster, machine: RentedMachine, tmp_path: Path) -> Placement:
+        return on(provider.host(machine), tmp_path / "python", str(tmp_path / "a workspace"))
+
+
+def test_what_a_command_reads_and_says_arrives_as_it_was(
+    provider: RayCluster, machine: RentedMachine, ray: LocalRay
+) -> None:
+    host = provider.host(machine)
+    data = secrets.token_bytes(12 << 20)
+    with tempfile.TemporaryFile() as back:
+        answer = host.run(["tee", "/dev/stderr"], source=io.BytesIO(data), sink=back)
+        back.seek(0)
+        assert answer.exit_code == 0 and hashlib.sha256(back.read()).digest() == hashlib.sha256(data).digest()
+    assert host.run(["true"], source=io.BytesIO(data)).exit_code == 0  # nobody reads it
+    assert host.run(["sh", "-c", "echo here; echo there >&2; exit 7"]).output == b"here\n"
+    assert host.run(["sh", "-c", "kill -9 $$"]).exit_code == 137
+    missing = host.run(["/no/such/program"])
+    assert missing.exit_code == 127 and "No such file" in missing.errors
+    environment = host.run(["env"]).output.decode()
+    assert ray.token not in environment and "RAY_" not in environment and "PERILUNE_HOLDER=" in environment
+    with pytest.raises(HostUnreachableError, match="no end within"):
+        host.run(["sleep", "60"], timeout=0.5)
+    with pytest.raises(HostUnreachableError, match="another token"):
+        RayHost(provider.settings.gateway, machine.key, "0" * 64).run(["true"])
+    with pytest.raises(HostUnreachableError, match="cannot be reached"):
+        RayHost(provider.settings.gateway, new_key(), "0" * 64).run(["true"])
+
+
+def test_the_machines_of_an_attempt_come_together_go_together_and_leave_nothing(
+    provider: RayCluster, ray: LocalRay, tmp_path: Path
+) -> None:
+    spread = ray.provider(strategy="STRICT_SPREAD")
+    first, second = made(spread, nodes=2)
+    again = spread.create(second.key, MachineRequest("small", 600.0, 2))
+    assert (again.key, again.status) == (second.key, MachineStatus.RUNNING)
+    assert {first.address, second.address} == {HEAD, SECOND}
+    assert [(one.kind, one.price) for one in (first, second)] == [("small", 0.4)] * 2
+    told = RayCluster(provider.settings)  # who was not there when they were made
+    assert {one.key for one in told.list("perilune-drills-")} >= {first.key, second.key}
+    homes = [told.host(one).run(["pwd"]).output.decode().strip() for one in (first, second)]
+    assert len(set(homes)) == 2 and all(stat.S_IMODE(Path(home).stat().st_mode) == 0o700 for home in homes)
+
+    attempt = assigned(tmp_path)
+    placement = on(told.host(second), tmp_path / "python")
+    stage(placement, attempt, drill_bundle(tmp_path / "bundle", fail_at=1, how="daemon"))
+    placement.start(attempt)
+    home_has(placement, attempt, "runtime/daemon.pid")
+    assert working(attempt)
+    told.terminate(first.key)
+    assert has_ended(told, second.key) == "terminated"
+    until(lambda: not working(attempt), "the end of what ran there")
+    assert told.find(first.key).presence is Presence.PRESENT  # ended is evidence
+    told.terminate(first.key)
+    told.terminate(new_key())
+    assert told.find(new_key()).presence is Presence.ABSENT
+
+    assert Path(homes[0]).exists()
+    (short,) = made(provider, "elsewhere", lifetime=6.0)  # whoever comes next tidies up
+    assert not any(Path(home).exists() for home in homes)
+    assert has_ended(provider, short.key) == "lifetime"
+
+
+def test_what_cannot_be_had_waits_or_is_refused(provider: RayCluster, ray: LocalRay) -> None:
+    key = new_key()
+    provider.create(key, MachineRequest("huge", 600.0))
+    (seen,) = provider.list(key)
+    assert seen.status is MachineStatus.PENDING
+    provider.terminate(key)
+    assert has_ended(provider, key) == "terminated"
+    with pytest.raises(ProviderRefusedError, match="no machine of kind 'hug'"):
+        provider.create(new_key(), MachineRequest("hug", 600.0))
+    with pytest.raises(ProviderRefusedError, match="lets nobody in"):
+        ray.provider(token=None).list("perilune")
+    closed = ray.provider(dashboard="http://127.0.0.1:9")
+    with pytest.raises(ProviderUnreachableError):
+        closed.list("perilune")
+    assert closed.find(key).presence is Presence.UNKNOWN
+    broken = ray.provider(python="/no/such/python")
+    failing = new_key()
+    broken.create(failing, MachineRequest("small", 600.0))
+    assert "not found" in has_ended(broken, failing)
+
+
+def test_what_is_configured_reaches_a_job_as_it_is_and_mistakes_are_named(
+    ray: LocalRay, control: Control
+) -> None:
+    odd = ray.provider(workspace='~/$(touch /tmp/x) "; `id`', namespace="a b&c", python="/o dd/python")
+    parts = shlex.split(odd._entrypoint("perilune-a-b-1", MachineRequest("small", 5.0)))
+    assert parts[0] == "/o dd/python" and parts[parts.index("--workspace") + 1] == odd.settings.workspace
+    assert json.loads(parts[parts.index("--resources") + 1]) == {"CPU": 1.0}
+    file = control.home.root / "providers.yaml"
+    file.write_text(
+        "daily_cap: 1\nproviders:\n  mine:\n    type: ray\n    kinds: {a: {cpus: 1}}\n    dashbord: x\n"
+    )
+    with pytest.raises(RequestError) as wrong:
+        Providers(control.home).settings()
+    assert wrong.value.where == f"{file}:6" and "dashboard" in (wrong.value.remedy or "")
+
+
+def test_a_node_that_is_killed_takes_its_machines_and_all_they_ran_with_it(
+    provider: RayCluster, ray: LocalRay, tmp_path: Path
+) -> None:
+    (one,) = made(provider, "elsewhere")
+    attempt = assigned(tmp_path)
+    placement = on(provider.host(one), tmp_path / "python")
+    stage(placement, attempt, drill_bundle(tmp_path / "bundle", fail_at=1, how="daemon"))
+    placement.start(attempt)
+    home_has(placement, attempt, "runtime/daemon.pid")
+    assert look(placement, attempt).worker is Presence.PRESENT and working(attempt)
+    ray.kill(SECOND)
+    assert has_ended(provider, one.key).startswith("host failure")
+    until(lambda: not working(attempt), "the end of what ran there")
+    assert placement.observe(attempt).unseen
+
+
+def test_a_head_that_is_restarted_costs_what_had_not_come_home(
+    control: Control, ray: LocalRay, perilune: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name in (
+        (machine_planner, "LEAST_GAP"), (machine_planner, "ASK_GAP"),
+        (machines, "LOOK_SECONDS"), (machines, "ASK_SECONDS"), (sweep, "PANIC_SECONDS"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, getattr(module, name))  # is put back
+    hurry()
+    settings = ray.settings().model_dump(mode="json")
+    providers = {"daily_cap": 100.0, "providers": {"mine": settings}}
+    (control.home.root / "providers.yaml").write_text(yaml.safe_dump(providers))
+    site = Site(python=str(interpreter(tmp_path / "python")), installed=True)
+    place = OnRented(name="rented", provider="mine", kind="small", lease=LEASE, site=site)
+    template = Template(placement=place, retry=Retry(base=0.01), limits=Limits(on_box_stop_after=60.0))
+
+    plan = drill_plan(steps=4, fail_at=2, how="hang", fresh_only=True)
+    events = advance(control, begin(control, [plan]), [plan], template=template, poll=0.1)
+    assert any(isinstance(event, StageProgress) for event in events)
+    run = only_run(control)
+
+    def attempts() -> list[Attempt]:
+        with control.store.snapshot() as session:
+            return list(session.scalars(select(Attempt).order_by(Attempt.number)))
+
+    def came_home() -> bool:
+        control.reconciler.one(run.id)
+        return (control.directory(run) / "artifacts" / "checkpoints" / "step-000002").exists()
+
+    until(came_home, "a checkpoint")
+    first = Assignment(run.id, 1, control.directory(run))
+    assert working(first)
+    code, out, _ = perilune("machines", "list", "--json")
+    (listed,) = json.loads(out)["machines"]
+    assert code == 0 and (listed["provider"], listed["kind"], listed["state"]) == ("mine", "small", "ready")
+    for node in (HEAD, SECOND):
+        ray.kill(node)
+    wait_for(lambda: control.reconciler.all() or attempts()[0].reachability == "unreachable", "silence")
+    assert [one.state for one in attempts()] == ["running"]  # nobody knows
+    ray.start_head()
+    last = list(events)[-1]
+    assert isinstance(last, StageFinished) and last.summary["began_at"] == 2
+    assert not working(first)  # whom nobody could ask to stop
+    assert [(one.state, one.cause) for one in attempts()] == [("lost", "machine_lost"), ("succeeded", "")]
+    assert verify(control.directory(run), run.bundle_digest) == []
+    fleet = control.reconciler.rentals.fleet
+    until(lambda: control.reconciler.all(act=False) or not fleet.all(), "the end of every machine")
+    assert all(one.status is MachineStatus.ENDED for one in ray.provider().list("perilune"))

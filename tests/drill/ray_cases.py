@@ -1,0 +1,153 @@
+"""A real Ray cluster on this machine: its own ports, folder and token, nodes on addresses of the loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+from drill_cases import wait_for
+
+from perilune.errors import PeriluneError
+from perilune.execution.processes import kill_all
+from perilune.execution.providers.ray.client import RayCluster
+from perilune.execution.providers.ray.settings import RaySettings
+
+TOKEN = "PERILUNE_TEST_RAY_TOKEN"  # a secret of ours: what lets us into the cluster
+MARK = "PERILUNE_TEST_RAY"  # variable of all processes of a cluster
+MEMORY = 80_000_000  # bytes of each node's object store
+HEAD, SECOND = "127.0.0.2", "127.0.0.3"
+
+
+class LocalRay:
+    """A head node, and a second one that has one `second` of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.id = folder, secrets.token_hex(8)
+        self.port, self.dashboard, self.client, self.gateway = free_ports(4)
+        self.token = secrets.token_hex(32)
+        self._sessions: dict[str, list[int]] = {}
+        (folder / "token").write_text(self.token)
+
+    def settings(self, **changes: Any) -> RaySettings:
+        """As in providers.yaml."""
+        told = {
+            "type": "ray",
+            "dashboard": f"http://127.0.0.1:{self.dashboard}",
+            "gateway": f"127.0.0.1:{self.gateway}",
+            "listen": f"127.0.0.1:{self.gateway}",
+            "token": TOKEN,
+            "python": sys.executable,
+            "workspace": str(self.folder / "its machines"),
+            "kinds": {
+                "small": {"cpus": 1, "price": 0.4},
+                "elsewhere": {"cpus": 1, "custom": {"second": 1}},
+                "huge": {"gpus": 1000},
+            },
+        }
+        return RaySettings.model_validate({**told, **changes})
+
+    def provider(self, **changes: Any) -> RayCluster:
+        """The cluster, as the control plane sees it."""
+        return self.settings(**changes).open(Path())
+
+    def start_head(self) -> None:
+        """Start the head node, and wait until it takes jobs."""
+        ports = {"port": self.port, "dashboard-port": self.dashboard, "ray-client-server-port": self.client}
+        self._start(HEAD, "--head", "--dashboard-host=127.0.0.1", *(f"--{n}={p}" for n, p in ports.items()))
+        wait_for(self._answers, "Ray's dashboard")
+
+    def start_second(self) -> None:
+        """Start the other node."""
+        self._start(SECOND, f"--address={HEAD}:{self.port}", '--resources={"second": 1}')
+
+    def kill(self, node: str) -> None:
+        """Kill all of Ray on a node, and nothing that runs there for us: that is to end by itself."""
+        for process in self._processes(node):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if any("/ray/" in part or part.startswith("ray::") for part in process.cmdline()[:3]):
+                    process.kill()
+
+    def stop(self) -> None:
+        """End all that has ever run on it."""
+        assert kill_all(lambda: [*self._processes(HEAD), *self._processes(SECOND)], grace=0.0)
+
+    def _processes(self, node: str) -> list[psutil.Process]:
+        """Those that descend from a node: by their mark, or their session, as some of Ray's wipe marks."""
+        found, mark = [], f"{MARK}={self.id}-{node}".encode()
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                ours = os.getsid(process.pid) in self._sessions.get(node, ())
+                if ours or mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
+                    found.append(process)
+        return found
+
+    def _start(self, node: str, *options: str) -> None:
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PERILUNE_"))
+        }
+        environment |= {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(self.folder / "token"),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            MARK: f"{self.id}-{node}",
+        }
+        command = [
+            *(sys.executable, "-m", "ray.scripts.scripts", "start", *options, f"--node-ip-address={node}"),
+            *("--num-cpus=4", "--num-gpus=0", f"--object-store-memory={MEMORY}"),
+            *("--include-log-monitor=false", f"--temp-dir={self.folder}"),
+        ]
+        log = self.folder / f"{node}.log"
+        with log.open("w") as said:
+            starter = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                start_new_session=True,
+            )
+        self._sessions.setdefault(node, []).append(starter.pid)
+        assert starter.wait(120) == 0, log.read_text()
+
+    def _answers(self) -> bool:
+        try:
+            self.provider().jobs.all()
+        except PeriluneError:
+            return False
+        return True
+
+
+@contextmanager
+def local_ray() -> Iterator[LocalRay]:
+    """A cluster of two nodes; at the end nothing is left of it."""
+    folder = Path(tempfile.mkdtemp(prefix="ray-"))  # sockets lie in it: its path may not be long
+    cluster = LocalRay(folder)
+    os.environ[TOKEN] = cluster.token
+    try:
+        cluster.start_head()
+        cluster.start_second()
+        yield cluster
+    finally:
+        cluster.stop()
+        del os.environ[TOKEN]
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback that nobody listens on now."""
+    with contextlib.ExitStack() as stack:
+        found = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in found:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in found]
