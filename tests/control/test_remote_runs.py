@@ -255,6 +255,10 @@ def test_cancelling_is_proven_there_and_what_it_had_finished_is_here(
     control: Control, box: Elsewhere
 ) -> None:
     attempt = hanging(control, box, "daemon")
+    before = len(box.host.calls)
+    control.reconciler.look_now(only_run(control).id)
+    control.reconciler.one(only_run(control).id)
+    assert box.host.calls[before:] == ["look"]  # with which everything comes that is new
     claim = read_claim(box.files() / "runtime")
     assert claim is not None and len(box.working()) == 2
     assert cancel(control, only_run(control).id).state == "cancelled"

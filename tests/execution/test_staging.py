@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import errno
 import io
 import json
 import os
@@ -27,13 +28,15 @@ from drill_cases import drill_bundle
 from hosts_cases import NearbyHost, nearby
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placement_conformance import assigned, stage
+from placement_conformance import assigned, stage, until
 
 from perilune.bundle.digest import bundle_digest, describe, entries_digest, walk
 from perilune.bundle.remote import receiver, runner, store
 from perilune.bundle.scripts import remote_source
 from perilune.errors import RequestError, WorkFailedError
 from perilune.execution.hosts import HostUnreachableError
+from perilune.execution.placements import remote
+from perilune.execution.placements.mirror import mirror
 from perilune.execution.placements.upload import Upload, read_sent
 from perilune.execution.verdict import Cause, cause_of
 from perilune.files import sha256_bytes, write_json
@@ -325,6 +328,7 @@ def test_the_store_is_bounded_by_time_and_by_share(box: Box, upload: Upload, tmp
     recent = sent(2)
     assert not old.exists() and not partial.exists() and recent.exists() and box.entry().exists()
     os.utime(recent, (time.time() - 60, time.time() - 60))
+    os.utime(box.entry(), (time.time() - 120, time.time() - 120))
     room = os.statvfs(box.store)
     one_more = (len(MODEL) + 50_000) / (room.f_blocks * room.f_frsize)
     box.receive(upload, sending(upload, upload.small()), share=one_more)
@@ -342,22 +346,22 @@ def test_what_would_have_to_move_and_is_wrong_is_not_moved(box: Box, upload: Upl
     assert sha256_bytes(MODEL) in answer["missing"] and not box.attempt.files.exists()
 
 
-def test_of_two_that_send_at_once_the_second_waits_for_the_first(tmp_path: Path) -> None:
-    """Both need the wheel; the first is stopped in the middle of it."""
+def test_of_two_that_send_at_once_the_second_waits_for_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = NearbyHost(), NearbyHost()
     bundle = drill_bundle(tmp_path / "bundle")
     nearby(tmp_path / "box")
     workspace = tmp_path / "box" / "workspace"
     box = store.Store(workspace / "store.sha256", 1.0)
     assert box.lock()  # as by a call that sends
+    monkeypatch.setattr(remote, "BUSY_SECONDS", 0.2)
     placement = nearby(tmp_path / "box", second)
     attempt = assigned(tmp_path, 1, "01SECOND")
     waiting = threading.Thread(target=stage, args=(placement, attempt, bundle))
     waiting.start()
-    deadline = time.monotonic() + 30
-    while second.calls.count("receive") < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not (workspace / "01SECOND" / "1").exists()
+    until(lambda: second.calls.count("receive") > 3 or not waiting.is_alive(), "asking again and again")
+    assert waiting.is_alive() and not (workspace / "01SECOND" / "1").exists()
     box.unlock()
     stage(nearby(tmp_path / "box", first), assigned(tmp_path / "other", 1, "01FIRST"), bundle)
     waiting.join(60)
@@ -440,24 +444,38 @@ def test_a_full_disk_is_named_wherever_it_is_found_and_no_attempt_is_there(
 ) -> None:
     workspace = tmp_path / "box" / "workspace"
     with on_a_disk_of(options, workspace) as within:
+        host = NearbyHost(within)
         with pytest.raises(RequestError, match="disk is full") as full:
-            stage(
-                nearby(tmp_path / "box", NearbyHost(within)), assigned(tmp_path), drill_bundle(tmp_path / "b")
-            )
+            stage(nearby(tmp_path / "box", host), assigned(tmp_path), drill_bundle(tmp_path / "b"))
         assert cause_of(full.value) is Cause.DISK_FULL
+        assert len(host.calls) == 1 or "size" not in options  # before anything large was sent
         left = subprocess.run([*within, "find", str(workspace)], capture_output=True, text=True, check=True)
     names = [Path(line).name for line in left.stdout.split()]
     assert not [name for name in names if name.startswith("tmp.") or name.endswith(".partial") or name == "1"]
 
 
-def test_what_a_disk_cannot_hold_twice_moves_into_the_attempt(tmp_path: Path) -> None:
+def test_half_of_a_content_does_not_stay_on_a_disk_that_it_has_filled(box: Box) -> None:
+    def pieces() -> Iterator[bytes]:
+        yield MODEL
+        raise OSError(errno.ENOSPC, "as write(2) says it")
+
+    with pytest.raises(OSError, match="as write"):
+        store.Store(box.store, 1.0).append(sha256_bytes(MODEL), len(MODEL) + 1, 0, pieces())
+    assert not list(box.store.iterdir())
+
+
+def test_what_nobody_needs_makes_room_and_what_the_disk_cannot_hold_twice_moves(tmp_path: Path) -> None:
     workspace, bundle = tmp_path / "box" / "workspace", drill_bundle(tmp_path / "bundle")
     wheel = next((bundle / "scripts").glob("*.whl")).stat().st_size
     with on_a_disk_of(f"size={wheel * 3 // 2}", workspace) as within:
+        old = 'mkdir "$0" && head -c 2500000 /dev/zero > "$0/$1"'
+        subprocess.run([*within, "sh", "-c", old, str(workspace / "store.sha256"), "a" * 64], check=True)
         host = NearbyHost(within)
         for run in ("01FIRST", "01SECOND"):
             there = workspace / run
-            stage(nearby(tmp_path / "box", host), assigned(tmp_path / run, 1, run), bundle)
+            placement = nearby(tmp_path / "box", host)
+            placement.site = placement.site.model_copy(update={"store": 1.0})
+            stage(placement, assigned(tmp_path / run, 1, run), bundle)
             left = subprocess.run(
                 [*within, "sh", "-c", 'ls "$0"/1/scripts; ls "$0"/../store.sha256; rm -r "$0"', str(there)],
                 capture_output=True,
@@ -486,6 +504,60 @@ def test_how_much_was_sent_is_told_beside_the_attempt_and_no_longer_than_that(tm
         upload_module.TELL_EVERY = before
     assert read_sent(tmp_path / "1") is None
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
+
+
+def test_blocks_that_are_shared_are_hashed_where_they_came_to_lie(
+    box: Box, upload: Upload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def clone(target: int, request: int, source: int) -> int:
+        data = os.pread(source, 1 << 20, 0)
+        return os.pwrite(target, data[:-1] + spoilt, 0) and 0
+
+    monkeypatch.setattr(store.fcntl, "ioctl", clone)
+    spoilt = MODEL[-1:]
+    assert deliver(box, upload) == 2 and seen(box.attempt.files)["inputs/model"][0] == MODEL
+    spoilt = b"!"
+    with pytest.raises(AssertionError, match="not received"):
+        deliver(box, upload)
+
+
+# Looks.
+
+
+def test_a_look_brings_what_is_new_and_says_when_there_is_more(tmp_path: Path) -> None:
+    host = NearbyHost()
+    placement, attempt = nearby(tmp_path / "box", host), assigned(tmp_path)
+    stage(placement, attempt, drill_bundle(tmp_path / "bundle", gate=str(tmp_path / "gate"), say="hello"))
+    assert (
+        placement.observe(attempt).claim is None and not (attempt.directory / "runtime/worker.log").exists()
+    )
+    placement.start(attempt)
+    there, log = tmp_path / "box" / "workspace" / "01DRILL" / "1", Path("runtime") / "runtime.log"
+    try:
+        until(lambda: b"hello" in (there / log).read_bytes() if (there / log).exists() else False, "a line")
+        looks = len(host.calls)
+        seen = placement.observe(attempt)
+        assert (seen.more, len(host.calls) - looks) == (False, 1)
+        assert b"hello" in (attempt.directory / log).read_bytes()
+        (there / "artifacts" / "large.bin").write_bytes(MODEL * 10)
+        assert placement.observe(attempt).more
+        assert not (attempt.directory / "artifacts" / "large.bin").exists()
+        with mirror(attempt.directory):  # as by another process
+            assert placement.observe(attempt).more
+        placement.pull(attempt)
+        assert (attempt.directory / "artifacts" / "large.bin").read_bytes() == MODEL * 10
+        assert not placement.observe(attempt).more
+    finally:
+        assert placement.stop(attempt)
+
+
+def test_a_shell_that_greets_is_no_part_of_the_answer(tmp_path: Path) -> None:
+    greeting = NearbyHost(["sh", "-c", 'echo "{}"; echo welcome; exec "$@"', "sh"])
+    placement, attempt = nearby(tmp_path / "box", greeting), assigned(tmp_path)
+    stage(placement, attempt, drill_bundle(tmp_path / "bundle"))
+    assert placement.stop(attempt)
+    seen = placement.observe(attempt)
+    assert seen.claim is not None and not seen.unseen and not seen.more
 
 
 # The programs by themselves.

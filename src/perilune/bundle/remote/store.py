@@ -23,7 +23,7 @@ from typing import BinaryIO
 
 from perilune.bundle.remote.runner import BLOCK, RefusedError
 
-SMALL = 1 << 16  # bytes; contents up to here need not go through the store
+SMALL = 1 << 12  # bytes; contents up to here are sooner sent again than asked for
 UNUSED = 30 * 86400.0  # seconds after which what no attempt was made of is forgotten
 FICLONE = 0x40049409  # of ioctl_ficlone(2)
 
@@ -74,31 +74,25 @@ class Store:
         }
 
     def append(self, sha256: str, size: int, offset: int, pieces: Iterator[bytes]) -> None:
-        """Go on with a content at `offset`. It gets its name when it is whole, and goes when it is wrong."""
+        """Go on with a content at `offset`; it gets its name when all of it is here."""
         partial = self.partial(sha256)
-        digest = hashlib.sha256()
         if offset == 0:
             discard(partial)
         try:
             with open_plain(partial, os.O_RDWR | os.O_CREAT) as file:
-                for block in iter(lambda: file.read(min(BLOCK, offset - file.tell())), b""):
-                    digest.update(block)
-                if file.tell() < offset:
+                if os.fstat(file.fileno()).st_size < offset:
                     raise RefusedError("what arrived does not follow from what is here", "damaged")
+                file.seek(offset)
                 file.truncate()
                 for piece in pieces:
                     file.write(piece)
-                    digest.update(piece)
-                if file.tell() < size:
-                    return
-            if digest.hexdigest() == sha256:
-                partial.rename(self.entry(sha256))
-            else:
-                discard(partial)
+                whole = file.tell() == size
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 discard(partial)
             raise
+        if whole:
+            partial.rename(self.entry(sha256))
 
     def verified(self, sha256: str) -> bool:
         """Whether an entry is what its name says; what is not, goes."""
