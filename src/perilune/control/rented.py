@@ -111,7 +111,7 @@ class RentedPlacement:
 
     def _together(self, members: list[Placement | None]) -> Placement:
         alone = members[0] if len(members) == 1 else None
-        return alone or GangPlacement(self.name, members)
+        return alone or GangPlacement(self.name, self.launcher, members)
 
     def _members(self, attempt: Assignment) -> list[Placement | None]:
         """The placement on each of the attempt's machines; None where nothing of it can be.

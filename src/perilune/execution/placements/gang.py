@@ -25,16 +25,15 @@ class GangPlacement:
     """Runs an attempt on all of `members` together.
 
     Args:
-        name: as for every placement.
+        name, launcher: as for every placement.
         members: a placement on each machine, the leading one first. None is a machine that is gone or was
             never there: nothing runs on it.
     """
 
-    launcher = "process"
     capabilities = Capabilities(elsewhere=True, look_every=1.0)
 
-    def __init__(self, name: str, members: Sequence[Placement | None]) -> None:
-        self.name, self.members = name, members
+    def __init__(self, name: str, launcher: str, members: Sequence[Placement | None]) -> None:
+        self.name, self.launcher, self.members = name, launcher, members
 
     def stage(
         self, attempt: Assignment, bundle: Path, order: Mapping[str, Any], previous: Path | None
