@@ -181,7 +181,7 @@ def test_what_cannot_be_had_waits_or_is_refused(provider: RayCluster, ray: Local
     broken = ray.provider(python="/no/such/python")
     failing = new_key()
     broken.create(failing, MachineRequest("small", 600.0))
-    assert "not found" in has_ended(broken, failing)
+    assert has_ended(broken, failing) == "host failure: there is no /no/such/python on the head node"
 
 
 def test_what_is_configured_reaches_a_job_as_it_is_and_mistakes_are_named(

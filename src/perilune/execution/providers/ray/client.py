@@ -33,6 +33,7 @@ from perilune.execution.providers.ray.settings import RaySettings
 
 READY = "perilune-ready "  # begins the line in which a job tells of its machines
 REMEMBERED = 24 * 3600.0  # seconds for which Ray is to remember jobs of ours that have ended
+NOT_FOUND = {126, 127}  # exit codes of a shell
 REASONS = {"STOPPED": "terminated", "SUCCEEDED": "lifetime"}
 
 
@@ -84,7 +85,7 @@ class RayCluster:
             except PeriluneError:
                 if self.jobs.find(name) is None:  # else another was quicker, or the answer was lost
                     raise
-            job = Job(name, "PENDING", "", None, None, self._metadata(request))
+            job = Job(name, "PENDING", "", None, None, None, self._metadata(request))
         return self._machines(job)[rank]
 
     def list(self, tag: str) -> Sequence[RentedMachine]:
@@ -122,7 +123,7 @@ class RayCluster:
                 price=float(job.metadata.get("perilune.price", 0.0)),
                 status=MachineStatus.RUNNING if ready is not None else status,
                 billed_seconds=0.0 if began is None else max(0.0, (ended or time.time()) - began),
-                reason=_reason(job) if status is MachineStatus.ENDED else "",
+                reason=self._reason(job) if status is MachineStatus.ENDED else "",
                 address=ready.addresses[rank] if ready is not None else "",
             )
             for rank in range(nodes)
@@ -137,6 +138,13 @@ class RayCluster:
                 told = json.loads(said[0]) if said else {}
                 self._ready[name] = _Ready([str(one) for one in told["addresses"]], str(told["token"]))
         return self._ready.get(name)
+
+    def _reason(self, job: Job) -> str:
+        """Why a job has ended, as a provider says it."""
+        said = (job.message.strip().splitlines() or [""])[-1].removeprefix("host failure: ")
+        if job.exit_code in NOT_FOUND:
+            said = f"there is no {self.settings.python} on the head node"
+        return REASONS.get(job.status) or f"host failure: {said[:200]}"
 
     def _entrypoint(self, name: str, request: MachineRequest) -> str:
         """The command of a job; Ray gives it to a shell, so every argument is quoted."""
@@ -178,9 +186,3 @@ def _job_of(key: str) -> tuple[str, int]:
         raise ProviderRefusedError(f"'{key}' is no name of a machine")
     name, _, rank = key.rpartition("-")
     return name, int(rank)
-
-
-def _reason(job: Job) -> str:
-    """Why a job has ended, as a provider says it."""
-    said = (job.message.strip().splitlines() or [""])[-1].removeprefix("host failure: ")
-    return REASONS.get(job.status) or f"host failure: {said[:200]}"

@@ -34,6 +34,7 @@ class Job:
         name: its submission id.
         status: PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED.
         message: why.
+        exit_code: of its entrypoint; None when it has none.
         started, ended: seconds, by the cluster's clock; None when it has not.
         metadata: as it was submitted with.
     """
@@ -41,6 +42,7 @@ class Job:
     name: str
     status: str
     message: str
+    exit_code: int | None
     started: float | None
     ended: float | None
     metadata: Mapping[str, str]
@@ -54,6 +56,7 @@ class Job:
             str(told["submission_id"]),
             str(told["status"]),
             str(told.get("message") or ""),
+            told.get("driver_exit_code"),
             started,
             ended,
             {str(name): str(value) for name, value in (told.get("metadata") or {}).items()},
