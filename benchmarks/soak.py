@@ -1,0 +1,115 @@
+"""Hundreds of short runs in bad weather, and what became of every one of them.
+
+    python benchmarks/soak.py                              ten minutes, then results/soak.json and its page
+    python benchmarks/soak.py --seconds 60 --out soak.json
+
+Has `perilune lab` submit runs for so long, while it throws at them what `docs/how-to/lab.md` lists, and waits
+until all has ended. CPU seconds are those of everything that was started: the control processes, the cloud,
+its machines, and what ran on them. Writes the result whatever it is, and leaves with 1 when an invariant is
+broken or a run was lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from perilune.bundle.machine import describe_machine
+from perilune.execution.processes import adopt_orphans
+
+HERE = Path(__file__).parent
+RESULT = HERE / "results" / "soak.json"
+
+
+def soak(seconds: float, at_once: int, seed: int) -> tuple[dict[str, Any], float]:
+    """What the laboratory says at its end, and the CPU seconds that all of it took.
+
+    Raises:
+        RuntimeError: when it came to no end.
+    """
+    adopt_orphans()  # a killed cloud's machines become ours to count
+    words = ["--seconds", str(seconds), "--at-once", str(at_once), "--seed", str(seed), "--json"]
+    command = [sys.executable, "-m", "perilune.cli.main", "lab", "--patience", "900", *words]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    while _reaped():
+        pass
+    used = os.times()
+    if not done.stdout:
+        raise RuntimeError(f"the laboratory left with {done.returncode} and said nothing")
+    return json.loads(done.stdout), used.children_user + used.children_system
+
+
+def _reaped() -> bool:
+    """Wait for one more descendant, if there is any."""
+    try:
+        os.waitpid(-1, 0)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def figures(seconds: float, at_once: int, told: Mapping[str, Any], cpu_seconds: float) -> dict[str, Any]:
+    """The result, from what the laboratory told."""
+    broken = {one["name"]: len(one["broken"]) for one in told["invariants"]}
+    accepted = sum(told["runs"].values())
+    return {
+        "outcome": {
+            "runs accepted": accepted,
+            "lost": broken["I1"],
+            "machines leaked": broken["I4"],
+            "committed twice": broken["I2"],
+            "attempts a run": sum(told["attempts"].values()) / max(accepted, 1),
+        },
+        "faults thrown": told["faults"],
+        "attempts": told["attempts"],
+        "invariants": {
+            one["name"]: {"says": one["says"], "broken": broken[one["name"]], "where": one["broken"][:3]}
+            for one in told["invariants"]
+        },
+        "pace": {
+            "seconds of submitting": seconds,
+            "seconds until all had ended": told["elapsed"],
+            "runs a minute of submitting": 60 * accepted / seconds,
+            "CPU seconds a run": cpu_seconds / max(accepted, 1),
+            "runs a CPU minute": 60 * accepted / cpu_seconds,
+        },
+        "runs at once": at_once,
+        "seed": told["seed"],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--at-once", type=int, default=12)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    given = parser.parse_args()
+    told, cpu_seconds = soak(given.seconds, given.at_once, given.seed)
+    found = figures(given.seconds, given.at_once, told, cpu_seconds)
+    document = {
+        "title": "A soak in bad weather",
+        "about": f"Short runs on the fake cloud for {given.seconds:.0f} seconds, in storm, while the control "
+        "process and the cloud are killed again and again: how many were accepted, and what became of them.",
+        "command": f"python benchmarks/soak.py --seconds {given.seconds:.0f} --at-once {given.at_once}"
+        f" --seed {given.seed}",
+        **found,
+        "machine": describe_machine(),
+    }
+    given.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(found, indent=1))
+    if given.out == RESULT:
+        subprocess.run([sys.executable, str(HERE / "report.py")], check=True)
+    return 1 if any(verdict["broken"] for verdict in found["invariants"].values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
