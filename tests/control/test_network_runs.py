@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -110,6 +111,18 @@ def unreachable(attempt: Attempt) -> bool:
 
 def reachable(attempt: Attempt) -> bool:
     return attempt.reachability == "reachable"
+
+
+def test_when_a_test_fails_nothing_of_its_machines_is_left(tmp_path: Path, net: Network) -> None:
+    with pytest.raises(ZeroDivisionError), network(tmp_path / "machines") as made:
+        machines = (made.here, made.jump, made.box)
+        subprocess.run([*made.box.inside("--pid", "--net"), "setsid", "--fork", "sleep", "600"], check=True)
+        assert all(machine.processes() for machine in machines)
+        raise ZeroDivisionError
+    assert not any(machine.processes() for machine in machines)
+    there = subprocess.run(["lsns", "--type", "net"], capture_output=True, text=True, check=True).stdout
+    numbers = [str(machine.network).strip("net:[]") for machine in (*machines, net.box)]
+    assert [number in there for number in numbers] == [False, False, False, True]
 
 
 def test_a_run_behind_a_jump_host_outlives_cuts_of_both_links(far: Far, net: Network, tmp_path: Path) -> None:

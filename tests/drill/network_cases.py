@@ -61,7 +61,7 @@ class Machine:
             self._power.communicate("")
             pytest.xfail("needs root, and a kernel that lends it namespaces")
         (self.first,) = (child.pid for child in psutil.Process(self._power.pid).children())
-        self._network = network_of(self.first)
+        self.network = network_of(self.first)
 
     def inside(self, *namespaces: str) -> list[str]:
         """How a command begins that is run there."""
@@ -76,7 +76,7 @@ class Machine:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(OSError):
-                if network_of(process.pid) == self._network:
+                if network_of(process.pid) == self.network:
                     found.append(process)
         return found
 
