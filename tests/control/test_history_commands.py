@@ -78,7 +78,7 @@ def test_the_end_is_explained_and_is_the_exit_code_of_wait(
 def test_waiting_is_given_up_in_time(perilune: Command, control: Control) -> None:
     hanging(control)
     code, out, _ = perilune("wait", "drill", "--timeout", "0.2")
-    assert code == 124 and out == "drill: active\n"
+    assert code == 124 and out == "drill: active, not ended after 0.2 s\n"
     assert perilune("wait", "nothing")[0] == 2
 
 

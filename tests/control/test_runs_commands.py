@@ -148,4 +148,4 @@ def test_a_record_that_was_edited_is_pointed_at(perilune: Command, control: Cont
     raw.commit()
     raw.close()
     code, _, err = perilune("reconcile")
-    assert code == 2 and "event 3 was changed" in err
+    assert code == 2 and "event 3 does not follow" in err

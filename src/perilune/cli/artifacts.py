@@ -24,7 +24,7 @@ StoreOption = Annotated[
 def push(
     run: Annotated[
         str | None,
-        typer.Argument(metavar="[RUN]", help=f"{RUN_HELP} Default: all.", autocompletion=run_names),
+        typer.Argument(metavar="RUN", help=f"{RUN_HELP} Default: all.", autocompletion=run_names),
     ] = None,
     store: StoreOption = None,
     as_json: Json = False,

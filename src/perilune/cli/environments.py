@@ -34,7 +34,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")
 @app.command("list", epilog="Example: perilune environments list reasoning_gym")
 def list_environments(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Name the families or games of this one.")
+        str | None, typer.Argument(metavar="NAME", help="Name the families or games of this one.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -69,7 +69,7 @@ def _print_end(
     chosen: Sequence[Removable], removed: Sequence[Removable], *, yes: bool, checkpoints: bool
 ) -> None:
     if not chosen:
-        more = "" if checkpoints else "; perilune gc --checkpoints looks at intermediate checkpoints too"
+        more = "" if checkpoints else "; --checkpoints looks at intermediate checkpoints too"
         echo(f"nothing to remove{more}")
     elif yes:
         left = len(chosen) - len(removed)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from perilune.cli.arguments import RUN_HELP, Json, RunArgument, RunOrExperiment, because, brief, open_control
-from perilune.cli.output import echo, print_json
+from perilune.cli.output import echo, print_json, wrapped
 
 if TYPE_CHECKING:
     from perilune.control.store import Event
@@ -37,14 +37,14 @@ def explain(run: RunArgument, as_json: Json = False) -> None:
         return
     echo(f"{found.stage} is {told.state}")
     for fact in told.because:
-        echo(f"  because  {fact}")
-    echo(f"  next     {told.next}")
+        echo(wrapped(f"  because  {fact}"))
+    echo(wrapped(f"  next     {told.next}"))
     for command in told.commands:
         echo(f"  try      {command}")
 
 
 def events(
-    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help=RUN_HELP)] = None,
+    run: Annotated[str | None, typer.Argument(metavar="RUN", help=RUN_HELP)] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as they come, until Ctrl-C.")] = False,
     last: Annotated[int | None, typer.Option("--last", "-n", min=1, help="Only the last so many.")] = None,
     as_json: Json = False,
@@ -117,10 +117,9 @@ def wait(
     if as_json:
         print_json(({"experiment": found.id} if named else {}) | brief(run))
     else:
-        last = outcome == run.state or outcome is None
-        echo(
-            f"{named}{run.stage}: {run.state}{because(brief(run))}{'' if last else '; then it was cancelled'}"
-        )
+        then = "" if outcome in {None, run.state} else "; then it was cancelled"
+        late = "" if outcome is not None else f", not ended after {timeout:g} s"
+        echo(f"{named}{run.stage}: {run.state}{because(brief(run))}{then}{late}")
     failed = 2 if run.cause in REQUEST_CAUSES else 1
     codes = {"succeeded": 0, "failed": failed, "cancelled": CANCELLED, None: TIMED_OUT}
     raise typer.Exit(codes[outcome])

@@ -15,7 +15,7 @@ WHAT = "Run, or folder that `perilune export` made. Default: the record and all 
 
 
 def verify(
-    what: Annotated[str | None, typer.Argument(metavar="[RUN|FOLDER]", help=WHAT)] = None,
+    what: Annotated[str | None, typer.Argument(metavar="RUN|FOLDER", help=WHAT)] = None,
     key: Annotated[
         Path | None, typer.Option(help="Public key you trust (default for a folder: the one in it).")
     ] = None,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 app = command_group("List rented machines, and end them.")
 MachineArgument = Annotated[str, typer.Argument(metavar="MACHINE", help="Its key, or a unique end of it.")]
+NARROW = 110  # columns below which a machine takes two lines
 REAP_SECONDS = 1.0  # between two rounds of `machines reap --wait`
 
 
@@ -323,4 +324,13 @@ def _print_table(machines: Sequence[Machine]) -> None:
         table.add_row(*map(as_markup, (machine.key, kind, machine.state, age, *figures, note)))
     if not console.is_terminal:
         console = Console(highlight=False, width=200)
-    console.print(table)
+    if console.width >= NARROW:
+        console.print(table)
+        return
+    for machine in machines:  # its key alone takes most of a line
+        fields = document(machine)
+        costs = f"cost {fields['cost']:.4g} of at most {fields['promised']:.4g}"
+        age = duration((machine.ended or time.time()) - machine.created)
+        notes = [*([machine.reason] if machine.reason else []), *fields["conditions"]]
+        echo(machine.key)
+        echo("  ".join(["", f"{machine.provider}:{machine.kind}", machine.state, age, costs, *notes]))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import textwrap
 from typing import Any
 
 import typer
@@ -20,6 +22,14 @@ def write(text: str) -> None:
     """As `echo`, for text that comes in pieces: nothing is added, and it is seen at once."""
     sys.stdout.write(printable(text))
     sys.stdout.flush()
+
+
+def wrapped(text: str, indent: int = 11) -> str:
+    """A long line broken between words where stdout is a terminal, further lines indented; else as it is."""
+    if not sys.stdout.isatty():
+        return text
+    width, hang = shutil.get_terminal_size().columns, " " * indent
+    return textwrap.fill(text, width, subsequent_indent=hang, break_long_words=False, break_on_hyphens=False)
 
 
 def as_markup(text: str) -> str:

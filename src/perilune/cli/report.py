@@ -24,7 +24,11 @@ def report(
     ],
     out: Annotated[Path, typer.Option("--out", help="The HTML file to write.")] = Path("report.html"),
 ) -> None:
-    """Write a self-contained HTML report."""
+    """Write a self-contained HTML report.
+
+    \b
+    perilune report quickstart --out report.html
+    """
     from perilune.ui.report import build_report
 
     written = build_report(_view(target), out)

@@ -228,7 +228,10 @@ def _detach(recipe: Recipe, command: str, where: Destination, *, as_json: bool) 
         echo(f"every stage of {recipe.name} was finished before: {command}")
     else:
         who = f"process {told['pid']} goes on with it" if "pid" in told else "the daemon goes on with it"
-        echo(f"experiment {experiment}: stage {first.stage} is accepted, run {first.run_id}; {who}")
+        echo(f"experiment {experiment}: {who}")
+        # What is under way with the same bundle is not begun a second time, wherever it was sent.
+        how = "was under way and stays where it is" if first.attached else "is accepted"
+        echo(f"stage {first.stage}, {first.position} of {first.stages}, {how}: run {first.run_id}")
         for what, how in (
             ("watch it", command),
             ("wait for its end", f"perilune wait {experiment}"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,12 +17,12 @@ from perilune.cli.arguments import (
     open_control,
     show_events,
 )
-from perilune.cli.output import as_markup, echo, print_json, write
+from perilune.cli.output import echo, print_json, write
+from perilune.cli.run_table import doubts, interval, print_runs
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
     from perilune.control.experiments import Control
-    from perilune.control.lookup import StageStatus
 
 WATCH_SECONDS = 2.0  # between two looks of `reconcile --watch`
 
@@ -57,7 +57,7 @@ def runs(
         print_json({"home": str(control.home.root), "runs": listed, "other_experiments": more})
     elif statuses:
         _tell_unclean(control)
-        _print_table(statuses)
+        print_runs(statuses)
         if more and experiment is None:
             echo(f"{more:,} older experiments: perilune runs --all")
     else:
@@ -116,8 +116,12 @@ def logs(
     if as_json:
         print_json({"run": found.id, "stage": found.stage, "lines": "".join(text).splitlines()})
         return
+    printed = False
     for chunk in text:
+        printed = printed or bool(chunk)
         write(chunk)
+    if not printed:
+        echo(f"it has printed nothing; why: perilune explain {found.id}", err=True)
 
 
 def cancel(
@@ -142,7 +146,7 @@ def cancel(
     """
     from perilune.control.lookup import find_run_or_experiment
     from perilune.control.requests import cancel as cancel_run
-    from perilune.control.requests import cancel_experiment
+    from perilune.control.requests import cancel_experiment, left_running
     from perilune.control.store import Run
 
     control = open_control()
@@ -162,6 +166,8 @@ def cancel(
         else:
             echo(f"{run.stage}: {run.state}; `perilune retry {run.id}` takes it up again")
     if not isinstance(found, Run):
+        for run in left_running(control, found.id):
+            echo(f"{run.stage}: goes on, because another experiment wants run {run.id} too")
         echo(f"{found.name}: no further stage begins; `perilune run` takes it up again")
     _tell_unclean(control)
 
@@ -259,12 +265,8 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
         elif isinstance(value, int | str):
             found[name] = f"{value:,}" if type(value) is int else str(value)
         elif isinstance(value, Mapping) and value.keys() == {"mean", "low", "high"}:
-            found[name] = _interval(value)
+            found[name] = interval(value)
     return found
-
-
-def _interval(value: Mapping[str, float]) -> str:
-    return f"{value['mean']:.1%} ({value['low']:.1%} to {value['high']:.1%})"
 
 
 def _tell_unclean(control: Control) -> None:
@@ -282,42 +284,3 @@ def _tell_unclean(control: Control) -> None:
             f"warning: attempt {attempt.number} of run {attempt.run_id} {doubt}; every command tries again",
             err=True,
         )
-
-
-def doubts(state: str, reachability: str, cleanup: str) -> str:
-    """What is not sure of a state, or not done yet."""
-    if cleanup == "pending":
-        return ", not proven to have stopped" if state in {"lost", "cancelled"} else ", cleanup pending"
-    return ", unreachable" if reachability == "unreachable" else ""
-
-
-def _print_table(statuses: Sequence[StageStatus]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from perilune.cli.console import duration
-
-    console = Console(highlight=False)
-    table = Table(box=None, pad_edge=False)
-    for name in ("experiment", "stage", "task", "state", "attempts", "time", "result", "run"):
-        table.add_column(name, no_wrap=name != "result")
-    for status in statuses:
-        state = status.shown + doubts(status.state, status.reachability, status.cleanup)
-        time_taken = duration(status.seconds) if status.seconds is not None else ""
-        attempts = str(status.attempts or "")
-        row = (status.experiment, status.name, status.task, state, attempts, time_taken, result(status))
-        table.add_row(*map(as_markup, row), status.run_id)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=160)
-    console.print(table)
-
-
-def result(status: StageStatus) -> str:
-    """The figure that says most of what a stage made, or why it made nothing."""
-    score = status.summary.get("pass@1")
-    if score:
-        return f"pass@1 {_interval(score)}"
-    for figure in ("rows", "steps"):
-        if figure in status.summary:
-            return f"{status.summary[figure]} {figure}"
-    return status.cause

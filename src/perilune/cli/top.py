@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -44,7 +46,7 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         """What stands in its columns."""
-        from perilune.cli.runs import doubts, result
+        from perilune.cli.run_table import doubts, result
 
         status, live = self.status, self.status.state == "active"
         progress = left = figures = ""
@@ -109,6 +111,8 @@ def top(
     control = open_control(look=not live)
     if as_json:
         print_json({"runs": [_document(row) for row in rows(control, experiments, look=False)]})
+    elif once and sys.stdout.isatty():
+        _print(rows(control, experiments, look=False))
     elif not live:
         for row in ([*COLUMNS], *(row.cells() for row in rows(control, experiments, look=False))):
             echo("\t".join(row))
@@ -120,6 +124,27 @@ def top(
                 "the live table needs a package", remedy="pip install 'perilune[top]', or perilune top --once"
             ) from None
         Screen(control, experiments, every).run()
+
+
+def _print(found: Sequence[Row]) -> None:
+    """The table for people, under the names of experiments, without their runs' ids."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from perilune.cli.output import as_markup
+
+    console = Console(highlight=False)
+    for (_, experiment), stages in groupby(
+        found, key=lambda row: (row.status.experiment_id, row.status.experiment)
+    ):
+        table = Table(box=None, pad_edge=False, show_header=False)
+        for name in COLUMNS[1:-1]:
+            table.add_column(no_wrap=name != "figures", overflow="fold")
+        for row in stages:
+            stage, *cells = map(as_markup, row.cells()[1:-1])
+            table.add_row(f"  {stage}", *cells)
+        console.print(as_markup(experiment))
+        console.print(table)
 
 
 def _document(row: Row) -> dict[str, Any]:

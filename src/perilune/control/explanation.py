@@ -9,7 +9,7 @@ from perilune.control.home import has_daemon
 from perilune.control.lookup import attempts_of, events_after
 from perilune.control.machine_facts import machine_facts
 from perilune.control.planner import Step, retry_class
-from perilune.control.queue import pause_left, turn_of
+from perilune.control.queue import Turn, pause_left, turn_of
 from perilune.control.store import Attempt, Run
 from perilune.control.transitions import AttemptState, Cleanup, RunState
 from perilune.control.wanted import WAITS, next_stages
@@ -34,6 +34,8 @@ class Explanation:
     next: str
     commands: tuple[str, ...]
 
+
+MOST_NAMED = 3  # other runs
 
 AHEAD = {
     Step.STAGE: "its bundle is copied to where it will run",
@@ -125,7 +127,7 @@ def _queued(control: Control, run: Run, attempts: list[Attempt], history: tuple[
     if attempts and attempts[-1].cleanup == Cleanup.PENDING and attempts[-1].state != AttemptState.LOST:
         why = f"attempt {number} waits until nothing of attempt {number - 1} is left"
     elif not turn.has_come:
-        why = f"attempt {number} waits its turn: {turn}"
+        return _waits_its_turn(control, run, history, turn)
     elif wait > 0:
         why = f"attempt {number} may begin in {wait:.0f} s"
     else:
@@ -135,6 +137,23 @@ def _queued(control: Control, run: Run, attempts: list[Attempt], history: tuple[
         (*history, why),
         f"the next command that goes on with runs begins attempt {number}",
         ("perilune reconcile", "perilune reconcile --watch", f"perilune wait {run.id}"),
+    )
+
+
+def _waits_its_turn(control: Control, run: Run, history: tuple[str, ...], turn: Turn) -> Explanation:
+    number = run.current_epoch + 1
+    facts = [*history]
+    for ids, what in ((turn.taking, "holds a slot"), (turn.before, "goes before it")):
+        facts += [f"run {other} {what}" for other in ids[:MOST_NAMED]]
+        facts += [f"so do {len(ids) - MOST_NAMED} more"] if len(ids) > MOST_NAMED else []
+    facts.append(f"attempt {number} waits its turn: {turn}")
+    whoever = "" if has_daemon(control.home) else ", by whatever command goes on with runs"
+    commands = tuple(f"perilune explain {other}" for other in turn.taking[:1])
+    return Explanation(
+        run.state,
+        tuple(facts),
+        f"attempt {number} begins when its turn has come{whoever}",
+        (*commands, f"perilune wait {run.id}"),
     )
 
 

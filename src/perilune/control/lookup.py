@@ -109,7 +109,8 @@ def find_run_or_experiment(control: Control, reference: str) -> Run | Experiment
         try:
             return find_experiment(control, reference)
         except RequestError:
-            raise no_run from None
+            what = no_run.what.replace("no run is", "no run or experiment is", 1)
+            raise RequestError(what, where=no_run.where, remedy=no_run.remedy) from None
 
 
 def find_run(control: Control, reference: str) -> Run:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from perilune.bundle.digest import recorded_digest
@@ -120,6 +120,12 @@ def request_experiment_cancel(control: Control, experiment_id: str) -> list[str]
             )
         end_wish(session, experiment, "cancelled")
         return [run.id for run in under_way if not wanted_elsewhere(session, run)]
+
+
+def left_running(control: Control, experiment_id: str) -> Sequence[Run]:
+    """What is under way of an experiment, as after it was cancelled: what another one wants too."""
+    with control.store.snapshot() as session:
+        return runs_under_way(session, experiment_id)
 
 
 def _ended(state: str) -> str:
