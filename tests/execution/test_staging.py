@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,14 +29,18 @@ from hosts_cases import NearbyHost, nearby
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement_conformance import assigned, stage, until
+from sshd_cases import Line, sshd
 
 from perilune.bundle.digest import bundle_digest, describe, entries_digest, walk
 from perilune.bundle.remote import receiver, runner, store
 from perilune.bundle.scripts import remote_source
 from perilune.errors import RequestError, WorkFailedError
-from perilune.execution.hosts import HostUnreachableError
+from perilune.execution.hosts import Answer, HostUnreachableError
+from perilune.execution.hosts.ssh import SshHost
+from perilune.execution.limits import Limits
 from perilune.execution.placements import remote
 from perilune.execution.placements.mirror import mirror
+from perilune.execution.placements.remote import RemotePlacement
 from perilune.execution.placements.upload import Upload, read_sent
 from perilune.execution.verdict import Cause, cause_of
 from perilune.files import sha256_bytes, write_json
@@ -55,12 +59,10 @@ class Box:
 
     def receive(self, upload: Upload, sent: bytes, share: float = 1.0) -> dict[str, Any]:
         options = argparse.Namespace(tree=upload.tree, bytes=upload.size, share=share)
-        before = receiver.sys
-        receiver.sys = SimpleNamespace(stdin=SimpleNamespace(buffer=io.BytesIO(sent)))  # type: ignore[assignment]
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(receiver, "sys", SimpleNamespace(stdin=SimpleNamespace(buffer=io.BytesIO(sent))))
+            patch.setattr(receiver, "stall_timer", nullcontext)  # the tests' own timer is the same
             return receiver.receive(self.attempt, options)
-        finally:
-            receiver.sys = before  # type: ignore[assignment]
 
     def ask(self, upload: Upload) -> dict[str, Any]:
         return self.receive(upload, sending(upload, {}))
@@ -253,6 +255,15 @@ def test_a_content_that_is_damaged_on_the_way_is_sent_again_once(tmp_path: Path)
     assert not (tmp_path / "box" / "workspace" / "01DRILL" / "1").exists()
 
 
+def test_a_small_content_that_is_wrong_is_missing(box: Box, upload: Upload) -> None:
+    deliver(box, upload)
+    shutil.rmtree(box.attempt.files)
+    sent = sending(upload, upload.small())
+    assert sent.count(NOTE) == 1
+    answer = box.receive(upload, sent.replace(NOTE, NOTE.upper()))
+    assert answer["missing"][sha256_bytes(NOTE)] == 0 and not box.attempt.files.exists()
+
+
 def listing(*files: list[Any]) -> bytes:
     return json.dumps(list(files)).encode() + b"\n"
 
@@ -410,14 +421,58 @@ def test_a_runner_that_is_killed_in_the_middle_loses_nothing(tmp_path: Path) -> 
     assert bundle_digest(tmp_path / "box" / "workspace" / "01DRILL" / "1") == bundle_digest(bundle)
 
 
-def test_a_call_to_which_nothing_comes_any_more_ends(
-    box: Box, upload: Upload, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.xdist_group("sshd")
+def test_a_line_that_is_cut_under_ssh_goes_on_where_it_was(tmp_path: Path) -> None:
+    sent, most = [0], 2 << 20
+
+    def through(before: int, data: bytes) -> bytes | None:
+        sent[0] += len(data)
+        time.sleep(len(data) / 4e6)  # so that it arrives, and does not lie in sshd's window
+        return data if sent[0] < most else None
+
+    bundle = drill_bundle(tmp_path / "bundle")
+    with sshd(tmp_path / "sshd") as server:
+        line = Line(server.port)
+        line.bend = through
+        host = SshHost(server.settings(line.port), tmp_path / "keys")
+        site = nearby(tmp_path / "box").site
+        placement = RemotePlacement(host, site, Limits())
+        with pytest.raises(HostUnreachableError):
+            stage(placement, assigned(tmp_path), bundle)
+        (partial,) = (tmp_path / "box" / "workspace" / "store.sha256").glob("*.partial")
+        had, sent[0], most = partial.stat().st_size, 0, 1 << 30
+        stage(placement, assigned(tmp_path), bundle)
+        host.disconnect()
+        line.close()
+    wheel = next((bundle / "scripts").glob("*.whl")).stat().st_size
+    assert had > 1 << 16 and sent[0] < wheel - had + (1 << 18)
+    assert bundle_digest(tmp_path / "box" / "workspace" / "01DRILL" / "1") == bundle_digest(bundle)
+
+
+def test_a_call_to_which_nothing_comes_any_more_ends_and_is_a_cut_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    armed: list[int] = []
-    monkeypatch.setattr(receiver.signal, "alarm", armed.append)
-    deliver(box, upload)
-    assert armed[-1] == 0 and set(armed) == {0, receiver.STALLED}
-    assert all(one != other for one, other in pairwise(armed))
+    """The line is dead, and nobody has told the machine."""
+    quick = remote_source("receiver.py").replace(b"STALLED = 60", b"STALLED = 1 ")
+    assert quick != remote_source("receiver.py")
+    monkeypatch.setattr(
+        remote, "remote_source", lambda name: quick if name == "receiver.py" else remote_source(name)
+    )
+
+    class Stalling(NearbyHost):
+        def run(self, command: Any, *, source: BinaryIO | None = None, **rest: Any) -> Any:
+            assert source is not None
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+                assert process.stdin is not None and process.stdout is not None
+                process.stdin.write(source.read()[:-100])
+                process.stdin.flush()
+                said = process.stdout.read()  # while stdin stays open
+            return Answer(process.returncode, said, "")
+
+    placement = nearby(tmp_path / "box", Stalling())
+    with pytest.raises(HostUnreachableError, match="nothing came for 1 s"):
+        stage(placement, assigned(tmp_path), drill_bundle(tmp_path / "bundle"))
+    assert store.Store(tmp_path / "box" / "workspace" / "store.sha256", 1.0).lock()
 
 
 @contextmanager

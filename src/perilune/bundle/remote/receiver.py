@@ -102,7 +102,7 @@ def entries_digest(files: list[File]) -> str:
 
 
 class Incoming:
-    """What comes over stdin. When nothing comes for long the process ends, and lets go of its locks."""
+    """What comes over stdin. When nothing comes for long the call ends, and lets go of its locks."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self.stream = stream
@@ -126,9 +126,14 @@ class Incoming:
 
 @contextlib.contextmanager
 def stall_timer() -> Iterator[None]:
-    signal.alarm(STALLED)  # whose default is the end of the process
+    signal.signal(signal.SIGALRM, stalled)
+    signal.alarm(STALLED)
     yield
     signal.alarm(0)
+
+
+def stalled(number: int, frame: Any) -> None:
+    raise RefusedError(f"nothing came for {STALLED} s", "stalled")
 
 
 def take(stream: Incoming, sizes: dict[str, int], store: Store) -> dict[str, bytes]:

@@ -271,7 +271,8 @@ class RemotePlacement:
             )
             error.__cause__ = OSError(28, what)
             return error
-        return (_SupersededError if kind == "superseded" else WorkFailedError)(f"{self.name}: {what}")
+        meant = {"superseded": _SupersededError, "stalled": HostUnreachableError}
+        return meant.get(str(kind), WorkFailedError)(f"{self.name}: {what}")
 
 
 class _SupersededError(WorkFailedError):
