@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from cloud_cases import LEASE, bill, rent_from
-from drill_cases import begin, drill_control, drill_plan, has_event, only_run
+from drill_cases import begin, drill_control, drill_plan, has_event, only_run, wait_for
 from hosts_cases import interpreter
 from kill_cases import killed_at_every_point
 from sqlalchemy import select
 
 from perilune.bundle.verify import verify
-from perilune.control import machine_planner, machines, reconcile
+from perilune.control import endings, machine_planner, machines, reconcile
 from perilune.control.experiments import Control, StagePlan, advance
-from perilune.control.faults import MACHINE_POINTS, POINTS
+from perilune.control.faults import MACHINE_POINTS, POINTS, REMOTE_POINTS
 from perilune.control.lookup import attempts_of
 from perilune.control.rented import RentedPlacement
 from perilune.control.store import Event, Machine, Operation, Run, verify_events
@@ -101,7 +104,9 @@ def test_a_run_whose_every_command_is_killed_ends_as_if_nothing_had_happened(
         seen.append(states)
 
     points = killed_at_every_point(command, tmp_path / "points", after)
-    assert set(points) == {*POINTS, *MACHINE_POINTS}, "a point at which nobody was killed, or without a name"
+    assert set(points) == {*POINTS, *REMOTE_POINTS, *MACHINE_POINTS}, (
+        "a point at which nobody was killed, or without a name"
+    )
     assert seen[points.index("submit.accepted") + 1] == ["queued"]
 
     end = [sys.executable, "-m", "perilune.cli.main", "reconcile"]
@@ -129,3 +134,48 @@ def test_a_run_whose_every_command_is_killed_ends_as_if_nothing_had_happened(
     assert {kind: kinds.count(kind) for kind in times} == times
     control.store.close()
     assert bill(cloud)["alive"] == [] and len(bill(cloud)["costs"]) == 2
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_command_that_was_stopped_until_its_machine_was_gone_takes_no_result(
+    cloud: FakeCloud, tmp_path: Path
+) -> None:
+    home, where, plan = tmp_path / "stopped", template(tmp_path), drill_plan(steps=2, noise=True)
+    rent_from(home, cloud.folder)
+
+    def stop_there(point: str) -> None:
+        if point == "finalize.begun" and not (tmp_path / "once").exists():
+            (tmp_path / "once").touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def command() -> None:
+        endings.reached = stop_there
+        control = drill_control(home)
+        next(advance(control, begin(control, [plan]), [plan], template=where))
+        while not idle(control):
+            time.sleep(0.05)
+
+    stopped = multiprocessing.get_context("fork").Process(target=command)
+    stopped.start()
+    wait_for(lambda: psutil.Process(stopped.pid).status() == psutil.STATUS_STOPPED, "the stop")
+    (key,) = bill(cloud)["alive"]
+    cloud.befall(key=key, fault=Fault.HOST_DEATH)
+    control = drill_control(home)
+
+    def buried() -> bool:
+        control.reconciler.all()
+        return not control.reconciler.rentals.fleet.all()
+
+    wait_for(buried, "the end of its machine")
+    os.kill(stopped.pid or 0, signal.SIGCONT)
+    stopped.join(60.0)
+    assert stopped.exitcode == 0
+    run = only_run(control)
+    first, second = attempts_of(control, run.id)
+    assert [(one.state, one.cause) for one in (first, second)] == [
+        ("lost", "machine_lost"),
+        ("succeeded", ""),
+    ]
+    assert first.manifest_digest is None and run.manifest_digest == second.manifest_digest
+    assert idle(control) and verify(control.directory(run), run.bundle_digest) == []
+    control.store.close()

@@ -158,7 +158,9 @@ def test_a_command_that_dies_at_every_point_in_turn_costs_nothing(box: Elsewhere
             time.sleep(0.05)
 
     points = killed_at_every_point(command, tmp_path / "points")
-    assert set(points) == set(faults.POINTS), "a point at which nobody was killed, or without a name"
+    assert set(points) == {*faults.POINTS, *faults.REMOTE_POINTS}, (
+        "a point at which nobody was killed, or without a name"
+    )
     control = drill_control(root)
     run = only_run(control)
     assert states(control) == [("failed", "killed"), ("succeeded", "")] and totals(control) == [2, 6]

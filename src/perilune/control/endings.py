@@ -95,6 +95,7 @@ class Endings:
             placement.remove(there)
         except CUT:
             return False
+        reached("clean.done")
         with self.store.transaction() as session:
             row = session.get_one(Attempt, (attempt.run_id, attempt.number))
             row.cleanup = Cleanup.DONE.value
@@ -118,6 +119,8 @@ class Endings:
                 message or str(error),
             )
         if cause is Cause.NONE and (problem := evidence_problem(directory, verdict)):
+            if self.placements.of(attempt.run_id).observe(assignment(self.home, attempt)).unseen:
+                return False  # its machine went meanwhile, and what has not come says nothing of the task
             cause, message = Cause.ARTIFACT_INVALID, problem
         if cause is Cause.NONE:
             attest_result(self.home, attempt, directory)

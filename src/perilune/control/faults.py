@@ -22,6 +22,7 @@ POINTS = (
     "end.committed",
     "finalize.committed",
 )
+REMOTE_POINTS = ("clean.done",)  # further ones, of runs whose files lie elsewhere
 REMOVAL_POINTS = ("remove.recorded", "remove.renamed")  # of `perilune gc`
 MACHINE_POINTS = (  # further ones, of runs that have rented a machine
     "rent.committed",
