@@ -128,7 +128,7 @@ class Jobs:
 
     def _call(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
         """One HTTP call; its status and what it answered."""
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", "User-Agent": "perilune"}  # Ray looks at both
         if self.token is not None:
             headers["Authorization"] = f"Bearer {require_secret(self.token, self.dashboard)}"
         url = urlsplit(self.dashboard)
