@@ -30,7 +30,6 @@ from perilune.control.lookup import attempts_of
 from perilune.control.progress import StageEvent, StageFailed, StageFinished
 from perilune.control.requests import cancel
 from perilune.control.templates import OverSsh, Retry, Template
-from perilune.execution import limits
 from perilune.execution.claim import MARK, read_claim
 from perilune.execution.limits import Limits
 from perilune.execution.placements import Capabilities
@@ -193,32 +192,6 @@ def test_a_link_that_is_down_ends_nothing(control: Control, box: Elsewhere, tmp_
     assert log.read_bytes() == (here / "artifacts" / "task.log").read_bytes()  # no gap, nothing twice
 
 
-def test_what_is_out_of_sight_for_too_long_has_stopped_itself_before_another_begins(
-    control: Control, box: Elsewhere, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "MARGIN", 0.0)
-    monkeypatch.setattr(limits, "STOP_GRACE", 1.0)
-    box.limited(on_box_stop_after=2.0, lost_after=3.0)
-    hanging(control, box)
-    box.cut()
-
-    def lost() -> bool:
-        control.reconciler.look_now(only_run(control).id)
-        control.reconciler.one(only_run(control).id)
-        return states(control)[0] == ("lost", "unreachable")
-
-    wait_for(lost, "giving it up")
-    assert not box.working()
-    box.restore()
-    assert isinstance(finish(control), StageFinished)
-    assert states(control) == [("lost", "unreachable"), ("succeeded", "")]
-    assert totals(control) == [2, 6, 12, 20]  # from the checkpoint that had come home
-    control.reconciler.all()
-    assert {one.cleanup for one in attempts_of(control, only_run(control).id)} == {"done"}
-    late = read_json(control.home.attempt(only_run(control).id, 1) / "runtime" / "result.json")
-    assert late["message"] == "nobody has looked at it for 2 s"  # kept as evidence, and nothing else
-
-
 def test_a_machine_that_forgot_everything_costs_one_checkpoint_interval(
     control: Control, box: Elsewhere
 ) -> None:
@@ -303,22 +276,6 @@ def test_the_wrong_machine_is_a_hard_stop_and_while_it_runs_a_condition(
     last = carry_out(control, box, drill_plan(steps=1))[-1]
     assert isinstance(last, StageFailed) and last.cause == "host_refused"
     assert set(box.host.calls) == {"look"}
-
-
-def test_another_host_key_under_a_run_is_waited_out(control: Control, box: Elsewhere) -> None:
-    hanging(control, box)
-    run_id = only_run(control).id
-    box.host.refuses = True
-    before = len(box.host.calls)
-
-    def unreachable() -> bool:
-        control.reconciler.one(run_id)
-        return attempts_of(control, run_id)[0].reachability == "unreachable"
-
-    wait_for(unreachable, "the condition")
-    assert set(box.host.calls[before:]) == {"look"} and control.run(run_id).state == "active"
-    box.host.refuses = False
-    assert cancel(control, run_id).state == "cancelled"
 
 
 def test_a_secret_goes_to_the_task_and_stays_nowhere(
