@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perilune.cli.arguments import RUN_HELP, Json, RunArgument, RunOrExperiment, because, brief, open_control
+from perilune.cli.arguments import RUN_HELP, Json, RunOrExperiment, because, brief, open_control
 from perilune.cli.output import echo, print_json, wrapped
+from perilune.errors import RequestError
 
 if TYPE_CHECKING:
     from perilune.control.store import Event
@@ -20,17 +21,25 @@ LOOK_SECONDS = 0.5  # between two looks of `events --follow`
 CANCELLED, TIMED_OUT = 3, 124  # exit codes of `wait`; the latter as of timeout(1)
 
 
-def explain(run: RunArgument, as_json: Json = False) -> None:
+def explain(what: RunOrExperiment, as_json: Json = False) -> None:
     """Say why a run is in its state, what happens next, and what can be done about it.
+
+    Of an experiment, the run of the stage that it is at.
 
     \b
     perilune explain rl
+    perilune explain quickstart
     """
     from perilune.control.explanation import explain as explain_run
-    from perilune.control.lookup import find_run
+    from perilune.control.lookup import find_run_or_experiment, stage_at
+    from perilune.control.store import Run
 
     control = open_control()
-    found = find_run(control, run)
+    named = find_run_or_experiment(control, what)
+    with control.store.snapshot() as session:
+        found = named if isinstance(named, Run) else stage_at(session, named.id)
+    if found is None:
+        raise RequestError(f"no stage of {what} has been begun", remedy=f"perilune runs -e {what}")
     told = explain_run(control, found.id)
     if as_json:
         print_json({"run": found.id, "stage": found.stage} | asdict(told))

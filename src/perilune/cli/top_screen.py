@@ -89,9 +89,7 @@ class Screen(App[None]):
             table.clear()
             for row in found:
                 table.add_row(*self._cells(row), key=f"{row.status.experiment_id}/{row.status.name}")
-            places = [
-                place for place, row in enumerate(found) if kept and row.status.run_id == kept.status.run_id
-            ]
+            places = [place for place, row in enumerate(found) if self._wanted(row, kept)]
             table.move_cursor(row=places[0] if places else 0)
         else:
             for place, row in enumerate(found):
@@ -99,6 +97,11 @@ class Screen(App[None]):
                     table.update_cell_at(Coordinate(place, column), cell, update_width=True)
         self._rows = found
         self._tell()
+
+    @staticmethod
+    def _wanted(row: Row, kept: Row | None) -> bool:
+        """Whether the cursor belongs there: on what was chosen, in the beginning on what is under way."""
+        return row.status.state == "active" if kept is None else row.status.run_id == kept.status.run_id
 
     def _cells(self, row: Row) -> list[Text]:
         cells = [Text(printable(cell)) for cell in row.cells()]
@@ -147,7 +150,7 @@ class Screen(App[None]):
         """Cancel the run when asked twice."""
         row = self._chosen
         if row is None or row.status.state not in {"active", "queued"}:
-            self.notify("it is not under way")
+            self.notify("nothing is chosen" if row is None else f"{row.status.name} is {row.status.shown}")
             return
         run, moment = row.status.run_id, time.monotonic()
         if self._asked[0] != run or moment - self._asked[1] > CERTAIN_SECONDS:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sqlalchemy import func, select
+from sqlalchemy.orm import Session
 
 from perilune.control.experiments import Control
 from perilune.control.store import Attempt, Event, Experiment, Run, Stage
@@ -113,6 +114,13 @@ def find_run_or_experiment(control: Control, reference: str) -> Run | Experiment
             raise RequestError(what, where=no_run.where, remedy=no_run.remedy) from None
 
 
+def stage_at(session: Session, experiment_id: str) -> Run | None:
+    """The run of the stage that an experiment is at: the first that has not succeeded, else the last."""
+    query = select(Run).join(Stage, Stage.run_id == Run.id).where(Stage.experiment_id == experiment_id)
+    begun = list(session.scalars(query.order_by(Stage.position)))
+    return next((run for run in begun if run.state != RunState.SUCCEEDED), begun[-1] if begun else None)
+
+
 def find_run(control: Control, reference: str) -> Run:
     """The run called so: its id, a unique beginning of it, "experiment/stage", or a stage of the latest
     experiment.
@@ -137,7 +145,20 @@ def find_run(control: Control, reference: str) -> Run:
             )
         if stages:
             return session.get_one(Run, stages[0].run_id)
+    if not prefixed and (names := _stages_of(control, reference)):
+        raise RequestError(f"'{reference}' is an experiment", remedy=f"one of its runs: {names}")
     return _only(prefixed, reference, "run")
+
+
+def _stages_of(control: Control, reference: str) -> str:
+    """How the runs of the experiment of that name are called; "" when there is none."""
+    with control.store.snapshot() as session:
+        named = select(Experiment).where(Experiment.name == reference).order_by(Experiment.used.desc())
+        experiment = session.scalars(named.limit(1)).first()
+        if experiment is None:
+            return ""
+        query = select(Stage.name).where(Stage.experiment_id == experiment.id, Stage.run_id.is_not(None))
+        return ", ".join(f"{reference}/{name}" for name in session.scalars(query.order_by(Stage.position)))
 
 
 def latest_experiments(control: Control, most: int | None = None) -> list[str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from sqlalchemy import select
 
 from perilune.control.experiments import Control, advance, stage_plans
+from perilune.control.lookup import stage_at
 from perilune.control.progress import StageStarted
 from perilune.control.store import Experiment, Run, Stage, record
 from perilune.control.templates import Template
@@ -101,16 +102,15 @@ class Succession:
             self.control.reconciler.one(run_id)
         with self.control.store.snapshot() as session:
             experiment = session.get_one(Experiment, experiment_id)
-            query = select(Stage.run_id).where(Stage.experiment_id == experiment_id)
-            stages = list(session.scalars(query.order_by(Stage.position)))
-            begun = [session.get_one(Run, run_id) for run_id in stages if run_id is not None]
+            at = stage_at(session, experiment_id)
+            waiting = select(Stage).where(Stage.experiment_id == experiment_id, Stage.run_id.is_(None))
+            more = session.scalars(waiting.limit(1)).first() is not None
             over = not experiment.wanted and not runs_under_way(session, experiment_id)
-        if not begun:
+        if at is None:
             raise RequestError("no stage of it has been begun", where=f"experiment {experiment.name}")
-        at = next((run for run in begun if run.state != RunState.SUCCEEDED), begun[-1])
         if not over:
             return at, None
-        stopped = at.state == RunState.SUCCEEDED and len(begun) < len(stages)
+        stopped = at.state == RunState.SUCCEEDED and more
         return at, RunState.CANCELLED if stopped else RunState(at.state)
 
     def _begin_next(self, experiment: Experiment) -> StageStarted | None:
