@@ -14,7 +14,7 @@ import pytest
 from drill_cases import drill_job, wait_for
 from sqlalchemy import select
 
-from perilune.bundle.freeze import freeze
+from perilune.bundle.freeze import freeze, job_document
 from perilune.control.experiments import Control, advance, open_experiment, stage_plans
 from perilune.control.explanation import explain
 from perilune.control.progress import StageFailed, StageFinished, StageStarted
@@ -25,7 +25,8 @@ from perilune.control.succession import Succession, recorded_recipe
 from perilune.control.transitions import RunState
 from perilune.control.wanted import WAITS, NotWantedError, wanted_and_idle
 from perilune.errors import PeriluneError, RequestError
-from perilune.recipe.load import load_recipe
+from perilune.recipe.load import bundled_recipe, bundled_recipes, load_recipe
+from perilune.recipe.schema import Recipe
 
 RECIPE = """
 name: three
@@ -79,6 +80,17 @@ def kinds(control: Control) -> list[str]:
     with control.store.snapshot() as session:
         found = session.scalars(select(Event.kind).where(Event.kind.startswith("experiment.")))
         return [kind.removeprefix("experiment.") for kind in found]
+
+
+@pytest.mark.parametrize("name", bundled_recipes())
+def test_a_recipe_as_it_was_recorded_asks_for_the_same_work(control: Control, name: str) -> None:
+    read = load_recipe(bundled_recipe(name))
+    recorded = recorded_recipe(control, open_experiment(control, read))
+
+    def asked(recipe: Recipe) -> list[tuple[bytes, dict[str, str]]]:
+        return [(job_document(plan.job), dict(plan.consumes)) for plan in stage_plans(recipe)]
+
+    assert asked(recorded) == asked(read)
 
 
 def test_later_stages_begin_once_whoever_dies_and_whoever_else_is_at_it(
