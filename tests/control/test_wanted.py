@@ -15,6 +15,7 @@ from drill_cases import drill_job, wait_for
 from sqlalchemy import select
 
 from perilune.bundle.freeze import freeze, job_document
+from perilune.control import succession as succession_of
 from perilune.control.experiments import Control, advance, open_experiment, stage_plans
 from perilune.control.explanation import explain
 from perilune.control.progress import StageFailed, StageFinished, StageStarted
@@ -186,7 +187,7 @@ def test_what_was_cancelled_or_failed_is_followed_by_nothing_until_it_is_asked_f
 
 
 def test_what_stands_in_the_way_of_the_next_stage_is_told_once_and_may_be_mended(
-    control: Control, recipe: Path, tmp_path: Path
+    control: Control, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for stage in STAGES:
         (tmp_path / "gates" / stage).touch()
@@ -204,9 +205,13 @@ def test_what_stands_in_the_way_of_the_next_stage_is_told_once_and_may_be_mended
     assert any("left no data" in fact for fact in explain(control, first).because)
     ((_, again),) = Succession(control).carry_on()  # another process says it too
     assert str(again) == str(told)
+    with monkeypatch.context() as patch:  # another version, or a plugin that is broken
+        patch.setattr(succession_of, "recorded_recipe", lambda *_: {}["stages"])
+        ((_, broken),) = Succession(control).carry_on()
+    assert "KeyError" in str(broken)
     (tmp_path / "aside").rename(output)
     assert [type(what) for _, what in Succession(control).carry_on()] == [StageStarted]
     with control.store.snapshot() as session:
-        assert len(list(session.scalars(select(Event).where(Event.kind == WAITS)))) == 2
+        assert len(list(session.scalars(select(Event).where(Event.kind == WAITS)))) == 3
         assert session.get_one(Experiment, experiment).wanted
     assert not wanted_and_idle(control.store)

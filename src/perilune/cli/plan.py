@@ -61,7 +61,7 @@ def print_plan(recipe: Recipe, stages: Sequence[dict[str, Any]], out: TextIO) ->
 
 def print_forecast(forecast: Forecast, out: TextIO) -> None:
     """Print what carrying out the stages would do, a line a fact."""
-    facts = [("where", f"{forecast.placement}, in a {forecast.launcher}")]
+    facts = [("where", f"{forecast.placement}, launcher {forecast.launcher}")]
     if forecast.workspace:
         facts.append(("where", f"files go below {forecast.workspace}"))
     if forecast.turn:

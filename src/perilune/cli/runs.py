@@ -179,7 +179,8 @@ def retry(
 ) -> None:
     """Try a failed or cancelled run again, from its last complete checkpoint.
 
-    The same bundle is submitted as a new run that is linked to the old one.
+    The same bundle is submitted as a new run that is linked to the old one. Stages after it begin when
+    `perilune run` asks for the experiment again.
 
     \b
     perilune retry rl

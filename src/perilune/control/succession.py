@@ -16,7 +16,7 @@ from perilune.control.store import Experiment, Run, Stage, record
 from perilune.control.templates import Template
 from perilune.control.transitions import RunState
 from perilune.control.wanted import WAITS, NotWantedError, last_run, runs_under_way, wanted_and_idle
-from perilune.errors import PeriluneError, RequestError
+from perilune.errors import PeriluneError, RequestError, WorkFailedError
 from perilune.files import read_json
 from perilune.recipe.schema import Recipe
 
@@ -73,8 +73,9 @@ class Succession:
             try:
                 if begun := self._begin_next(experiment):
                     yield experiment, begun
-            except (PeriluneError, ValueError) as error:
-                told = error if isinstance(error, PeriluneError) else PeriluneError(str(error))
+            except Exception as error:  # whatever it is, it is this experiment's and holds up no other
+                unexpected = f"{type(error).__name__}: {error}"
+                told = error if isinstance(error, PeriluneError) else WorkFailedError(unexpected)
                 if self._note(experiment, told):
                     yield experiment, told
             else:
