@@ -615,6 +615,31 @@ def test_a_shell_that_greets_is_no_part_of_the_answer(tmp_path: Path) -> None:
     assert seen.claim is not None and not seen.unseen and not seen.more
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b'{"seen": 5}\n',
+        b'{"seen": {"claim": 1',
+        b"[]\n",
+        b"\xff\n" * 9,
+        b'{"seen": {}}\n',
+        b'{"seen": {"claim": 7}}\n',
+    ],
+)
+def test_an_answer_that_makes_no_sense_is_not_seeing(tmp_path: Path, answer: bytes) -> None:
+    class Odd(NearbyHost):
+        def run(self, command: Any, *, sink: BinaryIO | None = None, **rest: Any) -> Any:
+            if sink is not None:
+                sink.write(answer)
+            return Answer(0, b"", "")
+
+    placement, attempt = nearby(tmp_path / "box", Odd()), assigned(tmp_path)
+    assert placement.observe(attempt).unseen
+    with pytest.raises(HostUnreachableError):
+        placement.pull(attempt)
+
+
 # The programs by themselves.
 
 

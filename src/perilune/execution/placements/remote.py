@@ -22,19 +22,17 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from perilune.bundle.scripts import remote_source
 from perilune.bundle.secret_sources import require_secret
 from perilune.errors import RequestError, WorkFailedError
-from perilune.execution.claim import Claim
-from perilune.execution.hosts.protocol import Answer, Host, HostRefusedError, HostUnreachableError
+from perilune.execution.hosts.protocol import Host, HostRefusedError, HostUnreachableError
 from perilune.execution.launchers import process
 from perilune.execution.launchers.docker import Container
 from perilune.execution.limits import Limits
 from perilune.execution.observation import Observation
+from perilune.execution.placements.answers import last_document, observation, seen_first
 from perilune.execution.placements.local import working_copy
 from perilune.execution.placements.mirror import Mirror, Pulled, mirror
 from perilune.execution.placements.protocol import Assignment, Capabilities
 from perilune.execution.placements.upload import Upload
-from perilune.execution.processes import Presence
 from perilune.execution.task_environment import WITHHELD
-from perilune.execution.verdict import Cause, Verdict
 from perilune.execution.worker import STOP_GRACE
 from perilune.files import read_json
 
@@ -161,7 +159,7 @@ class RemotePlacement:
         try:
             with mirror(attempt.home, _folders(attempt), wait=False) as home:
                 seen, pulled = self._look(attempt, home, LOOK_BYTES, LOOK_SECONDS)
-            return _observation(seen, attempt.epoch, more=home is None or not pulled.ended or pulled.more)
+            return observation(seen, attempt.epoch, more=home is None or not pulled.ended or pulled.more)
         except HostRefusedError as error:
             return Observation(unseen=str(error), refused=True)
         except (HostUnreachableError, WorkFailedError) as error:
@@ -217,7 +215,7 @@ class RemotePlacement:
                 self._call(attempt, "look", payload=payload, sink=answer, timeout=seconds)
             finally:  # also when it was cut: what has come, has come
                 answer.seek(0)
-                seen = _seen(answer)
+                seen = seen_first(answer)
                 if seen is not None and home is not None:
                     pulled = home.take(answer)
         if seen is None:
@@ -253,17 +251,16 @@ class RemotePlacement:
                 f"it has no {self.site.python}", where=self.name, remedy="name its Python in the template"
             )
         if answer.exit_code == REFUSED and sink is None:
-            raise self._refusal(answer)
+            raise self._refusal(last_document(answer.output, self.name))
         if answer.exit_code != 0:
             said = (answer.errors.strip().splitlines() or ["it said nothing"])[-1]
             kind = (
                 WorkFailedError if verb == "receive" else HostUnreachableError
             )  # what came of it is unknown
             raise kind(f"the runner failed: {said}", where=self.name)
-        return {} if sink is not None else _last_document(answer.output, self.name)
+        return {} if sink is not None else last_document(answer.output, self.name)
 
-    def _refusal(self, answer: Answer) -> Exception:
-        said = _last_document(answer.output, self.name)
+    def _refusal(self, said: Mapping[str, Any]) -> Exception:
         what, kind = str(said.get("refused"))[:2000], said.get("kind")
         if kind == "disk_full":
             error = RequestError(
@@ -299,61 +296,3 @@ def _mirror(attempt: Assignment) -> Iterator[Mirror]:
     with mirror(attempt.home, _folders(attempt)) as home:
         assert home is not None  # it was waited for
         yield home
-
-
-def _seen(answer: BinaryIO) -> dict[str, Any] | None:
-    """What stands in the first line of a runner's look; a shell may have greeted before it."""
-    for line in answer:
-        with contextlib.suppress(ValueError):
-            found = json.loads(line) if line.startswith(b'{"seen"') else None
-            if found is not None:
-                return dict(found["seen"])
-    return None
-
-
-def _observation(seen: Mapping[str, Any], epoch: int, *, more: bool) -> Observation:
-    """What the runner saw, checked: it comes from elsewhere."""
-    fields, result = seen["claim"], seen["result"]
-    if seen["superseded"]:
-        return Observation(superseded=True)
-    if fields is None:
-        return Observation()
-    claim = Claim(
-        epoch=int(fields["epoch"]),
-        host=str(fields["host"]),
-        boot_id=str(fields["boot_id"]),
-        pid=int(fields["pid"]),
-        starttime=int(fields["starttime"] or 0),
-        nonce=str(fields["nonce"]),
-    )
-    verdict = None
-    if result is not None:
-        verdict = Verdict(
-            epoch=int(result["epoch"]),
-            exit_code=_number(result["exit_code"]),
-            signal=_number(result["signal"]),
-            cause=Cause(result["cause"]).value,
-            message=str(result["message"])[:2000],
-            manifest_digest=None if result["manifest_digest"] is None else str(result["manifest_digest"]),
-            seconds=float(result["seconds"]),
-        )
-    if claim.epoch != epoch or (verdict is not None and verdict.epoch != epoch):
-        raise ValueError("it speaks of another attempt")
-    worker = {True: Presence.PRESENT, False: Presence.ABSENT, None: Presence.UNKNOWN}[seen["alive"]]
-    return Observation(claim, worker, verdict, heartbeat=int(seen["heartbeat"]), more=more)
-
-
-def _number(value: Any) -> int | None:
-    return None if value is None else int(value)
-
-
-def _last_document(output: bytes, name: str) -> dict[str, Any]:
-    """The JSON object on the last line; shells may have greeted before it."""
-    lines = output.strip().splitlines()
-    try:
-        found = json.loads(lines[-1]) if lines else None
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise HostUnreachableError(f"{name}: its answer was cut off")
-    return found

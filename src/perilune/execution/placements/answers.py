@@ -1,0 +1,83 @@
+"""What a runner answers, checked: it comes from elsewhere, and a shell may have greeted before it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from typing import Any, BinaryIO
+
+from perilune.execution.claim import Claim
+from perilune.execution.hosts.protocol import HostUnreachableError
+from perilune.execution.observation import Observation
+from perilune.execution.processes import Presence
+from perilune.execution.verdict import Cause, Verdict
+
+LINE = 1 << 20  # bytes of what is seen
+MESSAGE = 2000  # characters that are kept of what somebody says
+
+
+def last_document(output: bytes, name: str) -> dict[str, Any]:
+    """The JSON object on the last line.
+
+    Raises:
+        HostUnreachableError: when there is none.
+    """
+    lines = output.strip().splitlines()
+    try:
+        found = json.loads(lines[-1]) if lines else None
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise HostUnreachableError(f"{name}: its answer was cut off")
+    return found
+
+
+def seen_first(answer: BinaryIO) -> dict[str, Any] | None:
+    """What stands in the first line of a look; the frames follow. None when it was cut off before."""
+    while line := answer.readline(LINE):
+        with contextlib.suppress(ValueError):
+            found = json.loads(line) if line.startswith(b'{"seen": {') else None
+            if found is not None:
+                return dict(found["seen"])
+    return None
+
+
+def observation(seen: Mapping[str, Any], epoch: int, *, more: bool) -> Observation:
+    """What the runner saw of attempt `epoch`.
+
+    Raises:
+        ValueError, KeyError, TypeError: when it makes no sense.
+    """
+    fields, result = seen["claim"], seen["result"]
+    if seen["superseded"]:
+        return Observation(superseded=True)
+    if fields is None:
+        return Observation()
+    claim = Claim(
+        epoch=int(fields["epoch"]),
+        host=str(fields["host"]),
+        boot_id=str(fields["boot_id"]),
+        pid=int(fields["pid"]),
+        starttime=int(fields["starttime"] or 0),
+        nonce=str(fields["nonce"]),
+    )
+    verdict = None
+    if result is not None:
+        verdict = Verdict(
+            epoch=int(result["epoch"]),
+            exit_code=_number(result["exit_code"]),
+            signal=_number(result["signal"]),
+            cause=Cause(result["cause"]).value,
+            message=str(result["message"])[:MESSAGE],
+            manifest_digest=None if result["manifest_digest"] is None else str(result["manifest_digest"]),
+            seconds=float(result["seconds"]),
+        )
+    if claim.epoch != epoch or (verdict is not None and verdict.epoch != epoch):
+        raise ValueError("it speaks of another attempt")
+    worker = {True: Presence.PRESENT, False: Presence.ABSENT, None: Presence.UNKNOWN}[seen["alive"]]
+    return Observation(claim, worker, verdict, heartbeat=int(seen["heartbeat"]), more=more)
+
+
+def _number(value: Any) -> int | None:
+    return None if value is None else int(value)
