@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 from cloud_cases import LEASE, hurry
-from drill_cases import Command, begin, drill_bundle, drill_plan, only_run, wait_for
+from drill_cases import Command, begin, drill_bundle, drill_job, drill_plan, only_run, wait_for
 from hosts_cases import interpreter
 from placement_conformance import PlacementConformance, assigned, home_has, look, stage, until, working
 from ray_cases import HEAD, SECOND, LocalRay, local_ray
@@ -23,11 +23,11 @@ from sqlalchemy import select
 
 from perilune.bundle.verify import verify
 from perilune.control import machine_planner, machines, sweep
-from perilune.control.experiments import Control, advance
+from perilune.control.experiments import Control, StagePlan, advance
 from perilune.control.progress import StageFinished, StageProgress
 from perilune.control.providers import Providers
 from perilune.control.store import Attempt
-from perilune.control.templates import OnRented, Retry, Template
+from perilune.control.templates import OnRented, ResourcesChange, Retry, Template
 from perilune.errors import RequestError
 from perilune.execution.hosts import Host, HostUnreachableError
 from perilune.execution.limits import Limits
@@ -200,6 +200,46 @@ def test_what_is_configured_reaches_a_job_as_it_is_and_mistakes_are_named(
     assert wrong.value.where == f"{file}:6" and "dashboard" in (wrong.value.remedy or "")
 
 
+def rents_from(
+    control: Control, ray: LocalRay, folder: Path, monkeypatch: pytest.MonkeyPatch, nodes: int | None = None
+) -> Template:
+    """Let the home rent from the cluster, and look often; a template that does."""
+    for module, name in (
+        (machine_planner, "LEAST_GAP"), (machine_planner, "ASK_GAP"),
+        (machines, "LOOK_SECONDS"), (machines, "ASK_SECONDS"), (sweep, "PANIC_SECONDS"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, getattr(module, name))  # is put back
+    hurry()
+    settings = ray.settings().model_dump(mode="json")
+    providers = {"daily_cap": 100.0, "providers": {"mine": settings}}
+    (control.home.root / "providers.yaml").write_text(yaml.safe_dump(providers))
+    site = Site(python=str(interpreter(folder / "python")), installed=True)
+    return Template(
+        placement=OnRented(name="rented", provider="mine", kind="small", lease=LEASE, site=site),
+        resources=ResourcesChange(nodes=nodes),
+        retry=Retry(base=0.01),
+        limits=Limits(on_box_stop_after=60.0),
+    )
+
+
+def test_an_attempt_on_two_nodes_is_one_job(
+    control: Control, ray: LocalRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = rents_from(control, ray, tmp_path, monkeypatch, nodes=2)
+    plan = StagePlan("drill", template.job(drill_job(steps=2).model_copy(update={"task": "gang_drill"})))
+    last = list(advance(control, begin(control, [plan]), [plan], template=template, poll=0.1))[-1]
+    assert isinstance(last, StageFinished), last
+    run = only_run(control)
+    assert verify(control.directory(run), run.bundle_digest) == []
+    (job,) = (one for one in ray.provider().jobs.all() if run.id.lower() in one.name)
+    assert job.metadata["perilune.nodes"] == "2"
+    until(lambda: control.reconciler.all(act=False) or not rented(control), "the end of every machine")
+
+
+def rented(control: Control) -> list[str]:
+    return [one.key for one in control.reconciler.rentals.fleet.all()]
+
+
 def test_a_node_that_is_killed_takes_its_machines_and_all_they_ran_with_it(
     provider: RayCluster, ray: LocalRay, tmp_path: Path
 ) -> None:
@@ -219,19 +259,7 @@ def test_a_node_that_is_killed_takes_its_machines_and_all_they_ran_with_it(
 def test_a_head_that_is_restarted_costs_what_had_not_come_home(
     control: Control, ray: LocalRay, perilune: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module, name in (
-        (machine_planner, "LEAST_GAP"), (machine_planner, "ASK_GAP"),
-        (machines, "LOOK_SECONDS"), (machines, "ASK_SECONDS"), (sweep, "PANIC_SECONDS"),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, getattr(module, name))  # is put back
-    hurry()
-    settings = ray.settings().model_dump(mode="json")
-    providers = {"daily_cap": 100.0, "providers": {"mine": settings}}
-    (control.home.root / "providers.yaml").write_text(yaml.safe_dump(providers))
-    site = Site(python=str(interpreter(tmp_path / "python")), installed=True)
-    place = OnRented(name="rented", provider="mine", kind="small", lease=LEASE, site=site)
-    template = Template(placement=place, retry=Retry(base=0.01), limits=Limits(on_box_stop_after=60.0))
-
+    template = rents_from(control, ray, tmp_path, monkeypatch)
     plan = drill_plan(steps=4, fail_at=2, how="hang", fresh_only=True)
     events = advance(control, begin(control, [plan]), [plan], template=template, poll=0.1)
     assert any(isinstance(event, StageProgress) for event in events)
@@ -261,6 +289,5 @@ def test_a_head_that_is_restarted_costs_what_had_not_come_home(
     assert not working(first)  # whom nobody could ask to stop
     assert [(one.state, one.cause) for one in attempts()] == [("lost", "machine_lost"), ("succeeded", "")]
     assert verify(control.directory(run), run.bundle_digest) == []
-    fleet = control.reconciler.rentals.fleet
-    until(lambda: control.reconciler.all(act=False) or not fleet.all(), "the end of every machine")
+    until(lambda: control.reconciler.all(act=False) or not rented(control), "the end of every machine")
     assert all(one.status is MachineStatus.ENDED for one in ray.provider().list("perilune"))

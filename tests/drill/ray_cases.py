@@ -106,6 +106,7 @@ class LocalRay:
             *(sys.executable, "-m", "ray.scripts.scripts", "start", *options, f"--node-ip-address={node}"),
             *("--num-cpus=4", "--num-gpus=0", f"--object-store-memory={MEMORY}"),
             *("--include-log-monitor=false", f"--temp-dir={self.folder}"),
+            f"--dashboard-agent-listen-port={free_ports(1)[0]}",  # else two nodes, or clusters, want the same
         ]
         log = self.folder / f"{node}.log"
         with log.open("w") as said:
