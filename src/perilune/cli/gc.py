@@ -104,6 +104,6 @@ def _print_removable(chosen: Sequence[Removable]) -> None:
     for one in chosen:
         what = {
             "attempt": f"attempt {one.epoch} of {one.run_id}",
-            "checkpoint": f"{one.path.name} of {one.run_id}",
+            "checkpoints": f"{len(one.names)} intermediate checkpoints of {one.run_id}",
         }.get(one.kind, f"environment {one.path.name}")
         echo(f"{size(one.bytes):>10}  {what}\n            {one.why}")

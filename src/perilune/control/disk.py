@@ -59,8 +59,9 @@ class Removable:
     """Something that nothing needs.
 
     Attributes:
-        kind: "attempt", "checkpoint" or "environment".
+        kind: "attempt", "checkpoints" or "environment".
         why: it may go.
+        names: of the intermediate checkpoints in `path`, which goes itself where there are none.
     """
 
     kind: str
@@ -69,6 +70,7 @@ class Removable:
     why: str
     run_id: str = ""
     epoch: int = 0
+    names: tuple[str, ...] = ()
 
 
 def uses(control: Control) -> list[Use]:
@@ -117,8 +119,8 @@ def remove(control: Control, chosen: Sequence[Removable]) -> Iterator[Removable]
         match one.kind:
             case "attempt":
                 gone = _remove_attempt(control, one)
-            case "checkpoint":
-                gone = _remove_checkpoint(control, one)
+            case "checkpoints":
+                gone = _remove_checkpoints(control, one)
             case _:
                 gone = _remove_environment(control, one)
         if gone:
@@ -176,25 +178,29 @@ def _intermediate(control: Control) -> Iterator[Removable]:
             select(Run).where(Run.state == RunState.SUCCEEDED.value).order_by(Run.id)
         ).all()
     for run in runs:
-        for path in sorted((control.directory(run) / CHECKPOINTS).glob(INTERMEDIATE)):
-            why = "intermediate, and its run has succeeded"
-            yield Removable("checkpoint", path, size_of(path, set()), why, run.id, run.current_epoch)
+        path = control.directory(run) / CHECKPOINTS
+        if found := sorted(path.glob(INTERMEDIATE)):
+            seen = set[tuple[int, int]]()
+            size, names = sum(size_of(one, seen) for one in found), tuple(one.name for one in found)
+            why = "training resumes from them, and the run has succeeded"
+            yield Removable("checkpoints", path, size, why, run.id, run.current_epoch, names)
 
 
-def _remove_checkpoint(control: Control, one: Removable) -> bool:
-    """Its files are part of the evidence, so it is signed that they went on purpose, before they do."""
-    attempt = control.home.attempt(one.run_id, one.epoch)
-    below = f"{one.path.relative_to(attempt)}/"
-    files = {name: sha256 for name, sha256 in attested_hashes(attempt).items() if name.startswith(below)}
+def _remove_checkpoints(control: Control, one: Removable) -> bool:
+    """Their files are part of the evidence, so it is signed that they went on purpose, before they do."""
+    below = tuple(f"{CHECKPOINTS}/{name}/" for name in one.names)
+    hashes = attested_hashes(control.home.attempt(one.run_id, one.epoch))
+    files = {name: sha256 for name, sha256 in hashes.items() if name.startswith(below)}
     with locked(control.home.run(one.run_id)) as mine:
         if not mine or not files:
             return False
         attest_removal(control.home, one.run_id, one.epoch, files)
         with control.store.transaction() as session:
-            told = {"checkpoint": one.path.name, "files": len(files), "bytes": one.bytes}
-            record(session, "checkpoint.removed", run_id=one.run_id, epoch=one.epoch, **told)
+            told = {"names": list(one.names), "files": len(files), "bytes": one.bytes}
+            record(session, "checkpoints.removed", run_id=one.run_id, epoch=one.epoch, **told)
         reached("remove.recorded")
-        return _discard(control.home, one.path)
+        gone = [_discard(control.home, one.path / name) for name in one.names]
+        return all(gone)
 
 
 def _unused(home: Home, days: float) -> Iterator[Removable]:
