@@ -84,6 +84,7 @@ def machine(options: argparse.Namespace, group: PlacementGroup, rank: int, token
     actor = ray.remote(Machine).options(
         name=name,
         max_concurrency=THREADS,
+        enable_task_events=False,  # Ray would remember every call
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
         runtime_env={"env_vars": {"RAY_worker_niceness": "0"}},  # else all that runs there yields to others
         **wanted,
