@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from perilune.control.templates import Template
     from perilune.recipe.schema import Recipe
 
+GONE_SECONDS = 15.0  # for which the proof is waited for that rented machines are gone
+
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Replace one key: seed=1, rl.steps=10. May be repeated."),
@@ -192,6 +194,7 @@ def follow_to_the_end(
     except Exception as error:  # what was found is told before this is
         problem = problem or error
     seconds = time.monotonic() - began
+    _see_machines_gone(control)
     document = results_document(recipe, experiment, statuses, seconds=seconds, report=report)
     if as_json:
         typer.echo(json.dumps(document))  # on one line
@@ -200,6 +203,18 @@ def follow_to_the_end(
         echo(next_steps(document, again))
     if problem is not None:
         raise problem
+
+
+def _see_machines_gone(control: Control) -> None:
+    """Wait a moment for the proof that what was rented is gone, and say what is not proven."""
+    from perilune.cli.machines import tell_unproven
+
+    until = time.monotonic() + GONE_SECONDS
+    while control.reconciler.rentals.follow():
+        if time.monotonic() > until:
+            tell_unproven(control)
+            return
+        time.sleep(0.5)
 
 
 def _detach(recipe: Recipe, command: str, where: Destination, *, as_json: bool) -> None:

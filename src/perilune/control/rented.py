@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import select
+from sqlalchemy.orm import Session
 
 from perilune.bundle.job import Job
 from perilune.control.budget import over_the_cap, price_of
@@ -186,22 +187,21 @@ class Rentals:
             self._swept = now
             sweep(self.fleet)
 
-    def follow(self, run_id: str) -> None:
-        """Take the machines of a run's ended attempts one step on, if any was seen to here."""
-        if run_id not in self._provided:
-            return
-        query = select(Machine).where(Machine.run_id == run_id, Machine.state != MachineState.GONE.value)
+    def follow(self, run_id: str | None = None) -> list[Machine]:
+        """Take the machines of ended attempts one step on, of a run or of all, if they were seen to here.
+
+        Returns:
+            Those that were not proven gone before.
+        """
+        runs = self._provided if run_id is None else self._provided & {run_id}
+        if not runs:
+            return []
+        query = select(Machine).where(Machine.run_id.in_(runs), Machine.state != MachineState.GONE.value)
         with self.fleet.store.snapshot() as session:
-            machines = list(session.scalars(query))
-            live = {
-                machine.key
-                for machine in machines
-                if (attempt := session.get(Attempt, (run_id, machine.epoch))) is not None
-                and not AttemptState(attempt.state).terminal
-            }
-        for machine in machines:
-            if machine.key not in live:
-                self.fleet.tend(machine.key)
+            ended = [machine for machine in session.scalars(query) if not _held(session, machine)]
+        for machine in ended:
+            self.fleet.tend(machine.key)
+        return ended
 
     def newest_epoch(self, placement: Placement, run: Run) -> int | None:
         """The newest attempt of a run that has a machine, which a restored database may have forgotten.
@@ -281,3 +281,8 @@ class Rentals:
         else:
             state, cause = ENDINGS.get(machine.reason, (AttemptState.LOST, Cause.MACHINE_LOST))
         self._end(attempt, state, cause, f"its machine is no more: {machine.refused or machine.reason}")
+
+
+def _held(session: Session, machine: Machine) -> bool:
+    attempt = session.get(Attempt, (machine.run_id, machine.epoch))
+    return attempt is not None and not AttemptState(attempt.state).terminal
