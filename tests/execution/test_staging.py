@@ -380,10 +380,16 @@ def test_of_two_that_send_at_once_the_second_waits_for_the_first(
         assert bundle_digest(workspace / run / "1") == bundle_digest(bundle)
 
 
+def arrived(box: Path) -> int:
+    """Bytes of what is on its way to a machine that are there."""
+    return sum(path.stat().st_size for path in (box / "workspace" / "store.sha256").glob("*.partial"))
+
+
 class Cut(NearbyHost):
     """A host on which the call that sends contents is killed with SIGKILL after so many bytes of it."""
 
     after = 0
+    box = Path()
 
     def run(self, command: Any, *, source: BinaryIO | None = None, **rest: Any) -> Any:
         if command[5] != "receive" or not self.after:
@@ -397,7 +403,7 @@ class Cut(NearbyHost):
             return SimpleNamespace(exit_code=process.returncode, output=out, errors="")
         process.stdin.write(data[: self.after])
         process.stdin.flush()
-        time.sleep(0.3)
+        until(lambda: arrived(self.box) > 1 << 20, "a megabyte")
         process.send_signal(signal.SIGKILL)
         process.communicate()
         raise HostUnreachableError("the line is cut")
@@ -406,12 +412,10 @@ class Cut(NearbyHost):
 def test_a_runner_that_is_killed_in_the_middle_loses_nothing(tmp_path: Path) -> None:
     host = Cut()
     placement, bundle = nearby(tmp_path / "box", host), drill_bundle(tmp_path / "bundle")
-    host.after = 2 << 20
+    host.after, host.box = 2 << 20, tmp_path / "box"
     with pytest.raises(HostUnreachableError):
         stage(placement, assigned(tmp_path), bundle)
-    (partial,) = (tmp_path / "box" / "workspace" / "store.sha256").glob("*.partial")
-    had = partial.stat().st_size
-    assert had > 1 << 20
+    had = arrived(tmp_path / "box")
     host.after = 0
     sent: list[int] = []
     host.bend = lambda data: (sent.append(len(data)), data)[1]
@@ -423,12 +427,15 @@ def test_a_runner_that_is_killed_in_the_middle_loses_nothing(tmp_path: Path) -> 
 
 @pytest.mark.xdist_group("sshd")
 def test_a_line_that_is_cut_under_ssh_goes_on_where_it_was(tmp_path: Path) -> None:
-    sent, most = [0], 2 << 20
+    sent, cut = [0], [False]
 
     def through(before: int, data: bytes) -> bytes | None:
         sent[0] += len(data)
-        time.sleep(len(data) / 4e6)  # so that it arrives, and does not lie in sshd's window
-        return data if sent[0] < most else None
+        if not cut[0]:
+            time.sleep(len(data) / 4e6)  # so that it arrives, and does not all lie in sshd's window
+            cut[0] = arrived(tmp_path / "box") > 1 << 18
+            return None if cut[0] else data
+        return data
 
     bundle = drill_bundle(tmp_path / "bundle")
     with sshd(tmp_path / "sshd") as server:
@@ -439,13 +446,12 @@ def test_a_line_that_is_cut_under_ssh_goes_on_where_it_was(tmp_path: Path) -> No
         placement = RemotePlacement(host, site, Limits())
         with pytest.raises(HostUnreachableError):
             stage(placement, assigned(tmp_path), bundle)
-        (partial,) = (tmp_path / "box" / "workspace" / "store.sha256").glob("*.partial")
-        had, sent[0], most = partial.stat().st_size, 0, 1 << 30
+        had, sent[0] = arrived(tmp_path / "box"), 0
         stage(placement, assigned(tmp_path), bundle)
         host.disconnect()
         line.close()
     wheel = next((bundle / "scripts").glob("*.whl")).stat().st_size
-    assert had > 1 << 16 and sent[0] < wheel - had + (1 << 18)
+    assert had > 1 << 18 and sent[0] < wheel - had + (1 << 18)
     assert bundle_digest(tmp_path / "box" / "workspace" / "01DRILL" / "1") == bundle_digest(bundle)
 
 
@@ -625,6 +631,7 @@ def test_a_shell_that_greets_is_no_part_of_the_answer(tmp_path: Path) -> None:
         b"\xff\n" * 9,
         b'{"seen": {}}\n',
         b'{"seen": {"claim": 7}}\n',
+        b'{"refused": "docker does not answer", "kind": "refused"}\n',
     ],
 )
 def test_an_answer_that_makes_no_sense_is_not_seeing(tmp_path: Path, answer: bytes) -> None:
@@ -632,10 +639,11 @@ def test_an_answer_that_makes_no_sense_is_not_seeing(tmp_path: Path, answer: byt
         def run(self, command: Any, *, sink: BinaryIO | None = None, **rest: Any) -> Any:
             if sink is not None:
                 sink.write(answer)
-            return Answer(0, b"", "")
+            return Answer(3 if b"refused" in answer else 0, b"", "")
 
     placement, attempt = nearby(tmp_path / "box", Odd()), assigned(tmp_path)
-    assert placement.observe(attempt).unseen
+    unseen = placement.observe(attempt).unseen
+    assert unseen and (b"refused" not in answer or "docker does not answer" in unseen)
     with pytest.raises(HostUnreachableError):
         placement.pull(attempt)
 

@@ -27,7 +27,7 @@ from perilune.execution.launchers import process
 from perilune.execution.launchers.docker import Container
 from perilune.execution.limits import Limits
 from perilune.execution.observation import Observation
-from perilune.execution.placements.answers import last_document, observation, seen_first
+from perilune.execution.placements.answers import MESSAGE, last_document, observation, seen_first
 from perilune.execution.placements.local import working_copy
 from perilune.execution.placements.mirror import Mirror, Pulled, mirror
 from perilune.execution.placements.protocol import Assignment, Capabilities
@@ -252,6 +252,10 @@ class RemotePlacement:
             )
         if answer.exit_code == REFUSED and sink is None:
             raise self._refusal(last_document(answer.output, self.name))
+        if answer.exit_code == REFUSED and sink is not None:  # it cannot tell what is there
+            sink.seek(0)
+            refused = last_document(sink.read(), self.name).get("refused")
+            raise HostUnreachableError(f"{self.name}: {str(refused)[:MESSAGE]}")
         if answer.exit_code != 0:
             said = (answer.errors.strip().splitlines() or ["it said nothing"])[-1]
             kind = (
@@ -261,7 +265,7 @@ class RemotePlacement:
         return {} if sink is not None else last_document(answer.output, self.name)
 
     def _refusal(self, said: Mapping[str, Any]) -> Exception:
-        what, kind = str(said.get("refused"))[:2000], said.get("kind")
+        what, kind = str(said.get("refused"))[:MESSAGE], said.get("kind")
         if kind == "disk_full":
             error = RequestError(
                 what, where=self.name, remedy="free some space there, or name another workspace"
