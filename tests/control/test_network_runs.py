@@ -157,9 +157,9 @@ def test_a_run_behind_a_jump_host_outlives_cuts_of_both_links(far: Far, net: Net
 def test_what_a_link_hid_for_too_long_has_ended_and_is_not_taken(
     far: Far, net: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "MARGIN", 0.0)
+    monkeypatch.setattr(limits, "MARGIN", 2.0)
     monkeypatch.setattr(limits, "STOP_GRACE", 1.0)
-    bounds = Limits(on_box_stop_after=2.0, lost_after=3.0)
+    bounds = Limits(on_box_stop_after=5.0, lost_after=8.0)
     far.template = far.template.model_copy(update={"limits": bounds})
     ends = far.submit(drill_plan("ends", steps=2, noise=True, gate=str(tmp_path / "gate")))
     hangs = far.hanging("hangs")
@@ -177,7 +177,7 @@ def test_what_a_link_hid_for_too_long_has_ended_and_is_not_taken(
     wait_for(given_up, "giving them up")
     assert not marked(MARK, nonce)  # it has stopped itself
     net.near.restore()
-    for run_id, why in ((ends, ""), (hangs, "nobody has looked at it for 2 s")):
+    for run_id, why in ((ends, ""), (hangs, "nobody has looked at it for 5 s")):
         assert isinstance(far.finish(run_id), StageFinished)
         assert far.states(run_id) == [("lost", "unreachable"), ("succeeded", "")]
         wait_for(lambda: not far.control.reconciler.all() and not far.control.reconciler.unclean(), "tidying")
