@@ -59,26 +59,30 @@ def figures(seconds: float, at_once: int, told: Mapping[str, Any], cpu_seconds: 
     broken = {one["name"]: len(one["broken"]) for one in told["invariants"]}
     accepted = sum(told["runs"].values())
     return {
-        "outcome": {
-            "runs accepted": accepted,
-            "lost": broken["I1"],
-            "machines leaked": broken["I4"],
-            "committed twice": broken["I2"],
-            "attempts a run": sum(told["attempts"].values()) / max(accepted, 1),
-        },
+        "outcome": [
+            {
+                "runs accepted": accepted,
+                "lost": broken["I1"],
+                "machines leaked": broken["I4"],
+                "committed twice": broken["I2"],
+            }
+        ],
         "faults thrown": told["faults"],
         "attempts": told["attempts"],
         "invariants": {
             one["name"]: {"says": one["says"], "broken": broken[one["name"]], "where": one["broken"][:3]}
             for one in told["invariants"]
         },
-        "pace": {
-            "seconds of submitting": seconds,
-            "seconds until all had ended": told["elapsed"],
-            "runs a minute of submitting": 60 * accepted / seconds,
-            "CPU seconds a run": cpu_seconds / max(accepted, 1),
-            "runs a CPU minute": 60 * accepted / cpu_seconds,
-        },
+        "pace": [
+            {
+                "seconds of submitting": seconds,
+                "seconds until all had ended": told["elapsed"],
+                "runs a minute of submitting": 60 * accepted / seconds,
+                "attempts a run": sum(told["attempts"].values()) / max(accepted, 1),
+                "CPU seconds a run": cpu_seconds / max(accepted, 1),
+                "runs a CPU minute": 60 * accepted / cpu_seconds,
+            }
+        ],
         "runs at once": at_once,
         "seed": told["seed"],
     }
