@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import shutil
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -228,11 +230,13 @@ def test_a_manifest_that_is_not_the_verdicts_is_not_taken(there: There, home: Pa
 
 
 def test_of_two_that_look_at_once_one_brings_home(home: Path) -> None:
-    with mirrored(home) as mine:
-        assert mine is not None
-        with mirrored(home, wait=False) as other:
-            assert other is None
-    with mirrored(home, wait=False) as mine:
-        assert mine is not None
-    with mirrored(home / "not yet" / "there", wait=False) as none:
+    with home.with_name(f".{home.name}.lock").open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        for patience in (0.0, 0.1):
+            with mirrored(home, patience=patience) as none:
+                assert none is None
+        threading.Timer(0.2, fcntl.flock, (other, fcntl.LOCK_UN)).start()
+        with mirrored(home, patience=20.0) as mine, mirrored(home) as none:
+            assert mine is not None and none is None
+    with mirrored(home / "not yet" / "there") as none:
         assert none is None

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from perilune.files import canonical_json, fsync_directory, read_json, sha256_by
 
 FRAME = 1 << 20  # bytes; a larger one is refused
 HEADER = 1 << 24  # bytes of a line of JSON
+POLL = 0.05  # seconds
 MANIFEST, RESULT = "artifacts/manifest.json", "runtime/result.json"
 UNITS = "artifacts/checkpoints"
 OBSERVED = ("runtime", "artifacts")
@@ -191,28 +193,38 @@ class Mirror:
 
 @contextmanager
 def mirror(
-    directory: Path, folders: Sequence[str] = OBSERVED, *, wait: bool = True
+    directory: Path, folders: Sequence[str] = OBSERVED, *, patience: float = 0.0
 ) -> Iterator[Mirror | None]:
     """The mirror of an attempt, for one at a time: whoever looks may bring something home, and two may look.
 
+    Args:
+        patience: seconds to wait for another, who may have been stopped in the middle.
+
     Yields:
-        None instead of waiting for another, or where there is no place for it yet.
+        None when another has it, or when there is no place for it yet.
     """
-    if wait:
-        directory.parent.mkdir(parents=True, exist_ok=True)
     try:
         descriptor = os.open(directory.with_name(f".{directory.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError:
+    except FileNotFoundError:
         yield None
         return
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        yield None
-    else:
-        yield Mirror(directory, folders)
+        yield Mirror(directory, folders) if _locked(descriptor, patience) else None
     finally:
         os.close(descriptor)
+
+
+def _locked(descriptor: int, patience: float) -> bool:
+    until = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(POLL)
+        else:
+            return True
 
 
 def _unit(path: str) -> str:

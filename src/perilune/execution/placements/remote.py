@@ -114,7 +114,7 @@ class RemotePlacement:
         """As `Placement.stage`: made here (once for all machines), sent, and compared there with that."""
         if attempt.node == 0:
             working_copy(bundle, attempt.directory, order, previous)
-        with _mirror(attempt) as home:
+        with self._mirror(attempt) as home:
             home.reset()
         upload = Upload(attempt.directory, attempt.node)
         options = ("--tree", upload.tree, "--bytes", str(upload.size), "--share", str(self.site.store))
@@ -157,7 +157,7 @@ class RemotePlacement:
     def observe(self, attempt: Assignment) -> Observation:
         """As `Placement.observe`. What is small and new comes along, unless somebody is at that already."""
         try:
-            with mirror(attempt.home, _folders(attempt), wait=False) as home:
+            with mirror(attempt.home, _folders(attempt)) as home:
                 seen, pulled = self._look(attempt, home, LOOK_BYTES, LOOK_SECONDS)
             return observation(seen, attempt.epoch, more=home is None or not pulled.ended or pulled.more)
         except HostRefusedError as error:
@@ -169,7 +169,7 @@ class RemotePlacement:
 
     def pull(self, attempt: Assignment, *, whole: bool = False) -> None:
         """As `Placement.pull`."""
-        with _mirror(attempt) as home:
+        with self._mirror(attempt) as home:
             if not whole:
                 self._pull(attempt, home, last=False)
                 return
@@ -195,6 +195,14 @@ class RemotePlacement:
     def remove(self, attempt: Assignment) -> None:
         """As `Placement.remove`."""
         self._call(attempt, "remove", timeout=CHANGE_SECONDS)
+
+    @contextlib.contextmanager
+    def _mirror(self, attempt: Assignment) -> Iterator[Mirror]:
+        attempt.home.parent.mkdir(parents=True, exist_ok=True)
+        with mirror(attempt.home, _folders(attempt), patience=2 * LOOK_SECONDS) as home:
+            if home is None:
+                raise HostUnreachableError(f"{self.name}: another command is at what comes home from it")
+            yield home
 
     def _pull(self, attempt: Assignment, home: Mirror, *, last: bool) -> tuple[bool, bool]:
         """Pull once; whether there is more, and whether the attempt has ended."""
@@ -293,10 +301,3 @@ def _sources(parts: Sequence[str]) -> bytes:
 def _folders(attempt: Assignment) -> Sequence[str]:
     """What comes home from the machine: the evidence where it leads, else what it says of itself."""
     return ("runtime", "artifacts") if attempt.node == 0 else ("runtime",)
-
-
-@contextlib.contextmanager
-def _mirror(attempt: Assignment) -> Iterator[Mirror]:
-    with mirror(attempt.home, _folders(attempt)) as home:
-        assert home is not None  # it was waited for
-        yield home
