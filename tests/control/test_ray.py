@@ -7,6 +7,7 @@ import io
 import json
 import secrets
 import shlex
+import socket
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -29,11 +30,12 @@ from perilune.control.providers import Providers
 from perilune.control.store import Attempt
 from perilune.control.templates import OnRented, ResourcesChange, Retry, Template
 from perilune.errors import RequestError
-from perilune.execution.hosts import Host, HostUnreachableError
+from perilune.execution.hosts import Host, HostRefusedError, HostUnreachableError
 from perilune.execution.limits import Limits
 from perilune.execution.placements import Assignment, Placement
 from perilune.execution.placements.remote import RemotePlacement, Site
 from perilune.execution.processes import Presence
+from perilune.execution.providers.frames import Kind, proof, read_frame
 from perilune.execution.providers.protocol import (
     MachineRequest,
     MachineStatus,
@@ -105,6 +107,22 @@ class TestRay(PlacementConformance):
         return on(provider.host(machine), tmp_path / "python", str(tmp_path / "a workspace"))
 
 
+def ask(provider: RayCluster, key: str, *, proven: bool = True, nonce: str = "") -> str:
+    """Ask a machine for a command by hand, without a proof or with an old nonce; what it says to that."""
+    host, _, port = provider.settings.gateway.rpartition(":")
+    token = provider._ready[key.removesuffix("-0")].token if proven else ""
+    with socket.create_connection((host, int(port)), 10.0) as wire, wire.makefile("rb") as answers:
+        wire.sendall(json.dumps({"machine": key, "nonce": "n"}).encode() + b"\n")
+        kind, hello = read_frame(answers) or pytest.fail("no answer")
+        assert kind is Kind.HELLO
+        nonce = nonce or json.loads(hello)["nonce"]
+        asked = {"command": ["true"], "nonce": nonce, "proof": proof(token, "command", nonce, "true")}
+        wire.sendall(json.dumps(asked).encode() + b"\n")
+        kind, said = read_frame(answers) or pytest.fail("no answer")
+        assert kind is Kind.ERRORS
+        return said.decode().strip().rpartition("PermissionError: ")[2]
+
+
 def test_what_a_command_reads_and_says_arrives_as_it_was(
     provider: RayCluster, machine: RentedMachine, ray: LocalRay
 ) -> None:
@@ -123,8 +141,10 @@ def test_what_a_command_reads_and_says_arrives_as_it_was(
     assert ray.token not in environment and "RAY_" not in environment and "PERILUNE_HOLDER=" in environment
     with pytest.raises(HostUnreachableError, match="no end within"):
         host.run(["sleep", "60"], timeout=0.5)
-    with pytest.raises(HostUnreachableError, match="another token"):
+    with pytest.raises(HostRefusedError, match="is not this machine"):
         RayHost(provider.settings.gateway, machine.key, "0" * 64).run(["true"])
+    assert ask(provider, machine.key, proven=False) == "this machine has another token"
+    assert ask(provider, machine.key, nonce="0" * 32) == "this was asked for before"
     with pytest.raises(HostUnreachableError, match="cannot be reached"):
         RayHost(provider.settings.gateway, new_key(), "0" * 64).run(["true"])
 

@@ -62,14 +62,21 @@ class LocalRay:
         return self.settings(**changes).open(Path())
 
     def start_head(self) -> None:
-        """Start the head node, and wait until it takes jobs."""
+        """Start the head node."""
         ports = {"port": self.port, "dashboard-port": self.dashboard, "ray-client-server-port": self.client}
         self._start(HEAD, "--head", "--dashboard-host=127.0.0.1", *(f"--{n}={p}" for n, p in ports.items()))
-        wait_for(self._answers, "Ray's dashboard")
 
     def start_second(self) -> None:
         """Start the other node."""
         self._start(SECOND, f"--address={HEAD}:{self.port}", '--resources={"second": 1}')
+
+    def answers(self) -> bool:
+        """Whether the dashboard does."""
+        try:
+            self.provider().jobs.all()
+        except PeriluneError:
+            return False
+        return True
 
     def kill(self, node: str) -> None:
         """Kill all of Ray on a node, and nothing that runs there for us: that is to end by itself."""
@@ -121,13 +128,6 @@ class LocalRay:
         self._sessions.setdefault(node, []).append(starter.pid)
         assert starter.wait(120) == 0, log.read_text()
 
-    def _answers(self) -> bool:
-        try:
-            self.provider().jobs.all()
-        except PeriluneError:
-            return False
-        return True
-
 
 @contextmanager
 def local_ray() -> Iterator[LocalRay]:
@@ -138,6 +138,7 @@ def local_ray() -> Iterator[LocalRay]:
     try:
         cluster.start_head()
         cluster.start_second()
+        wait_for(cluster.answers, "Ray's dashboard")
         yield cluster
     finally:
         cluster.stop()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hmac
 import json
+import secrets
 import socket
 from collections.abc import Sequence
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from perilune.execution.hosts.protocol import Answer, HostUnreachableError
+from perilune.execution.hosts.protocol import Answer, HostRefusedError, HostUnreachableError
 from perilune.execution.providers.conversation import BrokenConnectionError, converse, cut_after
+from perilune.execution.providers.frames import Kind, proof, read_frame
 
 CONNECT_SECONDS = 10.0
 
@@ -35,22 +38,53 @@ class RayHost:
     ) -> Answer:
         """As `Host.run`. A command does not end with the connection."""
         host, _, port = self.gateway.rpartition(":")
-        asked = {"machine": self.machine, "token": self._token, "command": list(command)}
         try:
             with (
                 socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS) as wire,
                 cut_after(wire, timeout) as late,
                 wire.makefile("rb") as answers,
             ):
-                wire.settimeout(None)
-                wire.sendall(json.dumps(asked).encode() + b"\n")
                 try:
+                    nonce = self._greeted(wire, answers)
+                    wire.settimeout(None)
+                    shown = proof(self._token, "command", nonce, *command)
+                    _say(wire, {"command": list(command), "nonce": nonce, "proof": shown})
                     return converse(wire, answers, source, sink)
                 except BrokenConnectionError as error:
                     why = f"no end within {timeout:g} s" if late.is_set() else str(error)
                     raise self._unreachable(why) from None
+        except HostRefusedError:  # a ValueError too
+            raise
         except (OSError, ValueError) as error:
             raise self._unreachable(str(error) or type(error).__name__) from None
 
+    def _greeted(self, wire: socket.socket, answers: BinaryIO) -> str:
+        """Have the machine show that it is the one that is meant, before it is told anything.
+
+        Returns:
+            What the request that follows is to be proven with.
+
+        Raises:
+            HostRefusedError: something else answers.
+            BrokenConnectionError: nothing does.
+        """
+        nonce = secrets.token_hex(16)
+        _say(wire, {"machine": self.machine, "nonce": nonce})
+        kind, said = read_frame(answers) or (Kind.ERRORS, b"the connection broke")
+        if kind is Kind.ERRORS:
+            raise BrokenConnectionError(said.decode(errors="replace").strip())
+        told = json.loads(said) if kind is Kind.HELLO else {}
+        if not hmac.compare_digest(str(told.get("proof")), proof(self._token, "machine", nonce)):
+            raise HostRefusedError(
+                f"what answers at {self.gateway} is not this machine",
+                where=self.name,
+                remedy="see who listens on that port of the head node; `gateway` and `listen` choose another",
+            )
+        return str(told["nonce"])
+
     def _unreachable(self, why: str) -> HostUnreachableError:
         return HostUnreachableError(f"cannot be reached through {self.gateway}: {why}", where=self.name)
+
+
+def _say(wire: socket.socket, what: dict[str, Any]) -> None:
+    wire.sendall(json.dumps(what).encode() + b"\n")

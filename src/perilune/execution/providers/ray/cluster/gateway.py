@@ -1,8 +1,9 @@
 """The way to all machines of ours on a cluster: one port on the head node, served by one of their holders.
 
 Whichever holder has the port serves every machine; when it ends, another takes the port over. Whoever
-connects sends one line of JSON, `{"machine": name, "token": ..., "command": [...]}`, and then frames. Nothing
-that comes is ever unpickled, on either side. The token is the machine's, which alone knows it and checks it.
+connects says which machine, `{"machine": name, "nonce": ...}` on a line, and is shown in a frame that it is
+that machine; then which command, `{"command": [...], "nonce": ..., "proof": ...}`, and then come frames. The
+proofs are made with the machine's token, which is never sent. Neither side unpickles what comes.
 """
 
 from __future__ import annotations
@@ -44,9 +45,13 @@ def answer(wire: socket.socket, namespace: str) -> None:
     with wire, wire.makefile("rb") as requests, contextlib.suppress(OSError):  # whoever asked may go
         wire.settimeout(PATIENCE)
         try:
-            asked = json.loads(requests.readline(LONGEST))
-            wire.settimeout(None)
-            carry(wire, requests, ray.get_actor(str(asked["machine"]), namespace), asked)
+            hello = json.loads(requests.readline(LONGEST))
+            machine: Any = ray.get_actor(str(hello["machine"]), namespace)
+            shown = ray.get(machine.greet.remote(str(hello["nonce"])))
+            wire.sendall(frame(Kind.HELLO, json.dumps(shown).encode()))
+            if request := requests.readline(LONGEST):
+                wire.settimeout(None)
+                carry(wire, requests, machine, json.loads(request))
         except Exception as error:  # of Ray, or of the machine: only the asker can judge it
             said = (str(error).strip().splitlines() or [""])[-1]
             wire.sendall(frame(Kind.ERRORS, f"\n{type(error).__name__}: {said}\n".encode()))
@@ -62,7 +67,7 @@ def carry(wire: socket.socket, requests: BinaryIO, machine: Any, asked: dict[str
         OSError: when the asker is gone.
         Exception: whatever Ray raises when the machine cannot be reached.
     """
-    name = ray.get(machine.open.remote(asked["token"], asked["command"]))
+    name = ray.get(machine.open.remote(asked["command"], asked["nonce"], asked["proof"]))
     feeder = threading.Thread(target=feed, args=(requests, machine, name), daemon=True)
     feeder.start()
     try:

@@ -14,10 +14,12 @@ import time
 import uuid
 
 from .folders import environment, new_home
+from .frames import proof
 
 BLOCK = 1 << 20  # bytes of one call
 SLICE = 1.0  # seconds
 LINGER = 2.0  # seconds for output that comes after the exit, from what the command left running
+GREETED = 256  # commands that may be about to be asked for
 FORGOTTEN = 120.0  # seconds after which a command that nobody reads from is let go of
 
 
@@ -32,6 +34,7 @@ class Machine:
 
     def __init__(self, key: str, workspace: str, token: str) -> None:
         self._home, self._token = new_home(key, workspace), token
+        self._nonces: list[str] = []
         self._commands: dict[str, Command] = {}
 
     def address(self) -> str:
@@ -44,14 +47,22 @@ class Machine:
         """Never returns: whoever waits for it is told when this machine dies."""
         threading.Event().wait()
 
-    def open(self, token: str, command: list[str]) -> str:
+    def greet(self, nonce: str) -> dict[str, str]:
+        """Show that this is the machine, and say what `open` is to be shown, once."""
+        self._nonces = [*self._nonces[-GREETED:], uuid.uuid4().hex]
+        return {"proof": proof(self._token, "machine", nonce), "nonce": self._nonces[-1]}
+
+    def open(self, command: list[str], nonce: str, shown: str) -> str:
         """Start a command; its name for the other calls.
 
         Raises:
-            PermissionError: the token is another.
+            PermissionError: who asks for it does not know the token, or has asked before.
         """
-        if not hmac.compare_digest(token.encode(), self._token.encode()):
+        if not hmac.compare_digest(shown, proof(self._token, "command", nonce, *command)):
             raise PermissionError("this machine has another token")
+        if nonce not in self._nonces:
+            raise PermissionError("this was asked for before")
+        self._nonces.remove(nonce)
         for name, other in list(self._commands.items()):
             if time.monotonic() - other.touched > FORGOTTEN:
                 self.close(name)
