@@ -15,19 +15,17 @@ from hosts_cases import interpreter
 from sqlalchemy import select
 
 from perilune.bundle.verify import verify
-from perilune.control import endings, reconcile
+from perilune.control import endings
 from perilune.control.budget import DAY, today
 from perilune.control.experiments import Control, StagePlan, advance
 from perilune.control.explanation import explain
 from perilune.control.machines import Fleet
 from perilune.control.progress import StageEvent, StageFailed, StageFinished, StageProgress
-from perilune.control.rented import RentedPlacement
 from perilune.control.requests import cancel
 from perilune.control.store import Attempt, Event
 from perilune.control.templates import OnRented, Retry, Template
 from perilune.execution.claim import read_claim
 from perilune.execution.limits import Limits
-from perilune.execution.placements import Capabilities
 from perilune.execution.placements.remote import Site
 from perilune.execution.providers.fake.client import FakeCloud
 from perilune.execution.providers.fake.weather import Fault, Weather
@@ -38,13 +36,6 @@ def template(tmp_path: Path) -> Template:
     site = Site(python=str(interpreter(tmp_path / "python")), installed=True)
     place = OnRented(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
     return Template(placement=place, retry=Retry(base=0.01), limits=Limits(on_box_stop_after=60.0))
-
-
-@pytest.fixture(autouse=True)
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look as often as these short runs want it."""
-    monkeypatch.setattr(RentedPlacement, "capabilities", Capabilities(elsewhere=True, look_every=0.1))
-    monkeypatch.setattr(reconcile, "LONGEST_WAIT", 0.3)
 
 
 def go(control: Control, template: Template, plan: StagePlan) -> Iterator[StageEvent]:

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from cloud_cases import bill, hurry, rent_from
 
-from perilune.control import machine_planner, machines, sweep
+from perilune.control import machine_planner, machines, reconcile, sweep
 from perilune.control.experiments import Control
 from perilune.control.machines import Fleet
+from perilune.control.rented import RentedPlacement
+from perilune.execution.placements import Capabilities
 from perilune.execution.providers.fake.client import FakeCloud
 from perilune.execution.providers.fake.process import start, stop
 from perilune.execution.providers.fake.weather import Weather
@@ -40,5 +42,8 @@ def fleet(control: Control, cloud: FakeCloud, monkeypatch: pytest.MonkeyPatch) -
     ):  # fmt: skip
         monkeypatch.setattr(module, name, getattr(module, name))  # is put back
     hurry()
+    # Look as often as these short runs want it.
+    monkeypatch.setattr(RentedPlacement, "capabilities", Capabilities(elsewhere=True, look_every=0.1))
+    monkeypatch.setattr(reconcile, "LONGEST_WAIT", 0.3)
     rent_from(control.home.root, cloud.folder)
     return control.reconciler.rentals.fleet
