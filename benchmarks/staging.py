@@ -185,6 +185,12 @@ def turns(checkouts: dict[str, Path], rounds: int, size: int, looks: int) -> dic
     return found
 
 
+def commit_of(checkout: Path) -> str:
+    """The commit of a checkout, in short."""
+    command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -220,6 +226,7 @@ def main() -> None:
         },
         "megabytes of the large input": round(given.size / 1e6, 1),
         "before is commit": given.against,
+        "now is commit": commit_of(ROOT),
         "machine": describe_machine(),
     }
     given.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
