@@ -32,6 +32,7 @@ from perilune.execution.providers.ray.jobs import PACKAGE, Job, Jobs
 from perilune.execution.providers.ray.settings import RaySettings
 
 READY = "perilune-ready "  # begins the line in which a job tells of its machines
+MOST = 4096  # machines of one attempt
 REMEMBERED = 24 * 3600.0  # seconds for which Ray is to remember jobs of ours that have ended
 NOT_FOUND = {126, 127}  # exit codes of a shell
 REASONS = {"STOPPED": "terminated", "SUCCEEDED": "lifetime"}
@@ -39,8 +40,13 @@ REASONS = {"STOPPED": "terminated", "SUCCEEDED": "lifetime"}
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """What a job has said of its machines: where each is, and what lets commands in."""
+    """What a job has said of its machines: where each is, and what lets commands in.
 
+    Attributes:
+        started: of the job; after the head was restarted another may have its name.
+    """
+
+    started: float | None
     addresses: Sequence[str]
     token: str
 
@@ -104,40 +110,52 @@ class RayCluster:
         Raises:
             HostUnreachableError: its job has not said yet how.
         """
-        ready = self._told(_job_of(machine.key)[0])
+        name, _ = _job_of(machine.key)
+        if name not in self._ready:
+            self.find(machine.key)  # asks the job, and never raises
+        ready = self._ready.get(name)
         if ready is None:
             raise HostUnreachableError("it is not ready", where=f"ray:{machine.key}")
         return RayHost(self.settings.gateway, machine.key, ready.token)
 
     def _machines(self, job: Job) -> Sequence[RentedMachine]:
         """One a rank."""
-        ready = self._told(job.name) if job.status == "RUNNING" else None
+        ready = self._told(job) if job.status == "RUNNING" else None
         status = MachineStatus.PENDING if job.status in {"PENDING", "RUNNING"} else MachineStatus.ENDED
         began, ended = job.started, job.ended
-        nodes = int(job.metadata.get("perilune.nodes", 1))
+        addresses = dict(enumerate(ready.addresses)) if ready is not None else {}
+        try:
+            nodes = min(int(job.metadata.get("perilune.nodes", 1)), MOST)
+            price = float(job.metadata.get("perilune.price", 0.0))
+        except ValueError:  # not as we wrote it
+            nodes, price = 1, 0.0
         return [
             RentedMachine(
                 key=f"{job.name}-{rank}",
                 id=job.name,
                 kind=job.metadata.get("perilune.kind", ""),
-                price=float(job.metadata.get("perilune.price", 0.0)),
+                price=price,
                 status=MachineStatus.RUNNING if ready is not None else status,
                 billed_seconds=0.0 if began is None else max(0.0, (ended or time.time()) - began),
                 reason=self._reason(job) if status is MachineStatus.ENDED else "",
-                address=ready.addresses[rank] if ready is not None else "",
+                address=addresses.get(rank, ""),
             )
             for rank in range(nodes)
         ]
 
-    def _told(self, name: str) -> _Ready | None:
+    def _told(self, job: Job) -> _Ready | None:
         """What the job has said of its machines, which it says once."""
-        if name not in self._ready:
-            lines = self.jobs.log(name).splitlines()
-            said = [line.removeprefix(READY) for line in lines if line.startswith(READY)]
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                told = json.loads(said[0]) if said else {}
-                self._ready[name] = _Ready([str(one) for one in told["addresses"]], str(told["token"]))
-        return self._ready.get(name)
+        known = self._ready.get(job.name)
+        if known is not None and known.started == job.started:
+            return known
+        lines = self.jobs.log(job.name).splitlines()
+        said = [line.removeprefix(READY) for line in lines if line.startswith(READY)]
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            told = json.loads(said[0]) if said else {}
+            addresses = [str(one) for one in told["addresses"]]
+            self._ready[job.name] = _Ready(job.started, addresses, str(told["token"]))
+            return self._ready[job.name]
+        return None
 
     def _reason(self, job: Job) -> str:
         """Why a job has ended, as a provider says it."""
