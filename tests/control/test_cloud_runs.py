@@ -18,7 +18,7 @@ from sqlalchemy import select
 from sshd_cases import Sshd, make_key, sshd
 
 from perilune.bundle.verify import verify
-from perilune.control import machine_planner, machines, sweep
+from perilune.control import sweep
 from perilune.control.experiments import Control, StagePlan, advance
 from perilune.control.machines import Fleet
 from perilune.control.progress import StageEvent, StageFinished, StageProgress
@@ -52,13 +52,7 @@ def sky(tmp_path: Path, server: Sshd) -> FakeSky:
 
 @pytest.fixture
 def fleet(control: Control, sky: FakeSky, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    for module, name in (
-        (machine_planner, "LEAST_GAP"), (machine_planner, "ASK_GAP"),
-        (machines, "LOOK_SECONDS"), (machines, "ASK_SECONDS"), (sweep, "PANIC_SECONDS"),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, getattr(module, name))  # is put back
-    hurry()
-    machines.LOOK_SECONDS = 0.1
+    hurry(monkeypatch, look_seconds=0.1)
     sky.rent_to(control.home.root)
     fleet = control.reconciler.rentals.fleet
     yield fleet

@@ -23,7 +23,6 @@ from ray_cases import HEAD, SECOND, LocalRay, local_ray
 from sqlalchemy import select
 
 from perilune.bundle.verify import verify
-from perilune.control import machine_planner, machines, sweep
 from perilune.control.experiments import Control, StagePlan, advance
 from perilune.control.progress import StageFinished, StageProgress
 from perilune.control.providers import Providers
@@ -224,12 +223,7 @@ def rents_from(
     control: Control, ray: LocalRay, folder: Path, monkeypatch: pytest.MonkeyPatch, nodes: int | None = None
 ) -> Template:
     """Let the home rent from the cluster, and look often; a template that does."""
-    for module, name in (
-        (machine_planner, "LEAST_GAP"), (machine_planner, "ASK_GAP"),
-        (machines, "LOOK_SECONDS"), (machines, "ASK_SECONDS"), (sweep, "PANIC_SECONDS"),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, getattr(module, name))  # is put back
-    hurry()
+    hurry(monkeypatch)
     settings = ray.settings().model_dump(mode="json")
     providers = {"daily_cap": 100.0, "providers": {"mine": settings}}
     (control.home.root / "providers.yaml").write_text(yaml.safe_dump(providers))

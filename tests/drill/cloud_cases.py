@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from drill_cases import begin, drill_control, drill_plan
 
@@ -22,11 +23,13 @@ LEASE = Lease(max_lifetime=600.0, idle=300.0, max_cost=1.0, ready_within=300.0)
 SMALL = Rental(provider="fake", kind="small", lease=LEASE)
 
 
-def hurry() -> None:
+def hurry(patch: pytest.MonkeyPatch, look_seconds: float = 0.0) -> None:
     """Let what takes seconds between two looks take less, in this process."""
-    machine_planner.LEAST_GAP, machine_planner.ASK_GAP = 0.05, 0.2
-    machines.LOOK_SECONDS, machines.ASK_SECONDS = 0.0, 0.05
-    sweep.PANIC_SECONDS = 0.1
+    patch.setattr(machine_planner, "LEAST_GAP", 0.05)
+    patch.setattr(machine_planner, "ASK_GAP", 0.2)
+    patch.setattr(machines, "LOOK_SECONDS", look_seconds)
+    patch.setattr(machines, "ASK_SECONDS", 0.05)
+    patch.setattr(sweep, "PANIC_SECONDS", 0.1)
 
 
 def rent_from(home: Path, cloud: Path, *, daily_cap: float = 100.0, visibility: float = 0.0) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cloud_cases import bill, hurry, rent_from
 
-from perilune.control import machine_planner, machines, reconcile, sweep
+from perilune.control import reconcile
 from perilune.control.experiments import Control
 from perilune.control.machines import Fleet
 from perilune.control.rented import RentedPlacement
@@ -36,12 +36,7 @@ def cloud(tmp_path: Path, weather: Weather) -> Iterator[FakeCloud]:
 
 @pytest.fixture
 def fleet(control: Control, cloud: FakeCloud, monkeypatch: pytest.MonkeyPatch) -> Fleet:
-    for module, name in (
-        (machine_planner, "LEAST_GAP"), (machine_planner, "ASK_GAP"),
-        (machines, "LOOK_SECONDS"), (machines, "ASK_SECONDS"), (sweep, "PANIC_SECONDS"),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, getattr(module, name))  # is put back
-    hurry()
+    hurry(monkeypatch)
     # Look as often as these short runs want it.
     monkeypatch.setattr(RentedPlacement, "capabilities", Capabilities(elsewhere=True, look_every=0.1))
     monkeypatch.setattr(reconcile, "LONGEST_WAIT", 0.3)
