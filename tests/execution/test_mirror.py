@@ -218,6 +218,14 @@ def test_artifacts_become_what_the_manifest_says_or_are_pulled_again(there: Ther
     mirror.settle()
     assert seen(home) == seen(there.attempt.files)
 
+    after = Mirror(home)  # who has settled it was killed before it could say so
+    there.pull(after, last=True)
+    with pytest.raises(WorkFailedError, match="to come again"):
+        after.settle()
+    there.pull(after, last=True)
+    after.settle()
+    assert seen(home) == seen(there.attempt.files)
+
 
 def test_a_manifest_that_is_not_the_verdicts_is_not_taken(there: There, home: Path) -> None:
     there.write("artifacts/manifest.json", manifest_bytes({}))

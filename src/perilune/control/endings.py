@@ -118,6 +118,7 @@ class Endings:
                 cause if cause is not Cause.NONE else Cause.ARTIFACT_INVALID,
                 message or str(error),
             )
+        reached("finalize.pulled")
         if cause is Cause.NONE and (problem := evidence_problem(directory, verdict)):
             if self.placements.of(attempt.run_id).observe(assignment(self.home, attempt)).unseen:
                 return False  # its machine went meanwhile, and what has not come says nothing of the task

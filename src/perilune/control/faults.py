@@ -19,6 +19,7 @@ POINTS = (
     "start.done",
     "adopt.committed",
     "finalize.begun",
+    "finalize.pulled",
     "end.committed",
     "finalize.committed",
 )

@@ -98,8 +98,12 @@ class Mirror:
             WorkFailedError: when something is not what the manifest says; it is forgotten, to be pulled
                 again.
         """
-        result = read_json(self._arriving / RESULT)
         arrived = self._arriving / MANIFEST
+        if not (self._arriving / RESULT).exists():  # whoever settled it before was killed before saying so
+            self._forget(MANIFEST)
+            self._forget(RESULT)
+            raise WorkFailedError(f"{RESULT} has to come again")
+        result = read_json(self._arriving / RESULT)
         with storage_errors("keep the evidence", self.directory):
             if result.get("manifest_digest") is not None and "artifacts" in self.folders:
                 if not arrived.exists() or sha256_file(arrived) != result["manifest_digest"]:
