@@ -20,7 +20,7 @@ from perilune.control.budget import DAY, today
 from perilune.control.experiments import Control, StagePlan, advance
 from perilune.control.explanation import explain
 from perilune.control.machines import Fleet
-from perilune.control.progress import StageEvent, StageFailed, StageFinished, StageProgress
+from perilune.control.progress import StageEvent, StageFailed, StageFinished, StageProgress, StageStarted
 from perilune.control.requests import cancel
 from perilune.control.store import Attempt, Event
 from perilune.control.templates import OnRented, Retry, Template
@@ -250,6 +250,12 @@ def test_what_cannot_be_rented_says_so(
     nobody = template.model_copy(update={"placement": place})
     last = list(go(control, nobody, drill_plan(steps=1)))[-1]
     assert isinstance(last, StageFailed) and "no provider is called 'nobody'" in last.message
+
+    cloud.befall(call="list", fault=Fault.ERROR_BEFORE, times=10**6)
+    started = next(go(control, template, drill_plan(steps=2)))
+    assert isinstance(started, StageStarted)
+    assert control.reconciler.one(started.run_id).state == "queued"
+    assert "waits for its provider" in explain(control, started.run_id).because[-1]
 
 
 def test_a_lease_that_is_over_ends_the_run(

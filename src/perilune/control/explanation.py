@@ -130,6 +130,8 @@ def _queued(control: Control, run: Run, attempts: list[Attempt], history: tuple[
         return _waits_its_turn(control, run, history, turn)
     elif wait > 0:
         why = f"attempt {number} may begin in {wait:.0f} s"
+    elif _provider_is_silent(control, run):
+        why = f"attempt {number} waits for its provider, which does not say what machines there are"
     else:
         why = f"attempt {number} may begin, and no command is at it" if attempts else "nobody has begun it"
     return Explanation(
@@ -138,6 +140,11 @@ def _queued(control: Control, run: Run, attempts: list[Attempt], history: tuple[
         f"the next command that goes on with runs begins attempt {number}",
         ("perilune reconcile", "perilune reconcile --watch", f"perilune wait {run.id}"),
     )
+
+
+def _provider_is_silent(control: Control, run: Run) -> bool:
+    placement = control.reconciler.placements.of(run.id)
+    return control.reconciler.rentals.newest_epoch(placement, run) is None
 
 
 def _waits_its_turn(control: Control, run: Run, history: tuple[str, ...], turn: Turn) -> Explanation:
