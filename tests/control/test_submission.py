@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from drill_cases import begin, carry_out, drill_control, drill_job, drill_plan
+from drill_cases import begin, carry_out, drill_control, drill_job, drill_plan, wait_for
 from sqlalchemy import func, select
 
 from perilune.bundle.freeze import freeze
@@ -104,6 +104,27 @@ def test_commands_at_once_share_one_run(tmp_path: Path) -> None:
         assert session.scalars(select(Attempt)).one().state == "succeeded"
         assert verify_events(session) is None
     assert run_directories(control) == [run.id]
+
+
+def test_what_keeps_a_run_from_going_on_keeps_no_other(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck, other = submit_drill(control, "a"), submit_drill(control, "b", steps=1)
+    step = control.reconciler._step
+
+    def stumble(run_id: str, act: bool) -> bool:
+        if run_id == stuck.id:
+            raise RequestError("its evidence is unreadable")
+        return step(run_id, act)
+
+    monkeypatch.setattr(control.reconciler, "_step", stumble)
+
+    def other_ended() -> bool:
+        with pytest.raises(RequestError, match="unreadable"):  # which is told all the same
+            control.reconciler.all()
+        return control.run(other.id).state == "succeeded"
+
+    wait_for(other_ended)
 
 
 @pytest.fixture(scope="module")

@@ -62,19 +62,33 @@ class Reconciler:
 
         Those on this machine one after the other; of those elsewhere so many at once, because a look at them
         is mostly waiting.
+
+        Raises:
+            PeriluneError: what kept a run from going on, when all the others were seen to.
         """
+        troubles: list[PeriluneError] = []
+
+        def go_on(run_id: str) -> Run:
+            try:
+                return self.one(run_id, act=act)
+            except PeriluneError as error:
+                troubles.append(error)
+                return self.run(run_id)
+
         with self.store.snapshot() as session:
             live = list(session.scalars(select(Run.id).where(Run.state.in_(LIVE_RUNS)).order_by(Run.id)))
         far = [run_id for run_id in live if self.placements.of(run_id).capabilities.elsewhere]
         with ThreadPoolExecutor(min(len(far), WORKERS) or 1) as workers:
-            looks = {run_id: workers.submit(self.one, run_id, act=act) for run_id in far}
-            runs = [looks[one].result() if one in looks else self.one(one, act=act) for one in live]
+            looks = {run_id: workers.submit(go_on, run_id) for run_id in far}
+            runs = [looks[one].result() if one in looks else go_on(one) for one in live]
         for attempt in self.unclean():
             with locked(self.home.run(attempt.run_id)) as mine:
                 if mine:
                     self.endings.clean(attempt)
         self.rentals.tend_all()
         remove_leftovers(self.home, self.store)
+        if troubles:
+            raise troubles[0]
         return runs
 
     def unclean(self) -> list[Attempt]:
