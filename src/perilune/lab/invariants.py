@@ -111,6 +111,10 @@ def _no_canary(lab: Laboratory, session: Session) -> Iterator[str]:
 def _nobody_helped(lab: Laboratory, session: Session) -> Iterator[str]:
     wishes = select(Event.kind).where(Event.kind.in_(("run.cancel_requested", "run.cancel_forced")))
     yield from session.scalars(wishes)
+    if lab.fell:
+        log = (lab.folder / "controller.log").read_text(errors="replace")
+        said = ["it said nothing", *(line for line in log.splitlines() if line.startswith("error"))]
+        yield f"the control process ended by itself {lab.fell} times: {said[-1]}"
 
 
 def _content(path: Path) -> bytes:

@@ -93,6 +93,7 @@ class Laboratory:
         self.cloud = FakeCloud(folder / "cloud")
         self.submitted: dict[str, int] = {}  # run to its seed
         self.thrown: Counter[str] = Counter()
+        self.fell = 0  # times that the control process ended by itself
         self._chance = random.Random(plan.seed)
         self._began = self._ticked = time.monotonic()
 
@@ -202,6 +203,7 @@ class Laboratory:
             self.thrown["cloud_killed"] += 1
             server.stop(self._server)
         if self._controller.poll() is not None:
+            self.fell += self._controller.returncode != -signal.SIGKILL
             self._controller = self._reconcile()
         if self._server.poll() is not None:
             self._server = server.start(self.cloud.folder, self.plan.weather)
