@@ -114,7 +114,9 @@ def together(looks: Sequence[Observation]) -> Observation:
     ended = all(seen.verdict is not None for seen in looks)
     worker = leader.worker if ended else _least(seen.worker for seen in looks if seen.verdict is None)
     heartbeat = min(seen.heartbeat for seen in looks)
-    return Observation(leader.claim, worker, leader.verdict if ended else None, heartbeat=heartbeat)
+    verdict = leader.verdict if ended else None
+    more = any(seen.more for seen in looks)
+    return Observation(leader.claim, worker, verdict, heartbeat=heartbeat, more=more)
 
 
 def _failed(seen: Observation) -> bool:
