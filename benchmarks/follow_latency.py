@@ -1,0 +1,119 @@
+"""How long what a task prints on another machine takes to be at home, where `perilune logs -f` shows it.
+
+    python benchmarks/follow_latency.py [--lines 60]
+
+A real run, over a real sshd of our own on the loopback, carried by the control plane as `perilune run` does
+it. A thread looks every five milliseconds how long the log is there and here; a line's latency is the time
+between. Writes results/follow_latency.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "follow_latency.json"
+SECONDS = 0.25  # between two lines
+ABOUT = (
+    "A task prints a line every quarter of a second on a machine behind a real `sshd` on the loopback; how "
+    "long until the line is in the log at home, which `perilune logs -f` and the report read. The network's "
+    "own time comes on top of it. The promise is two seconds."
+)
+
+
+class Watcher(threading.Thread):
+    """Notes when each further line of a log is there."""
+
+    def __init__(self, folder: Path, pattern: str) -> None:
+        super().__init__(daemon=True)
+        self.folder, self.pattern, self.over = folder, pattern, threading.Event()
+        self.seen: list[float] = []
+
+    def run(self) -> None:
+        while not self.over.wait(0.005):
+            logs = list(self.folder.glob(self.pattern))
+            if logs:
+                lines = logs[0].read_bytes().count(b"\n")
+                self.seen += [time.monotonic()] * (lines - len(self.seen))
+
+
+def latencies(lines: int) -> list[float]:
+    """Seconds from there to here, a number a line."""
+    sys.path.insert(0, str(ROOT / "tests" / "drill"))
+    from hosts_cases import interpreter
+    from sshd_cases import sshd
+
+    from perilune.bundle.job import Job, Resources
+    from perilune.control.experiments import Control, StagePlan, advance, register_experiment
+    from perilune.control.home import Home
+    from perilune.control.progress import StageFinished
+    from perilune.control.templates import OverSsh, Template
+    from perilune.execution.placements.remote import Site
+
+    with tempfile.TemporaryDirectory() as name, sshd(Path(name) / "sshd") as server:
+        folder = Path(name)
+        site = Site(
+            python=str(interpreter(folder / "python")), installed=True, workspace=str(folder / "there")
+        )
+        place = OverSsh(name="ssh", site=site, **server.settings().model_dump())
+        job = Job(
+            task="rehearse", stage="rehearse", spec={"steps": lines, "step_seconds": SECONDS}, model={},
+            environment={}, seed=1, resources=Resources(device="cpu", threads=1),
+        )  # fmt: skip
+        control = Control(Home.open(folder / "home"))
+        experiment = register_experiment(control, "latency", {"name": "latency"}, [("rehearse", "rehearse")])
+        there = Watcher(folder / "there", "*/1/runtime/runtime.log")
+        here = Watcher(folder / "home" / "runs", "*/attempts/1/runtime/runtime.log")
+        for watcher in (there, here):
+            watcher.start()
+        plan = StagePlan("rehearse", job)
+        events = list(advance(control, experiment, [plan], template=Template(placement=place)))
+        assert isinstance(events[-1], StageFinished), events[-1]
+        for watcher in (there, here):
+            watcher.over.set()
+            watcher.join()
+        control.store.close()
+    count = min(len(there.seen), len(here.seen))
+    assert count >= lines, f"{count} lines of {lines} were seen"
+    return [home - far for far, home in zip(there.seen, here.seen, strict=False)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--lines", type=int, default=60)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    given = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    found = sorted(latencies(given.lines))
+    from perilune.bundle.machine import describe_machine
+
+    row: dict[str, Any] = {
+        "lines": len(found),
+        "median seconds": round(statistics.median(found), 3),
+        "95th percentile": round(found[int(0.95 * (len(found) - 1))], 3),
+        "most": round(found[-1], 3),
+    }
+    document = {
+        "title": "From a print elsewhere to the log at home",
+        "about": ABOUT,
+        "command": f"python benchmarks/follow_latency.py --lines {given.lines}",
+        "latency": [row],
+        "machine": describe_machine(),
+    }
+    given.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(row, indent=1))
+
+
+if __name__ == "__main__":
+    main()
