@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -69,20 +70,23 @@ class Reconciler:
         troubles: list[PeriluneError] = []
 
         def go_on(run_id: str) -> Run:
-            try:
-                return self.one(run_id, act=act)
-            except PeriluneError as error:
-                troubles.append(error)
-                return self.run(run_id)
+            with _noted(troubles):
+                self.one(run_id, act=act)
+            return self.run(run_id)
+
+        def is_elsewhere(run_id: str) -> bool:
+            with contextlib.suppress(PeriluneError):  # which going on with it will tell
+                return self.placements.of(run_id).capabilities.elsewhere
+            return False
 
         with self.store.snapshot() as session:
             live = list(session.scalars(select(Run.id).where(Run.state.in_(LIVE_RUNS)).order_by(Run.id)))
-        far = [run_id for run_id in live if self.placements.of(run_id).capabilities.elsewhere]
+        far = [run_id for run_id in live if is_elsewhere(run_id)]
         with ThreadPoolExecutor(min(len(far), WORKERS) or 1) as workers:
             looks = {run_id: workers.submit(go_on, run_id) for run_id in far}
             runs = [looks[one].result() if one in looks else go_on(one) for one in live]
         for attempt in self.unclean():
-            with locked(self.home.run(attempt.run_id)) as mine:
+            with locked(self.home.run(attempt.run_id)) as mine, _noted(troubles):
                 if mine:
                     self.endings.clean(attempt)
         self.rentals.tend_all()
@@ -279,3 +283,12 @@ class Reconciler:
             move_attempt(session, started(session, attempt), AttemptState.RUNNING)
         reached("adopt.committed")
         return False
+
+
+@contextlib.contextmanager
+def _noted(troubles: list[PeriluneError]) -> Iterator[None]:
+    """Let others go on when something goes wrong, and remember it."""
+    try:
+        yield
+    except PeriluneError as error:
+        troubles.append(error)

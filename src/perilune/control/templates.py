@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
 from perilune.bundle.job import Job, Resources
 from perilune.bundle.plugin import load_plugin, resources_of
@@ -188,9 +188,16 @@ def load_template(home: Home, name: str, changes: Sequence[str] = ()) -> Templat
 
 
 def recorded_template(home: Home, run_id: str) -> Template | None:
-    """The template that a run was submitted with."""
+    """The template that a run was submitted with.
+
+    Raises:
+        RequestError: when what was recorded is damaged.
+    """
     path = home.run(run_id) / TEMPLATE
-    return Template.model_validate_json(path.read_bytes()) if path.exists() else None
+    try:
+        return Template.model_validate_json(path.read_bytes()) if path.exists() else None
+    except (OSError, ValidationError) as error:
+        raise RequestError(f"not the template of a run: {error}", where=str(path)) from None
 
 
 def _validated(document: Document) -> Template:
