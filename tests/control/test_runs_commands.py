@@ -9,6 +9,7 @@ from pathlib import Path
 
 from drill_cases import Command, carry_out, drill_bundle, drill_plan, family, hanging, worker_of
 
+from perilune.cli.run_table import doubts
 from perilune.control.experiments import Control
 from perilune.control.progress import StageFinished
 
@@ -149,3 +150,9 @@ def test_a_record_that_was_edited_is_pointed_at(perilune: Command, control: Cont
     raw.close()
     code, _, err = perilune("reconcile")
     assert code == 2 and "event 3 does not follow" in err
+
+
+def test_what_is_proven_to_have_stopped_is_no_longer_called_unreachable() -> None:
+    assert doubts("running", "unreachable", "none") == ", unreachable"
+    assert doubts("lost", "unreachable", "pending") == ", not proven to have stopped"
+    assert doubts("lost", "unreachable", "done") == ""

@@ -76,7 +76,7 @@ def doubts(state: str, reachability: str, cleanup: str) -> str:
     """What is not sure of a state, or not done yet."""
     if cleanup == "pending":
         return ", not proven to have stopped" if state in {"lost", "cancelled"} else ", cleanup pending"
-    return ", unreachable" if reachability == "unreachable" else ""
+    return ", unreachable" if reachability == "unreachable" and cleanup != "done" else ""
 
 
 def result(status: StageStatus) -> str:

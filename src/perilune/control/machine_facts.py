@@ -27,9 +27,8 @@ def machine_facts(fleet: Fleet, attempt: Attempt) -> list[str]:
 def _facts(machine: Machine, count: int) -> list[str]:
     if machine.state == MachineState.READY and machine.unseen_since is None:
         return []
-    name = "machine" if count == 1 else f"machine {machine.rank} of {count}"
-    facts = [
-        f"its {name} {WORDS[MachineState(machine.state)]}{f': {machine.reason}' if machine.reason else ''}",
-        f"the {name} has cost {accrued(machine):.4g} of at most {promised(machine):.4g}",
-    ]
-    return [*facts, *([f"the provider of its {name} does not answer"] if machine.unseen_since else [])]
+    name = "its machine" if count == 1 else f"its machine {machine.rank} of {count}"
+    facts = [f"{name} {WORDS[MachineState(machine.state)]}{f': {machine.reason}' if machine.reason else ''}"]
+    if machine.price:
+        facts.append(f"{name} has cost {accrued(machine):.4g} of at most {promised(machine):.4g}")
+    return [*facts, *([f"the provider of {name} does not answer"] if machine.unseen_since else [])]
