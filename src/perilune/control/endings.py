@@ -104,7 +104,7 @@ class Endings:
 
     def finalize(self, attempt: Attempt, verdict: Verdict) -> bool:
         """Bring the evidence home, check it and commit the result, once, if the attempt is still current."""
-        directory = assignment(self.home, attempt).directory
+        placement, there = self.placements.of(attempt.run_id), assignment(self.home, attempt)
         with self.store.transaction() as session:
             row = started(session, attempt)
             if row.state != AttemptState.FINALIZING:
@@ -112,19 +112,19 @@ class Endings:
         reached("finalize.begun")
         cause, message = Cause(verdict.cause), verdict.message
         try:
-            self.placements.of(attempt.run_id).pull(assignment(self.home, attempt), whole=True)
+            placement.pull(there, whole=True)
         except WorkFailedError as error:
             cause, message = (
                 cause if cause is not Cause.NONE else Cause.ARTIFACT_INVALID,
                 message or str(error),
             )
         reached("finalize.pulled")
-        if cause is Cause.NONE and (problem := evidence_problem(directory, verdict)):
-            if self.placements.of(attempt.run_id).observe(assignment(self.home, attempt)).unseen:
+        if cause is Cause.NONE and (problem := evidence_problem(there.directory, verdict)):
+            if placement.observe(there).unseen:
                 return False  # its machine went meanwhile, and what has not come says nothing of the task
             cause, message = Cause.ARTIFACT_INVALID, problem
         if cause is Cause.NONE:
-            attest_result(self.home, attempt, directory)
+            attest_result(self.home, attempt, there.directory)
             state = AttemptState.SUCCEEDED
         elif cause is Cause.STOPPED:
             with self.store.snapshot() as session:

@@ -225,7 +225,6 @@ def watch(
     attempt = 0
     while True:
         run = control.reconciler.one(run_id)
-        control.reconciler.rentals.follow()  # machines of earlier stages too
         name = stage or run.stage
         directory = control.directory(run)
         if run.current_epoch > attempt:

@@ -71,7 +71,7 @@ class Reconciler:
 
         def go_on(run_id: str) -> Run:
             with _noted(troubles):
-                self.one(run_id, act=act)
+                self._take_on(run_id, act)
             return self.run(run_id)
 
         def is_elsewhere(run_id: str) -> bool:
@@ -102,14 +102,23 @@ class Reconciler:
             return list(session.scalars(pending.order_by(Attempt.created)))
 
     def one(self, run_id: str, *, act: bool = True) -> Run:
-        """Take a run as far as it goes now, unless another process is at it; returns it as recorded then."""
-        if (now := time.monotonic()) >= self._look_after.get(run_id, 0.0):
-            with locked(self.home.run(run_id)) as mine:
-                while mine and self._step(run_id, act):
-                    pass
-                self.rentals.follow(run_id)
-            self._look_after[run_id] = now + self._pause(run_id)
+        """Take a run as far as it goes now, unless another process is at it; returns it as recorded then.
+
+        Machines of attempts that have ended, its own and those of earlier runs, are taken on with it.
+        """
+        if self._take_on(run_id, act):
+            self.rentals.follow()
         return self.run(run_id)
+
+    def _take_on(self, run_id: str, act: bool) -> bool:
+        """Take a run as far as it goes; False when it is too soon for another look to tell anything."""
+        if (now := time.monotonic()) < self._look_after.get(run_id, 0.0):
+            return False
+        with locked(self.home.run(run_id)) as mine:
+            while mine and self._step(run_id, act):
+                pass
+        self._look_after[run_id] = now + self._pause(run_id)
+        return True
 
     def look_now(self, run_id: str) -> None:
         """Have the next look at a run made when it is asked for, however long the last ones told nothing."""
@@ -219,7 +228,7 @@ class Reconciler:
         turn = self.admission.turn(run)
         if not turn.has_come:
             for other in (*turn.taking, *turn.before):  # nobody else may be there to help them along
-                self.one(other)
+                self._take_on(other, act=True)
             return False
         return self.admission.begin(run)
 

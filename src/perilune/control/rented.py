@@ -187,13 +187,13 @@ class Rentals:
             self._swept = now
             sweep(self.fleet)
 
-    def follow(self, run_id: str | None = None) -> list[Machine]:
-        """Take the machines of ended attempts one step on, of a run or of all, if they were seen to here.
+    def follow(self) -> list[Machine]:
+        """Take the machines of ended attempts that were seen to here one step on.
 
         Returns:
             Those that were not proven gone before.
         """
-        runs = self._provided if run_id is None else self._provided & {run_id}
+        runs = tuple(self._provided)  # others may add to it meanwhile
         if not runs:
             return []
         query = select(Machine).where(Machine.run_id.in_(runs), Machine.state != MachineState.GONE.value)
