@@ -268,3 +268,13 @@ def test_a_lease_that_is_over_ends_the_run(
     assert isinstance(last, StageFailed) and last.cause in {"lease_ended", "no_machine"}
     all_gone(control, fleet, cloud)
     assert all(cost <= lease.max_cost * 1.5 for cost in bill(cloud)["costs"].values())
+
+
+def test_who_follows_a_run_sees_the_machines_of_earlier_stages_gone(
+    control: Control, fleet: Fleet, cloud: FakeCloud, template: Template
+) -> None:
+    plans = [drill_plan("first", steps=1), drill_plan("second", steps=3, seconds=0.5)]
+    events = advance(control, begin(control, plans), plans, template=template, poll=0.05)
+    first, second = (event.run_id for event in events if isinstance(event, StageFinished))
+    states = {one.run_id: one.state for one in fleet.all(gone=True)}
+    assert states[first] == "gone" and second in states
