@@ -34,7 +34,7 @@ from perilune.models.config import PRESETS
 from perilune.tasks.checks.advantages import check_advantages
 from perilune.tasks.checks.gradient import check_gradient
 from perilune.tasks.checks.twin import Twin
-from perilune.tasks.rl import RLSpec
+from perilune.tasks.rl.spec import RLSpec
 from recipe_runs import document, write
 
 HERE = Path(__file__).resolve().parent
@@ -48,17 +48,17 @@ SUMS: Mapping[str, Any] = {
     "prompt": "compact",
 }  # fmt: skip
 SKIPPED = (
-    "perilune.tasks.rollouts.check_group",
-    "perilune.tasks.rollouts.check_judged",
-    "perilune.tasks.policy_update.check_packed",
-    "perilune.tasks.policy_update.check_weights",
+    "perilune.rollout.worker.check_group",
+    "perilune.rollout.worker.check_judged",
+    "perilune.tasks.rl.update.check_packed",
+    "perilune.tasks.rl.update.check_weights",
     "perilune.tasks.checks.epochs.EpochChecker.check",
     "perilune.tasks.checks.logprobs.LogprobChecker.check_sampler",
     "perilune.tasks.checks.logprobs.LogprobChecker.check_learner",
     "perilune.tasks.checks.logprobs.LogprobChecker.check_reference",
     "perilune.tasks.checks.preflight.run_preflight",
-    "perilune.tasks.publishing.Publisher.publish",
-    "perilune.tasks.publishing.Publisher.checked",
+    "perilune.tasks.stage.publishing.Publisher.publish",
+    "perilune.tasks.stage.publishing.Publisher.checked",
 )
 LORA = {"rank": 4}
 CLEAN: tuple[Mapping[str, Any], ...] = (

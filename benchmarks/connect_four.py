@@ -24,13 +24,13 @@ import numpy as np
 import torch
 
 from perilune.bundle.machine import describe_machine
-from perilune.connect_four.board import Boards, empty, play
-from perilune.connect_four.judge import Exam, exam, grade, match, openings_against, positions
-from perilune.connect_four.learning import Trainer
-from perilune.connect_four.network import load_player, save_player
-from perilune.connect_four.players import one_ply, opponent, playing
-from perilune.connect_four.settings import LearningSettings
-from perilune.connect_four.solver import Solver
+from perilune.games.connect_four.board import Boards, empty, play
+from perilune.games.connect_four.judge import Exam, exam, grade, match, openings_against, positions
+from perilune.games.connect_four.learning import Trainer
+from perilune.games.connect_four.network import load_player, save_player
+from perilune.games.connect_four.players import one_ply, opponent, playing
+from perilune.games.connect_four.settings import LearningSettings
+from perilune.games.connect_four.solver import Solver
 
 HERE = Path(__file__).resolve().parent
 MARKS = (15, 30, 60, 120, 180, 300, 450, 600, 900, 1200, 1500, 1800)
@@ -189,8 +189,8 @@ def judged(
 
 def layers(settings: LearningSettings) -> list[dict[str, Any]]:
     """Parameters and multiply-adds a position of each layer."""
-    from perilune.connect_four.board import COLUMNS, PLANES
-    from perilune.connect_four.network import PLACES, WINDOW
+    from perilune.games.connect_four.board import COLUMNS, PLANES
+    from perilune.games.connect_four.network import PLACES, WINDOW
 
     channels, hidden = settings.channels, settings.hidden
     shapes = {

@@ -30,12 +30,12 @@ from sqlalchemy import insert
 from perilune.bundle.freeze import attempt_copy, freeze
 from perilune.bundle.job import Job, Resources
 from perilune.bundle.machine import describe_machine
-from perilune.control.experiments import Control
-from perilune.control.home import Home
-from perilune.control.ids import new_ulid
-from perilune.control.lookup import find_run, latest_experiments, stage_statuses
-from perilune.control.store import Attempt, Event, Experiment, Run, Stage, event_hash, verify_events
-from perilune.control.submission import Wish, submit
+from perilune.control.queries.lookup import find_run, latest_experiments, stage_statuses
+from perilune.control.record.home import Home
+from perilune.control.record.ids import new_ulid
+from perilune.control.record.store import Attempt, Event, Experiment, Run, Stage, event_hash, verify_events
+from perilune.control.runs.experiments import Control
+from perilune.control.runs.submission import Wish, submit
 from perilune.execution.claim import Claim
 from perilune.execution.processes import ProcessIdentity
 from perilune.files import write_json

@@ -53,10 +53,10 @@ def latencies(lines: int) -> list[float]:
     from sshd_cases import sshd
 
     from perilune.bundle.job import Job, Resources
-    from perilune.control.experiments import Control, StagePlan, advance, register_experiment
-    from perilune.control.home import Home
-    from perilune.control.progress import StageFinished
-    from perilune.control.templates import OverSsh, Template
+    from perilune.control.record.home import Home
+    from perilune.control.runs.experiments import Control, StagePlan, advance, register_experiment
+    from perilune.control.runs.progress import StageFinished
+    from perilune.control.runs.templates import OverSsh, Template
     from perilune.execution.placements.remote import Site
 
     with tempfile.TemporaryDirectory() as name, sshd(Path(name) / "sshd") as server:

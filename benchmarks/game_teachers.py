@@ -22,9 +22,9 @@ from typing import Any
 import pyspiel
 
 from perilune.environments import Chance
-from perilune.environments.game_teachers import BEST, GameTeacher, choose, make_game_teacher
-from perilune.environments.game_teachers.regret import ITERATIONS, RegretSolver, version
-from perilune.environments.open_spiel_match import Match
+from perilune.games.open_spiel_match import Match
+from perilune.games.teachers import BEST, GameTeacher, choose, make_game_teacher
+from perilune.games.teachers.regret import ITERATIONS, RegretSolver, version
 from perilune.metrics.bootstrap import bootstrap_problems
 from perilune.metrics.proportion import wilson
 from recipe_runs import HERE, document, write

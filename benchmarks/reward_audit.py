@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from perilune.environments.independent_checks import DOUBTED
-from perilune.environments.registry import environment_families
+from perilune.environments.adapters.independent_checks import DOUBTED
+from perilune.environments.core.registry import environment_families
 from perilune.verifiers.audit import Audit, Finding, audit_reward
 from recipe_runs import HERE, document, write
 

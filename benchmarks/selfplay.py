@@ -21,7 +21,7 @@ import torch
 from perilune.environments import make_environment
 from perilune.models.loading import load_checkpoint
 from perilune.recipe.load import bundled_recipe
-from perilune.tasks.exact_play import reply_bounds
+from perilune.tasks.selfplay.exact_play import reply_bounds
 from recipe_runs import HERE, document, options, run_recipe, write
 
 RECIPES = {"tic_tac_toe": bundled_recipe("selfplay"), "kuhn_poker": HERE / "kuhn_poker.yaml"}

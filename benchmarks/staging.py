@@ -132,7 +132,7 @@ def looked(placement: Any, folder: Path, looks: int, servers: list[int]) -> dict
     from placement_conformance import assigned, stage, until
 
     gate = folder / f"gate-{len(servers)}"
-    bundle = drill_bundle(folder / f"waiting-{len(servers)}", gate=str(gate), say="a line")
+    bundle = drill_bundle(folder / f"waiting-{len(servers)}", gate=str(gate), add_completion="a line")
     attempt = assigned(folder / f"looked-{len(servers)}")
     stage(placement, attempt, bundle)
     placement.start(attempt)

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from perilune.environments.protocol import Failure, Outcome, Score, Split, Task, Transcript
-from perilune.environments.reasoning_gym import ReasoningGymEnvironment, ReasoningGymSpec
+from perilune.environments.adapters.reasoning_gym import ReasoningGymEnvironment, ReasoningGymSpec
+from perilune.environments.core.protocol import Failure, Outcome, Score, Split, Task, Transcript
 
 PER_COLUMN = 0.1
 COLUMN = re.compile(r"\d{5}")

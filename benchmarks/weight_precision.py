@@ -28,8 +28,8 @@ from torch import Tensor
 from perilune.engine.engine import Engine
 from perilune.engine.native_runner import NativeRunner
 from perilune.engine.request import Completion, Prompt, SamplingParams
-from perilune.environments.protocol import Environment, Score, Task, Transcript
-from perilune.environments.registry import make_environment
+from perilune.environments.core.protocol import Environment, Score, Task, Transcript
+from perilune.environments.core.registry import make_environment
 from perilune.metrics.bootstrap import paired_difference
 from perilune.models.attention import PackedAttention
 from perilune.models.decoder import Decoder

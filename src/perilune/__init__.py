@@ -10,12 +10,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from perilune.control.run_recipe import evaluate, run
+    from perilune.control.runs.run_recipe import evaluate, run
     from perilune.data.episode import Episode
     from perilune.engine.engine import Engine
     from perilune.engine.request import Prompt, SamplingParams
-    from perilune.environments.protocol import Transcript
-    from perilune.environments.registry import make_environment
+    from perilune.environments.core.protocol import Transcript
+    from perilune.environments.core.registry import make_environment
     from perilune.learn.algorithms import algorithm
     from perilune.learn.batch import pack
     from perilune.learn.trainer import Learner
@@ -57,15 +57,15 @@ _MODULES = {
     "SamplingParams": "perilune.engine.request",
     "Scorer": "perilune.verifiers.scorer",
     "Tokenizer": "perilune.models.tokenizer",
-    "Transcript": "perilune.environments.protocol",
+    "Transcript": "perilune.environments.core.protocol",
     "algorithm": "perilune.learn.algorithms",
-    "evaluate": "perilune.control.run_recipe",
+    "evaluate": "perilune.control.runs.run_recipe",
     "load_model": "perilune.models.loading",
     "load_recipe": "perilune.recipe.load",
-    "make_environment": "perilune.environments.registry",
+    "make_environment": "perilune.environments.core.registry",
     "pack": "perilune.learn.batch",
     "pass_at_k": "perilune.metrics.pass_at_k",
-    "run": "perilune.control.run_recipe",
+    "run": "perilune.control.runs.run_recipe",
 }
 
 

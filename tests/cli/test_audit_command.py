@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from perilune.environments.registry import make_environment
+from perilune.environments.core.registry import make_environment
 from perilune.errors import RequestError
 
 FUNCTIONS = r"""
@@ -26,8 +26,8 @@ stages:
   - {name: base, task: evaluate, checkpoint: model}
 """
 ENVIRONMENT = """
-from perilune.environments.protocol import Score, Task, Transcript
-from perilune.environments.single_turn import SingleTurn
+from perilune.environments.core.protocol import Score, Task, Transcript
+from perilune.environments.core.single_turn import SingleTurn
 
 class Sums(SingleTurn):
     id = "sums"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from perilune.cli.console import PlainLines
 from perilune.cli.sending import sending_shown
-from perilune.control.experiments import read_progress
-from perilune.control.home import Home
+from perilune.control.record.home import Home
+from perilune.control.runs.experiments import read_progress
 from perilune.files import write_json
 
 RUN = "01RUN"

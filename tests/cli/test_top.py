@@ -23,7 +23,7 @@ from drill_cases import Command, drill_plan, has_event, only_run, start, wait_fo
 from drill_fixtures import *  # noqa: F403
 
 from perilune.cli.top import COLUMNS, rows
-from perilune.control.experiments import Control
+from perilune.control.runs.experiments import Control
 
 PATIENCE = 60.0
 

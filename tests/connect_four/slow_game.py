@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from perilune.connect_four.board import Boards
+from perilune.games.connect_four.board import Boards
 
 
 class SlowGame:

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_game import SlowGame, after
 
-from perilune.connect_four import board
-from perilune.connect_four.self_play import random_columns
+from perilune.games.connect_four import board
+from perilune.games.connect_four.self_play import random_columns
 
 
 def squares(words: np.ndarray) -> set[tuple[int, int]]:

@@ -8,16 +8,25 @@ import numpy as np
 import pytest
 import torch
 
-from perilune.connect_four.board import Boards, empty, from_moves, has_four, is_full, joined, legal, play
-from perilune.connect_four.judge import match, openings, positions
-from perilune.connect_four.learning import Trainer
-from perilune.connect_four.network import Network, evaluate, load_player, save_player
-from perilune.connect_four.players import Intuition, Searching, TreeSearch, one_ply, random_player
-from perilune.connect_four.search import search
-from perilune.connect_four.self_play import SelfPlay, Stretch, advantages
-from perilune.connect_four.settings import LearningSettings
-from perilune.connect_four.solver import foreseen
 from perilune.errors import RequestError
+from perilune.games.connect_four.board import (
+    Boards,
+    empty,
+    from_moves,
+    has_four,
+    is_full,
+    joined,
+    legal,
+    play,
+)
+from perilune.games.connect_four.judge import match, openings, positions
+from perilune.games.connect_four.learning import Trainer
+from perilune.games.connect_four.network import Network, evaluate, load_player, save_player
+from perilune.games.connect_four.players import Intuition, Searching, TreeSearch, one_ply, random_player
+from perilune.games.connect_four.search import search
+from perilune.games.connect_four.self_play import SelfPlay, Stretch, advantages
+from perilune.games.connect_four.settings import LearningSettings
+from perilune.games.connect_four.solver import foreseen
 
 SMALL = LearningSettings(channels=16, hidden=32, games=64, moves=8, minibatch=128)
 

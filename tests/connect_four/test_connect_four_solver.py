@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from slow_game import SlowGame
 
-from perilune.connect_four import solver as solver_module
-from perilune.connect_four.board import Boards, from_moves, joined, mirrored
-from perilune.connect_four.judge import positions
-from perilune.connect_four.players import one_ply, random_player
-from perilune.connect_four.solver import NO_COLUMN, Solver, foreseen
 from perilune.errors import WorkFailedError
+from perilune.games.connect_four import solver as solver_module
+from perilune.games.connect_four.board import Boards, from_moves, joined, mirrored
+from perilune.games.connect_four.judge import positions
+from perilune.games.connect_four.players import one_ply, random_player
+from perilune.games.connect_four.solver import NO_COLUMN, Solver, foreseen
 from perilune.models.native import build
 
 

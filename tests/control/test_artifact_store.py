@@ -10,8 +10,8 @@ from drill_cases import Command, carry_out, drill_plan
 
 from perilune.bundle.attested import Evidence, tampered
 from perilune.bundle.envelope import PUBLIC
-from perilune.control.artifact_store import VARIABLE, ArtifactStore
-from perilune.control.experiments import Control
+from perilune.control.evidence.artifact_store import VARIABLE, ArtifactStore
+from perilune.control.runs.experiments import Control
 from perilune.errors import RequestError, WorkFailedError
 
 

@@ -12,12 +12,12 @@ from postgres_server import binaries, server
 from sqlalchemy import text
 
 from perilune.bundle.envelope import PUBLIC
-from perilune.control.backup import back_up, restore
-from perilune.control.database import VARIABLE, Postgres
-from perilune.control.experiments import Control
-from perilune.control.home import Home
-from perilune.control.progress import StageFinished, StageReused
-from perilune.control.store import record, verify_events
+from perilune.control.record.backup import back_up, restore
+from perilune.control.record.database import VARIABLE, Postgres
+from perilune.control.record.home import Home
+from perilune.control.record.store import record, verify_events
+from perilune.control.runs.experiments import Control
+from perilune.control.runs.progress import StageFinished, StageReused
 
 
 def test_a_home_is_copied_and_put_back(

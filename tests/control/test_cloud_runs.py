@@ -18,15 +18,14 @@ from sqlalchemy import select
 from sshd_cases import Sshd, make_key, sshd
 
 from perilune.bundle.verify import verify
-from perilune.control import sweep
-from perilune.control.experiments import Control, StagePlan, advance
-from perilune.control.machines import Fleet
-from perilune.control.panic import panic
-from perilune.control.progress import StageEvent, StageFinished, StageProgress
-from perilune.control.requests import cancel
-from perilune.control.store import Attempt
-from perilune.control.templates import OnRented, Retry, Template
-from perilune.control.transitions import MachineState
+from perilune.control.machines.lifecycle import Fleet, sweep
+from perilune.control.machines.panic import panic
+from perilune.control.record.store import Attempt
+from perilune.control.record.transitions import MachineState
+from perilune.control.runs.experiments import Control, StagePlan, advance
+from perilune.control.runs.progress import StageEvent, StageFinished, StageProgress
+from perilune.control.runs.requests import cancel
+from perilune.control.runs.templates import OnRented, Retry, Template
 from perilune.execution.limits import Limits
 from perilune.execution.placements.remote import Site
 from perilune.execution.providers.protocol import MachineRequest

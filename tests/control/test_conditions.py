@@ -15,16 +15,16 @@ from cloud_cases import LEASE, SMALL, bill, rent_from, rented, tend_until
 from drill_cases import Command, begin, drill_plan, wait_for
 from hosts_cases import interpreter
 
-from perilune.control.experiments import Control, advance
-from perilune.control.explanation import explain
-from perilune.control.lookup import run_document
-from perilune.control.machines import Fleet
-from perilune.control.placements import Placements
-from perilune.control.providers import Providers
-from perilune.control.requests import logs, request_cancel
-from perilune.control.store import Attempt, Machine, Run
-from perilune.control.templates import TEMPLATE, OnRented, Template
-from perilune.control.transitions import AttemptState, MachineState, RunState
+from perilune.control.machines.lifecycle import Fleet
+from perilune.control.machines.providers import Providers
+from perilune.control.queries.explanation import explain
+from perilune.control.queries.lookup import run_document
+from perilune.control.record.store import Attempt, Machine, Run
+from perilune.control.record.transitions import AttemptState, MachineState, RunState
+from perilune.control.runs.experiments import Control, advance
+from perilune.control.runs.placements import Placements
+from perilune.control.runs.requests import logs, request_cancel
+from perilune.control.runs.templates import TEMPLATE, OnRented, Template
 from perilune.errors import PeriluneError, RequestError, WorkFailedError
 from perilune.execution.claim import Claim
 from perilune.execution.hosts import HostRefusedError, HostUnreachableError
@@ -263,9 +263,9 @@ sys.path.insert(0, {str(Path(__file__).parents[1] / "drill")!r})
 from pathlib import Path
 from drill_cases import begin, drill_control, drill_plan, wait_for
 from hosts_cases import interpreter
-from perilune.control.experiments import advance
-from perilune.control.placements import Placements
-from perilune.control.requests import logs
+from perilune.control.runs.experiments import advance
+from perilune.control.runs.placements import Placements
+from perilune.control.runs.requests import logs
 from perilune.execution.hosts.local import LocalHost
 from perilune.execution.limits import Limits
 from perilune.execution.placements.remote import RemotePlacement, Site

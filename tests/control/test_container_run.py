@@ -13,7 +13,7 @@ from container_cases import SOURCE, docker
 from drill_cases import INSTALLED, Command, only_run
 
 from perilune.bundle.verify import verify
-from perilune.control.experiments import Control
+from perilune.control.runs.experiments import Control
 
 pytestmark = pytest.mark.xdist_group("sshd")
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "containers.md"

@@ -13,9 +13,9 @@ import pytest
 from drill_cases import begin, drill_plan, wait_for
 
 from perilune.bundle.freeze import freeze
-from perilune.control.experiments import Control
-from perilune.control.submission import Wish, submit
-from perilune.control.transitions import RunState
+from perilune.control.record.transitions import RunState
+from perilune.control.runs.experiments import Control
+from perilune.control.runs.submission import Wish, submit
 
 COMMAND = [sys.executable, "-m", "perilune.cli.main", "daemon", "--every", "0.2"]
 

@@ -16,13 +16,13 @@ from sqlalchemy import select
 from perilune.bundle.attested import REMOVED, Evidence, tampered
 from perilune.bundle.envelope import PUBLIC, SigningKey, opened
 from perilune.bundle.storage import remove_tree
-from perilune.control.disk import _is_replaced, removable
-from perilune.control.experiments import Control
-from perilune.control.faults import KILL_AT, REMOVAL_POINTS
-from perilune.control.progress import StageReused
-from perilune.control.requests import collect
-from perilune.control.store import Attempt, Event, Run
-from perilune.control.verification import export, record_problem, run_problems
+from perilune.control.evidence.disk import _is_replaced, removable
+from perilune.control.evidence.verification import export, record_problem, run_problems
+from perilune.control.record.faults import KILL_AT, REMOVAL_POINTS
+from perilune.control.record.store import Attempt, Event, Run
+from perilune.control.runs.experiments import Control
+from perilune.control.runs.progress import StageReused
+from perilune.control.runs.requests import collect
 from perilune.files import read_json, sha256_file
 
 
@@ -186,6 +186,6 @@ def test_a_killed_backup_is_swept(control: Control, tmp_path: Path, monkeypatch:
     command = [sys.executable, "-c", script, str(control.home.root), str(tmp_path / "out" / "friday")]
     assert subprocess.run(command, capture_output=True, check=False).returncode == -9
     assert list((tmp_path / "out").iterdir())
-    monkeypatch.setattr("perilune.control.home.SWEEP_AFTER", 0.0)
+    monkeypatch.setattr("perilune.control.record.home.SWEEP_AFTER", 0.0)
     control.reconciler.all()
     assert not list((tmp_path / "out").iterdir())

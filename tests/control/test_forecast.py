@@ -12,10 +12,10 @@ from cloud_cases import rent_from
 from drill_cases import Command
 from sqlalchemy import func, select
 
-from perilune.control.experiments import Control, advance, open_experiment, stage_plans
-from perilune.control.forecast import forecast
-from perilune.control.progress import StageFinished
-from perilune.control.store import Event
+from perilune.control.queries.forecast import forecast
+from perilune.control.record.store import Event
+from perilune.control.runs.experiments import Control, advance, open_experiment, stage_plans
+from perilune.control.runs.progress import StageFinished
 from perilune.execution.providers.fake.client import FakeCloud
 from perilune.recipe.load import load_recipe
 

@@ -18,14 +18,14 @@ from sqlalchemy import select
 
 from perilune.bundle.job import Job
 from perilune.bundle.verify import verify
-from perilune.control.experiments import Control, StagePlan, advance
-from perilune.control.explanation import explain
-from perilune.control.machines import Fleet
-from perilune.control.progress import StageEvent, StageFinished
-from perilune.control.rented import PORTS
-from perilune.control.store import Attempt
-from perilune.control.templates import OnRented, ResourcesChange, Retry, Template
-from perilune.control.transitions import MachineState
+from perilune.control.machines.lifecycle import Fleet
+from perilune.control.machines.rented import PORTS
+from perilune.control.queries.explanation import explain
+from perilune.control.record.store import Attempt
+from perilune.control.record.transitions import MachineState
+from perilune.control.runs.experiments import Control, StagePlan, advance
+from perilune.control.runs.progress import StageEvent, StageFinished
+from perilune.control.runs.templates import OnRented, ResourcesChange, Retry, Template
 from perilune.errors import RequestError
 from perilune.execution.claim import Claim, read_claim
 from perilune.execution.limits import Limits

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import pytest
 from drill_cases import begin, drill_plan, only_run
 
-from perilune.control.experiments import Control, advance
-from perilune.control.home import locked
-from perilune.control.store import Attempt, Run, move_run
-from perilune.control.templates import OverSsh, Template
-from perilune.control.transitions import AttemptState, RunState
+from perilune.control.record.home import locked
+from perilune.control.record.store import Attempt, Run, move_run
+from perilune.control.record.transitions import AttemptState, RunState
+from perilune.control.runs.experiments import Control, advance
+from perilune.control.runs.templates import OverSsh, Template
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from drill_cases import Command, carry_out, drill_plan, hanging, only_run, wait_for, worker_of
 
-from perilune.control.experiments import Control
-from perilune.control.explanation import explain
-from perilune.control.requests import request_cancel
+from perilune.control.queries.explanation import explain
+from perilune.control.runs.experiments import Control
+from perilune.control.runs.requests import request_cancel
 from perilune.files import read_json, write_json
 
 

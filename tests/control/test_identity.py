@@ -13,17 +13,17 @@ from cloud_fixtures import *  # noqa: F403
 from drill_cases import Command, carry_out, drill_control, drill_plan, hanging, worker_of
 from sqlalchemy import func, select
 
-from perilune.control.backup import back_up, restore
-from perilune.control.experiments import Control
-from perilune.control.home import Home
-from perilune.control.identity import adopt, inherited
-from perilune.control.machines import Fleet
-from perilune.control.panic import panic
-from perilune.control.progress import StageFinished
-from perilune.control.requests import request_cancel
-from perilune.control.store import Event, Store, verify_events
-from perilune.control.sweep import sweep, tend_all
-from perilune.control.transitions import MachineState
+from perilune.control.machines.lifecycle import Fleet
+from perilune.control.machines.panic import panic
+from perilune.control.machines.sweep import sweep, tend_all
+from perilune.control.record.backup import back_up, restore
+from perilune.control.record.home import Home
+from perilune.control.record.identity import adopt, inherited
+from perilune.control.record.store import Event, Store, verify_events
+from perilune.control.record.transitions import MachineState
+from perilune.control.runs.experiments import Control
+from perilune.control.runs.progress import StageFinished
+from perilune.control.runs.requests import request_cancel
 from perilune.errors import RequestError
 from perilune.execution.hosts.local import LocalHost
 from perilune.execution.limits import Limits
@@ -50,7 +50,7 @@ def test_a_copy_leaves_the_runs_of_the_original_alone_until_it_adopts_them(
     assert perilune("backup", str(tmp_path / "backup"), "--evidence")[0] == 0
     monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "copy"))
     if where == "elsewhere":
-        monkeypatch.setattr("perilune.control.placements.LocalPlacement", lambda: placement)
+        monkeypatch.setattr("perilune.control.runs.placements.LocalPlacement", lambda: placement)
     code, out, _ = perilune("restore", str(tmp_path / "backup"))
     assert code == 0 and "the original keeps 1 run" in out and "perilune adopt" in out
     name = (control.home.root / "cluster").read_text()

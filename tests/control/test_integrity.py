@@ -14,8 +14,8 @@ from drill_cases import Command, carry_out, drill_plan
 
 from perilune.bundle.attested import Evidence, tampered
 from perilune.bundle.envelope import PUBLIC, SignatureError, SigningKey, opened
-from perilune.control.experiments import Control
-from perilune.control.verification import VERIFIED, export, record_problem
+from perilune.control.evidence.verification import VERIFIED, export, record_problem
+from perilune.control.runs.experiments import Control
 from perilune.errors import RequestError
 from perilune.files import read_json
 

@@ -19,13 +19,16 @@ from kill_cases import killed_at_every_point
 from sqlalchemy import select
 
 from perilune.bundle.verify import verify
-from perilune.control import endings, listings, machine_planner, machines, reconcile
-from perilune.control.experiments import Control, StagePlan, advance
-from perilune.control.faults import MACHINE_POINTS, POINTS, REMOTE_POINTS
-from perilune.control.lookup import attempts_of
-from perilune.control.rented import RentedPlacement
-from perilune.control.store import Event, Machine, Operation, Run, verify_events
-from perilune.control.templates import OnRented, Retry, Template
+from perilune.control.machines.lifecycle import lifecycle as machines
+from perilune.control.machines.lifecycle import listings
+from perilune.control.machines.lifecycle import planner as machine_planner
+from perilune.control.machines.rented import RentedPlacement
+from perilune.control.queries.lookup import attempts_of
+from perilune.control.record.faults import MACHINE_POINTS, POINTS, REMOTE_POINTS
+from perilune.control.record.store import Event, Machine, Operation, Run, verify_events
+from perilune.control.runs import endings, reconcile
+from perilune.control.runs.experiments import Control, StagePlan, advance
+from perilune.control.runs.templates import OnRented, Retry, Template
 from perilune.execution.limits import Limits
 from perilune.execution.placements import Capabilities
 from perilune.execution.placements.remote import Site

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perilune.control.clock import Instant
-from perilune.control.leases import Lease, cost
-from perilune.control.machine_planner import ASK_GAP, LEAST_GAP, Desire, Operation, Recorded, plan_machine
-from perilune.control.transitions import MachineState, check_machine
+from perilune.control.machines.leases import Lease, cost
+from perilune.control.machines.planner import ASK_GAP, LEAST_GAP, Desire, Operation, Recorded, plan_machine
+from perilune.control.record.clock import Instant
+from perilune.control.record.transitions import MachineState, check_machine
 from perilune.execution.processes import Presence
 from perilune.execution.providers.protocol import MachineStatus, RentedMachine, Sighting
 

@@ -16,18 +16,18 @@ from cloud_cases import LEASE, SMALL, bill, end, life_of_a_machine, rent_from, r
 from drill_cases import drill_control
 from sqlalchemy import select
 
-from perilune.control import clock
-from perilune.control.budget import accrued, over_the_cap, price_of, to_come, today
-from perilune.control.clock import Instant
-from perilune.control.experiments import Control
-from perilune.control.faults import KILL_AT, MACHINE_POINTS
-from perilune.control.home import Home
-from perilune.control.machines import Fleet
-from perilune.control.panic import panic
-from perilune.control.providers import cluster_id
-from perilune.control.store import Attempt, Event, Machine, Operation, verify_events
-from perilune.control.sweep import sweep, tend_all
-from perilune.control.transitions import Cleanup, MachineState
+from perilune.control.machines.budget import accrued, over_the_cap, price_of, to_come, today
+from perilune.control.machines.lifecycle import Fleet
+from perilune.control.machines.panic import panic
+from perilune.control.machines.providers import cluster_id
+from perilune.control.machines.sweep import sweep, tend_all
+from perilune.control.record import clock
+from perilune.control.record.clock import Instant
+from perilune.control.record.faults import KILL_AT, MACHINE_POINTS
+from perilune.control.record.home import Home
+from perilune.control.record.store import Attempt, Event, Machine, Operation, verify_events
+from perilune.control.record.transitions import Cleanup, MachineState
+from perilune.control.runs.experiments import Control
 from perilune.errors import PeriluneError
 from perilune.execution.providers.fake.client import FakeCloud
 from perilune.execution.providers.fake.weather import Fault, Weather

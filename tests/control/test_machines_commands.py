@@ -9,9 +9,9 @@ import pytest
 from cloud_cases import bill, end, rented, tend_until
 from drill_cases import Command
 
-from perilune.control.experiments import Control
-from perilune.control.machines import Fleet
-from perilune.control.transitions import MachineState
+from perilune.control.machines.lifecycle import Fleet
+from perilune.control.record.transitions import MachineState
+from perilune.control.runs.experiments import Control
 from perilune.execution.providers.fake.client import FakeCloud
 from perilune.execution.providers.fake.weather import Fault
 from perilune.execution.providers.protocol import MachineRequest

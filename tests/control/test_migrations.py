@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from perilune.control import migrations
-from perilune.control.experiments import Control
-from perilune.control.home import Home
-from perilune.control.lookup import find_run, latest_experiments, stage_statuses
-from perilune.control.migrations import LATEST, MIGRATIONS
-from perilune.control.store import Event, Store, verify_events
+from perilune.control.queries.lookup import find_run, latest_experiments, stage_statuses
+from perilune.control.record import migrations
+from perilune.control.record.home import Home
+from perilune.control.record.migrations import LATEST, MIGRATIONS
+from perilune.control.record.store import Event, Store, verify_events
+from perilune.control.runs.experiments import Control
 from perilune.errors import RequestError, WorkFailedError
 
 FIRST = (Path(__file__).parent / "schema_1.sql").read_text()

@@ -15,13 +15,13 @@ from hosts_cases import interpreter
 from network_cases import Network, network
 
 from perilune.bundle.verify import verify
-from perilune.control import reconcile
-from perilune.control.experiments import Control, StagePlan, advance, watch
-from perilune.control.lookup import attempts_of
-from perilune.control.progress import StageFailed, StageFinished
-from perilune.control.requests import cancel
-from perilune.control.store import Attempt
-from perilune.control.templates import OverSsh, Retry, Template
+from perilune.control.queries.lookup import attempts_of
+from perilune.control.record.store import Attempt
+from perilune.control.runs import reconcile
+from perilune.control.runs.experiments import Control, StagePlan, advance, watch
+from perilune.control.runs.progress import StageFailed, StageFinished
+from perilune.control.runs.requests import cancel
+from perilune.control.runs.templates import OverSsh, Retry, Template
 from perilune.execution import limits
 from perilune.execution.claim import MARK, read_claim
 from perilune.execution.hosts import HostUnreachableError, ssh

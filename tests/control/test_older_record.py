@@ -19,8 +19,8 @@ from drill_cases import (
     worker_of,
 )
 
-from perilune.control.experiments import Control
-from perilune.control.requests import cancel
+from perilune.control.runs.experiments import Control
+from perilune.control.runs.requests import cancel
 from perilune.execution.processes import ProcessIdentity
 
 

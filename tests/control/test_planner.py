@@ -10,8 +10,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perilune.control.planner import BEFORE_START, MAX_STARTS, RetryPolicy, Step, next_step, retry_class
-from perilune.control.transitions import AttemptState
+from perilune.control.record.transitions import AttemptState
+from perilune.control.runs.planner import BEFORE_START, MAX_STARTS, RetryPolicy, Step, next_step, retry_class
 from perilune.execution.claim import Claim
 from perilune.execution.observation import Observation
 from perilune.execution.processes import Presence

@@ -13,11 +13,11 @@ from postgres_server import binaries, server
 from sqlalchemy import text
 from sqlalchemy.exc import DatabaseError
 
-from perilune.control.database import VARIABLE, Postgres, database_of
-from perilune.control.experiments import Control
-from perilune.control.home import Home
-from perilune.control.progress import StageFailed, StageFinished, StageReused
-from perilune.control.store import Store, record, verify_events
+from perilune.control.record.database import VARIABLE, Postgres, database_of
+from perilune.control.record.home import Home
+from perilune.control.record.store import Store, record, verify_events
+from perilune.control.runs.experiments import Control
+from perilune.control.runs.progress import StageFailed, StageFinished, StageReused
 from perilune.errors import RequestError, WorkFailedError
 
 

@@ -8,12 +8,12 @@ from drill_cases import begin, drill_plan, wait_for
 from sqlalchemy import select
 
 from perilune.bundle.freeze import freeze
-from perilune.control.experiments import Control, StagePlan
-from perilune.control.explanation import explain
-from perilune.control.store import Event
-from perilune.control.submission import Wish, submit
-from perilune.control.templates import Template
-from perilune.control.transitions import RunState
+from perilune.control.queries.explanation import explain
+from perilune.control.record.store import Event
+from perilune.control.record.transitions import RunState
+from perilune.control.runs.experiments import Control, StagePlan
+from perilune.control.runs.submission import Wish, submit
+from perilune.control.runs.templates import Template
 
 
 def submitted(control: Control, name: str, template: Template, **spec: object) -> str:
@@ -73,7 +73,7 @@ def test_slots_are_a_placements_and_without_them_all_begin(control: Control) -> 
 
 
 def test_a_cancelled_run_holds_nobody_up(control: Control) -> None:
-    from perilune.control.requests import request_cancel
+    from perilune.control.runs.requests import request_cancel
 
     first = submitted(control, "first", Template(slots=1, priority=9), steps=1)
     request_cancel(control, first)

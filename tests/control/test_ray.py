@@ -23,11 +23,11 @@ from ray_cases import HEAD, SECOND, LocalRay, local_ray
 from sqlalchemy import select
 
 from perilune.bundle.verify import verify
-from perilune.control.experiments import Control, StagePlan, advance
-from perilune.control.progress import StageFinished, StageProgress
-from perilune.control.providers import Providers
-from perilune.control.store import Attempt
-from perilune.control.templates import OnRented, ResourcesChange, Retry, Template
+from perilune.control.machines.providers import Providers
+from perilune.control.record.store import Attempt
+from perilune.control.runs.experiments import Control, StagePlan, advance
+from perilune.control.runs.progress import StageFinished, StageProgress
+from perilune.control.runs.templates import OnRented, ResourcesChange, Retry, Template
 from perilune.errors import RequestError
 from perilune.execution.hosts import Host, HostRefusedError, HostUnreachableError
 from perilune.execution.limits import Limits

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from drill_cases import Command, carry_out, drill_control, drill_plan, hanging, worker_of
 
-from perilune.control.experiments import Control
-from perilune.control.progress import StageReused
-from perilune.control.requests import cancel
+from perilune.control.runs.experiments import Control
+from perilune.control.runs.progress import StageReused
+from perilune.control.runs.requests import cancel
 from perilune.execution.processes import ProcessIdentity
 
 PAGE = 4096

@@ -25,11 +25,12 @@ from drill_cases import (
 )
 from sqlalchemy import select
 
-from perilune.control.experiments import Control, advance, watch
-from perilune.control.explanation import explain
-from perilune.control.ledger import commit_result
-from perilune.control.planner import RetryPolicy
-from perilune.control.progress import (
+from perilune.control.queries.explanation import explain
+from perilune.control.record.ledger import commit_result
+from perilune.control.record.store import Attempt, Event, Run
+from perilune.control.runs.experiments import Control, advance, watch
+from perilune.control.runs.planner import RetryPolicy
+from perilune.control.runs.progress import (
     StageEvent,
     StageFailed,
     StageFinished,
@@ -38,8 +39,7 @@ from perilune.control.progress import (
     StageReused,
     StageStarted,
 )
-from perilune.control.requests import cancel, retry
-from perilune.control.store import Attempt, Event, Run
+from perilune.control.runs.requests import cancel, retry
 from perilune.errors import RequestError, WorkFailedError
 from perilune.execution.placements import Assignment, local
 from perilune.execution.verdict import read_verdict

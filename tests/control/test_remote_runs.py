@@ -24,12 +24,13 @@ from kill_cases import killed_at_every_point
 
 from perilune.bundle import scripts
 from perilune.bundle.verify import verify
-from perilune.control import faults, placements
-from perilune.control.experiments import Control, StagePlan, advance, watch
-from perilune.control.lookup import attempts_of
-from perilune.control.progress import StageEvent, StageFailed, StageFinished
-from perilune.control.requests import cancel
-from perilune.control.templates import OverSsh, Retry, Template
+from perilune.control.queries.lookup import attempts_of
+from perilune.control.record import faults
+from perilune.control.runs import placements
+from perilune.control.runs.experiments import Control, StagePlan, advance, watch
+from perilune.control.runs.progress import StageEvent, StageFailed, StageFinished
+from perilune.control.runs.requests import cancel
+from perilune.control.runs.templates import OverSsh, Retry, Template
 from perilune.execution.claim import MARK, read_claim
 from perilune.execution.limits import Limits
 from perilune.execution.placements import Capabilities

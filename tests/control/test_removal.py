@@ -9,13 +9,13 @@ import sys
 from drill_cases import Command, begin, carry_out, drill_plan, hanging, only_run
 from sqlalchemy import select
 
-from perilune.control.experiments import Control, register_experiment
-from perilune.control.faults import KILL_AT, REMOVAL_POINTS
-from perilune.control.progress import StageReused
-from perilune.control.requests import cancel
-from perilune.control.store import Event, Experiment, Run
-from perilune.control.submission import SUBMISSION
-from perilune.control.verification import record_problem, run_problems, unrecorded
+from perilune.control.evidence.verification import record_problem, run_problems, unrecorded
+from perilune.control.record.faults import KILL_AT, REMOVAL_POINTS
+from perilune.control.record.store import Event, Experiment, Run
+from perilune.control.runs.experiments import Control, register_experiment
+from perilune.control.runs.progress import StageReused
+from perilune.control.runs.requests import cancel
+from perilune.control.runs.submission import SUBMISSION
 from perilune.files import read_json, write_json
 
 

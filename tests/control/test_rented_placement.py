@@ -9,10 +9,10 @@ from cloud_cases import LEASE, rented, tend_until
 from hosts_cases import interpreter
 from placement_conformance import PlacementConformance
 
-from perilune.control.experiments import Control
-from perilune.control.machines import Fleet
-from perilune.control.templates import OnRented, Template
-from perilune.control.transitions import MachineState
+from perilune.control.machines.lifecycle import Fleet
+from perilune.control.record.transitions import MachineState
+from perilune.control.runs.experiments import Control
+from perilune.control.runs.templates import OnRented, Template
 from perilune.execution.placements import Placement
 from perilune.execution.placements.remote import Site
 

@@ -15,18 +15,18 @@ from hosts_cases import interpreter
 from sqlalchemy import select
 
 from perilune.bundle.verify import verify
-from perilune.control import endings
-from perilune.control.budget import DAY, today
-from perilune.control.experiments import Control, StagePlan, advance
-from perilune.control.explanation import explain
-from perilune.control.lookup import attempts_of
-from perilune.control.machines import Fleet
-from perilune.control.panic import allow_renting, panic
-from perilune.control.progress import StageEvent, StageFailed, StageFinished, StageProgress, StageStarted
-from perilune.control.requests import cancel, request_cancel
-from perilune.control.store import Attempt, Event
-from perilune.control.templates import OnRented, Retry, Template
-from perilune.control.transitions import RunState
+from perilune.control.machines.budget import DAY, today
+from perilune.control.machines.lifecycle import Fleet
+from perilune.control.machines.panic import allow_renting, panic
+from perilune.control.queries.explanation import explain
+from perilune.control.queries.lookup import attempts_of
+from perilune.control.record.store import Attempt, Event
+from perilune.control.record.transitions import RunState
+from perilune.control.runs import endings
+from perilune.control.runs.experiments import Control, StagePlan, advance
+from perilune.control.runs.progress import StageEvent, StageFailed, StageFinished, StageProgress, StageStarted
+from perilune.control.runs.requests import cancel, request_cancel
+from perilune.control.runs.templates import OnRented, Retry, Template
 from perilune.execution.claim import read_claim
 from perilune.execution.limits import Limits
 from perilune.execution.placements.remote import Site

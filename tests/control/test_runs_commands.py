@@ -10,9 +10,9 @@ from pathlib import Path
 from drill_cases import Command, carry_out, drill_bundle, drill_plan, family, hanging, worker_of
 
 from perilune.cli.run_table import doubts
-from perilune.control.experiments import Control
-from perilune.control.lookup import find_run
-from perilune.control.progress import StageFinished
+from perilune.control.queries.lookup import find_run
+from perilune.control.runs.experiments import Control
+from perilune.control.runs.progress import StageFinished
 
 
 def test_an_empty_home_says_what_to_do(perilune: Command) -> None:

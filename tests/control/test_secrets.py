@@ -19,12 +19,12 @@ from sqlalchemy import select
 from perilune.bundle.archive import pack
 from perilune.bundle.freeze import freeze
 from perilune.bundle.secret_sources import require_secret, secret_value
-from perilune.control.backup import back_up
-from perilune.control.experiments import Control, StagePlan, advance
-from perilune.control.planner import RetryPolicy
-from perilune.control.progress import StageFailed, StageFinished
-from perilune.control.store import Run, record
-from perilune.control.verification import export, record_problem
+from perilune.control.evidence.verification import export, record_problem
+from perilune.control.record.backup import back_up
+from perilune.control.record.store import Run, record
+from perilune.control.runs.experiments import Control, StagePlan, advance
+from perilune.control.runs.planner import RetryPolicy
+from perilune.control.runs.progress import StageFailed, StageFinished
 from perilune.errors import RequestError
 from perilune.execution.hosts.local import LocalHost
 from perilune.execution.limits import Limits
@@ -185,7 +185,7 @@ def test_what_a_command_raises_and_prints_is_redacted(
         print(f"using {CANARY}")
         raise KeyError(f"refused: {CANARY}") from OSError(CANARY)
 
-    monkeypatch.setattr("perilune.control.lookup.find_run", fail)
+    monkeypatch.setattr("perilune.control.queries.lookup.find_run", fail)
     for options in ((), ("--debug",)):
         code, out, err = perilune("show", "one", *options)
         assert code == 1 and "using [JUDGE_KEY]" in out and "refused: [JUDGE_KEY]" in err

@@ -14,8 +14,8 @@ from hosts_cases import interpreter
 from sshd_cases import Line, Sshd, make_key, sshd
 
 from perilune.bundle.verify import verify
-from perilune.control.experiments import Control
-from perilune.control.lookup import attempts_of
+from perilune.control.queries.lookup import attempts_of
+from perilune.control.runs.experiments import Control
 
 pytestmark = pytest.mark.xdist_group("sshd")
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "ssh.md"

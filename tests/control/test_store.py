@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select, text
 
-from perilune.control.experiments import Control
-from perilune.control.home import Home
-from perilune.control.store import Event, Experiment, Store, record, verify_events
+from perilune.control.record.home import Home
+from perilune.control.record.store import Event, Experiment, Store, record, verify_events
+from perilune.control.runs.experiments import Control
 from perilune.errors import PeriluneError, RequestError, WorkFailedError
 
 

@@ -15,12 +15,12 @@ from sqlalchemy import func, select
 
 from perilune.bundle.freeze import freeze
 from perilune.bundle.verify import verify
-from perilune.control import home as home_module
-from perilune.control.experiments import Control, advance
-from perilune.control.faults import KILL_AT, POINTS
-from perilune.control.progress import StageFinished, StageReused
-from perilune.control.store import Attempt, Operation, Run, verify_events
-from perilune.control.submission import Wish, submit
+from perilune.control.record import home as home_module
+from perilune.control.record.faults import KILL_AT, POINTS
+from perilune.control.record.store import Attempt, Operation, Run, verify_events
+from perilune.control.runs.experiments import Control, advance
+from perilune.control.runs.progress import StageFinished, StageReused
+from perilune.control.runs.submission import Wish, submit
 from perilune.errors import RequestError
 
 pytestmark = pytest.mark.xdist_group("crash sweep")  # one module fixture serves them all

@@ -13,22 +13,22 @@ from drill_cases import Command, begin, drill_job, drill_plan
 from pydantic import BaseModel
 
 from perilune.bundle.freeze import freeze
-from perilune.control.experiments import Control
-from perilune.control.home import Home
-from perilune.control.machines import Fleet
-from perilune.control.placements import Placements
-from perilune.control.planner import RetryPolicy
-from perilune.control.requests import retry
-from perilune.control.store import Run, move_run
-from perilune.control.submission import Wish, submit
-from perilune.control.templates import (
+from perilune.control.machines.lifecycle import Fleet
+from perilune.control.record.home import Home
+from perilune.control.record.store import Run, move_run
+from perilune.control.record.transitions import RunState
+from perilune.control.runs.experiments import Control
+from perilune.control.runs.placements import Placements
+from perilune.control.runs.planner import RetryPolicy
+from perilune.control.runs.requests import retry
+from perilune.control.runs.submission import Wish, submit
+from perilune.control.runs.templates import (
     OverSsh,
     Template,
     load_template,
     recorded_template,
     with_present_host_key,
 )
-from perilune.control.transitions import RunState
 from perilune.errors import RequestError
 from perilune.execution.verdict import Cause
 

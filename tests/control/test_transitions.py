@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 
-from perilune.control.store import Attempt, Machine, Run
-from perilune.control.transitions import AttemptState, IllegalTransitionError, MachineState, RunState
+from perilune.control.record.store import Attempt, Machine, Run
+from perilune.control.record.transitions import AttemptState, IllegalTransitionError, MachineState, RunState
 
 RUN = """
 queued -> active failed cancelled

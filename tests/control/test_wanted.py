@@ -15,16 +15,16 @@ from drill_cases import drill_job, wait_for
 from sqlalchemy import select
 
 from perilune.bundle.freeze import freeze, job_document
-from perilune.control import succession as succession_of
-from perilune.control.experiments import Control, advance, open_experiment, stage_plans
-from perilune.control.explanation import explain
-from perilune.control.progress import StageFailed, StageFinished, StageStarted
-from perilune.control.requests import cancel, cancel_experiment
-from perilune.control.store import Event, Experiment, Run
-from perilune.control.submission import Wish, submit
-from perilune.control.succession import Succession, recorded_recipe
-from perilune.control.transitions import RunState
-from perilune.control.wanted import WAITS, NotWantedError, wanted_and_idle
+from perilune.control.queries.explanation import explain
+from perilune.control.record.store import Event, Experiment, Run
+from perilune.control.record.transitions import RunState
+from perilune.control.runs import next_stage as succession_of
+from perilune.control.runs.experiments import Control, advance, open_experiment, stage_plans
+from perilune.control.runs.next_stage import Succession, recorded_recipe
+from perilune.control.runs.progress import StageFailed, StageFinished, StageStarted
+from perilune.control.runs.requests import cancel, cancel_experiment
+from perilune.control.runs.submission import Wish, submit
+from perilune.control.runs.wanted import WAITS, NotWantedError, wanted_and_idle
 from perilune.errors import PeriluneError, RequestError
 from perilune.recipe.load import bundled_recipe, bundled_recipes, load_recipe
 from perilune.recipe.schema import Recipe

@@ -10,10 +10,10 @@ from perilune.data.filtering import FilterSettings, filter_files
 from perilune.data.generators import Rejected, make_teacher, provenance_of, verified, written
 from perilune.data.records import deduplicate, read_records, write_records
 from perilune.environments import Chance, Transcript, make_environment
-from perilune.environments.game_teachers import BEST, make_game_teacher
-from perilune.environments.open_spiel_match import Match
-from perilune.environments.replay import conversation
+from perilune.environments.core.replay import conversation
 from perilune.errors import RequestError
+from perilune.games.open_spiel_match import Match
+from perilune.games.teachers import BEST, make_game_teacher
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -14,7 +14,7 @@ from hub_model import put_in_cache
 
 from perilune.bundle.plugin import load_plugin, plugin_names
 from perilune.data.generators import registry as teachers
-from perilune.environments import registry as environments
+from perilune.environments.core import registry as environments
 
 
 @pytest.fixture(scope="session")

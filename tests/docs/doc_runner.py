@@ -17,9 +17,9 @@ import yaml
 from doc_blocks import Block
 
 from perilune.cli.main import load_command
-from perilune.control.home import Home
-from perilune.control.providers import PROVIDERS, Providers
-from perilune.control.templates import load_template
+from perilune.control.machines.providers import PROVIDERS, Providers
+from perilune.control.record.home import Home
+from perilune.control.runs.templates import load_template
 from perilune.errors import RequestError
 from perilune.recipe.load import bundled_recipe, load_recipe
 

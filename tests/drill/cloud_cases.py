@@ -10,13 +10,14 @@ import pytest
 import yaml
 from drill_cases import begin, drill_control, drill_plan
 
-from perilune.control import listings, machine_planner, machines, panic
-from perilune.control.experiments import Control
-from perilune.control.faults import reached
-from perilune.control.leases import Lease, Rental
-from perilune.control.machines import Fleet
-from perilune.control.store import Attempt, Machine, Run, move_attempt
-from perilune.control.transitions import AttemptState, Cleanup, MachineState, RunState
+from perilune.control.machines.leases import Lease, Rental
+from perilune.control.machines.lifecycle import Fleet, listings, panic
+from perilune.control.machines.lifecycle import lifecycle as machines
+from perilune.control.machines.lifecycle import planner as machine_planner
+from perilune.control.record.faults import reached
+from perilune.control.record.store import Attempt, Machine, Run, move_attempt
+from perilune.control.record.transitions import AttemptState, Cleanup, MachineState, RunState
+from perilune.control.runs.experiments import Control
 from perilune.execution.providers.fake.client import FakeCloud
 
 LEASE = Lease(max_lifetime=600.0, idle=300.0, max_cost=1.0, ready_within=300.0)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from cloud_cases import bill, hurry, rent_from
 
-from perilune.control import reconcile
-from perilune.control.experiments import Control
-from perilune.control.machines import Fleet
-from perilune.control.rented import RentedPlacement
+from perilune.control.machines.lifecycle import Fleet
+from perilune.control.machines.rented import RentedPlacement
+from perilune.control.runs import reconcile
+from perilune.control.runs.experiments import Control
 from perilune.execution.placements import Capabilities
 from perilune.execution.providers.fake.client import FakeCloud
 from perilune.execution.providers.fake.process import start, stop

@@ -14,11 +14,11 @@ from sqlalchemy import select
 
 from perilune.bundle.freeze import freeze
 from perilune.bundle.job import Job, Resources
-from perilune.control.experiments import Control, StagePlan, advance, register_experiment
-from perilune.control.home import Home
-from perilune.control.planner import RetryPolicy
-from perilune.control.progress import StageEvent, StageProgress
-from perilune.control.store import Run
+from perilune.control.record.home import Home
+from perilune.control.record.store import Run
+from perilune.control.runs.experiments import Control, StagePlan, advance, register_experiment
+from perilune.control.runs.planner import RetryPolicy
+from perilune.control.runs.progress import StageEvent, StageProgress
 from perilune.execution.claim import MARK, read_claim
 from perilune.execution.processes import marked
 from perilune.files import read_json

@@ -12,7 +12,7 @@ from drill_cases import INSTALLED, Command, drill_control
 
 from perilune.bundle.plugin import load_plugin, plugin_names
 from perilune.cli.main import main
-from perilune.control.experiments import Control
+from perilune.control.runs.experiments import Control
 from perilune.errors import RequestError
 from perilune.execution.claim import read_claim
 from perilune.execution.processes import Presence

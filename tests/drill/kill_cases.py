@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from perilune.control import faults
+from perilune.control.record import faults
 
 
 def killed_at_every_point(

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from perilune.control.leases import Lease, Rental
+from perilune.control.machines.leases import Lease, Rental
 from perilune.execution.providers.skypilot.client import SkyPilot
 from perilune.execution.providers.skypilot.settings import SkyPilotSettings
 

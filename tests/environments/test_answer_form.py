@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perilune.environments.answer_form import well_formed
+from perilune.environments.adapters.answer_form import well_formed
 
 EVALUATED = (
     "binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication",

@@ -4,8 +4,8 @@ import pyspiel
 import pytest
 
 from perilune.environments import make_environment
-from perilune.environments.best_reply import best_reply
 from perilune.errors import RequestError
+from perilune.games.best_reply import best_reply
 
 HEX = make_environment({"id": "open_spiel", "game": "hex", "config": {"board_size": 2}})
 NOUGHTS = make_environment({"id": "open_spiel", "game": "tic_tac_toe"})

@@ -6,8 +6,8 @@ import pytest
 
 from perilune.data.generators import make_teacher, verified
 from perilune.environments import Score, Transcript, make_environment
-from perilune.environments.calculator import calculated
-from perilune.environments.replay import conversation
+from perilune.environments.builtin.calculator import calculated
+from perilune.environments.core.replay import conversation
 from perilune.models.tokenizer import Tokenizer
 from perilune.models.turns import encode_turns
 

@@ -5,9 +5,10 @@ import importlib.metadata
 import pytest
 from environment_cases import gym
 
-from perilune.environments import environment_ids, make_environment, registry
-from perilune.environments.reasoning_gym import ReasoningGymEnvironment, ReasoningGymSpec
-from perilune.environments.registry import environment_spec
+from perilune.environments import environment_ids, make_environment
+from perilune.environments.adapters.reasoning_gym import ReasoningGymEnvironment, ReasoningGymSpec
+from perilune.environments.core import registry
+from perilune.environments.core.registry import environment_spec
 from perilune.errors import RequestError
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from perilune.environments import make_environment
-from perilune.environments.exact_games import ExactGame
 from perilune.errors import RequestError
+from perilune.games.exact_games import ExactGame
 
 
 def game(name, **more):

@@ -8,11 +8,11 @@ import pyspiel
 import pytest
 
 from perilune.environments import Chance
-from perilune.environments.game_teachers import BEST, choose, make_game_teacher
-from perilune.environments.game_teachers.regret import RegretSolver, tree_size
-from perilune.environments.game_teachers.table import PolicyTable, solved
-from perilune.environments.open_spiel_match import Match
 from perilune.errors import RequestError
+from perilune.games.open_spiel_match import Match
+from perilune.games.teachers import BEST, choose, make_game_teacher
+from perilune.games.teachers.regret import RegretSolver, tree_size
+from perilune.games.teachers.table import PolicyTable, solved
 
 SMALL = {
     "goofspiel": {"num_cards": 3},
@@ -199,7 +199,7 @@ def test_the_size_of_a_game_is_estimated():
     ],
 )
 def test_a_teacher_that_cannot_play_a_game_says_so(name, game, message, monkeypatch):
-    monkeypatch.setattr("perilune.environments.game_teachers.minimax.LARGEST", 1000)
+    monkeypatch.setattr("perilune.games.teachers.minimax.LARGEST", 1000)
     with pytest.raises(RequestError, match=message) as caught:
         make_game_teacher(name, game, where="opponent")
     assert caught.value.where == "opponent"

@@ -10,8 +10,8 @@ import pytest
 from perilune.bundle.freeze import freeze
 from perilune.bundle.workspace import Workspace
 from perilune.environments import Failure, Transcript, make_environment
-from perilune.environments.jsonl_index import HeldOut, indexed
-from perilune.environments.matching import last_number, matches
+from perilune.environments.builtin.jsonl_index import HeldOut, indexed
+from perilune.environments.core.matching import last_number, matches
 from perilune.errors import RequestError
 from perilune.recipe.load import load_recipe
 from perilune.recipe.schema import job_for

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from perilune.data.generators import make_teacher, verified
 from perilune.data.records import TraceRecord
 from perilune.environments import Score, Transcript, make_environment
-from perilune.environments.planning import compact, words
-from perilune.environments.planning.constraints import TERMS, interest, judge
-from perilune.environments.planning.cpsat import by_cpsat
-from perilune.environments.planning.draw import draw_trip
-from perilune.environments.planning.optimum import best_plan, by_sets
-from perilune.environments.planning.second_opinion import works
-from perilune.environments.planning.settings import TripDials
-from perilune.environments.planning.tasks import trip_digest
-from perilune.environments.planning.trip import Place, Trip, Visit, Window, travel
-from perilune.environments.replay import conversation
+from perilune.environments.builtin.planning import compact, words
+from perilune.environments.builtin.planning.constraints import TERMS, interest, judge
+from perilune.environments.builtin.planning.cpsat import by_cpsat
+from perilune.environments.builtin.planning.draw import draw_trip
+from perilune.environments.builtin.planning.optimum import best_plan, by_sets
+from perilune.environments.builtin.planning.second_opinion import works
+from perilune.environments.builtin.planning.settings import TripDials
+from perilune.environments.builtin.planning.tasks import trip_digest
+from perilune.environments.builtin.planning.trip import Place, Trip, Visit, Window, travel
+from perilune.environments.core.replay import conversation
 from perilune.errors import RequestError
 from perilune.verifiers.audit import audit_reward
 from perilune.verifiers.conformance import check_environment

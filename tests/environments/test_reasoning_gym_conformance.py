@@ -11,7 +11,7 @@ import pytest
 from environment_cases import gym
 
 from perilune.environments import Failure, Transcript, make_environment
-from perilune.environments.reasoning_gym import HASH_SEEDED, ReasoningGymEnvironment
+from perilune.environments.adapters.reasoning_gym import HASH_SEEDED, ReasoningGymEnvironment
 
 TASKS = 3
 SMALL = {  # settings that make slow generators quick

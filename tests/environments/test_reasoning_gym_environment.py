@@ -9,8 +9,8 @@ import pytest
 from environment_cases import ADDITION, gym
 
 from perilune.environments import Failure, Observation, Score, Transcript, make_environment
-from perilune.environments.compact import PROMPTS
-from perilune.environments.reasoning_gym import (
+from perilune.environments.adapters.compact import PROMPTS
+from perilune.environments.adapters.reasoning_gym import (
     HASH_SEEDED,
     ReasoningGymEnvironment,
     decode,

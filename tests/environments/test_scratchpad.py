@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perilune.environments import scratchpad
-from perilune.environments.scratchpad import carries, factors, terms, working
+from perilune.environments.adapters import scratchpad
+from perilune.environments.adapters.scratchpad import carries, factors, terms, working
 
 
 @pytest.mark.parametrize(

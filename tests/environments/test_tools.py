@@ -6,9 +6,9 @@ import pytest
 
 from perilune.data.generators import make_teacher, verified
 from perilune.environments import Failure, Score, Transcript, make_environment
-from perilune.environments.replay import conversation
-from perilune.environments.tool_calls import Answer, Call, Misunderstood, read_action
-from perilune.environments.tool_tasks import FAMILIES, is_right, same
+from perilune.environments.builtin.tool_calls import Answer, Call, Misunderstood, read_action
+from perilune.environments.builtin.tool_tasks import FAMILIES, is_right, same
+from perilune.environments.core.replay import conversation
 from perilune.errors import RequestError
 from perilune.verifiers import Scorer
 from perilune.verifiers.conformance import check_environment
@@ -131,7 +131,7 @@ def __getattr__(name):
 ''')
 """,
     "prints an answer's mark": "print('<answer>done</answer>')",
-    "imports the environment": "import perilune.environments.tool_tasks as t; print(t.FAMILIES)",
+    "imports the environment": "import perilune.environments.builtin.tool_tasks as t; print(t.FAMILIES)",
     "waits for the clock": "import time; time.sleep(60)",
 }
 

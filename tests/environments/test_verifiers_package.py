@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from perilune.environments import Failure, Transcript, make_environment, verifiers_package
+from perilune.environments import Failure, Transcript, make_environment
+from perilune.environments.adapters import verifiers_package
 from perilune.errors import RequestError
 from perilune.verifiers.conformance import check_environment
 from perilune.verifiers.scorer import Scorer

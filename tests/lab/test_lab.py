@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from perilune.cli.main import main
-from perilune.control.store import Attempt, Event, Machine, Run
+from perilune.control.record.store import Attempt, Event, Machine, Run
 from perilune.execution.providers.fake.weather import WEATHERS, Storm, Weather, weather
 from perilune.files import write_json
 from perilune.lab.invariants import INVARIANTS, check

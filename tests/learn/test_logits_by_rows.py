@@ -22,7 +22,7 @@ from perilune.models import logprobs
 from perilune.models.config import DecoderConfig
 from perilune.models.decoder import Decoder
 from perilune.models.memory import LOGITS_AT_ONCE, plan_memory
-from perilune.tasks.footprint import peak_resident
+from perilune.tasks.stage.memory_plan import peak_resident
 
 
 def imitation(groups: Sequence[Sequence[Episode]]) -> list[GroupWeights]:

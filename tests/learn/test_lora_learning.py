@@ -24,7 +24,7 @@ from perilune.models.loading import new_model
 from perilune.models.lora import narrow_base
 from perilune.models.native import ops
 from perilune.models.tokenizer import Tokenizer
-from perilune.tasks.publishing import gap_limit
+from perilune.tasks.stage.publishing import gap_limit
 
 TOKENIZER = Tokenizer.characters()
 

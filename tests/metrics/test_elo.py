@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perilune.errors import RequestError
-from perilune.metrics.elo import PRIOR, SCALE, Match, expected, points_of, ratings
+from perilune.games.ratings import PRIOR, SCALE, Match, expected, points_of, ratings
 
 
 def games(won: int, drawn: int, lost: int) -> tuple[float, ...]:

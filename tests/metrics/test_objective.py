@@ -7,7 +7,7 @@ import pytest
 
 from perilune.errors import RequestError
 from perilune.learn.algorithms import RL_ALGORITHMS, algorithm
-from perilune.metrics.objective import live_group_probability, objective_curve
+from perilune.learn.objective import live_group_probability, objective_curve
 
 
 def test_dr_grpo_climbs_the_pass_rate() -> None:

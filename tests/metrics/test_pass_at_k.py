@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from perilune.data.episode import Episode
 from perilune.errors import RequestError
 from perilune.metrics.pass_at_k import pass_at_k
-from perilune.tasks.evaluation import evaluation_summary
+from perilune.tasks.stage.outcomes import evaluation_summary
 
 
 def answer(reward: float, name: str) -> Episode:

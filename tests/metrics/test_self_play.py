@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from perilune.data.episode import Episode
-from perilune.metrics.self_play import alarms, effective_number, game_figures, seat_of
+from perilune.tasks.selfplay.health import alarms, effective_number, game_figures, seat_of
 
 
 def episode(group: str, said: str, reward: float | None, **metrics: float) -> Episode:

@@ -17,7 +17,7 @@ PATIENCE = 150.0  # seconds; generous, because the machine may be busy
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
-    ["torch.distributed.fsdp", "pandas", "perilune.tasks.observation", "perilune.learn.trainer"]
+    ["torch.distributed.fsdp", "pandas", "perilune.tasks.rl.metrics", "perilune.learn.trainer"]
 )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from perilune.bundle import plugin
-from perilune.environments import registry
+from perilune.environments.core import registry
 
 MODULE = """
 from typing import Annotated, Literal

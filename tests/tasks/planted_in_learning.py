@@ -23,7 +23,8 @@ from perilune.learn.trainer import Learner
 from perilune.learn.weights import GroupWeights
 from perilune.models import lora
 from perilune.models.decoder import Block
-from perilune.tasks import policy_update, session
+from perilune.tasks.rl.spec import update as policy_update
+from perilune.tasks.stage import policy as session
 
 Patch = pytest.MonkeyPatch
 LAST = 2  # layer of the tiny model

@@ -13,24 +13,24 @@ from perilune.data.episode import Episode
 from perilune.engine.engine import Engine
 from perilune.engine.native_runner import NativeRunner
 from perilune.engine.runner import TorchRunner
-from perilune.environments.protocol import Failure
+from perilune.environments.core.protocol import Failure
 from perilune.models.decoder import Decoder
 from perilune.models.lora import base_of
-from perilune.tasks import rollouts
-from perilune.tasks.games import Game
-from perilune.tasks.rollouts import Rollouts
-from perilune.tasks.training_tasks import TrainingTasks
+from perilune.rollout import worker as rollouts
+from perilune.rollout.rollout import Rollout
+from perilune.rollout.worker import RolloutWorker
+from perilune.tasks.stage.training_tasks import TrainingTasks
 from perilune.verifiers.sessions import Sessions
 
 Patch = pytest.MonkeyPatch
 
 
-def change_episodes(patch: Patch, change: Callable[[Rollouts, Episode], Episode]) -> None:
-    right = Rollouts._episode
-    patch.setattr(Rollouts, "_episode", lambda self, *args: change(self, right(self, *args)))
+def change_episodes(patch: Patch, change: Callable[[RolloutWorker, Episode], Episode]) -> None:
+    right = RolloutWorker._episode
+    patch.setattr(RolloutWorker, "_episode", lambda self, *args: change(self, right(self, *args)))
 
 
-def with_mask(mask: Callable[[np.ndarray], np.ndarray]) -> Callable[[Rollouts, Episode], Episode]:
+def with_mask(mask: Callable[[np.ndarray], np.ndarray]) -> Callable[[RolloutWorker, Episode], Episode]:
     return lambda _, one: replace(one, loss_mask=mask(one.loss_mask))
 
 
@@ -110,7 +110,7 @@ def temperature_missing_from_the_sampler(patch: Patch) -> None:
 def end_of_sequence_masked(patch: Patch) -> None:
     """The end token is taken for padding."""
 
-    def masked(self: Rollouts, one: Episode) -> Episode:
+    def masked(self: RolloutWorker, one: Episode) -> Episode:
         return replace(one, loss_mask=one.token_ids != self.tokenizer.eos_token_id)
 
     change_episodes(patch, masked)
@@ -119,7 +119,7 @@ def end_of_sequence_masked(patch: Patch) -> None:
 def turns_tokenised_again(patch: Patch) -> None:
     """The tokens are those of the text, which has no end token."""
 
-    def again(self: Rollouts, one: Episode) -> Episode:
+    def again(self: RolloutWorker, one: Episode) -> Episode:
         ids = np.array(self.tokenizer.encode(one.text), np.int32)
         n = min(len(ids), len(one.token_ids))
         cut = {name: getattr(one, name)[:n] for name in ("loss_mask", "logprobs", "policy_version")}
@@ -150,20 +150,20 @@ def _next(items: Any) -> Any:
 
 def rewards_of_neighbours(patch: Patch) -> None:
     """Each episode has the reward of the next of its group."""
-    right = Rollouts._group
+    right = RolloutWorker._group
 
-    def group(self: Rollouts, games: Any, *args: Any) -> Any:
-        outcomes = {id(game): Game.outcome(other, 0) for game, other in _next(games)}
+    def group(self: RolloutWorker, games: Any, *args: Any) -> Any:
+        outcomes = {id(game): Rollout.outcome(other, 0) for game, other in _next(games)}
         episode = self._episode
 
-        def another(game: Game, player: int) -> Episode:
+        def another(game: Rollout, player: int) -> Episode:
             one, outcome = episode(game, player), outcomes[id(game)]
             return replace(one, reward=outcome.reward) if hasattr(outcome, "reward") else one
 
         object.__setattr__(self, "_episode", another)
         return right(self, games, *args)
 
-    patch.setattr(Rollouts, "_group", group)
+    patch.setattr(RolloutWorker, "_group", group)
 
 
 def verdicts_of_neighbours(patch: Patch) -> None:
@@ -204,9 +204,9 @@ def top_p_unreported(patch: Patch) -> None:
 
 def seeds_reused(patch: Patch) -> None:
     """Every step draws with the random numbers of the first."""
-    right = Rollouts._open
+    right = RolloutWorker._open
 
-    def opened(self: Rollouts, sessions: Any, tasks: Any, samples: Any, step: int, places: Any) -> Any:
+    def opened(self: RolloutWorker, sessions: Any, tasks: Any, samples: Any, step: int, places: Any) -> Any:
         games = right(self, sessions, tasks, samples, step, places)
         of_first = Engine.sample
 
@@ -218,7 +218,7 @@ def seeds_reused(patch: Patch) -> None:
             patch.setattr(Engine, "sample", sample)
         return games
 
-    patch.setattr(Rollouts, "_open", opened)
+    patch.setattr(RolloutWorker, "_open", opened)
 
 
 def same_tasks_again(patch: Patch) -> None:
@@ -247,13 +247,13 @@ def end_of_sequence_dropped(patch: Patch) -> None:
 
 def aborted_are_judged(patch: Patch) -> None:
     """What the engine gave up is scored like an answer."""
-    right = Game.say
+    right = Rollout.add_completion
 
-    def say(self: Game, asked: Any, completion: Any, text: str) -> None:
+    def add_completion(self: Rollout, asked: Any, completion: Any, text: str) -> None:
         right(self, asked, replace(completion, finish_reason="length"), text)
         self.seat.turns[-1] = replace(self.seat.turns[-1], completion=completion)
 
-    patch.setattr(Game, "say", say)
+    patch.setattr(Rollout, "say", add_completion)
     change_completions(patch, lambda one: replace(one, finish_reason="aborted"))
 
 

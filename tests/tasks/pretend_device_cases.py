@@ -21,7 +21,7 @@ from perilune.models.adapters import Adapter
 from perilune.models.config import PRESETS
 from perilune.models.decoder import Decoder
 from perilune.models.native import ops
-from perilune.tasks import session
+from perilune.tasks.stage import policy as session
 
 CONFIG = PRESETS["tiny"].replace(
     architecture="gemma3_text", windows=(20, None), num_layers=2, initializer_range=0.15

@@ -2,8 +2,8 @@
 
 from task_environments import Digits
 
-from perilune.environments.protocol import Outcome, Score, Task, Transcript
-from perilune.environments.stated_answer import StatedAnswer
+from perilune.environments.core.protocol import Outcome, Score, Task, Transcript
+from perilune.environments.core.stated_answer import StatedAnswer
 
 
 class Stated(Digits):

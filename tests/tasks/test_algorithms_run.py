@@ -11,7 +11,7 @@ from task_cases import DIGITS, episodes, make_bundle, make_job, metrics, run_in,
 from perilune.bundle.compare import compare_artifacts
 from perilune.errors import WorkFailedError
 from perilune.files import read_json
-from perilune.tasks.observation import Observer
+from perilune.tasks.rl.metrics import Observer
 
 ENDS = {**DIGITS, "factory": "task_environments:Ends"}
 DECOUPLED = {"proximal": "learner", "weight": "truncate", "bounds": [0.0, 2.0], "ess_target": 1.0}

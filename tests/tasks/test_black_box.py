@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from perilune.control.experiments import Control, advance, open_experiment, stage_plans
-from perilune.control.home import Home
-from perilune.control.progress import StageFailed, StageFinished
+from perilune.control.record.home import Home
+from perilune.control.runs.experiments import Control, advance, open_experiment, stage_plans
+from perilune.control.runs.progress import StageFailed, StageFinished
 from perilune.errors import RequestError
 from perilune.files import read_json
 from perilune.recipe.load import load_recipe
-from perilune.tasks.black_box import BlackBoxSpec
-from perilune.tasks.black_box_environment import check_pinned, lock_lines
-from perilune.tasks.black_box_source import fetched
+from perilune.tasks.black_box.environment import check_pinned, lock_lines
+from perilune.tasks.black_box.source import fetched
+from perilune.tasks.black_box.stage import BlackBoxSpec
 
 PROGRAM = """
 import json, os, sys, pathlib

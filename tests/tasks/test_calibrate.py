@@ -7,8 +7,8 @@ from task_cases import SUMS, episodes, make_job, metrics, run_task, summary
 
 from perilune.bundle.plugin import load_plugin
 from perilune.errors import RequestError
-from perilune.tasks.calibrate import CalibrateSpec
-from perilune.tasks.calibration import Calibrated, calibration_summary, told
+from perilune.tasks.process_rewards.calibration import Calibrated, calibration_summary, told
+from perilune.tasks.process_rewards.spec import CalibrateSpec
 
 STATED = {"id": "factory", "factory": "process_environments:Stated"}
 

@@ -9,10 +9,10 @@ import yaml
 from task_cases import make_bundle, make_job, metrics, run_in, run_task, summary
 
 from perilune.cli.plan import derive
-from perilune.connect_four.learning import Trainer
 from perilune.errors import RequestError
 from perilune.execution.placements.local import carry_over
 from perilune.files import read_json_lines, sha256_file
+from perilune.games.connect_four.learning import Trainer
 from perilune.recipe.load import load_recipe
 
 FINAL = "artifacts/checkpoints/final"

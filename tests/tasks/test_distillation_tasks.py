@@ -13,13 +13,13 @@ from task_cases import DIGITS, make_job, metrics, run_task, summary
 from perilune.bundle.plugin import load_plugin
 from perilune.data.leaks import leak
 from perilune.data.records import read_records
-from perilune.environments.protocol import Task
+from perilune.environments.core.protocol import Task
 from perilune.errors import RequestError
 from perilune.models.loading import load_checkpoint, new_model, save_checkpoint
 from perilune.models.tokenizer import Tokenizer
-from perilune.tasks.distillation_loop import teacher_prompts
-from perilune.tasks.hints import hinted
-from perilune.tasks.session import Policy
+from perilune.tasks.distill.hints import hinted
+from perilune.tasks.distill.loop import teacher_prompts
+from perilune.tasks.stage.policy import Policy
 
 ENDS = {**DIGITS, "factory": "task_environments:Ends"}
 HINT = "Please end soon. "

@@ -9,7 +9,7 @@ import numpy as np
 
 from perilune.data.episode import Episode
 from perilune.learn.weights import GroupWeights
-from perilune.tasks.dynamic_sampling import kept, play_until_live
+from perilune.rollout.dynamic_sampling import kept, play_until_live
 
 
 def group(name: int, rewards: Sequence[float]) -> tuple[Episode, ...]:

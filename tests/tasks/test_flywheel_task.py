@@ -12,7 +12,7 @@ from perilune.data.records import read_records
 from perilune.errors import WorkFailedError
 from perilune.execution.placements.local import carry_over
 from perilune.files import sha256_file
-from perilune.tasks.flywheel_rounds import Rounds
+from perilune.tasks.flywheel.loop import Rounds
 
 ENDS = {**DIGITS, "factory": "task_environments:Ends"}
 NEVER = {**DIGITS, "equal": 0.0}

@@ -26,7 +26,7 @@ from perilune.models.loading import load_checkpoint, new_model, save_checkpoint
 from perilune.models.lora import BaseKind, attach, narrow_base
 from perilune.models.memory import PROCESS_BYTES, RECOMPUTING_BYTES, adapter_parameters, base_bytes
 from perilune.models.tokenizer import Tokenizer
-from perilune.tasks.footprint import peak_resident, stage_memory
+from perilune.tasks.stage.memory_plan import peak_resident, stage_memory
 
 WIDE = DecoderConfig(
     architecture="qwen3", vocab_size=98, hidden_size=384, intermediate_size=1024, num_layers=6, num_heads=6,

@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from perilune.engine.engine import Engine
 from perilune.engine.request import Prompt, SamplingParams
-from perilune.environments.registry import make_environment
+from perilune.environments.core.registry import make_environment
 from perilune.files import read_json_lines
 from perilune.models.loading import load_checkpoint
 

@@ -17,8 +17,9 @@ from perilune.bundle.workspace import Workspace
 from perilune.execution.placements.local import carry_over
 from perilune.files import read_json_lines
 from perilune.learn.checkpoints import is_complete
-from perilune.tasks import keeping, training
-from perilune.tasks.keeping import Keep, Saving, best_step, prune, saved_steps, step_directory
+from perilune.tasks.stage import retention as keeping
+from perilune.tasks.stage import training
+from perilune.tasks.stage.retention import Keep, Saving, best_step, prune, saved_steps, step_directory
 
 OPTIONS: dict[str, Any] = {"steps": 8, "save_every": 2, "kl": 0.05}
 

@@ -23,7 +23,7 @@ from perilune.models.config import PRESETS, DecoderConfig
 from perilune.models.decoder import Decoder
 from perilune.models.memory import cache_bytes, card_of, learning_bytes, plan_memory
 from perilune.recipe.load import load_recipe
-from perilune.tasks.footprint import CACHE_BYTES, SLOTS, engine_room, slots_for
+from perilune.tasks.stage.memory_plan import CACHE_BYTES, SLOTS, engine_room, slots_for
 
 TINY = PRESETS["tiny"]
 WIDE = DecoderConfig(

@@ -24,8 +24,8 @@ from perilune.data.preferences import read_preferences
 from perilune.errors import RequestError, WorkFailedError
 from perilune.models.reward_model import load_reward_model
 from perilune.models.tokenizer import Tokenizer
-from perilune.tasks.preference import CollapseAlarm
-from perilune.tasks.preference_data import PreferenceData
+from perilune.tasks.supervised.preference import CollapseAlarm
+from perilune.tasks.supervised.preference_data import PreferenceData
 
 ENDS = {**DIGITS, "factory": "task_environments:Ends"}
 

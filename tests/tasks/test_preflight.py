@@ -26,7 +26,7 @@ from perilune.tasks.checks.bandit import solve_bandit
 from perilune.tasks.checks.gradient import check_gradient
 from perilune.tasks.checks.preflight import LONG
 from perilune.tasks.checks.twin import Twin
-from perilune.tasks.rl import RLSpec
+from perilune.tasks.rl.spec import RLSpec
 
 KINDS = ["grpo", "cispo", "dgpo", "gspo", "pkpo", "ppo", "reinforce_pp", "toggle"]
 

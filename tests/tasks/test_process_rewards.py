@@ -17,20 +17,21 @@ from tokenizers import models, pre_tokenizers
 
 from perilune.bundle.plugin import load_plugin
 from perilune.engine.engine import Engine
-from perilune.environments.protocol import Task
-from perilune.environments.registry import make_environment
-from perilune.environments.stated_answer import StatedAnswer
+from perilune.environments.core.protocol import Task
+from perilune.environments.core.registry import make_environment
+from perilune.environments.core.stated_answer import StatedAnswer
 from perilune.errors import RequestError
 from perilune.files import read_json_lines
 from perilune.learn.process import AnswerValues, MonteCarloValues
 from perilune.models.loading import new_model
 from perilune.models.tokenizer import Tokenizer
 from perilune.recipe.load import bundled_recipe, load_recipe
-from perilune.tasks import process_rewards as module
-from perilune.tasks.montecarlo import Position, play_on
-from perilune.tasks.process_rewards import ProcessRewards, Walk, means_of, potential, step_rewards
-from perilune.tasks.rl import RLSpec
-from perilune.tasks.rollouts import Rollouts, Stopwatch
+from perilune.rollout.timing import Stopwatch
+from perilune.rollout.worker import RolloutWorker
+from perilune.tasks.process_rewards.montecarlo import Position, play_on
+from perilune.tasks.process_rewards.rewards import ProcessRewards, Walk, means_of, potential, step_rewards
+from perilune.tasks.process_rewards.rewards import rewards as module
+from perilune.tasks.rl.spec import RLSpec
 from perilune.verifiers import Scorer
 
 STATED = {"id": "factory", "factory": "process_environments:Stated"}
@@ -63,7 +64,7 @@ def policy() -> Iterator[SimpleNamespace]:
 def process(policy, settings, max_tokens: int = 8) -> ProcessRewards:
     environment = make_environment(STATED)
     spec = RLSpec(checkpoint="model", max_tokens=max_tokens)
-    rollouts = Rollouts(Engine(policy.decoder), policy.tokenizer, Spy(policy.scorer), environment, 5)
+    rollouts = RolloutWorker(Engine(policy.decoder), policy.tokenizer, Spy(policy.scorer), environment, 5)
     return ProcessRewards(settings, policy.decoder, rollouts, spec, 512)
 
 

@@ -21,10 +21,10 @@ from task_cases import DIGITS, EVALUATE, RL, SFT, episodes, figures_of, metrics,
 from perilune.bundle import storage
 from perilune.bundle.compare import compare_artifacts
 from perilune.bundle.freeze import attempt_copy
-from perilune.control.experiments import Control, advance, open_experiment, stage_plans
-from perilune.control.home import Home
-from perilune.control.planner import RetryPolicy
-from perilune.control.progress import StageFailed, StageFinished, StageProgress, StageResumed
+from perilune.control.record.home import Home
+from perilune.control.runs.experiments import Control, advance, open_experiment, stage_plans
+from perilune.control.runs.planner import RetryPolicy
+from perilune.control.runs.progress import StageFailed, StageFinished, StageProgress, StageResumed
 from perilune.execution.claim import MARK, read_claim
 from perilune.execution.processes import marked
 from perilune.files import read_json_lines

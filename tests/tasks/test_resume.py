@@ -52,7 +52,7 @@ def processes() -> Iterator[Any]:
     """Processes forked from one that has torch loaded, so that each starts in a moment."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch", "pandas", "perilune.tasks.observation", "perilune.tasks.training", "task_cases"]
+        ["torch", "pandas", "perilune.tasks.rl.metrics", "perilune.tasks.stage.training", "task_cases"]
     )
     yield context
 
@@ -200,7 +200,7 @@ def test_a_task_without_steps_begins_anew(task: str, tmp_path: Path) -> None:
 
 def test_dead_steps_of_an_earlier_attempt_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a run that is killed often enough would never be called off."""
-    monkeypatch.setattr("perilune.tasks.observation.DEAD_PATIENCE", 3)
+    monkeypatch.setattr("perilune.tasks.rl.metrics.DEAD_PATIENCE", 3)
     job = make_job("rl", environment={**DIGITS, "equal": 0.0}, steps=8)
     first = make_bundle(tmp_path / "1", job)
     with pytest.raises(WorkFailedError, match="for 3 steps"):

@@ -10,8 +10,8 @@ import pytest
 from task_cases import DIGITS, episodes, figures_of, metrics, run_task, summary
 from task_environments import Digits
 
-from perilune.environments.protocol import Failure, Score, Task, Transcript
-from perilune.environments.registry import make_environment
+from perilune.environments.core.protocol import Failure, Score, Task, Transcript
+from perilune.environments.core.registry import make_environment
 from perilune.errors import RequestError
 from perilune.recipe.load import load_recipe
 from perilune.recipe.schema import job_for

@@ -19,10 +19,10 @@ from perilune.files import sha256_file
 from perilune.learn import checkpoints
 from perilune.models.checksum import checksum
 from perilune.models.loading import load_checkpoint
-from perilune.tasks.judging import Table
-from perilune.tasks.league import League
-from perilune.tasks.observation import Observer
-from perilune.tasks.snapshots import Snapshots
+from perilune.tasks.rl.metrics import Observer
+from perilune.tasks.selfplay.judging import Table
+from perilune.tasks.selfplay.league import League
+from perilune.tasks.selfplay.snapshots import Snapshots
 
 DUEL = {"id": "factory", "factory": "duel_environment:Duel"}
 FINAL = "artifacts/checkpoints/final"
@@ -244,7 +244,7 @@ def drawn(choice: str) -> list[int]:
     ],
 )
 def test_what_has_nobody_to_play_against_is_refused(change: dict[str, Any], message: str) -> None:
-    from perilune.tasks.selfplay import plugin
+    from perilune.tasks.selfplay.spec import plugin
 
     with pytest.raises(RequestError, match=message):
         plugin.plan(make_job("selfplay", **options(**change)))

@@ -24,9 +24,11 @@ from perilune.files import read_json_lines
 from perilune.models.config import PRESETS
 from perilune.models.decoder import Decoder
 from perilune.models.tokenizer import Tokenizer
-from perilune.tasks.games import Seat
-from perilune.tasks.observation import Observer
-from perilune.tasks.rollouts import Groups, Rollouts, Stopwatch, session_seed
+from perilune.rollout.groups import Groups
+from perilune.rollout.rollout import Seat
+from perilune.rollout.timing import Stopwatch
+from perilune.rollout.worker import RolloutWorker, session_seed
+from perilune.tasks.rl.metrics import Observer
 from perilune.verifiers import Scorer
 
 TALK = {"id": "factory", "factory": "task_environments:Talk"}
@@ -78,7 +80,7 @@ def play(
     environment = Talk(spec)
     tasks = list(islice(environment.tasks("train", 0), skip, skip + count))
     with Scorer(spec) as scorer:
-        rollouts = Rollouts(engine or engine_of(TOKENIZER), TOKENIZER, scorer, environment, 7)
+        rollouts = RolloutWorker(engine or engine_of(TOKENIZER), TOKENIZER, scorer, environment, 7)
         return rollouts.play(tasks, samples=samples, params=PARAMS, step=1, watch=Stopwatch(), first=skip)
 
 
@@ -242,14 +244,14 @@ def turns_tokenised_again(patch: pytest.MonkeyPatch) -> None:
 
 def episode_tokenised_again(patch: pytest.MonkeyPatch) -> None:
     """The tokens to learn from are those of the text."""
-    right = Rollouts._episode
+    right = RolloutWorker._episode
 
-    def again(self: Rollouts, *args: Any) -> Episode:
+    def again(self: RolloutWorker, *args: Any) -> Episode:
         one = right(self, *args)
         ids = np.array([*TOKENIZER.encode(TOKENIZER.decode(one.token_ids)), *[1] * 99], np.int32)
         return replace(one, token_ids=ids[: len(one.token_ids)])
 
-    patch.setattr(Rollouts, "_episode", again)
+    patch.setattr(RolloutWorker, "_episode", again)
 
 
 def what_others_said_is_learned(patch: pytest.MonkeyPatch) -> None:

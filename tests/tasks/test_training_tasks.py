@@ -13,7 +13,7 @@ from task_environments import Digits
 from perilune.bundle.workspace import Workspace
 from perilune.errors import RequestError
 from perilune.files import read_json_lines
-from perilune.tasks.training_tasks import TrainingTasks
+from perilune.tasks.stage.training_tasks import TrainingTasks
 
 FEW = {**DIGITS, "limit": 16}
 

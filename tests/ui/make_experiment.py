@@ -26,9 +26,9 @@ from perilune.data.episodes_file import write_episodes
 from perilune.data.records import make_record, write_records
 from perilune.files import append_json_line, write_json
 from perilune.learn.advantages import is_dead, standardised
-from perilune.metrics.objective import objective_curve
+from perilune.learn.objective import objective_curve
 from perilune.models.tokenizer import Tokenizer
-from perilune.tasks.evaluation import evaluation_summary, strategies
+from perilune.tasks.stage.outcomes import evaluation_summary, strategies
 from perilune.ui.view import ExperimentView, StageView
 
 BEGAN = 1_795_000_000.0

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from perilune.environments.protocol import Failure, Score
+from perilune.environments.core.protocol import Failure, Score
 from perilune.errors import RequestError
 
 LIBC = ctypes.CDLL(None)  # looked up before the process is confined, as a compiled library's would be

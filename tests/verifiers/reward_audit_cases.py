@@ -3,8 +3,8 @@
 import time
 import unicodedata
 
-from perilune.environments.independent_checks import same_answer
-from perilune.environments.protocol import Score, Task, Transcript
+from perilune.environments.adapters.independent_checks import same_answer
+from perilune.environments.core.protocol import Score, Task, Transcript
 
 
 class Addition:

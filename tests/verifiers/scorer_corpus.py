@@ -9,9 +9,9 @@ import math
 import re
 from pathlib import Path
 
-from perilune.environments.independent_checks import same_answer
-from perilune.environments.protocol import Score, Task, Transcript
-from perilune.environments.single_turn import SingleTurn
+from perilune.environments.adapters.independent_checks import same_answer
+from perilune.environments.core.protocol import Score, Task, Transcript
+from perilune.environments.core.single_turn import SingleTurn
 
 CAPITALS = {
     "France": "Paris", "Japan": "Tokyo", "Kenya": "Nairobi", "Peru": "Lima", "Egypt": "Cairo",

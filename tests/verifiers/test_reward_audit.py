@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from perilune.cli.environments import app
 from perilune.environments import Transcript, make_environment
-from perilune.environments.independent_checks import is_right, same_answer
-from perilune.environments.reasoning_gym import decode
+from perilune.environments.adapters.independent_checks import is_right, same_answer
+from perilune.environments.adapters.reasoning_gym import decode
 from perilune.errors import WorkFailedError
 from perilune.tasks.checks.reward import check_reward
 from perilune.verifiers.audit import Audit, audit_reward

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from perilune.control.planner import RetryClass, RetryPolicy, retry_class
-from perilune.environments.protocol import Failure, Score, Task, Transcript
+from perilune.control.runs.planner import RetryClass, RetryPolicy, retry_class
+from perilune.environments.core.protocol import Failure, Score, Task, Transcript
 from perilune.errors import ProcessLostError, RequestError, WorkFailedError
 from perilune.execution.verdict import cause_of
 from perilune.sandbox.landlock import landlock_version

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perilune.environments.protocol import Score, Task, Transcript
-from perilune.environments.registry import make_environment
+from perilune.environments.core.protocol import Score, Task, Transcript
+from perilune.environments.core.registry import make_environment
 from perilune.verifiers.trace import against_own_mean, shaping
 
 ANY = (-np.inf, np.inf)

@@ -11,9 +11,9 @@ import typer
 from perilune.cli.output import echo
 
 if TYPE_CHECKING:
-    from perilune.control.experiments import Control
-    from perilune.control.progress import StageEvent
-    from perilune.control.store import Run
+    from perilune.control.record.store import Run
+    from perilune.control.runs.experiments import Control
+    from perilune.control.runs.progress import StageEvent
 
 COMPLETED = 5  # experiments whose runs are offered
 RUN_HELP = "Id of the run, a unique beginning of it, EXPERIMENT/STAGE, or a stage of the latest experiment."
@@ -21,7 +21,7 @@ RUN_HELP = "Id of the run, a unique beginning of it, EXPERIMENT/STAGE, or a stag
 
 def run_names(incomplete: str) -> list[tuple[str, str]]:
     """For the shell's completion: stages of the latest experiment by name, others as EXPERIMENT/STAGE."""
-    from perilune.control.lookup import latest_experiments, stage_statuses
+    from perilune.control.queries.lookup import latest_experiments, stage_statuses
 
     control = open_control(look=False)
     latest = latest_experiments(control, COMPLETED)
@@ -72,7 +72,7 @@ def open_control(*, look: bool = True) -> Control:
 
     What does not answer soon is told as it was seen last; stderr says which runs those are.
     """
-    from perilune.control.experiments import Control
+    from perilune.control.runs.experiments import Control
 
     control = Control()
     if look:
@@ -82,7 +82,7 @@ def open_control(*, look: bool = True) -> Control:
 
 def look_around(control: Control) -> None:
     """Take a look at all that lives, no longer than people wait for a list."""
-    from perilune.control.glance import glance
+    from perilune.control.queries.glance import glance
     from perilune.errors import PeriluneError
 
     try:
@@ -130,8 +130,8 @@ def checkpoint_folder(checkpoint: str) -> Path:
     if folder.is_dir() or checkpoint.startswith((".", "/", "~")):
         return folder
     from perilune.bundle.plugin import load_plugin
-    from perilune.control.experiments import Control
-    from perilune.control.lookup import find_run
+    from perilune.control.queries.lookup import find_run
+    from perilune.control.runs.experiments import Control
     from perilune.errors import RequestError
 
     control = Control()

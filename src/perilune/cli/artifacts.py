@@ -30,8 +30,8 @@ def push(
     as_json: Json = False,
 ) -> None:
     """Send the evidence of a succeeded run, or of all that are not there yet. Contents are sent once."""
-    from perilune.control.artifact_store import ArtifactStore
-    from perilune.control.lookup import find_run, terminal_runs
+    from perilune.control.evidence.artifact_store import ArtifactStore
+    from perilune.control.queries.lookup import find_run, terminal_runs
 
     there = ArtifactStore.chosen(store)
     control = open_control()
@@ -62,7 +62,7 @@ def pull(
     as_json: Json = False,
 ) -> None:
     """Bring a run's evidence to a new folder, which `perilune verify` checks; the home need not know it."""
-    from perilune.control.artifact_store import ArtifactStore
+    from perilune.control.evidence.artifact_store import ArtifactStore
 
     there = ArtifactStore.chosen(store)
     fitting = [one for one in there.runs() if one.startswith(run.upper())]
@@ -79,7 +79,7 @@ def pull(
 @app.command("list", epilog="Example: perilune artifacts list --store /mnt/share")
 def list_runs(store: StoreOption = None, as_json: Json = False) -> None:
     """Say which runs are there."""
-    from perilune.control.artifact_store import ArtifactStore
+    from perilune.control.evidence.artifact_store import ArtifactStore
 
     there = ArtifactStore.chosen(store)
     found = there.runs()

@@ -24,7 +24,7 @@ def backup(
     perilune backup /media/disk/perilune-friday
     perilune backup everything --evidence
     """
-    from perilune.control.backup import back_up
+    from perilune.control.record.backup import back_up
 
     control = open_control(look=False)
     back_up(control.store, control.home, out, evidence=evidence)
@@ -46,8 +46,8 @@ def restore(
     \b
     PERILUNE_HOME=new-home perilune restore /media/disk/perilune-friday
     """
-    from perilune.control.backup import restore as put_back
-    from perilune.control.home import Home
+    from perilune.control.record.backup import restore as put_back
+    from perilune.control.record.home import Home
 
     home = Home.chosen()
     found = put_back(folder, home)
@@ -69,8 +69,8 @@ def rebuild(as_json: Json = False) -> None:
     \b
     perilune rebuild
     """
-    from perilune.control.home import Home
-    from perilune.control.rebuild import rebuild as make_again
+    from perilune.control.record.home import Home
+    from perilune.control.record.rebuild import rebuild as make_again
 
     found = make_again(Home.open())
     aside = "" if found.aside is None else str(found.aside)
@@ -95,7 +95,7 @@ def adopt(as_json: Json = False) -> None:
     \b
     perilune adopt
     """
-    from perilune.control.identity import adopt as take_over
+    from perilune.control.record.identity import adopt as take_over
 
     control = open_control(look=False)
     found = take_over(control.home, control.store)

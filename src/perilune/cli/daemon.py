@@ -15,10 +15,10 @@ from perilune.cli.output import echo
 from perilune.errors import PeriluneError, RequestError
 
 if TYPE_CHECKING:
-    from perilune.control.experiments import Control
-    from perilune.control.progress import StageStarted
-    from perilune.control.store import Experiment
-    from perilune.control.succession import Succession
+    from perilune.control.record.store import Experiment
+    from perilune.control.runs.experiments import Control
+    from perilune.control.runs.next_stage import Succession
+    from perilune.control.runs.progress import StageStarted
 
 LOCK_TRIES = 3
 LONGEST_PAUSE = 60.0  # seconds between two passes while they fail
@@ -41,7 +41,7 @@ def daemon(
     \b
     perilune daemon
     """
-    from perilune.control.home import locked
+    from perilune.control.record.home import locked
 
     control = open_control(look=False)
     control.home.daemon.mkdir(exist_ok=True)
@@ -61,7 +61,7 @@ def daemon(
 
 
 def _look_after(control: Control, every: float) -> None:
-    from perilune.control.succession import Succession
+    from perilune.control.runs.next_stage import Succession
 
     seen: dict[str, str] = {}
     failures = 0

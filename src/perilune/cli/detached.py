@@ -9,9 +9,9 @@ import sys
 
 from perilune.cli.failures import explain
 from perilune.cli.run import follow_to_the_end
-from perilune.control.experiments import Control
-from perilune.control.lookup import find_experiment
-from perilune.control.succession import recorded_recipe, template_of
+from perilune.control.queries.lookup import find_experiment
+from perilune.control.runs.experiments import Control
+from perilune.control.runs.next_stage import recorded_recipe, template_of
 
 
 def main(experiment_id: str) -> int:

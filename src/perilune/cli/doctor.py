@@ -22,7 +22,7 @@ MEASURED_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Rollouts:
+class RolloutWorker:
     """A measured sampling speed of the tiny preset."""
 
     device: str
@@ -48,7 +48,7 @@ class Diagnosis:
     machine: dict[str, Any]
     packages: dict[str, str | None]
     findings: tuple[Finding, ...]
-    rollouts: tuple[Rollouts, ...]
+    rollouts: tuple[RolloutWorker, ...]
 
 
 def doctor(
@@ -93,7 +93,7 @@ def diagnose(seconds: float, say: Callable[[str], None] = lambda text: None) -> 
         raise WorkFailedError(
             f"the package {error.name} is not installed", remedy="pip install --force-reinstall perilune"
         ) from None
-    rollouts: list[Rollouts] = []
+    rollouts: list[RolloutWorker] = []
     if seconds and not any(finding.status == "missing" for finding in findings):
         rollouts, found = _measure(seconds, say)
         findings += found
@@ -107,7 +107,7 @@ def diagnose(seconds: float, say: Callable[[str], None] = lambda text: None) -> 
 
 
 def _home() -> list[Finding]:
-    from perilune.control.home import Home
+    from perilune.control.record.home import Home
     from perilune.execution.readiness import Finding, examine_home
 
     try:
@@ -119,8 +119,8 @@ def _home() -> list[Finding]:
 
 def _containers() -> list[Finding]:
     """What runs containers here, where a template asks for it."""
-    from perilune.control.home import Home
-    from perilune.control.templates import LOCAL, load_template, template_names
+    from perilune.control.record.home import Home
+    from perilune.control.runs.templates import LOCAL, load_template, template_names
     from perilune.execution.readiness import examine_containers
 
     asking: dict[str, str] = {}  # program to the first template that names it
@@ -159,7 +159,7 @@ def _kernels() -> Finding:
     return Finding("kernels", "advice", found, "apt-get install gcc  (or another C compiler)")
 
 
-def _measure(seconds: float, say: Callable[[str], None]) -> tuple[list[Rollouts], list[Finding]]:
+def _measure(seconds: float, say: Callable[[str], None]) -> tuple[list[RolloutWorker], list[Finding]]:
     """Sample with the tiny preset on one core, on all, and on the GPU, sharing `seconds`."""
     from perilune.bundle.machine import usable_threads
     from perilune.execution.readiness import Finding
@@ -186,12 +186,12 @@ def _measure(seconds: float, say: Callable[[str], None]) -> tuple[list[Rollouts]
         torch.set_num_threads(threads)
         model = new_model("tiny", Tokenizer.characters(), seed=0).to(device)
         speed = measure_throughput(model, seconds=seconds / len(settings))
-        rollouts.append(Rollouts(device, threads, speed.tokens_per_second, speed.tokens, speed.seconds))
+        rollouts.append(RolloutWorker(device, threads, speed.tokens_per_second, speed.tokens, speed.seconds))
     torch.set_num_threads(before)
     return sorted(rollouts, key=lambda one: -one.tokens_per_second), list(_threads(rollouts))
 
 
-def _threads(rollouts: Sequence[Rollouts]) -> Iterator[Finding]:
+def _threads(rollouts: Sequence[RolloutWorker]) -> Iterator[Finding]:
     """Threads wait for each other; where other processes want the cores too, they mostly wait."""
     from perilune.execution.readiness import Finding
 

@@ -28,8 +28,8 @@ def audit_environments(
     Raises:
         RequestError: when a section is wrong or its environment has no tasks.
     """
-    from perilune.control.home import Home
-    from perilune.control.reward_grades import keep_grade
+    from perilune.control.evidence.reward_grades import keep_grade
+    from perilune.control.record.home import Home
     from perilune.files import write_json
     from perilune.verifiers.audit import audit_reward
 
@@ -106,8 +106,8 @@ def print_grades(recipe: Recipe, command: str) -> None:
 
 def grades_of(recipe: Recipe) -> list[dict[str, Any]]:
     """The last audit of each of the recipe's rewards in this home; its grade is None where there is none."""
-    from perilune.control.home import Home
-    from perilune.control.reward_grades import kept_grade
+    from perilune.control.evidence.reward_grades import kept_grade
+    from perilune.control.record.home import Home
 
     home = Home.open()
     return [
@@ -120,7 +120,7 @@ def grades_of(recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def _files_of(section: Mapping[str, Any]) -> list[Path]:
-    from perilune.environments.registry import named_files
+    from perilune.environments.core.registry import named_files
 
     return [Path(path) for path in named_files(section).values()]
 

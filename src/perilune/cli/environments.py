@@ -39,8 +39,8 @@ def list_environments(
     as_json: AsJson = False,
 ) -> None:
     """List environments: with a NAME, or as JSON, every family and game; else how many there are of each."""
-    from perilune.environments.compact import PROMPTS
-    from perilune.environments.registry import environment_families, environment_ids, family_field
+    from perilune.environments.adapters.compact import PROMPTS
+    from perilune.environments.core.registry import environment_families, environment_ids, family_field
 
     rows = []
     for identifier in environment_ids() if name is None else (name,):
@@ -75,7 +75,7 @@ def show(name: Name, as_json: AsJson = False) -> None:
     """Show what a recipe can set for an environment: its fields, and the settings of its family."""
     from pydantic import BaseModel
 
-    from perilune.environments.registry import environment_notes, environment_spec
+    from perilune.environments.core.registry import environment_notes, environment_spec
 
     section = section_of(name, [])
     model = environment_spec(section["id"])
@@ -195,7 +195,7 @@ def audit(
     Of a recipe, the environment is audited with the recipe's own rewards; `--set` changes the recipe. Of an
     environment without a family, all families are audited.
     """
-    from perilune.environments.registry import environment_families, environment_ids, family_field
+    from perilune.environments.core.registry import environment_families, environment_ids, family_field
     from perilune.recipe.load import bundled_recipes
 
     if name.endswith((".yaml", ".yml")) or (name in bundled_recipes() and name not in environment_ids()):
@@ -213,7 +213,7 @@ app.command(epilog="Example: perilune environments replay audit.json")(replay)
 
 def _row(environment: Environment, task: Task) -> dict[str, Any]:
     from perilune.environments import Failure
-    from perilune.environments.replay import conversation
+    from perilune.environments.core.replay import conversation
 
     stated = getattr(environment, "gold", lambda task: None)(task)
     outcome = None if stated is None else environment.score(task, stated)
@@ -236,7 +236,7 @@ def section_of(name: str, settings: list[str]) -> dict[str, Any]:
     Raises:
         RequestError: when an option is no setting.
     """
-    from perilune.environments.registry import family_field
+    from perilune.environments.core.registry import family_field
 
     identifier, _, family = name.partition("/")
     own = {family_field(identifier): family} if family else {}
@@ -278,7 +278,7 @@ def settings_of(
 
 
 def _open(section: dict[str, Any]) -> Environment:
-    from perilune.environments.registry import make_environment
+    from perilune.environments.core.registry import make_environment
 
     return make_environment(section)
 

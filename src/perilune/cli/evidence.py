@@ -22,7 +22,7 @@ def diff(
     perilune diff quickstart/rl other/rl
     """
     from perilune.bundle.compare import compare_runs
-    from perilune.control.lookup import find_run
+    from perilune.control.queries.lookup import find_run
 
     control = open_control()
     found = compare_runs(*(control.directory(find_run(control, name)) for name in (a, b)))
@@ -43,9 +43,9 @@ def reproduce(run: RunArgument, as_json: Json = False) -> None:
     \b
     perilune reproduce rl
     """
-    from perilune.control.lookup import find_run
-    from perilune.control.reproduction import Reproduced
-    from perilune.control.reproduction import reproduce as run_again
+    from perilune.control.queries.lookup import find_run
+    from perilune.control.runs.reproduction import Reproduced
+    from perilune.control.runs.reproduction import reproduce as run_again
 
     control = open_control()
     found = find_run(control, run)
@@ -78,8 +78,8 @@ def collect(
     \b
     perilune collect rl --out rl-evidence
     """
-    from perilune.control.lookup import find_run
-    from perilune.control.requests import collect as collect_run
+    from perilune.control.queries.lookup import find_run
+    from perilune.control.runs.requests import collect as collect_run
 
     control = open_control()
     found = find_run(control, run)

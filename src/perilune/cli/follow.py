@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 from perilune.cli.console import StageProgress, duration, stage_progress
 from perilune.cli.sending import sending_shown
 from perilune.cli.track import LAST_SECONDS, Trackers
-from perilune.control import progress as events
-from perilune.control.experiments import advance, stage_plans
-from perilune.control.requests import cancel, request_experiment_cancel
-from perilune.control.stage_failures import explain_failure
+from perilune.control.runs import progress as events
+from perilune.control.runs.experiments import advance, stage_plans
+from perilune.control.runs.requests import cancel, request_experiment_cancel
+from perilune.control.runs.stage_failures import explain_failure
 from perilune.errors import PeriluneError, RequestError
 
 if TYPE_CHECKING:
-    from perilune.control.experiments import Control
-    from perilune.control.templates import Template
+    from perilune.control.runs.experiments import Control
+    from perilune.control.runs.templates import Template
     from perilune.recipe.schema import Recipe
 
 

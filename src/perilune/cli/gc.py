@@ -13,7 +13,7 @@ from perilune.cli.curve import size
 from perilune.cli.output import as_markup, echo, print_json
 
 if TYPE_CHECKING:
-    from perilune.control.disk import Removable, Use
+    from perilune.control.evidence.disk import Removable, Use
 
 
 def gc(
@@ -37,8 +37,8 @@ def gc(
     perilune gc
     perilune gc --checkpoints --yes
     """
-    from perilune.control.disk import others, removable, remove, uses
-    from perilune.control.home import Home
+    from perilune.control.evidence.disk import others, removable, remove, uses
+    from perilune.control.record.home import Home
 
     if yes:
         Home.chosen().release_reserve()  # room to record what goes

@@ -66,7 +66,7 @@ def generate(
         raise RequestError(f"no split called '{split}'", where="--split", remedy="train or heldout")
     from perilune.cli.console import stage_progress
     from perilune.data import generation
-    from perilune.environments.registry import make_environment
+    from perilune.environments.core.registry import make_environment
     from perilune.verifiers import Scorer
 
     section = section_of(environment, settings)
@@ -83,7 +83,7 @@ def generate(
             writer = make_teacher(teacher, settings_of(strategies, "--strategy"), told)
             generator = Taught(writer, made, scorer.score, seed, section=section, told={"options": told})
         else:
-            from perilune.tasks.sampled import Sampled, Sampling
+            from perilune.tasks.datasets.sampled import Sampled, Sampling
 
             sampling = Sampling(samples, max_tokens, temperature, seed)
             generator = Sampled.open(checkpoint_folder(model), section, made, scorer, sampling)

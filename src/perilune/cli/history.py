@@ -14,8 +14,8 @@ from perilune.cli.output import echo, print_json, wrapped
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
-    from perilune.control.store import Event
-    from perilune.control.succession import Succession
+    from perilune.control.record.store import Event
+    from perilune.control.runs.next_stage import Succession
 
 LOOK_SECONDS = 0.5  # between two looks of `events --follow`
 CANCELLED, TIMED_OUT = 3, 124  # exit codes of `wait`; the latter as of timeout(1)
@@ -30,9 +30,9 @@ def explain(what: RunOrExperiment, as_json: Json = False) -> None:
     perilune explain rl
     perilune explain quickstart
     """
-    from perilune.control.explanation import explain as explain_run
-    from perilune.control.lookup import find_run_or_experiment, stage_at
-    from perilune.control.store import Run
+    from perilune.control.queries.explanation import explain as explain_run
+    from perilune.control.queries.lookup import find_run_or_experiment, stage_at
+    from perilune.control.record.store import Run
 
     control = open_control()
     named = find_run_or_experiment(control, what)
@@ -68,7 +68,7 @@ def events(
     """
     import json
 
-    from perilune.control.lookup import events_after, find_run
+    from perilune.control.queries.lookup import events_after, find_run
 
     control = open_control()
     chosen = None if run is None else find_run(control, run).id
@@ -106,11 +106,11 @@ def wait(
     perilune wait rl --timeout 3600
     perilune wait quickstart
     """
-    from perilune.control.experiments import POLL_SECONDS
-    from perilune.control.lookup import find_run_or_experiment
-    from perilune.control.stage_failures import REQUEST_CAUSES
-    from perilune.control.store import Experiment
-    from perilune.control.succession import Succession
+    from perilune.control.queries.lookup import find_run_or_experiment
+    from perilune.control.record.store import Experiment
+    from perilune.control.runs.experiments import POLL_SECONDS
+    from perilune.control.runs.next_stage import Succession
+    from perilune.control.runs.stage_failures import REQUEST_CAUSES
 
     control = open_control()
     found = find_run_or_experiment(control, what)

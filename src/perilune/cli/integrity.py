@@ -63,9 +63,9 @@ def _folder(folder: Path, key: Path | None) -> dict[str, list[str]]:
 
 
 def _home(reference: str | None) -> dict[str, list[str]]:
-    from perilune.control.database import REPAIR
-    from perilune.control.lookup import find_run, terminal_runs
-    from perilune.control.verification import damage, record_problem, run_problems, unrecorded
+    from perilune.control.evidence.verification import damage, record_problem, run_problems, unrecorded
+    from perilune.control.queries.lookup import find_run, terminal_runs
+    from perilune.control.record.database import REPAIR
 
     control = open_control(look=False)
     if problem := damage(control.store):
@@ -92,8 +92,8 @@ def export(
     perilune export rl --out rl-export
     perilune export rl --out rl-export --ro-crate
     """
-    from perilune.control.lookup import find_run
-    from perilune.control.verification import export as hand_over
+    from perilune.control.evidence.verification import export as hand_over
+    from perilune.control.queries.lookup import find_run
 
     control = open_control()
     found = find_run(control, run)

@@ -14,9 +14,9 @@ from perilune.cli.output import as_markup, echo, print_json
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
-    from perilune.control.experiments import Control
-    from perilune.control.machines import Fleet
-    from perilune.control.store import Machine
+    from perilune.control.machines.lifecycle import Fleet
+    from perilune.control.record.store import Machine
+    from perilune.control.runs.experiments import Control
 
 app = command_group("List rented machines, and end them.")
 MachineArgument = Annotated[str, typer.Argument(metavar="MACHINE", help="Its key, or a unique end of it.")]
@@ -54,8 +54,8 @@ def machines_offers(as_json: Json = False) -> None:
     \b
     perilune machines offers
     """
-    from perilune.control.home import Home
-    from perilune.control.providers import Providers
+    from perilune.control.machines.providers import Providers
+    from perilune.control.record.home import Home
     from perilune.errors import PeriluneError
 
     providers = Providers(Home.open())
@@ -90,7 +90,7 @@ def machines_show(machine: MachineArgument, as_json: Json = False) -> None:
     \b
     perilune machines show perilune-7kq2m0x9ab-01jd0x-1-0
     """
-    from perilune.control.lookup import events_after
+    from perilune.control.queries.lookup import events_after
 
     control = open_control()
     found = _find(_fleet(control), machine)
@@ -131,7 +131,7 @@ def machines_reap(
     perilune machines reap
     perilune machines reap --grace 0 --wait 60
     """
-    from perilune.control.sweep import sweep, tend_all
+    from perilune.control.machines.sweep import sweep, tend_all
 
     control = open_control()
     found = sweep(_fleet(control), grace)
@@ -187,7 +187,7 @@ def cost(as_json: Json = False) -> None:
     perilune cost
     perilune cost --json
     """
-    from perilune.control.budget import accrued, to_come, today
+    from perilune.control.machines.budget import accrued, to_come, today
 
     control = open_control()
     machines = _fleet(control).all(gone=True)
@@ -236,9 +236,9 @@ def panic(
     perilune panic
     perilune panic --lift
     """
-    from perilune.control.home import Home
-    from perilune.control.panic import allow_renting
-    from perilune.control.panic import panic as end_everything
+    from perilune.control.machines.panic import allow_renting
+    from perilune.control.machines.panic import panic as end_everything
+    from perilune.control.record.home import Home
 
     if lift:
         lifted = allow_renting(Home.open())
@@ -264,8 +264,8 @@ def panic(
 
 def tell_unproven(control: Control) -> None:
     """Say first, and on stderr, which machines are to go and are not proven gone, and what they cost."""
-    from perilune.control.budget import accrued
-    from perilune.control.panic import STOPPED, renting_is_stopped
+    from perilune.control.machines.budget import accrued
+    from perilune.control.machines.panic import STOPPED, renting_is_stopped
 
     if renting_is_stopped(control.home):
         echo(f"warning: {STOPPED}", err=True)
@@ -278,7 +278,7 @@ def tell_unproven(control: Control) -> None:
 
 def document(machine: Machine) -> dict[str, Any]:
     """A machine as JSON."""
-    from perilune.control.budget import accrued, promised
+    from perilune.control.machines.budget import accrued, promised
 
     columns = ("key", "provider", "kind", "run_id", "epoch", "state", "reason", "price", "lease", "remote_id")
     conditions = [

@@ -14,8 +14,8 @@ from perilune.recipe.schema import job_for
 from perilune.terminal import printable
 
 if TYPE_CHECKING:
-    from perilune.control.forecast import CostForecast, Forecast, StageForecast
-    from perilune.control.templates import Template
+    from perilune.control.queries.forecast import CostForecast, Forecast, StageForecast
+    from perilune.control.runs.templates import Template
     from perilune.recipe.schema import Recipe
 
 

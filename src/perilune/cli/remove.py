@@ -11,7 +11,7 @@ from perilune.cli.curve import size
 from perilune.cli.output import echo, print_json
 
 if TYPE_CHECKING:
-    from perilune.control.removal import Removal
+    from perilune.control.runs.removal import Removal
 
 
 def rm(
@@ -38,9 +38,9 @@ def rm(
     perilune rm quickstart
     perilune rm quickstart --yes
     """
-    from perilune.control.home import Home
-    from perilune.control.lookup import find_experiment
-    from perilune.control.removal import bytes_of, plan_removal, remove_experiment
+    from perilune.control.queries.lookup import find_experiment
+    from perilune.control.record.home import Home
+    from perilune.control.runs.removal import bytes_of, plan_removal, remove_experiment
     from perilune.errors import RequestError
 
     if yes:

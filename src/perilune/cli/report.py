@@ -42,8 +42,8 @@ def _view(target: str) -> ExperimentView:
         RequestError: when it names none of them.
     """
     from perilune.cli.view import experiment_view
-    from perilune.control.experiments import Control
-    from perilune.control.lookup import find_experiment, find_run, stage_statuses
+    from perilune.control.queries.lookup import find_experiment, find_run, stage_statuses
+    from perilune.control.runs.experiments import Control
     from perilune.ui.view import view_folder
 
     if target.startswith((".", "/", "~")):

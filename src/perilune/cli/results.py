@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from perilune.cli.output import as_markup
 
 if TYPE_CHECKING:
-    from perilune.control.lookup import StageStatus
+    from perilune.control.queries.lookup import StageStatus
     from perilune.recipe.schema import Recipe, Stage
 
 BULKY = ("kind", "correct_per_task")  # parts of an evaluation's summary that the document leaves to its file

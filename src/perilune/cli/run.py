@@ -18,8 +18,8 @@ from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
-    from perilune.control.experiments import Control
-    from perilune.control.templates import Template
+    from perilune.control.runs.experiments import Control
+    from perilune.control.runs.templates import Template
     from perilune.recipe.schema import Recipe
 
 GONE_SECONDS = 15.0  # for which the proof is waited for that rented machines are gone
@@ -84,8 +84,8 @@ def _destination(name: str | None, changes: Sequence[str]) -> Destination:
         if changes:
             raise RequestError("--with changes a template, and there is none", remedy="--template ID")
         return Destination()
-    from perilune.control.home import Home
-    from perilune.control.templates import load_template
+    from perilune.control.record.home import Home
+    from perilune.control.runs.templates import load_template
 
     template = load_template(Home.open(), name, changes)
     return Destination(template, ("--template", name, *(part for one in changes for part in ("--with", one))))
@@ -130,7 +130,7 @@ def run_recipe(
 
 def carry_out(recipe: Recipe, template: Template | None, again: str, *, as_json: bool) -> None:
     """Run all stages of a recipe and print the results; `again` is the command that asks for it."""
-    from perilune.control.experiments import Control, open_experiment
+    from perilune.control.runs.experiments import Control, open_experiment
     from perilune.models.native.build import missing_kernels, native
 
     if template is None and recipe.model is not None and native().library is None:
@@ -148,8 +148,8 @@ def _print_forecast(
 
     from perilune.cli.environment_audit import grades_of, print_grades
     from perilune.cli.plan import print_forecast
-    from perilune.control.experiments import Control, stage_plans
-    from perilune.control.forecast import forecast
+    from perilune.control.queries.forecast import forecast
+    from perilune.control.runs.experiments import Control, stage_plans
 
     ahead = forecast(Control(), stage_plans(recipe, template), template)
     if as_json:
@@ -175,12 +175,12 @@ def follow_to_the_end(
 
     Args:
         again: the command that asks for it.
-        asked: as `perilune.control.experiments.advance`.
+        asked: as `perilune.control.runs.experiments.advance`.
     """
     from perilune.cli.follow import follow
     from perilune.cli.results import next_steps, print_results, results_document
     from perilune.cli.view import experiment_view
-    from perilune.control.lookup import stage_statuses
+    from perilune.control.queries.lookup import stage_statuses
     from perilune.ui.report import build_report
 
     began = time.monotonic()
@@ -223,9 +223,9 @@ def _detach(recipe: Recipe, command: str, where: Destination, *, as_json: bool) 
     That is the home's daemon. Where there is none, or figures are to be copied to trackers meanwhile, it is a
     process of its own session.
     """
-    from perilune.control.experiments import Control, advance, open_experiment, stage_plans
-    from perilune.control.home import has_daemon
-    from perilune.control.progress import StageStarted
+    from perilune.control.record.home import has_daemon
+    from perilune.control.runs.experiments import Control, advance, open_experiment, stage_plans
+    from perilune.control.runs.progress import StageStarted
 
     control = Control()
     experiment = open_experiment(control, recipe)

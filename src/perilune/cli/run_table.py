@@ -12,7 +12,7 @@ from perilune.cli.output import as_markup
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from perilune.control.lookup import StageStatus
+    from perilune.control.queries.lookup import StageStatus
 
 NARROW = 120  # columns below which experiments become headings
 UNLIMITED = 160  # columns where there is no terminal

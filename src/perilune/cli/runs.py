@@ -22,9 +22,9 @@ from perilune.cli.run_table import doubts, interval, print_runs
 from perilune.errors import PeriluneError, RequestError
 
 if TYPE_CHECKING:
-    from perilune.control.experiments import Control
-    from perilune.control.progress import StageStarted
-    from perilune.control.store import Experiment
+    from perilune.control.record.store import Experiment
+    from perilune.control.runs.experiments import Control
+    from perilune.control.runs.progress import StageStarted
 
 WATCH_SECONDS = 2.0  # between two looks of `reconcile --watch`
 
@@ -46,7 +46,12 @@ def runs(
     perilune runs --experiment quickstart --json
     perilune runs --all
     """
-    from perilune.control.lookup import experiment_count, find_experiment, latest_experiments, stage_statuses
+    from perilune.control.queries.lookup import (
+        experiment_count,
+        find_experiment,
+        latest_experiments,
+        stage_statuses,
+    )
 
     control = open_control()
     chosen = latest_experiments(control, None if everything else last)
@@ -73,7 +78,7 @@ def show(run: RunArgument, as_json: Json = False) -> None:
     perilune show evaluate
     perilune show quickstart/rl --json
     """
-    from perilune.control.lookup import find_run, run_document
+    from perilune.control.queries.lookup import find_run, run_document
 
     control = open_control()
     document = run_document(control, find_run(control, run))
@@ -113,8 +118,8 @@ def logs(
     \b
     perilune logs rl -f
     """
-    from perilune.control.lookup import find_run
-    from perilune.control.requests import logs as log_text
+    from perilune.control.queries.lookup import find_run
+    from perilune.control.runs.requests import logs as log_text
 
     control = open_control()
     found = find_run(control, run)
@@ -150,10 +155,10 @@ def cancel(
     perilune cancel rl --force
     perilune cancel quickstart
     """
-    from perilune.control.lookup import find_run_or_experiment
-    from perilune.control.requests import cancel as cancel_run
-    from perilune.control.requests import cancel_experiment, left_running
-    from perilune.control.store import Run
+    from perilune.control.queries.lookup import find_run_or_experiment
+    from perilune.control.record.store import Run
+    from perilune.control.runs.requests import cancel as cancel_run
+    from perilune.control.runs.requests import cancel_experiment, left_running
 
     control = open_control()
     found = find_run_or_experiment(control, what)
@@ -191,9 +196,9 @@ def retry(
     \b
     perilune retry rl
     """
-    from perilune.control.experiments import watch
-    from perilune.control.lookup import find_run
-    from perilune.control.requests import retry as retry_run
+    from perilune.control.queries.lookup import find_run
+    from perilune.control.runs.experiments import watch
+    from perilune.control.runs.requests import retry as retry_run
 
     control = open_control()
     new = retry_run(control, find_run(control, run).id)
@@ -225,7 +230,7 @@ def reconcile(
     perilune reconcile --watch
     """
     from perilune.cli.daemon import tell
-    from perilune.control.succession import Succession
+    from perilune.control.runs.next_stage import Succession
 
     control = open_control(look=False)
     _check_record(control)
@@ -260,7 +265,7 @@ def reconcile(
 
 
 def _check_record(control: Control) -> None:
-    from perilune.control.verification import record_problem
+    from perilune.control.evidence.verification import record_problem
 
     if problem := record_problem(control, since_last=True):
         raise RequestError(
@@ -286,7 +291,7 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
 def _tell_unclean(control: Control) -> None:
     """Say first, and on stderr, what is not proven to have stopped, or to cost nothing any more."""
     from perilune.cli.machines import tell_unproven
-    from perilune.control.transitions import AttemptState
+    from perilune.control.record.transitions import AttemptState
 
     tell_unproven(control)
     for attempt in control.reconciler.unclean():

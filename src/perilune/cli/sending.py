@@ -11,7 +11,7 @@ from perilune.execution.placements.upload import read_sent
 
 if TYPE_CHECKING:
     from perilune.cli.console import StageProgress
-    from perilune.control.home import Home
+    from perilune.control.record.home import Home
 
 SHOW_EVERY = 0.5  # seconds
 

@@ -22,8 +22,8 @@ def list_templates(as_json: Json = False) -> None:
     \b
     perilune templates list --json
     """
-    from perilune.control.home import Home
-    from perilune.control.templates import load_template, template_names
+    from perilune.control.record.home import Home
+    from perilune.control.runs.templates import load_template, template_names
 
     home = Home.open()
     found = {name: load_template(home, name) for name in template_names(home)}
@@ -42,8 +42,8 @@ def show(name: Name, as_json: Json = False) -> None:
     \b
     perilune templates show local
     """
-    from perilune.control.home import Home
-    from perilune.control.templates import load_template
+    from perilune.control.record.home import Home
+    from perilune.control.runs.templates import load_template
 
     document = load_template(Home.open(), name).model_dump(mode="json")
     if as_json:
@@ -63,9 +63,9 @@ def validate(name: Name, as_json: Json = False) -> None:
     \b
     perilune templates validate box.yaml
     """
-    from perilune.control.home import Home
-    from perilune.control.providers import Providers
-    from perilune.control.templates import OnRented, load_template
+    from perilune.control.machines.providers import Providers
+    from perilune.control.record.home import Home
+    from perilune.control.runs.templates import OnRented, load_template
 
     home = Home.open()
     template = load_template(home, name)

@@ -17,8 +17,8 @@ from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
-    from perilune.control.experiments import Control
-    from perilune.control.lookup import StageStatus
+    from perilune.control.queries.lookup import StageStatus
+    from perilune.control.runs.experiments import Control
 
 COLUMNS = ("experiment", "stage", "state", "try", "progress", "left", "figures", "time", "run")
 
@@ -70,8 +70,8 @@ class Row:
 
 def rows(control: Control, experiments: int, *, now: float | None = None, look: bool = True) -> list[Row]:
     """The stages of the latest experiments, the newest experiment first, after a look at all that lives."""
-    from perilune.control.experiments import read_progress
-    from perilune.control.lookup import latest_experiments, stage_statuses
+    from perilune.control.queries.lookup import latest_experiments, stage_statuses
+    from perilune.control.runs.experiments import read_progress
 
     if look:
         control.reconciler.all(act=False)

@@ -13,14 +13,14 @@ from textual.widgets import DataTable, Footer, Static
 from textual.worker import get_current_worker
 
 from perilune.cli.top import COLUMNS, Row, rows
-from perilune.control.explanation import explain
-from perilune.control.requests import request_cancel
+from perilune.control.queries.explanation import explain
+from perilune.control.runs.requests import request_cancel
 from perilune.errors import PeriluneError
 from perilune.execution.log import log_tail
 from perilune.terminal import printable
 
 if TYPE_CHECKING:
-    from perilune.control.experiments import Control
+    from perilune.control.runs.experiments import Control
 
 CERTAIN_SECONDS = 3.0  # within which a second x means it
 LOG_LINES = 12

@@ -16,8 +16,8 @@ from perilune.cli.arguments import Json, RunArgument, open_control
 from perilune.cli.output import echo, print_json
 
 if TYPE_CHECKING:
-    from perilune.control.experiments import Control
-    from perilune.control.store import Run
+    from perilune.control.record.store import Run
+    from perilune.control.runs.experiments import Control
     from perilune.tracking import Sink, TrackedRun
 
 LOOK_SECONDS = 2.0  # between two looks of --follow
@@ -44,8 +44,8 @@ def track(
     perilune track rl --to tensorboard
     perilune track rl --to wandb --follow
     """
-    from perilune.control.home import locked
-    from perilune.control.lookup import find_run
+    from perilune.control.queries.lookup import find_run
+    from perilune.control.record.home import locked
     from perilune.execution.processes import die_with
     from perilune.tracking import open_sink
 
@@ -70,7 +70,7 @@ def track(
 
 def _copy(control: Control, run: Run, sink: Sink, *, follow: bool) -> int:
     """Copy steps until there are no more; returns how many."""
-    from perilune.control.transitions import RunState
+    from perilune.control.record.transitions import RunState
     from perilune.tracking import Trail
 
     trail, steps = Trail(sink.after), 0
@@ -90,7 +90,7 @@ def _copy(control: Control, run: Run, sink: Sink, *, follow: bool) -> int:
 
 def _tracked(control: Control, run: Run) -> TrackedRun:
     from perilune.bundle.job import Job
-    from perilune.control.lookup import run_document
+    from perilune.control.queries.lookup import run_document
     from perilune.files import read_json
     from perilune.tracking import TrackedRun
 

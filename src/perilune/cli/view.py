@@ -9,8 +9,8 @@ from perilune.files import read_json
 from perilune.ui.view import ExperimentView, StageView
 
 if TYPE_CHECKING:
-    from perilune.control.experiments import Control
-    from perilune.control.lookup import StageStatus
+    from perilune.control.queries.lookup import StageStatus
+    from perilune.control.runs.experiments import Control
 
 
 def experiment_view(control: Control, experiment_id: str, statuses: Sequence[StageStatus]) -> ExperimentView:

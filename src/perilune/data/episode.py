@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from perilune.environments.protocol import Failure, Outcome, Task
+from perilune.environments.core.protocol import Failure, Outcome, Task
 
 if TYPE_CHECKING:
     from perilune.models.tokenizer import Tokenizer

@@ -20,7 +20,7 @@ from perilune.data.generators.teacher import Rejected
 from perilune.data.records import Provenance, TraceRecord, as_row, settings_digest
 from perilune.data.seen import Seen
 from perilune.data.stream import stream_lines
-from perilune.environments.protocol import Task
+from perilune.environments.core.protocol import Task
 from perilune.errors import RequestError
 from perilune.files import canonical_json, fsync_directory, read_json, sha256_file, write_json
 

@@ -1,8 +1,8 @@
 """Where episodes happen: one protocol, adapters to the ecosystems."""
 
-from perilune.environments.chance import Chance
-from perilune.environments.multi_turn import MultiTurn, Play, ask, over
-from perilune.environments.protocol import (
+from perilune.environments.core.chance import Chance
+from perilune.environments.core.multi_turn import MultiTurn, Play, ask, over
+from perilune.environments.core.protocol import (
     Environment,
     EpisodeFailedError,
     Failure,
@@ -15,9 +15,9 @@ from perilune.environments.protocol import (
     Task,
     Transcript,
 )
-from perilune.environments.registry import environment_ids, make_environment
-from perilune.environments.single_turn import SingleTurn
-from perilune.environments.tally import Tally
+from perilune.environments.core.registry import environment_ids, make_environment
+from perilune.environments.core.single_turn import SingleTurn
+from perilune.environments.core.tally import Tally
 
 __all__ = [
     "Chance",

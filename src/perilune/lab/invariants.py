@@ -12,9 +12,9 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from perilune.bundle.verify import verify
-from perilune.control.leases import cost
-from perilune.control.store import Attempt, Event, Machine, Run, verify_events
-from perilune.control.transitions import AttemptState, MachineState, RunState
+from perilune.control.machines.leases import cost
+from perilune.control.record.store import Attempt, Event, Machine, Run, verify_events
+from perilune.control.record.transitions import AttemptState, MachineState, RunState
 from perilune.execution.log import LogReader
 from perilune.files import read_json
 from perilune.lab.laboratory import LEASE, STEPS, Laboratory

@@ -24,15 +24,15 @@ from sqlalchemy import Select, func, select
 
 from perilune.bundle.freeze import freeze
 from perilune.bundle.job import Job, Resources
-from perilune.control.budget import accrued
-from perilune.control.experiments import Control, register_experiment
-from perilune.control.home import Home
-from perilune.control.leases import Lease
-from perilune.control.providers import PROVIDERS
-from perilune.control.store import Attempt, Machine, Run
-from perilune.control.submission import Wish, submit
-from perilune.control.templates import OnRented, Retry, Template
-from perilune.control.transitions import RunState
+from perilune.control.machines.budget import accrued
+from perilune.control.machines.leases import Lease
+from perilune.control.machines.providers import PROVIDERS
+from perilune.control.record.home import Home
+from perilune.control.record.store import Attempt, Machine, Run
+from perilune.control.record.transitions import RunState
+from perilune.control.runs.experiments import Control, register_experiment
+from perilune.control.runs.submission import Wish, submit
+from perilune.control.runs.templates import OnRented, Retry, Template
 from perilune.errors import PeriluneError
 from perilune.execution.limits import Limits
 from perilune.execution.placements.remote import Site

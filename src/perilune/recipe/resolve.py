@@ -68,7 +68,7 @@ def environment_registry() -> Any:
 
     Found by name: the planes, which import this module, know nothing of environments.
     """
-    return import_module("perilune.environments.registry")
+    return import_module("perilune.environments.core.registry")
 
 
 def _order(place: str) -> tuple[bool, int, str]:

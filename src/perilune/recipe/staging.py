@@ -27,7 +27,7 @@ def staged(job: Job) -> tuple[Job, dict[str, Path]]:
 
 
 def _environment(job: Job) -> tuple[Job, dict[str, Path]]:
-    registry = import_module("perilune.environments.registry")  # the planes know nothing of environments
+    registry = import_module("perilune.environments.core.registry")  # the planes know nothing of environments
     section, references = job.environment, list(job.inputs)
     found: dict[str, Path] = {}
     for key, path in registry.named_files(section).items():

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import perilune
 from perilune.learn.algorithms import ALGORITHMS
+from perilune.learn.objective import objective_curve
 from perilune.metrics.lineage import parent_evaluation
-from perilune.metrics.objective import objective_curve
 from perilune.ui.attempt import Attempt
 from perilune.ui.comparisons import Comparison, Evaluation, compare, read_evaluation
 from perilune.ui.curves import Hardware, Training, hardware_of, totals_of, training_of

@@ -16,8 +16,8 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from perilune.environments.chance import Chance
-from perilune.environments.protocol import (
+from perilune.environments.core.chance import Chance
+from perilune.environments.core.protocol import (
     Environment,
     Failure,
     Observation,
@@ -26,8 +26,8 @@ from perilune.environments.protocol import (
     Task,
     Transcript,
 )
-from perilune.environments.registry import make_environment
-from perilune.environments.tally import Tally
+from perilune.environments.core.registry import make_environment
+from perilune.environments.core.tally import Tally
 from perilune.verifiers.confinement import Limits
 from perilune.verifiers.scorer import Scorer
 from perilune.verifiers.sessions import Sessions

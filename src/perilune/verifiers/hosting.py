@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-from perilune.environments.protocol import Environment, EpisodeFailedError, Observation, Session, Task
+from perilune.environments.core.protocol import Environment, EpisodeFailedError, Observation, Session, Task
 
 _LONGEST_REASON = 300
 JUDGED = "judged"  # of an answer: the checksum of the text it is about

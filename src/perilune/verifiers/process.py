@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from perilune.environments.protocol import Failure, Score
-from perilune.environments.registry import located
+from perilune.environments.core.protocol import Failure, Score
+from perilune.environments.core.registry import located
 from perilune.errors import ProcessLostError, RequestError, WorkFailedError
 from perilune.sandbox.channel import BrokenChannelError, KilledError
 from perilune.verifiers.confinement import Limits

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from perilune.environments.protocol import Failure, Outcome, Score, Task, Transcript
-from perilune.environments.settings import episode_settings
+from perilune.environments.core.protocol import Failure, Outcome, Score, Task, Transcript
+from perilune.environments.core.settings import episode_settings
 from perilune.verifiers.confinement import Limits
 from perilune.verifiers.process import EnvironmentProcess
 

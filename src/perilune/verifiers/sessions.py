@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from perilune.environments.protocol import Environment, Failure, Message, Observation, Task, Transcript
+from perilune.environments.core.protocol import Environment, Failure, Message, Observation, Task, Transcript
 from perilune.verifiers.hosting import JUDGED
 from perilune.verifiers.process import Call, EnvironmentProcess
 from perilune.verifiers.scorer import Judging, Scorer, fields, figures

@@ -20,8 +20,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO, NoReturn
 
-from perilune.environments.protocol import Environment, Failure, Score, Transcript
-from perilune.environments.registry import make_environment
+from perilune.environments.core.protocol import Environment, Failure, Score, Transcript
+from perilune.environments.core.registry import make_environment
 from perilune.errors import RequestError
 from perilune.verifiers.confinement import Confinement, Limits
 from perilune.verifiers.hosting import JUDGED, Host, judged_text, task_of

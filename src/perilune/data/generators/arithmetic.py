@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from perilune.data.generators.scripted import ScriptedTeacher, drawn
-from perilune.environments import compact, scratchpad
-from perilune.environments.chance import Chance
-from perilune.environments.protocol import Task
+from perilune.environments.adapters import compact, scratchpad
+from perilune.environments.core.chance import Chance
+from perilune.environments.core.protocol import Task
 from perilune.errors import RequestError
 
 

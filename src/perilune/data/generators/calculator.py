@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from perilune.data.generators.scripted import ScriptedTeacher
-from perilune.environments.chance import Chance
-from perilune.environments.protocol import Task
+from perilune.environments.core.chance import Chance
+from perilune.environments.core.protocol import Task
 from perilune.errors import RequestError
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from perilune.data.generators.registry import provenance_of
 from perilune.data.generators.teacher import Candidate, Rejected, Teacher, verified, written
 from perilune.data.records import TraceRecord, write_records
-from perilune.environments.registry import make_environment
-from perilune.environments.replay import conversation
+from perilune.environments.core.registry import make_environment
+from perilune.environments.core.replay import conversation
 from perilune.files import write_json_lines
 from perilune.verifiers import Scorer
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from perilune.data.generators.teacher import Candidate
-from perilune.environments.compact import ANSWER_MARK
-from perilune.environments.protocol import Task
+from perilune.environments.adapters.compact import ANSWER_MARK
+from perilune.environments.core.protocol import Task
 
 
 class GoldTeacher:

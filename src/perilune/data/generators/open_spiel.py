@@ -12,19 +12,19 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from perilune.data.generators.scripted import strategy_for
 from perilune.data.generators.teacher import Candidate
-from perilune.environments.chance import Chance
-from perilune.environments.game_teachers import (
+from perilune.environments.core.chance import Chance
+from perilune.environments.core.protocol import Environment, Task
+from perilune.errors import RequestError
+from perilune.games.open_spiel import OpenSpielEnvironment
+from perilune.games.open_spiel_match import Match, is_simultaneous
+from perilune.games.open_spiel_text import move_text
+from perilune.games.teachers import (
     BEST,
     GAME_TEACHERS,
     GameTeacher,
     choose,
     make_game_teacher,
 )
-from perilune.environments.open_spiel import OpenSpielEnvironment
-from perilune.environments.open_spiel_match import Match, is_simultaneous
-from perilune.environments.open_spiel_text import move_text
-from perilune.environments.protocol import Environment, Task
-from perilune.errors import RequestError
 
 Outcome = Literal["any", "drawn", "won"]
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from perilune.data.generators.scripted import ScriptedTeacher
-from perilune.environments.chance import Chance
-from perilune.environments.planning.constraints import judge
-from perilune.environments.planning.tasks import answer, read_answer
-from perilune.environments.planning.trip import HOME, Plan, Trip, Visit, travel
-from perilune.environments.protocol import Task
+from perilune.environments.builtin.planning.constraints import judge
+from perilune.environments.builtin.planning.tasks import answer, read_answer
+from perilune.environments.builtin.planning.trip import HOME, Plan, Trip, Visit, travel
+from perilune.environments.core.chance import Chance
+from perilune.environments.core.protocol import Task
 from perilune.errors import RequestError
 
 

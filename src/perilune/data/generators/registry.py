@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 import perilune
 from perilune.data.generators.teacher import Teacher
 from perilune.data.records import Provenance, settings_digest
-from perilune.environments.registry import did_you_mean, named_files
+from perilune.environments.core.registry import did_you_mean, named_files
 from perilune.errors import RequestError
 from perilune.files import sha256_file, with_field
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from perilune.data.generators.teacher import Candidate
-from perilune.environments.chance import Chance
-from perilune.environments.protocol import Task
+from perilune.environments.core.chance import Chance
+from perilune.environments.core.protocol import Task
 
 
 class ScriptedTeacher(ABC):

@@ -9,8 +9,8 @@ from typing import Any
 from perilune.data.generators.registry import provenance_of
 from perilune.data.generators.teacher import Rejected, ScoreBatch, Teacher, meet, verified
 from perilune.data.records import TraceRecord
-from perilune.environments.protocol import Environment, Task
-from perilune.environments.replay import conversation
+from perilune.environments.core.protocol import Environment, Task
+from perilune.environments.core.replay import conversation
 
 
 class Taught:

@@ -11,8 +11,8 @@ from itertools import islice
 from typing import Any, Protocol
 
 from perilune.data.records import Provenance, TraceRecord, make_record
-from perilune.environments.protocol import Environment, Failure, Message, Outcome, Task, Transcript
-from perilune.environments.rewards import GOLD
+from perilune.environments.core.protocol import Environment, Failure, Message, Outcome, Task, Transcript
+from perilune.environments.core.rewards import GOLD
 
 BATCH = 512  # candidates verified together
 
@@ -105,7 +105,7 @@ def verified(
     Args:
         score: scores a batch, normally `Scorer.score`.
         converse: makes the conversation of a transcript, for environments of several turns, normally
-            `perilune.environments.replay.conversation`; by default it is prompt and answer.
+            `perilune.environments.core.replay.conversation`; by default it is prompt and answer.
         provenance: what writes the candidates, normally `perilune.data.generators.provenance_of`.
     """
     pending = iter(candidates)

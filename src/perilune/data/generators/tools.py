@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from perilune.data.generators.teacher import Candidate
-from perilune.environments.protocol import Task
+from perilune.environments.core.protocol import Task
 from perilune.errors import RequestError
 
 

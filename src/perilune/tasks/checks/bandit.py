@@ -19,12 +19,12 @@ from perilune.learn.critic import Critic
 from perilune.learn.trainer import Learner
 from perilune.models.config import PRESETS
 from perilune.models.decoder import Decoder
-from perilune.tasks.policy_update import PolicyUpdates
-from perilune.tasks.publishing import plain_distributions
-from perilune.tasks.rollouts import Groups
+from perilune.rollout.groups import Groups
+from perilune.tasks.rl.update import PolicyUpdates
+from perilune.tasks.stage.publishing import plain_distributions
 
 if TYPE_CHECKING:
-    from perilune.tasks.rl import RLSpec
+    from perilune.tasks.rl.spec import RLSpec
 
 STEPS = 40  # that it may take
 SOLVED = 0.4  # probability of the rewarded arm, which begins at about 0.1

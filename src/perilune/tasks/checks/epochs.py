@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from perilune.data.episode import Episode
-from perilune.environments.protocol import Environment
+from perilune.environments.core.protocol import Environment
 from perilune.errors import WorkFailedError
 from perilune.learn.checks import DEFECT
 

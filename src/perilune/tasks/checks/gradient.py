@@ -26,7 +26,7 @@ from perilune.learn.checks import DEFECT, check_packed, check_weights
 from perilune.learn.trainer import CRITIC, predicting_states, target_logprobs, with_reference
 from perilune.learn.weights import Component, GroupWeights, KLEstimator, Surrogate, ValueTargets
 from perilune.tasks.checks.twin import Figures, Twin, plain
-from perilune.tasks.publishing import RANDOM, gap_limit, plain_limit
+from perilune.tasks.stage.publishing import RANDOM, gap_limit, plain_limit
 
 DIRECTIONS = 2
 STEP = 1e-5  # in every weight, of a central difference

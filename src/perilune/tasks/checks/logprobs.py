@@ -23,8 +23,15 @@ from perilune.learn.checks import DEFECT
 from perilune.learn.trainer import Learner, token_logprobs
 from perilune.models.decoder import Decoder
 from perilune.models.lora import base_of, pairs_of
-from perilune.tasks.publishing import ALONE, RANDOM, gap_limit, is_random, plain_distributions, plain_limit
-from perilune.tasks.rollouts import Groups
+from perilune.rollout.groups import Groups
+from perilune.tasks.stage.publishing import (
+    ALONE,
+    RANDOM,
+    gap_limit,
+    is_random,
+    plain_distributions,
+    plain_limit,
+)
 
 EPISODES = 4  # scored again at each step
 DRAWN = 16  # tokens of each that are drawn again

@@ -20,7 +20,7 @@ from perilune.watchdog import Waiting
 
 if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace
-    from perilune.tasks.rl import RLSpec
+    from perilune.tasks.rl.spec import RLSpec
 
 LONG = 20  # steps from which a run is worth a bandit and an audit
 

@@ -25,8 +25,8 @@ from perilune.models.decoder import Decoder
 from perilune.models.lora import A, B
 
 if TYPE_CHECKING:
-    from perilune.tasks.rl import RLSpec
-    from perilune.tasks.rollouts import Groups
+    from perilune.rollout.groups import Groups
+    from perilune.tasks.rl.spec import RLSpec
 
 _VOCABULARY, _HIDDEN, _RANK = 32, 32, 4
 _LENGTHS = (5, 2, 4, 1)  # of answers, in tokens

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from perilune.environments.protocol import Environment, Failure, Outcome, Score, Task, Transcript
-from perilune.environments.registry import make_environment
+from perilune.environments.core.protocol import Environment, Failure, Outcome, Score, Task, Transcript
+from perilune.environments.core.registry import make_environment
 from perilune.errors import RequestError
 from perilune.verifiers.audit.findings import Audit, Example, Finding
 from perilune.verifiers.audit.forms import FORMS, Form, shown_forms, stated_form

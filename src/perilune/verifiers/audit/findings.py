@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from perilune.environments.protocol import Task, Transcript
+from perilune.environments.core.protocol import Task, Transcript
 
 Grade = Literal["A", "B", "C", "D", "F"]
 

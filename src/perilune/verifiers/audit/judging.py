@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from perilune.environments.protocol import Failure, Outcome, Score
+from perilune.environments.core.protocol import Failure, Outcome, Score
 from perilune.verifiers.audit.findings import Example, Finding, Grade
 from perilune.verifiers.audit.known import is_plain
 from perilune.verifiers.audit.probes import Output, place_in_list

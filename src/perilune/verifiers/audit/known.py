@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from perilune.environments.independent_checks import same_answer
+from perilune.environments.adapters.independent_checks import same_answer
 
 _NUMBER = re.compile(r"[-+]?\d{1,40}(?:,\d{3})*(?:\.\d{1,40})?", re.ASCII)
 _WORD = re.compile(r"[^\W_]+")

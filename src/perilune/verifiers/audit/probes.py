@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from decimal import Decimal, localcontext
 from typing import Literal
 
-from perilune.environments.protocol import Task, Transcript
+from perilune.environments.core.protocol import Task, Transcript
 from perilune.verifiers.audit.forms import BARE, Form
 from perilune.verifiers.audit.known import is_number
 from perilune.verifiers.audit.markers import CHUNKS, PATHS

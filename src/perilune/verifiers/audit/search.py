@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from perilune.environments.protocol import Outcome, Score
+from perilune.environments.core.protocol import Outcome, Score
 from perilune.verifiers.audit.probes import Case
 
 GENERATION = 24  # outputs judged together

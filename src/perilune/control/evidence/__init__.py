@@ -1,0 +1,1 @@
+"""Evidence: what attempts leave behind, stored, verified and removed."""

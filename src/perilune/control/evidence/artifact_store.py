@@ -1,0 +1,208 @@
+"""A store for evidence beyond this machine: a folder, a bucket, whatever fsspec reaches.
+
+```
+sha256/ab/ab12...   contents, each once, whoever has it
+runs/RUN.json       what a run is made of: path to SHA-256, size and mode; written last
+```
+
+Both sides are checked: what is sent is what was signed here, what comes back has the hash it was asked by.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perilune.bundle.digest import walk
+from perilune.bundle.storage import new_folder
+from perilune.bundle.verify import hashes_of
+from perilune.control.evidence.verification import export
+from perilune.control.record.store import Run
+from perilune.control.runs.experiments import Control
+from perilune.errors import RequestError, WorkFailedError
+from perilune.files import canonical_json, sha256_file
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+VARIABLE = "PERILUNE_ARTIFACTS"
+WORKERS = 8  # files under way at once
+BLOCK = 1 << 20
+
+Progress = Callable[[int, int], None]  # files done, of so many
+
+
+class ArtifactStore:
+    """Evidence at a URL.
+
+    Args:
+        url: as fsspec has it ("s3://bucket/folder", "/mnt/share"); credentials are the backend's own.
+
+    Raises:
+        RequestError: when fsspec, or what it needs for this URL, is missing.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            import fsspec
+        except ImportError:
+            raise RequestError(
+                "an artifact store needs a package", remedy="pip install 'perilune[artifacts]'"
+            ) from None
+        self.url = url
+        self._fs: AbstractFileSystem
+        try:
+            self._fs, root = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise RequestError(f"cannot be opened: {error}", where=url) from None
+        self._root = root.rstrip("/")
+
+    @classmethod
+    def chosen(cls, url: str | None) -> ArtifactStore:
+        """The one given, else the one that PERILUNE_ARTIFACTS names."""
+        found = url or os.environ.get(VARIABLE)
+        if not found:
+            raise RequestError("no artifact store is named", remedy=f"--store URL, or export {VARIABLE}=URL")
+        return cls(found)
+
+    def runs(self) -> list[str]:
+        """Ids of the runs that are there, sorted."""
+        with self._told():
+            folder = f"{self._root}/runs"
+            names = self._fs.ls(folder, detail=False) if self._fs.exists(folder) else []
+        return sorted(Path(name).stem for name in names if name.endswith(".json"))
+
+    def push(self, control: Control, run: Run, progress: Progress = lambda done, of: None) -> int:
+        """Send a succeeded run's evidence; returns how many bytes were not there yet. Goes on after a cut.
+
+        Raises:
+            RequestError: when its evidence is not whole, or the run has not succeeded.
+            WorkFailedError: when the store does not take it.
+        """
+        with control.home.scratch() as scratch:
+            folder = scratch / "export"
+            export(control, run, folder)
+            files = dict(_described(folder, hashes_of(folder / "bundle")))
+            sent = sum(self._each(lambda name: self._put(folder / name, files[name]), files, progress))
+            index = canonical_json({"run": run.id, "stage": run.stage, "files": files})
+            with self._told():
+                self._write(f"{self._root}/runs/{run.id}.json", lambda file: file.write(index))
+        return sent
+
+    def pull(self, run_id: str, destination: Path, progress: Progress = lambda done, of: None) -> int:
+        """Bring a run's evidence to a new folder, as `perilune export` lays it out; returns how many files.
+
+        Raises:
+            RequestError: when it is not there, or something is at `destination`.
+            WorkFailedError: when what came is not what was asked for.
+        """
+        files = self._index(run_id)
+        with new_folder("keep what was pulled", destination) as building:
+            list(self._each(lambda name: self._get(files[name], building / name), files, progress))
+        return len(files)
+
+    def _index(self, run_id: str) -> dict[str, dict[str, Any]]:
+        import json
+
+        with self._told():
+            path = f"{self._root}/runs/{run_id}.json"
+            if not run_id.isalnum() or not self._fs.exists(path):
+                raise RequestError(
+                    f"run {run_id} is not there", where=self.url, remedy="perilune artifacts list"
+                )
+            data = self._fs.cat_file(path)
+        try:
+            files: dict[str, dict[str, Any]] = json.loads(data)["files"]
+            for name, file in files.items():
+                parts = name.split("/")
+                if any(part in {"", ".", ".."} for part in parts) or "\\" in name or "\0" in name:
+                    raise ValueError(f"a path {name!r}")
+                int(file["sha256"], 16), int(file["size"]), int(file["mode"], 8)
+                if len(file["sha256"]) != 64:
+                    raise ValueError("a hash")
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise WorkFailedError(f"the list of run {run_id} is damaged: {error}", where=self.url) from None
+        return files
+
+    def _each(
+        self, work: Callable[[str], int], files: Mapping[str, Any], progress: Progress
+    ) -> Iterator[int]:
+        with ThreadPoolExecutor(WORKERS) as workers, self._told():
+            for done, result in enumerate(workers.map(work, files), start=1):
+                progress(done, len(files))
+                yield result
+
+    def _object(self, sha256: str) -> str:
+        return f"{self._root}/sha256/{sha256[:2]}/{sha256}"
+
+    def _put(self, source: Path, file: Mapping[str, Any]) -> int:
+        target = self._object(file["sha256"])
+        if self._fs.exists(target) and self._fs.size(target) == file["size"]:
+            return 0
+
+        def copy(sink: Any) -> None:
+            with source.open("rb") as reader:
+                while block := reader.read(BLOCK):
+                    sink.write(block)
+
+        self._write(target, copy)
+        return int(file["size"])
+
+    def _write(self, target: str, fill: Callable[[Any], Any]) -> None:
+        """Under a name that nobody reads, then under its own."""
+        temporary = f"{target}.{secrets.token_hex(4)}.tmp"
+        self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+        try:
+            with self._fs.open(temporary, "wb") as sink:
+                fill(sink)
+            self._fs.mv(temporary, target)
+        except BaseException:
+            if self._fs.exists(temporary):
+                self._fs.rm(temporary)
+            raise
+
+    def _get(self, file: Mapping[str, Any], destination: Path) -> int:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        digest, size = hashlib.sha256(), 0
+        with self._fs.open(self._object(file["sha256"]), "rb") as source, destination.open("xb") as sink:
+            while block := source.read(BLOCK):
+                size += len(block)
+                if size > file["size"]:
+                    break
+                digest.update(block)
+                sink.write(block)
+        if (size, digest.hexdigest()) != (file["size"], file["sha256"]):
+            raise WorkFailedError(
+                f"{destination.name} is not what was sent: its content is damaged there",
+                where=self.url,
+                remedy="push the run again from where it is whole, after removing the damaged object",
+            )
+        destination.chmod(int(file["mode"], 8) & 0o777)
+        return size
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, TimeoutError) as error:
+            raise WorkFailedError(
+                f"the artifact store does not answer as it should: {error}",
+                where=self.url,
+                remedy="the command can be run again; what has arrived is not sent twice",
+            ) from error
+
+
+def _described(folder: Path, known: Mapping[str, str]) -> Iterable[tuple[str, dict[str, Any]]]:
+    """What lies in an exported folder; what `known` has was checked on the way there."""
+    for name, status in walk(folder):
+        path = folder / name
+        if path.is_file():
+            mode = f"{status.st_mode & 0o777:04o}"
+            sha256 = known.get(name.removeprefix("bundle/")) if name.startswith("bundle/") else None
+            yield name, {"sha256": sha256 or sha256_file(path), "size": status.st_size, "mode": mode}

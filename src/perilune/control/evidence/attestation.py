@@ -1,0 +1,84 @@
+"""The controller signs what it submitted and what it accepted, before it says so in the database.
+
+So that a run which is recorded has its statement, wherever a command was killed; what was signed and never
+committed is overwritten by the next who does it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from perilune.bundle.attested import BUNDLE_STATEMENT, REMOVED, RESULT_STATEMENT, Evidence, removed_files
+from perilune.bundle.envelope import PUBLIC, SigningKey
+from perilune.bundle.statements import bundle_statement, removal_statement, result_statement
+from perilune.bundle.storage import make_read_only, storage_errors
+from perilune.bundle.verify import attested_hashes
+from perilune.control.record.home import Home
+from perilune.control.record.store import Attempt
+from perilune.errors import PeriluneError
+from perilune.files import write_atomic
+
+FOLDER = "attestations"  # of a run
+
+
+def attest_bundle(home: Home, directory: Path, run_id: str) -> None:
+    """Sign that the bundle in `directory`, which becomes the run's, is what `run_id` was submitted with."""
+    _write(
+        directory / FOLDER / BUNDLE_STATEMENT,
+        home,
+        bundle_statement(directory / "bundle", run_id, time.time()),
+    )
+
+
+def attest_result(home: Home, attempt: Attempt, directory: Path) -> None:
+    """Sign what the attempt left in `directory`, whose manifest has been checked.
+
+    Checkpoints become read-only first, so that the bundles of later stages can share their files.
+    """
+    make_read_only(directory / "artifacts" / "checkpoints")
+    statement = result_statement(directory, attempt.run_id, attempt.number, attempt.created, time.time())
+    _write(_result(home, attempt.run_id, attempt.number), home, statement)
+
+
+def evidence_of(home: Home, run_id: str, number: int) -> Evidence:
+    """Where the evidence of an attempt lies."""
+    return Evidence(
+        home.attempt(run_id, number),
+        home.run(run_id) / FOLDER / BUNDLE_STATEMENT,
+        _result(home, run_id, number),
+        home.keys / PUBLIC,
+        run_id,
+    )
+
+
+def attest_removal(home: Home, run_id: str, number: int, files: Mapping[str, str]) -> None:
+    """Sign, beside what is left of an attempt, that some of its artifacts are removed on purpose.
+
+    Args:
+        files: path in the bundle to the SHA-256 that it has; what was removed before stays listed.
+    """
+    attempt = home.attempt(run_id, number)
+    known = {**attested_hashes(attempt), **files}
+    every = {name: known[name] for name in removed_from(home, run_id, number) | files.keys()}
+    _write(attempt / REMOVED, home, removal_statement(every, run_id, number, time.time()))
+
+
+def removed_from(home: Home, run_id: str, number: int) -> frozenset[str]:
+    """Artifacts of an attempt that were removed on purpose; none when that was not signed here."""
+    try:
+        return removed_files(home.attempt(run_id, number), home.keys / PUBLIC, run_id)
+    except PeriluneError:
+        return frozenset()
+
+
+def _result(home: Home, run_id: str, number: int) -> Path:
+    return home.run(run_id) / FOLDER / str(number) / RESULT_STATEMENT
+
+
+def _write(path: Path, home: Home, statement: dict[str, object]) -> None:
+    envelope = SigningKey(home.keys).sign(statement)
+    with storage_errors("keep a signed statement", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, envelope)

@@ -1,0 +1,52 @@
+"""Folders that killed commands left: submissions that were not accepted, experiments that were removed."""
+
+from __future__ import annotations
+
+from sqlalchemy import select
+
+from perilune.bundle.storage import remove_tree
+from perilune.control.record.home import Home, locked
+from perilune.control.record.store import Event, Experiment, Run, Store
+from perilune.control.runs.wheels import remove_unused_wheels
+
+REMOVED = "experiment.removed"  # event of `perilune rm`: the experiment and the runs that go
+
+
+def remove_leftovers(home: Home, store: Store) -> None:
+    """Remove scratch directories, and the folders of runs and experiments that are not in the record.
+
+    A run that has attempts and is not in the record, as after an older database was restored, is evidence.
+    It is removed only when `perilune rm` has recorded that it goes.
+    """
+    home.sweep()
+    remove_unused_wheels(home)
+    found = {path.name for path in home.runs.iterdir()}
+    for run_id in found - _known(store):
+        with locked(home.run(run_id)) as mine:  # its maker holds the lock until it is accepted
+            if not mine or run_id in _known(store):
+                continue
+            if run_id in _removed(store):
+                home.discard(home.run(run_id))
+            elif not home.newest_attempt(run_id):
+                remove_tree(home.run(run_id))
+    experiments = {path.name for path in home.experiments.iterdir()}
+    if unknown := experiments - _known_experiments(store):
+        for experiment_id in unknown & _removed(store):
+            home.discard(home.experiment(experiment_id))
+
+
+def _known(store: Store) -> set[str]:
+    with store.snapshot() as session:
+        return set(session.scalars(select(Run.id)))
+
+
+def _known_experiments(store: Store) -> set[str]:
+    with store.snapshot() as session:
+        return set(session.scalars(select(Experiment.id)))
+
+
+def _removed(store: Store) -> set[str]:
+    """Ids of removed experiments and of their runs."""
+    with store.snapshot() as session:
+        events = session.scalars(select(Event).where(Event.kind == REMOVED)).all()
+    return {one for event in events for one in (event.detail["experiment"], *event.detail["runs"])}

@@ -1,0 +1,43 @@
+"""The grade that the last audit gave a reward, kept in the home by a digest of what was audited."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from perilune.control.record.home import Home
+from perilune.errors import RequestError
+from perilune.files import canonical_json, read_json, sha256_bytes, sha256_file, write_json
+
+
+def keep_grade(home: Home, section: Mapping[str, Any], files: Iterable[Path], grade: str, worst: str) -> None:
+    """Keep the grade of an environment section with its rewards.
+
+    Args:
+        files: the files and folders that the section names; another content is another reward.
+        worst: the gravest finding, in a sentence.
+    """
+    write_json(_place(home, section, files), {"grade": grade, "worst": worst, "time": time.time()})
+
+
+def kept_grade(home: Home, section: Mapping[str, Any], files: Iterable[Path]) -> dict[str, Any] | None:
+    """What `keep_grade` kept of exactly this; None where nothing was."""
+    place = _place(home, section, files)
+    try:
+        found = read_json(place) if place.is_file() else None
+    except RequestError:
+        return None
+    return found if isinstance(found, dict) and found.keys() == {"grade", "worst", "time"} else None
+
+
+def _place(home: Home, section: Mapping[str, Any], files: Iterable[Path]) -> Path:
+    contents = [sha256_file(file) for path in files for file in _files(path)]
+    return home.root / "reward_audits" / f"{sha256_bytes(canonical_json([section, contents]))}.json"
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        return sorted(file for file in path.iterdir() if file.is_file())
+    return [path] if path.is_file() else []

@@ -1,0 +1,1 @@
+"""Rented machines: providers, budgets, and the lifecycle of each machine."""

@@ -1,0 +1,92 @@
+"""What machines cost: before one is rented, while it lives, and in all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from sqlalchemy import or_, select
+from sqlalchemy.orm import Session
+
+from perilune.control.machines.leases import Lease, Rental, cost
+from perilune.control.machines.providers import Providers
+from perilune.control.record.clock import Instant
+from perilune.control.record.store import Machine
+from perilune.control.record.transitions import MachineState
+from perilune.execution.processes import boot_id
+from perilune.execution.providers.protocol import ProviderRefusedError
+
+DAY = 86400.0
+
+
+def price_of(providers: Providers, rental: Rental) -> float:
+    """Currency units per hour that a kind of machine costs now.
+
+    Raises:
+        ProviderUnreachableError: its provider does not say.
+        RequestError: there is no such provider, or no such kind.
+    """
+    offers = {offer.kind: offer for offer in providers.get(rental.provider).offers()}
+    if rental.kind not in offers:
+        raise ProviderRefusedError(
+            f"provider '{rental.provider}' has no machine of kind '{rental.kind}'",
+            remedy=f"one of {', '.join(sorted(offers))}",
+        )
+    return offers[rental.kind].price
+
+
+def over_the_cap(session: Session, cap: float, rental: Rental, price: float, nodes: int = 1) -> str:
+    """Why no more leases may be taken on now, or "". What is spent and promised must stay under the cap.
+
+    Args:
+        cap: currency units in any 24 hours.
+        price: of a machine, per hour.
+        nodes: machines that are wanted.
+    """
+    this_boot = Machine.leased["boot"].as_string() == boot_id()
+    recent, alive = Machine.ended > time.time() - DAY, Machine.state != MachineState.GONE.value
+    committed = today(session.scalars(select(Machine).where(or_(this_boot, recent, alive))))
+    wanted = nodes * cost(price, rental.lease.seconds(price))
+    if committed + wanted <= cap:
+        return ""
+    return f"{wanted:.4g} more would exceed the daily cap of {cap:.4g}: {committed:.4g} is spent or promised"
+
+
+def today(machines: Iterable[Machine]) -> float:
+    """What machines have cost in the last 24 hours, and may cost yet."""
+    now = Instant.now()
+    return sum(_in_the_last_day(one, now) + to_come(one, now) for one in machines)
+
+
+def _in_the_last_day(machine: Machine, now: Instant) -> float:
+    """What a machine has cost in the last 24 hours."""
+    age, spent = now.since(Instant.parse(machine.leased)), accrued(machine, now)
+    if machine.price <= 0:
+        return 0.0
+    ended = age - spent / machine.price * 3600.0  # so many seconds ago; 0 while it lives
+    return cost(machine.price, max(0.0, min(age, DAY) - ended))
+
+
+def to_come(machine: Machine, now: Instant | None = None) -> float:
+    """What a machine may cost yet by its lease. One that outlives its lease costs on, at a rate that only
+    `accrued` counts."""
+    if machine.state == MachineState.GONE:
+        return 0.0
+    return max(0.0, _leased(machine) - accrued(machine, now))
+
+
+def promised(machine: Machine) -> float:
+    """What a machine may cost in all by its lease, or what it has cost beyond that; what it did cost, once it
+    is gone."""
+    return accrued(machine) if machine.state == MachineState.GONE else max(_leased(machine), accrued(machine))
+
+
+def _leased(machine: Machine) -> float:
+    return cost(machine.price, Lease.model_validate(machine.lease).seconds(machine.price))
+
+
+def accrued(machine: Machine, now: Instant | None = None) -> float:
+    """What a machine has cost so far at most, counted from the request; what it did cost, once it is gone."""
+    if machine.state == MachineState.GONE:
+        return machine.cost
+    return cost(machine.price, (now or Instant.now()).since(Instant.parse(machine.leased)))

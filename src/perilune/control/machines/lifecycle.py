@@ -1,0 +1,350 @@
+"""Rented machines: each is recorded before it is asked for, and tended until it is proven gone.
+
+An effect's intent is committed before it, its outcome after it. Every effect is found again by the machine's
+key, so any of them may be repeated by whoever comes next.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from perilune.control.machines.leases import Lease, Rental, cost
+from perilune.control.machines.listings import Listings
+from perilune.control.machines.panic import REASON as PANIC
+from perilune.control.machines.panic import renting_is_stopped
+from perilune.control.machines.planner import Desire, Operation, Plan, Recorded, plan_machine
+from perilune.control.machines.providers import Providers, cluster_id
+from perilune.control.record.clock import Instant
+from perilune.control.record.conditions import Conditions, cleanup_of, describe
+from perilune.control.record.faults import reached
+from perilune.control.record.home import Home
+from perilune.control.record.identity import REMEDY, owns_machine
+from perilune.control.record.ledger import done, intend, settle
+from perilune.control.record.store import Attempt, Machine, Store, clear_condition, record
+from perilune.control.record.transitions import AttemptState, Cleanup, MachineState
+from perilune.errors import PeriluneError, RequestError
+from perilune.execution.processes import Presence
+from perilune.execution.providers.protocol import (
+    MachineKey,
+    MachineRequest,
+    MachineStatus,
+    NoCapacityError,
+    ProviderRefusedError,
+    ProviderUnreachableError,
+    Sighting,
+)
+
+ASK_SECONDS = 5.0  # between two requests to end the same machine
+
+
+@dataclass(frozen=True, slots=True)
+class _Situation:
+    """One machine at one look."""
+
+    machine: Machine
+    recorded: Recorded
+    seen: Sighting
+    at: Instant
+
+
+class Fleet:
+    """The machines that one home rents."""
+
+    def __init__(self, home: Home, store: Store, providers: Providers | None = None) -> None:
+        self.home, self.store = home, store
+        self.providers = providers or Providers(home)
+        self.conditions = Conditions(store)
+        self.listings = Listings(home, store, self.providers)
+        self._asked: dict[str, Instant] = {}
+
+    def machine(self, key: str) -> Machine | None:
+        """A machine as recorded."""
+        with self.store.snapshot() as session:
+            return session.get(Machine, key)
+
+    def all(self, *, gone: bool = False) -> list[Machine]:
+        """Machines as recorded, oldest first: this home's that are not proven gone, or really all."""
+        query = select(Machine).order_by(Machine.created)
+        if not gone:
+            query = query.where(Machine.state != MachineState.GONE.value)
+        with self.store.snapshot() as session:
+            return [one for one in session.scalars(query) if gone or owns_machine(self.home, one.key)]
+
+    def key(self, run_id: str, epoch: int, rank: int = 0) -> str:
+        """Key of the machine of one attempt."""
+        return str(MachineKey(cluster_id(self.home), run_id, epoch, rank))
+
+    def machines_of(self, run_id: str, epoch: int) -> list[Machine]:
+        """The machines of one attempt as recorded, the leading one first."""
+        mine = select(Machine).where(Machine.run_id == run_id, Machine.epoch == epoch)
+        with self.store.snapshot() as session:
+            return list(session.scalars(mine.order_by(Machine.rank)))
+
+    def rent(
+        self, session: Session, attempt: Attempt, rental: Rental, price: float, nodes: int = 1
+    ) -> list[Machine]:
+        """Record, in the caller's transaction, that the attempt is to have machines. `tend` gets them."""
+        machines = [
+            Machine(
+                key=self.key(attempt.run_id, attempt.number, rank),
+                provider=rental.provider,
+                run_id=attempt.run_id,
+                epoch=attempt.number,
+                rank=rank,
+                kind=rental.kind,
+                price=price,
+                lease=rental.lease.model_dump(),
+                leased=Instant.now().asdict(),
+                created=time.time(),
+            )
+            for rank in range(nodes)
+        ]
+        session.add_all(machines)
+        session.flush()
+        for machine in machines:
+            _told(session, machine, "machine.requested", offer=rental.kind, price=price)
+        return machines
+
+    def tend(self, key: str) -> Machine | None:
+        """Look at one machine and do what is to be done about it now; returns it as recorded then.
+
+        An error is recorded as its condition, and does not raise.
+        """
+        machine = self.machine(key)
+        if machine is None or not owns_machine(self.home, key):
+            return machine
+        with self.conditions.of(machine.run_id, f"machine {key}"):
+            self._tend(machine)
+        return self.machine(key)
+
+    def _tend(self, machine: Machine) -> None:
+        if renting_is_stopped(self.home):
+            self.dismiss(machine.key, PANIC)
+        listing = self.listings.of(machine.provider)
+        seen = listing.sighting(machine.key)
+        desire = self._note(machine.key, seen, listing.at)
+        with self.store.snapshot() as session:
+            machine = session.get_one(Machine, machine.key)
+        recorded = self._recorded(machine)
+        plan = plan_machine(desire, recorded, seen, listing.at)
+        for operation in plan.operations:
+            self._apply(operation, _Situation(machine, recorded, seen, listing.at), plan)
+        if seen.presence is Presence.UNKNOWN and machine.state != MachineState.GONE:
+            raise ProviderUnreachableError(f"{machine.provider} does not say whether it exists: {seen.why}")
+
+    def dismiss(self, key: str, reason: str) -> None:
+        """Record that a machine is to go, whatever runs there: the user wants it.
+
+        Raises:
+            RequestError: when another home rented it.
+        """
+        if not owns_machine(self.home, key):
+            raise RequestError("another home rented this machine", where=f"machine {key}", remedy=REMEDY)
+        machine = self.machine(key)
+        if machine is not None and machine.state not in {MachineState.TERMINATING, MachineState.GONE}:
+            self._condemn(machine, reason)
+
+    def _recorded(self, machine: Machine) -> Recorded:
+        try:
+            visibility = self.providers.get(machine.provider).capabilities.visibility_seconds
+        except PeriluneError:
+            visibility = 0.0  # it is silent, until it is configured again
+        return Recorded(
+            state=MachineState(machine.state),
+            lease=Lease.model_validate(machine.lease),
+            price=machine.price,
+            leased=Instant.parse(machine.leased),
+            asked=_instant(machine.asked),
+            refused=bool(machine.refused),
+            missing_since=_instant(machine.missing_since),
+            idle_since=_instant(machine.idle_since),
+            visibility=visibility,
+        )
+
+    def _note(self, key: str, seen: Sighting, now: Instant) -> Desire:
+        """Record what was seen, where that is new; returns what the machine is still needed for."""
+        with self.store.snapshot() as session:
+            machine = session.get_one(Machine, key)
+            desire = _desire(session, machine)
+        silent = seen.presence is Presence.UNKNOWN
+        noticed = seen.machine is not None and seen.machine.notice_seconds is not None
+        idle = desire is not Desire.HELD
+        changed = (
+            silent != (machine.unseen_since is not None)
+            or (noticed and not machine.notice)
+            or idle != (machine.idle_since is not None)
+        )
+        if changed and machine.state != MachineState.GONE:
+            with self.store.transaction() as session:
+                row = session.get_one(Machine, key)
+                if noticed and not row.notice:
+                    _told(session, row, "machine.notice", reason="its provider takes it away")
+                if silent != (row.unseen_since is not None):
+                    _told(session, row, "machine.unseen" if silent else "machine.seen", why=seen.why)
+                row.notice = row.notice or noticed
+                row.unseen_since = (row.unseen_since or now.asdict()) if silent else None
+                row.idle_since = (row.idle_since or now.asdict()) if idle else None
+        return desire
+
+    def _apply(self, operation: Operation, now: _Situation, plan: Plan) -> None:
+        match operation:
+            case Operation.CREATE:
+                self._create(now.machine, now.recorded)
+            case Operation.READY:
+                self._move(now, MachineState.READY, "")
+            case Operation.DRAIN:
+                self._move(now, MachineState.DRAINING, plan.reason)
+            case Operation.CONDEMN:
+                self._condemn(now.machine, plan.reason)
+            case Operation.TERMINATE:
+                self._terminate(now.machine)
+            case Operation.MISS | Operation.SIGHT:
+                self._miss(now, operation is Operation.MISS)
+            case Operation.BURY:
+                self._bury(now, plan.reason)
+
+    def _miss(self, now: _Situation, missing: bool) -> None:
+        with self.store.transaction() as session:
+            row = session.get_one(Machine, now.machine.key)
+            row.missing_since = (row.missing_since or now.at.asdict()) if missing else None
+            _told(session, row, "machine.missed" if missing else "machine.sighted")
+
+    def _create(self, machine: Machine, recorded: Recorded) -> None:
+        """Ask for the machine, under its key: the one that an earlier request made is found, not doubled."""
+        if renting_is_stopped(self.home):
+            return
+        asked = Instant.now()
+        with self.store.transaction() as session:
+            row = session.get_one(Machine, machine.key)
+            if row.state != MachineState.REQUESTED:
+                return
+            row.asked = asked.asdict()
+            key = intend(session, session.get_one(Attempt, (row.run_id, row.epoch)), "create")
+        reached("create.intended")
+        lifetime = max(1.0, recorded.lease.seconds(machine.price) - asked.since(recorded.leased))
+        provider = self.providers.get(machine.provider)
+        said: dict[str, str] = {}
+        try:
+            nodes = len(self.machines_of(machine.run_id, machine.epoch))
+            made = provider.create(machine.key, MachineRequest(machine.kind, lifetime, nodes))
+        except ProviderUnreachableError as error:
+            with self.store.transaction() as session:
+                _told(session, machine, "machine.create_unanswered", why=str(error))
+            return
+        except NoCapacityError as error:
+            made, said = None, {"none": str(error)}
+        except ProviderRefusedError as error:
+            made, said = None, {"refused": str(error)}
+        finally:
+            self.listings.forget(machine.provider)
+        reached("create.done")
+        with self.store.transaction() as session:
+            done(session, key)
+            row = session.get_one(Machine, machine.key)
+            row.remote_id = made.id if made else row.remote_id
+            row.refused = said.get("refused", "")
+            _told(session, row, "machine.created" if made else "machine.not_made", **said)
+        reached("create.committed")
+
+    def _condemn(self, machine: Machine, reason: str) -> None:
+        """The intent to end it, durable before anybody is asked to."""
+        with self.store.transaction() as session:
+            row = session.get_one(Machine, machine.key)
+            if row.state == MachineState.TERMINATING:
+                return
+            row.missing_since, row.ended = None, None
+            _move(session, row, MachineState.TERMINATING, reason)
+            attempt = session.get(Attempt, (row.run_id, row.epoch))
+            if attempt is not None:
+                intend(session, attempt, "terminate")
+        reached("terminate.intended")
+
+    def _terminate(self, machine: Machine) -> None:
+        """Ask for its end. Whether it ended is seen, not believed."""
+        now, last = Instant.now(), self._asked.get(machine.key)
+        if last is not None and now.since(last) < ASK_SECONDS:
+            return
+        self._asked[machine.key] = now
+        try:
+            self.providers.get(machine.provider).terminate(machine.key)
+            why = ""
+        except Exception as error:
+            why = describe(error)
+        reached("terminate.done")
+        self.listings.forget(machine.provider)
+        with self.store.transaction() as session:
+            row = session.get_one(Machine, machine.key)
+            row.terminate_calls += 1
+            if why or row.terminate_calls == 1:
+                _told(session, row, "machine.terminate_asked", why=why)
+
+    def _bury(self, now: _Situation, reason: str) -> None:
+        """It is proven gone: what it cost is final, and nothing of its attempt can be left on it."""
+        told = now.seen.machine
+        with self.store.transaction() as session:
+            row = session.get_one(Machine, now.machine.key)
+            if row.state == MachineState.GONE:
+                return
+            row.cost = now.recorded.spent(now.recorded.missing_since or now.at)  # at most
+            if told is not None and told.status is MachineStatus.ENDED:
+                row.cost = min(row.cost, cost(row.price, told.billed_seconds))
+            row.ended = time.time()
+            _move(session, row, MachineState.GONE, reason)
+            attempt = session.get(Attempt, (row.run_id, row.epoch))
+            if attempt is not None and _was_last(session, row):
+                settle(session, attempt, "create", "terminate")
+                if attempt.cleanup == Cleanup.PENDING:
+                    attempt.cleanup = Cleanup.DONE.value
+                    clear_condition(session, row.run_id, cleanup_of(row.epoch))
+                    record(session, "attempt.clean", run_id=row.run_id, epoch=row.epoch)
+        self._asked.pop(now.machine.key, None)
+        reached("bury.committed")
+
+    def _move(self, now: _Situation, state: MachineState, reason: str) -> None:
+        with self.store.transaction() as session:
+            row = session.get_one(Machine, now.machine.key)
+            if row.state != now.machine.state:
+                return  # somebody else was quicker
+            if now.seen.machine is not None:
+                row.remote_id = now.seen.machine.id
+            attempt = session.get(Attempt, (row.run_id, row.epoch))
+            if state is MachineState.READY and attempt is not None:
+                settle(session, attempt, "create")
+            _move(session, row, state, reason)
+        reached(f"machine.{state.value}")
+
+
+def _desire(session: Session, machine: Machine) -> Desire:
+    attempt = session.get(Attempt, (machine.run_id, machine.epoch))
+    if attempt is None:
+        return Desire.RELEASED
+    if not AttemptState(attempt.state).terminal:
+        return Desire.HELD
+    return Desire.COLLECTED if attempt.cleanup == Cleanup.PENDING else Desire.RELEASED
+
+
+def _was_last(session: Session, machine: Machine) -> bool:
+    """Whether all other machines of its attempt are gone."""
+    others = select(Machine.key).where(
+        Machine.run_id == machine.run_id, Machine.epoch == machine.epoch, Machine.key != machine.key
+    )
+    return session.scalars(others.where(Machine.state != MachineState.GONE.value)).first() is None
+
+
+def _move(session: Session, row: Machine, state: MachineState, reason: str) -> None:
+    row.state = state.value
+    row.reason = reason or row.reason
+    _told(session, row, f"machine.{state.value}", **({"reason": reason} if reason else {}))
+
+
+def _told(session: Session, row: Machine, kind: str, **detail: Any) -> None:
+    record(session, kind, run_id=row.run_id, epoch=row.epoch, machine=row.key, **detail)
+
+
+def _instant(fields: dict[str, Any] | None) -> Instant | None:
+    return None if fields is None else Instant.parse(fields)

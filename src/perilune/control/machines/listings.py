@@ -1,0 +1,82 @@
+"""What providers tell of the machines of a home, asked at most so often."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sqlalchemy import select
+
+from perilune.control.machines.providers import Providers
+from perilune.control.record.clock import Instant
+from perilune.control.record.conditions import describe
+from perilune.control.record.home import Home
+from perilune.control.record.identity import names
+from perilune.control.record.store import Machine, Store
+from perilune.control.record.transitions import MachineState
+from perilune.execution.processes import Presence
+from perilune.execution.providers.protocol import RentedMachine, Sighting, tag_of
+
+LOOK_SECONDS = 0.5  # for which one listing of a provider serves all its machines
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """All machines of ours that a provider told of, by key; None when it did not answer, and why."""
+
+    at: Instant
+    machines: Mapping[str, RentedMachine] | None
+    why: str = ""
+
+    def sighting(self, key: str) -> Sighting:
+        """What it says of one machine."""
+        if self.machines is None:
+            return Sighting(Presence.UNKNOWN, why=self.why)
+        found = self.machines.get(key)
+        if found is not None and found.unseen:
+            return Sighting(Presence.UNKNOWN, why=found.unseen)
+        return Sighting(Presence.ABSENT) if found is None else Sighting(Presence.PRESENT, found)
+
+
+class Listings:
+    """The latest listing of each provider."""
+
+    def __init__(self, home: Home, store: Store, providers: Providers) -> None:
+        self.home, self.store, self.providers = home, store, providers
+        self._asking = threading.Lock()
+        self._listings: dict[str, Listing] = {}
+        self._seen: dict[str, RentedMachine] = {}
+
+    def of(self, provider: str, *, fresh: bool = False) -> Listing:
+        """What a provider tells of our machines, at most `LOOK_SECONDS` old."""
+        with self._asking:  # of several threads one asks, and the others have its answer
+            now = Instant.now()
+            known = self._listings.get(provider)
+            if known is None or fresh or now.since(known.at) >= LOOK_SECONDS:
+                try:
+                    asked = self.providers.get(provider)
+                    machines = [machine for tag in self._tags(provider) for machine in asked.list(tag)]
+                    known = Listing(now, {machine.key: machine for machine in machines})
+                    self._seen.update(known.machines or {})
+                except Exception as error:
+                    known = Listing(now, None, describe(error))
+                self._listings[provider] = known
+            return known
+
+    def _tags(self, provider: str) -> list[str]:
+        """Ours, and those under which machines are recorded: the file with our name may have been lost."""
+        with self.store.snapshot() as session:
+            alive = select(Machine.key).where(
+                Machine.provider == provider, Machine.state != MachineState.GONE.value
+            )
+            return [tag_of(name) for name in names(self.home, list(session.scalars(alive)))]
+
+    def last_seen(self, provider: str, key: str) -> RentedMachine | None:
+        """A machine as its provider last told of it; None when this process has not heard of it."""
+        self.of(provider)
+        return self._seen.get(key)
+
+    def forget(self, provider: str) -> None:
+        """Ask the provider anew the next time: something was changed there."""
+        self._listings.pop(provider, None)

@@ -1,0 +1,292 @@
+"""Attempts on rented machines: each has its own, there before it is staged, given back after it.
+
+`RentedPlacement` is a place like any other once its machines are there; `Rentals` sees to it that they are,
+and says what it means for an attempt when one goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from perilune.bundle.job import Job
+from perilune.control.machines.budget import over_the_cap, price_of
+from perilune.control.machines.leases import Rental
+from perilune.control.machines.lifecycle import Fleet
+from perilune.control.machines.panic import REASON as PANIC
+from perilune.control.machines.panic import STOPPED, renting_is_stopped
+from perilune.control.machines.sweep import SWEEP_SECONDS, sweep, tend_all
+from perilune.control.record.clock import Instant
+from perilune.control.record.faults import reached
+from perilune.control.record.ledger import current
+from perilune.control.record.store import Attempt, Machine, Run, move_attempt, record
+from perilune.control.record.transitions import AttemptState, MachineState, RunState
+from perilune.errors import PeriluneError, RequestError
+from perilune.execution.hosts.protocol import Host, HostRefusedError, HostUnreachableError
+from perilune.execution.observation import Observation
+from perilune.execution.placements.gang import GangPlacement
+from perilune.execution.placements.protocol import Assignment, Capabilities, Placement
+from perilune.execution.providers.protocol import MachineKey
+from perilune.execution.ranks import Node
+from perilune.execution.verdict import Cause
+from perilune.files import read_json, sha256_bytes
+
+PORTS = range(20000, 32000)  # on which the leading machine waits for the others; no system gives them away
+ENDINGS = {  # why a machine has gone, and what that is to its attempt
+    "preempted": (AttemptState.PREEMPTED, Cause.PREEMPTED),
+    "lifetime": (AttemptState.LOST, Cause.LEASE_ENDED),
+    PANIC: (AttemptState.PREEMPTED, Cause.PREEMPTED),
+}
+
+
+class RentedPlacement:
+    """Runs each attempt on machines rented for it: one, or as many as its job asks for.
+
+    Args:
+        build: the placement on a machine, from the way there and further variables of the worker.
+        launcher: how a worker is started there.
+    """
+
+    capabilities = Capabilities(elsewhere=True, look_every=1.0)
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        rental: Rental,
+        build: Callable[[Host, Mapping[str, str]], Placement],
+        launcher: str,
+    ) -> None:
+        self.fleet, self.rental, self._build, self.launcher = fleet, rental, build, launcher
+        self.name = f"{rental.provider}:{rental.kind}"
+
+    def stage(
+        self, attempt: Assignment, bundle: Path, order: Mapping[str, Any], previous: Path | None
+    ) -> None:
+        """As `Placement.stage`."""
+        self._there(attempt).stage(attempt, bundle, order, previous)
+
+    def start(self, attempt: Assignment) -> None:
+        """As `Placement.start`."""
+        self._there(attempt).start(attempt)
+
+    def starting(self, attempt: Assignment) -> bool:
+        """Never: a worker there has claimed its attempt when `start` is done."""
+        return False
+
+    def observe(self, attempt: Assignment) -> Observation:
+        """As `Placement.observe`."""
+        try:
+            return self._there(attempt).observe(attempt)
+        except HostUnreachableError as error:
+            return Observation(unseen=str(error))
+
+    def pull(self, attempt: Assignment, *, whole: bool = False) -> None:
+        """As `Placement.pull`; from a machine that is gone, or not there yet, nothing will come."""
+        self._left(attempt).pull(attempt, whole=whole)
+
+    def stop(self, attempt: Assignment) -> bool:
+        """As `Placement.stop`; on a machine that is gone, or not there yet, nothing runs."""
+        return self._left(attempt).stop(attempt)
+
+    def remove(self, attempt: Assignment) -> None:
+        """As `Placement.remove`, where files outlive a machine; else nothing, for the machine itself goes."""
+        members = self._members(attempt)
+        if any(members) and self.fleet.providers.get(self.rental.provider).capabilities.keeps_files:
+            self._together(members).remove(attempt)
+
+    def _there(self, attempt: Assignment) -> Placement:
+        """The placement on all of the attempt's machines.
+
+        Raises:
+            HostUnreachableError: one of them cannot be reached now.
+        """
+        members = self._members(attempt)
+        if not members or None in members:
+            raise HostUnreachableError(f"a machine of attempt {attempt.epoch} is not there")
+        return self._together(members)
+
+    def _left(self, attempt: Assignment) -> Placement:
+        """The placement on those machines on which something of the attempt can be."""
+        return self._together(self._members(attempt))
+
+    def _together(self, members: list[Placement | None]) -> Placement:
+        alone = members[0] if len(members) == 1 else None
+        return alone or GangPlacement(self.name, self.launcher, members)
+
+    def _members(self, attempt: Assignment) -> list[Placement | None]:
+        """The placement on each of the attempt's machines; None where nothing of it can be.
+
+        Raises:
+            HostUnreachableError: one that should be there has not been seen.
+        """
+        rows = self.fleet.machines_of(attempt.run_id, attempt.epoch)
+        provider = self.fleet.providers.get(self.rental.provider) if rows else None
+        members: list[Placement | None] = []
+        for row in rows:
+            if row.state in {MachineState.REQUESTED, MachineState.GONE}:
+                members.append(None)
+                continue
+            found = self.fleet.listings.last_seen(self.rental.provider, row.key)
+            if found is None or provider is None:
+                raise HostUnreachableError(f"its machine {row.key} has not been seen")
+            node = self._node(attempt, rows, row.rank)
+            members.append(self._build(provider.host(found), node.variables() if len(rows) > 1 else {}))
+        return members
+
+    def _node(self, attempt: Assignment, rows: Sequence[Machine], rank: int) -> Node:
+        """What a machine is told of the others; the port is another for every attempt."""
+        leader = self.fleet.listings.last_seen(self.rental.provider, rows[0].key)
+        name = f"{attempt.run_id}/{attempt.epoch}".encode()
+        port = PORTS.start + int(sha256_bytes(name), 16) % len(PORTS)
+        return Node(rank, len(rows), leader.address if leader else "", port)
+
+
+class Rentals:
+    """Sees to the machines of attempts.
+
+    Args:
+        end: ends an attempt, as `Reconciler._end`.
+    """
+
+    def __init__(self, fleet: Fleet, end: Callable[[Attempt, AttemptState, Cause, str], bool]) -> None:
+        self.fleet, self._end = fleet, end
+        self._swept: Instant | None = None
+        self._provided: set[str] = set()  # runs
+
+    def provide(self, placement: Placement, run: Run, attempt: Attempt, there: Assignment, act: bool) -> bool:
+        """See to the machine of a live attempt; whether the attempt can go on, now that this was done."""
+        if not isinstance(placement, RentedPlacement):
+            return True
+        self._provided.add(run.id)
+        machines = self._tend(attempt)
+        gone = [one for one in machines if one.state in {MachineState.TERMINATING, MachineState.GONE}]
+        if gone:
+            self._without(attempt, gone[0])
+            return False
+        if not machines or any(one.state == MachineState.REQUESTED for one in machines):
+            if run.desired == RunState.CANCELLED:
+                self._end(attempt, AttemptState.CANCELLED, Cause.STOPPED, "cancelled")
+            elif not machines and act and self._rent(placement.rental, attempt):
+                self._tend(attempt)
+            return False
+        self._hand_over(attempt)
+        staying = all(one.state == MachineState.READY for one in machines)
+        return staying or self._leave(placement, attempt, there)
+
+    def _tend(self, attempt: Attempt) -> list[Machine]:
+        """Take each of the attempt's machines one step on, the leading one first."""
+        rows = self.fleet.machines_of(attempt.run_id, attempt.number)
+        return [machine for row in rows if (machine := self.fleet.tend(row.key)) is not None]
+
+    def tend_all(self) -> None:
+        """Take every machine one step on; now and then, look for those that nothing knows of."""
+        tend_all(self.fleet)
+        now = Instant.now()
+        if self._swept is None or now.since(self._swept) >= SWEEP_SECONDS:
+            self._swept = now
+            sweep(self.fleet)
+
+    def follow(self) -> list[Machine]:
+        """Take the machines of ended attempts that were seen to here one step on.
+
+        Returns:
+            Those that were not proven gone before.
+        """
+        runs = tuple(self._provided)  # others may add to it meanwhile
+        if not runs:
+            return []
+        query = select(Machine).where(Machine.run_id.in_(runs), Machine.state != MachineState.GONE.value)
+        with self.fleet.store.snapshot() as session:
+            ended = [machine for machine in session.scalars(query) if not _held(session, machine)]
+        for machine in ended:
+            self.fleet.tend(machine.key)
+        return ended
+
+    def newest_epoch(self, placement: Placement, run: Run) -> int | None:
+        """The newest attempt of a run that has a machine, which a restored database may have forgotten.
+
+        Returns:
+            Its number, 0 for none; None while its provider does not say.
+        """
+        providers = self.fleet.providers
+        if not isinstance(placement, RentedPlacement) or placement.rental.provider not in providers.names():
+            return 0
+        listing = self.fleet.listings.of(placement.rental.provider)
+        if listing.machines is None:
+            return None
+        keys = [MachineKey.parse(key) for key in listing.machines]
+        return max((key.epoch for key in keys if key is not None and key.run_id == run.id), default=0)
+
+    def _rent(self, rental: Rental, attempt: Attempt) -> bool:
+        """PLANNED to PROVISIONING, with the intent to rent, when the day's budget has room for the leases of
+        all the machines that the attempt is to have: all of them, or none.
+
+        Returns:
+            Whether it is recorded now.
+        """
+        try:
+            price = price_of(self.fleet.providers, rental)
+        except RequestError as error:  # there is no such provider, or no such kind
+            with self.fleet.store.transaction() as session:
+                move_attempt(session, current(session, attempt), AttemptState.PROVISIONING)
+            self._end(attempt, AttemptState.FAILED, Cause.HOST_REFUSED, str(error))
+            return False
+        except PeriluneError:
+            return False  # it does not say now
+        job = Job.model_validate(read_json(self.fleet.home.bundle(attempt.run_id) / "job.json"))
+        nodes = job.resources.nodes
+        with self.fleet.store.transaction() as session:
+            row = current(session, attempt)
+            why = STOPPED if renting_is_stopped(self.fleet.home) else ""
+            cap = self.fleet.providers.daily_cap()
+            if why := why or over_the_cap(session, cap, rental, price, nodes):
+                if row.message != why:
+                    row.message = why
+                    record(session, "machine.not_afforded", run_id=row.run_id, epoch=row.number, why=why)
+                return False
+            row.message = ""
+            self.fleet.rent(session, row, rental, price, nodes)
+            move_attempt(session, row, AttemptState.PROVISIONING)
+        reached("rent.committed")
+        return True
+
+    def _hand_over(self, attempt: Attempt) -> None:
+        """PROVISIONING to STAGING: the machine is there."""
+        if attempt.state == AttemptState.PROVISIONING:
+            with self.fleet.store.transaction() as session:
+                row = current(session, attempt)
+                if row.state == AttemptState.PROVISIONING:
+                    move_attempt(session, row, AttemptState.STAGING)
+            attempt.state = AttemptState.STAGING.value
+
+    def _leave(self, placement: RentedPlacement, attempt: Attempt, there: Assignment) -> bool:
+        """The machine will be taken away: its worker is asked to leave. Whether it has left a verdict."""
+        try:
+            placement.stop(there)
+            seen = placement.observe(there)
+            if seen.verdict is None and not seen.unseen:
+                placement.pull(there, whole=True)
+                self._end(attempt, AttemptState.PREEMPTED, Cause.PREEMPTED, "its machine is taken away")
+            return seen.verdict is not None
+        except (HostUnreachableError, HostRefusedError):
+            return False  # the next look tells whether it is gone
+
+    def _without(self, attempt: Attempt, machine: Machine) -> None:
+        """The attempt has lost its machine, or never had it."""
+        never = attempt.state in {AttemptState.PLANNED, AttemptState.PROVISIONING}
+        if never and machine.reason not in ENDINGS:
+            state, cause = AttemptState.FAILED, Cause.HOST_REFUSED if machine.refused else Cause.NO_MACHINE
+        elif machine.state == MachineState.TERMINATING and machine.reason not in ENDINGS:  # our own doing
+            state, cause = AttemptState.LOST, Cause.LEASE_ENDED
+        else:
+            state, cause = ENDINGS.get(machine.reason, (AttemptState.LOST, Cause.MACHINE_LOST))
+        self._end(attempt, state, cause, f"its machine is no more: {machine.refused or machine.reason}")
+
+
+def _held(session: Session, machine: Machine) -> bool:
+    attempt = session.get(Attempt, (machine.run_id, machine.epoch))
+    return attempt is not None and not AttemptState(attempt.state).terminal

@@ -1,0 +1,302 @@
+"""Finding runs and experiments by what people call them, and what to say of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sqlalchemy import Row, func, select
+from sqlalchemy.orm import Session
+
+from perilune.control.record.store import Attempt, Event, Experiment, Run, Stage
+from perilune.control.record.transitions import Cleanup, Reachability, RunState
+from perilune.control.runs.experiments import Control
+from perilune.errors import RequestError
+from perilune.execution.launchers.docker import container_of
+
+WAITING = "waiting"  # state of a stage that no run stands for yet
+BULKY = ("kind", "correct_per_task", "seconds")  # parts of a summary that a listing leaves to its file
+
+Named = TypeVar("Named", Run, Experiment)
+
+
+@dataclass(frozen=True, slots=True)
+class StageStatus:
+    """One stage of an experiment as it stands.
+
+    Attributes:
+        state: of its run, or "waiting".
+        reachability, cleanup: of the run's current attempt.
+        attempt_dir: where the current attempt lies; None before the first.
+        seconds: from submission to the end, None while it is under way.
+        summary: what its task said at its end; empty before.
+        wanted: whether later stages of its experiment begin by themselves.
+        conditions: errors that keep it from making progress.
+    """
+
+    experiment_id: str
+    experiment: str
+    name: str
+    task: str
+    run_id: str
+    state: str
+    reachability: str
+    cleanup: str
+    attempts: int
+    attempt_dir: Path | None
+    bundle_digest: str
+    cause: str
+    message: str
+    created: float | None
+    seconds: float | None
+    retry_of: str | None
+    summary: dict[str, Any]
+    wanted: bool = False
+    conditions: tuple[str, ...] = ()
+
+    @property
+    def shown(self) -> str:
+        """Its state for people: a stage that nobody wants does not wait."""
+        return "not begun" if self.state == WAITING and not self.wanted else self.state
+
+    def document(self) -> dict[str, Any]:
+        """As one flat JSON object: an evaluation carries its "pass@1" beside its stage's name."""
+        fields = asdict(self)
+        summary = fields.pop("summary")
+        fields["stage"] = fields.pop("name")
+        fields["attempt_dir"] = str(self.attempt_dir) if self.attempt_dir else None
+        kind = {"kind": summary["kind"]} if "kind" in summary else {}
+        return fields | kind | {key: value for key, value in summary.items() if key not in {*BULKY, *fields}}
+
+
+def terminal_runs(control: Control) -> list[Run]:
+    """All runs that have ended, oldest first."""
+    with control.store.snapshot() as session:
+        ended = [state.value for state in RunState if state.terminal]
+        return list(session.scalars(select(Run).where(Run.state.in_(ended)).order_by(Run.id)))
+
+
+def find_experiment(control: Control, reference: str | None = None) -> Experiment:
+    """The experiment of that id, unique beginning of an id, or name (its latest); the latest one for None.
+
+    Raises:
+        RequestError: when there is none, or the beginning fits several.
+    """
+    with control.store.snapshot() as session:
+        everything = list(session.scalars(select(Experiment).order_by(Experiment.used.desc())))
+    if reference is None:
+        if not everything:
+            raise RequestError("there are no experiments yet", remedy="perilune quickstart")
+        return everything[0]
+    for experiment in everything:
+        if reference in {experiment.id, experiment.name}:
+            return experiment
+    fitting = [one for one in everything if one.id.startswith(reference.upper())]
+    return _only(fitting, reference, "experiment")
+
+
+def find_run_or_experiment(control: Control, reference: str) -> Run | Experiment:
+    """The run called so, as `find_run`, else the experiment, as `find_experiment`.
+
+    Raises:
+        RequestError: when there is neither, or the beginning of an id fits several.
+    """
+    with control.store.snapshot() as session:
+        if experiment := session.get(Experiment, reference.upper()):
+            return experiment
+    try:
+        return find_run(control, reference)
+    except RequestError as no_run:
+        try:
+            return find_experiment(control, reference)
+        except RequestError:
+            what = no_run.what.replace("no run is", "no run or experiment is", 1)
+            raise RequestError(what, where=no_run.where, remedy=no_run.remedy) from None
+
+
+def stage_at(session: Session, experiment_id: str) -> Run | None:
+    """The run of the stage that an experiment is at: the first that has not succeeded, else the last."""
+    query = select(Run).join(Stage, Stage.run_id == Run.id).where(Stage.experiment_id == experiment_id)
+    begun = list(session.scalars(query.order_by(Stage.position)))
+    return next((run for run in begun if run.state != RunState.SUCCEEDED), begun[-1] if begun else None)
+
+
+def find_run(control: Control, reference: str) -> Run:
+    """The run called so: its id, a unique beginning of it, "experiment/stage", or a stage of the latest
+    experiment.
+
+    Raises:
+        RequestError: when there is none, or the beginning fits several.
+    """
+    experiment_name, slash, stage_name = reference.rpartition("/")
+    with control.store.snapshot() as session:
+        if not slash and (run := session.get(Run, reference.upper())):
+            return run
+        fitting = session.scalars(select(Run).where(Run.id.startswith(reference.upper(), autoescape=True)))
+        prefixed = [] if slash else list(fitting)
+        stages = []
+        if slash or session.scalars(select(Experiment.id).limit(1)).first():
+            experiment = find_experiment(control, experiment_name if slash else None)
+            query = select(Stage).where(Stage.experiment_id == experiment.id, Stage.name == stage_name)
+            stages = list(session.scalars(query))
+        if stages and stages[0].run_id is None:
+            raise RequestError(
+                f"stage {stage_name} of {experiment.name} has not been begun", remedy="perilune runs"
+            )
+        if stages:
+            return session.get_one(Run, stages[0].run_id)
+    if not prefixed and (names := _stages_of(control, reference)):
+        raise RequestError(f"'{reference}' is an experiment", remedy=f"one of its runs: {names}")
+    if not prefixed and (other := _experiment_with(control, reference)):
+        raise RequestError(
+            f"no run is called '{reference}', and the latest experiment has no stage of that name",
+            remedy=f"{other}/{reference}",
+        )
+    return _only(prefixed, reference, "run")
+
+
+def _experiment_with(control: Control, stage: str) -> str:
+    """Name of the latest experiment in which a stage of that name was begun; "" when there is none."""
+    with control.store.snapshot() as session:
+        query = select(Experiment.name).join(Stage, Stage.experiment_id == Experiment.id)
+        query = query.where(Stage.name == stage, Stage.run_id.is_not(None)).order_by(Experiment.used.desc())
+        return session.scalars(query.limit(1)).first() or ""
+
+
+def _stages_of(control: Control, reference: str) -> str:
+    """How the runs of the experiment of that name are called; "" when there is none."""
+    with control.store.snapshot() as session:
+        named = select(Experiment).where(Experiment.name == reference).order_by(Experiment.used.desc())
+        experiment = session.scalars(named.limit(1)).first()
+        if experiment is None:
+            return ""
+        query = select(Stage.name).where(Stage.experiment_id == experiment.id, Stage.run_id.is_not(None))
+        return ", ".join(f"{reference}/{name}" for name in session.scalars(query.order_by(Stage.position)))
+
+
+def latest_experiments(control: Control, most: int | None = None) -> list[str]:
+    """The ids of the experiments that were submitted last, at most so many."""
+    with control.store.snapshot() as session:
+        return list(session.scalars(select(Experiment.id).order_by(Experiment.used.desc()).limit(most)))
+
+
+def experiment_count(control: Control) -> int:
+    """How many experiments there are."""
+    with control.store.snapshot() as session:
+        return session.scalar(select(func.count()).select_from(Experiment)) or 0
+
+
+def stage_statuses(control: Control, experiment_ids: Sequence[str]) -> list[StageStatus]:
+    """All stages of experiments in their order, oldest experiment first."""
+    query = (
+        select(Experiment, Stage, Run, Attempt)
+        .join(Stage, Stage.experiment_id == Experiment.id)
+        .outerjoin(Run, Run.id == Stage.run_id)
+        .outerjoin(Attempt, (Attempt.run_id == Run.id) & (Attempt.number == Run.current_epoch))
+        .where(Experiment.id.in_(experiment_ids))
+        .order_by(Experiment.created, Stage.position)
+    )
+    with control.store.snapshot() as session:
+        rows = session.execute(query).all()
+    conditions: dict[str, list[str]] = {}
+    for one in control.reconciler.conditions.all():
+        conditions.setdefault(one.run_id, []).append(str(one))
+    return [_status(control, row, conditions) for row in rows]
+
+
+def _status(
+    control: Control,
+    row: Row[Experiment, Stage, Run | None, Attempt | None],
+    conditions: Mapping[str, Sequence[str]],
+) -> StageStatus:
+    experiment, stage, run, attempt = row
+    begun = run is not None and attempt is not None
+    found, summary = list(conditions.get(run.id, ())) if run else [], {}
+    try:
+        summary = dict(control.summary(run)) if run else {}
+    except RequestError as damaged:
+        found.append(str(damaged))
+    return StageStatus(
+        experiment_id=experiment.id,
+        experiment=experiment.name,
+        name=stage.name,
+        task=stage.task,
+        run_id=run.id if run else "",
+        state=run.state if run else WAITING,
+        reachability=attempt.reachability if attempt else Reachability.UNKNOWN.value,
+        cleanup=attempt.cleanup if attempt else Cleanup.NONE.value,
+        attempts=run.current_epoch if run else 0,
+        attempt_dir=control.directory(run) if run is not None and begun else None,
+        bundle_digest=run.bundle_digest if run else "",
+        cause=run.cause if run else "",
+        message=run.message if run else "",
+        created=run.created if run else None,
+        seconds=round(run.ended - run.created, 3) if run and run.ended else None,
+        retry_of=run.retry_of if run else None,
+        summary=summary,
+        wanted=experiment.wanted,
+        conditions=tuple(found),
+    )
+
+
+def attempts_of(control: Control, run_id: str) -> list[Attempt]:
+    """The attempts of a run, in order."""
+    with control.store.snapshot() as session:
+        query = select(Attempt).where(Attempt.run_id == run_id).order_by(Attempt.number)
+        return list(session.scalars(query))
+
+
+def events_after(control: Control, seq: int = 0, run_id: str | None = None) -> list[Event]:
+    """What was recorded after event `seq`, of everything or of one run, in order."""
+    query = select(Event).where(Event.seq > seq).order_by(Event.seq)
+    if run_id is not None:
+        query = query.where(Event.run_id == run_id)
+    with control.store.snapshot() as session:
+        return list(session.scalars(query))
+
+
+def run_document(control: Control, run: Run) -> dict[str, Any]:
+    """Everything recorded of one run: its attempts, its events, its summary, where its files are."""
+    with control.store.snapshot() as session:
+        experiment = session.get_one(Experiment, run.experiment_id)
+    return {
+        **_columns(run),
+        "experiment": experiment.name,
+        "bundle": str(control.home.bundle(run.id)),
+        "directory": str(control.directory(run)),
+        "attempts": [
+            {**_columns(attempt), "container": _container(control, attempt)}
+            for attempt in attempts_of(control, run.id)
+        ],
+        "conditions": [
+            {"about": one.about, "message": one.message, "since": one.since}
+            for one in control.reconciler.conditions.all(run.id)
+        ],
+        "events": [
+            {"time": row.time, "epoch": row.epoch, "kind": row.kind, **row.detail}
+            for row in events_after(control, run_id=run.id)
+        ],
+        "summary": dict(control.summary(run)),
+    }
+
+
+def _container(control: Control, attempt: Attempt) -> dict[str, str] | None:
+    """Program and image that an attempt ran in."""
+    found = container_of(control.home.attempt(attempt.run_id, attempt.number))
+    return None if found is None else found.model_dump()
+
+
+def _columns(row: Run | Attempt) -> dict[str, Any]:
+    return {column.name: getattr(row, column.name) for column in row.__table__.columns}
+
+
+def _only(fitting: list[Named], reference: str, kind: str) -> Named:
+    if not fitting:
+        raise RequestError(f"no {kind} is called '{reference}'", remedy="perilune runs")
+    if len(fitting) > 1:
+        raise RequestError(
+            f"'{reference}' fits {len(fitting)} {kind}s", remedy=", ".join(one.id for one in fitting[:4])
+        )
+    return fitting[0]

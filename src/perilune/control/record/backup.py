@@ -1,0 +1,163 @@
+"""A copy of all that a home remembers, made while it is in use, and put back elsewhere.
+
+The copy's database is SQLite whatever the home's is, so that restoring also moves a home between the two.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Table, insert, select, text
+from sqlalchemy.orm import Session
+
+from perilune.bundle.storage import new_folder
+from perilune.control.machines.providers import CLUSTER, cluster_id
+from perilune.control.record.database import DEFERRED, Database, Sqlite, database_of
+from perilune.control.record.home import BUILDING, RESERVE, Home
+from perilune.control.record.identity import ADOPTED, INHERITED, Inherited, inherit
+from perilune.control.record.migrations import LATEST
+from perilune.control.record.store import Attempt, Base, Experiment, Machine, Run, Store, record
+from perilune.control.record.transitions import Cleanup
+from perilune.control.runs.wanted import LIVE, end_wish
+from perilune.errors import RequestError
+
+SMALL = ("keys", "experiments", "templates", "providers.yaml", INHERITED, ADOPTED)  # beside the database
+EVIDENCE = "runs"
+ROWS = 10_000  # copied at once
+
+
+def back_up(store: Store, home: Home, destination: Path, *, evidence: bool = False) -> None:
+    """Copy the record, the keys, recipes and templates to a new folder; it is there whole or not at all.
+
+    Args:
+        evidence: also copy every run's bundle and attempts, as they are at that moment.
+
+    Raises:
+        RequestError: when something is at `destination`, or it cannot be written.
+    """
+    with home.scratch() as scratch, new_folder("make a backup", destination) as building:
+        (scratch / BUILDING).write_text(str(building), encoding="utf-8")  # is swept if this is killed
+        copy = Sqlite(Home(building))
+        try:
+            with store.snapshot() as session, copy.engine.begin() as written:
+                _lay_out(copy, written)
+                _copy(session.connection(), written)
+        finally:
+            copy.engine.dispose()
+        cluster_id(home)  # by which a restored home knows whose runs it has inherited
+        _files(home.root, building, [*SMALL, CLUSTER, *([EVIDENCE] if evidence else [])])
+
+
+def restore(backup: Path, home: Home) -> Inherited:
+    """Make a new home of what another was when `backup` was made; PERILUNE_DATABASE may place its record.
+
+    It is built beside its place and renamed into it once, so a kill leaves no home or a whole one. It has a
+    name of its own: what was under way then stays the original's, see `perilune.control.record.identity`.
+
+    Returns:
+        What stays the original's.
+
+    Raises:
+        RequestError: when there is no backup, or the place of the new home is not empty.
+    """
+    copy = Sqlite(Home(backup))
+    if not copy.home.database.is_file():
+        raise RequestError(
+            "no backup here", where=str(backup), remedy="give a folder that `perilune backup` made"
+        )
+    try:
+        _make_room(home.root)
+        with new_folder("restore", home.root) as building:
+            return _rebuild(copy, Home(building))
+    finally:
+        copy.engine.dispose()
+
+
+def _rebuild(copy: Sqlite, home: Home) -> Inherited:
+    """Fill the home at `home` from `copy`."""
+    _files(copy.home.root, home.root, (*SMALL, EVIDENCE))
+    with copy.engine.execution_options(**DEFERRED).connect() as source:
+        if copy.schema(source) != LATEST:
+            raise RequestError(
+                f"the backup has schema {copy.schema(source)}, this version has {LATEST}",
+                where=str(copy.home.root),
+                remedy="restore it with the version that made it, then upgrade",
+            )
+        unfinished = select(Run.id).where(Run.state.in_(LIVE))
+        unclean = select(Attempt.run_id).where(Attempt.cleanup == Cleanup.PENDING.value)
+        runs = {str(row[0]) for query in (unfinished, unclean) for row in source.execute(query)}
+        machines = [str(key) for (key,) in source.execute(select(Machine.key))]
+        found = inherit(copy.home, home, runs, machines)
+        database = database_of(home)
+        try:
+            with database.engine.begin() as written:
+                _lay_out(database, written)
+                _copy(source, written)
+                with Session(written) as session:
+                    for experiment in session.scalars(select(Experiment).where(Experiment.wanted)):
+                        end_wish(session, experiment, "restored")  # or both homes would go on with it
+                    record(
+                        session, "store.restored", backup=copy.home.root.name, inherited=sorted(found.runs)
+                    )
+                    session.flush()
+        finally:
+            database.engine.dispose()
+    return found
+
+
+def _make_room(root: Path) -> None:
+    """Remove what opening a home makes: the reserve, empty folders. Refuse a place with anything else."""
+    (root / RESERVE).unlink(missing_ok=True)
+    for path in sorted(root.iterdir()) if root.is_dir() else ():
+        try:
+            path.rmdir()
+        except OSError:
+            raise RequestError(
+                f"something is here already: {path.name}",
+                where=str(root),
+                remedy="restore to a folder that does not exist: PERILUNE_HOME=NEW perilune restore",
+            ) from None
+
+
+def _lay_out(database: Database, connection: Connection) -> None:
+    """Make the tables in an empty database."""
+    if database.schema(connection):
+        raise RequestError("the database has tables already", where=database.where)
+    Base.metadata.create_all(connection)
+    database.protect(connection)
+    database.set_schema(connection, LATEST)
+
+
+def _copy(source: Connection, target: Connection) -> None:
+    """Copy all rows of all tables, in an order in which references hold."""
+    for table in Base.metadata.sorted_tables:
+        for rows in _in_parts(source, table):
+            target.execute(insert(table), rows)
+    if target.dialect.name == "postgresql":
+        highest = "coalesce((SELECT max(seq) FROM events), 0) + 1"
+        target.execute(text(f"SELECT setval(pg_get_serial_sequence('events', 'seq'), {highest}, false)"))
+
+
+def _in_parts(source: Connection, table: Table) -> Iterable[list[dict[str, Any]]]:
+    order = [*table.primary_key.columns]
+    if table.name == "runs":  # a retry refers to an earlier run
+        order = [table.c.created, *order]
+    found = source.execution_options(yield_per=ROWS).execute(select(table).order_by(*order))
+    for part in found.mappings().partitions():
+        yield [dict(row) for row in part]
+
+
+def _files(source: Path, target: Path, names: Iterable[str]) -> None:
+    for name in names:
+        path = source / name
+        if path.is_dir():
+            shutil.copytree(path, target / name, symlinks=True, dirs_exist_ok=True, ignore=_being_made)
+        elif path.is_file():
+            shutil.copy2(path, target / name)
+
+
+def _being_made(_: str, names: list[str]) -> set[str]:
+    return {name for name in names if name.endswith(".tmp")}

@@ -1,0 +1,131 @@
+"""What may be written about an attempt, and only while it is the current one: intents, states, the result."""
+
+from __future__ import annotations
+
+import time
+
+from sqlalchemy import func, select, update
+from sqlalchemy.orm import Session
+
+from perilune.control.record.store import Attempt, Operation, Run, move_attempt, move_run, record
+from perilune.control.record.transitions import AttemptState, Cleanup, RunState
+from perilune.control.runs.planner import RetryPolicy
+from perilune.control.runs.wanted import stop_wanting
+from perilune.errors import WorkFailedError
+from perilune.execution.verdict import Cause, Verdict
+
+
+def commit_result(session: Session, run: Run, epoch: int, verdict: Verdict) -> None:
+    """Make `verdict` the result of its run: once, and only while its attempt is the current one.
+
+    Raises:
+        WorkFailedError: when a newer attempt has begun, or the run has ended.
+    """
+    fenced = (
+        update(Run)
+        .where(Run.id == run.id, Run.current_epoch == epoch, Run.state == RunState.ACTIVE.value)
+        .values(manifest_digest=verdict.manifest_digest)
+    )
+    if session.connection().execute(fenced).rowcount != 1:
+        raise WorkFailedError(
+            f"attempt {epoch} is out of date; its result is not taken", where=f"run {run.id}"
+        )
+    session.refresh(run)
+    move_run(session, run, RunState.SUCCEEDED)
+
+
+def end_attempt(
+    session: Session,
+    attempt: Attempt,
+    state: AttemptState,
+    *,
+    cause: Cause,
+    message: str,
+    cleanup: Cleanup,
+    verdict: Verdict | None,
+    policy: RetryPolicy,
+) -> Attempt:
+    """The attempt's last transition, and what it means for its run: its end, or another attempt."""
+    row = current(session, attempt)
+    row.cleanup = cleanup.value
+    if cleanup is Cleanup.PENDING:
+        record(session, "attempt.unclean", run_id=row.run_id, epoch=row.number)
+    if verdict is not None:
+        row.exit_code, row.signal = verdict.exit_code, verdict.signal
+        row.manifest_digest = verdict.manifest_digest
+    move_attempt(session, row, state, cause=cause.value, message=message)
+    run = session.get_one(Run, attempt.run_id)
+    earlier = select(Attempt.cause).where(Attempt.run_id == run.id, Attempt.number < row.number)
+    if state is AttemptState.SUCCEEDED:
+        assert verdict is not None
+        commit_result(session, run, row.number, verdict)
+    elif run.desired == RunState.CANCELLED:
+        move_run(session, run, RunState.CANCELLED, cause=cause.value, message=message)
+    elif policy.allows(row.cause, list(session.scalars(earlier))):
+        run.not_before = time.time() + policy.delay(row.number - 1)
+        move_run(session, run, RunState.QUEUED, cause=cause.value, message=message)
+    else:
+        move_run(session, run, RunState.FAILED, cause=cause.value, message=message)
+        stop_wanting(session, run, "failed")
+    return row
+
+
+def current(session: Session, attempt: Attempt) -> Attempt:
+    """The attempt's row, in a transaction that may only go on while it is the current epoch of its run."""
+    run = session.get_one(Run, attempt.run_id)
+    if run.current_epoch != attempt.number:
+        raise WorkFailedError(f"attempt {attempt.number} is out of date", where=f"run {run.id}")
+    return session.get_one(Attempt, (attempt.run_id, attempt.number))
+
+
+def begun(session: Session, attempt: Attempt) -> Attempt:
+    """The attempt's row, not before STAGING."""
+    row = current(session, attempt)
+    if row.state in {AttemptState.PLANNED, AttemptState.PROVISIONING}:
+        move_attempt(session, row, AttemptState.STAGING)
+    return row
+
+
+def started(session: Session, attempt: Attempt) -> Attempt:
+    """The attempt's row, not before STARTING: a claim was seen, whatever an older database remembers."""
+    row = current(session, attempt)
+    for before, after in (
+        (AttemptState.PLANNED, AttemptState.STAGING),
+        (AttemptState.STAGING, AttemptState.STARTING),
+    ):
+        if row.state == before:
+            move_attempt(session, row, after)
+    settle(session, row, "stage", "start")
+    return row
+
+
+def intend(session: Session, attempt: Attempt, verb: str) -> str:
+    """Record that an effect is about to happen; returns its key."""
+    ordinal = operations(session, attempt.run_id, attempt.number, verb) + 1
+    key = f"{attempt.run_id}/{attempt.number}/{verb}/{ordinal}"
+    session.add(
+        Operation(key=key, run_id=attempt.run_id, epoch=attempt.number, verb=verb, created=time.time())
+    )
+    record(session, f"{verb}.intended", run_id=attempt.run_id, epoch=attempt.number, key=key)
+    return key
+
+
+def done(session: Session, key: str) -> None:
+    operation = session.get_one(Operation, key)
+    operation.status, operation.ended = "done", time.time()
+    record(session, f"{operation.verb}.done", run_id=operation.run_id, epoch=operation.epoch, key=key)
+
+
+def settle(session: Session, attempt: Attempt, *verbs: str) -> None:
+    """Record as done what was intended and whose effect has been seen, though nobody was told of it."""
+    mine = (Operation.run_id == attempt.run_id) & (Operation.epoch == attempt.number)
+    for operation in session.scalars(select(Operation).where(mine, Operation.status == "intent")):
+        if operation.verb in verbs:
+            done(session, operation.key)
+
+
+def operations(session: Session, run_id: str, epoch: int, verb: str) -> int:
+    query = select(func.count()).where(
+        Operation.run_id == run_id, Operation.epoch == epoch, Operation.verb == verb
+    )
+    return session.scalar(query) or 0

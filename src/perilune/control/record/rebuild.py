@@ -1,0 +1,258 @@
+"""Makes the record of a home again from what lies in its folders, when the database is damaged or gone.
+
+Recipes, bundles, templates, attempts and signed statements lie beside the record and say which runs there
+were and how they ended. What only the record knew does not come back: its events, wishes to cancel, the
+remaining stages of experiments, and what machines cost. Rented machines that are still there are found by
+their tag and ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy.orm import Session
+
+from perilune.bundle.attested import RESULT_STATEMENT
+from perilune.bundle.digest import recorded_digest
+from perilune.bundle.envelope import PUBLIC, opened
+from perilune.control.evidence.attempt_evidence import evidence_problem
+from perilune.control.evidence.attestation import FOLDER, removed_from
+from perilune.control.evidence.verification import damage, unrecorded
+from perilune.control.record.database import VARIABLE
+from perilune.control.record.home import Home, has_daemon
+from perilune.control.record.ids import new_ulid, ulid_seconds
+from perilune.control.record.store import Attempt, Experiment, Run, Stage, Store, record
+from perilune.control.record.transitions import AttemptState, Cleanup, RunState
+from perilune.control.runs.submission import SUBMISSION
+from perilune.control.runs.templates import OnRented, Template, recorded_template
+from perilune.errors import PeriluneError, RequestError, WorkFailedError
+from perilune.execution.verdict import Cause, Verdict, read_verdict
+from perilune.files import canonical_json, fsync_directory, read_json, sha256_bytes
+
+REBUILT = "the record was rebuilt, and does not say how it ended"
+
+
+@dataclass
+class Rebuilt:
+    """What came back.
+
+    Attributes:
+        runs: ids, by state.
+        skipped: what could not be read, a sentence each.
+        aside: the damaged database, kept; None where there was none.
+    """
+
+    runs: Counter[str] = field(default_factory=Counter)
+    skipped: list[str] = field(default_factory=list)
+    aside: Path | None = None
+
+
+def rebuild(home: Home) -> Rebuilt:
+    """Make a new record beside the old one, then put it in its place and keep the old one aside.
+
+    Raises:
+        RequestError: when the record is whole, lies in PostgreSQL, or a daemon is at work.
+    """
+    _require_need(home)
+    found = Rebuilt()
+    with home.scratch() as scratch:
+        store = Store(Home(scratch))
+        with store.transaction() as session:
+            _experiments(home, session, found)
+            for path in sorted(home.runs.iterdir()):
+                try:
+                    state = _run(home, session, path.name)
+                    found.runs[state] += 1
+                except (PeriluneError, KeyError, TypeError, ValueError) as error:
+                    found.skipped.append(f"run {path.name}: {error}")
+            record(session, "store.rebuilt", runs=dict(found.runs), skipped=found.skipped)
+        store.close()
+        with (scratch / home.database.name).open("rb") as file:
+            os.fsync(file.fileno())
+        found.aside = _set_aside(home)
+        (scratch / home.database.name).rename(home.database)
+        fsync_directory(home.root)
+    return found
+
+
+def _require_need(home: Home) -> None:
+    if (home.root / "database").exists() or os.environ.get(VARIABLE):
+        remedy = "restore the server's own backup, or: PERILUNE_HOME=NEW perilune restore"
+        raise RequestError("the record lies in PostgreSQL", where=str(home.root), remedy=remedy)
+    if has_daemon(home):
+        raise RequestError("a daemon looks after this home", where=str(home.root), remedy="stop it first")
+    try:
+        store = Store(home)
+        whole = not damage(store) and not unrecorded(home, store)
+        store.close()
+    except WorkFailedError:  # it cannot even be opened
+        return
+    if whole:
+        raise RequestError("the record is whole", where=str(home.database), remedy="perilune verify")
+
+
+def _set_aside(home: Home) -> Path | None:
+    """Rename the database with its journals; where it is now."""
+    aside = home.database.with_name(f"state.damaged-{new_ulid()}.db")
+    for end in ("-shm", "-wal", ""):
+        with contextlib.suppress(FileNotFoundError):
+            Path(f"{home.database}{end}").rename(f"{aside}{end}")
+    return aside if aside.exists() else None
+
+
+def _experiments(home: Home, session: Session, found: Rebuilt) -> None:
+    for path in sorted(home.experiments.iterdir()):
+        try:
+            document = read_json(path / "recipe.json")
+            stages = [
+                (str(one.get("name", one.get("stage"))), str(one["task"])) for one in document["stages"]
+            ]
+            digest, began = sha256_bytes(canonical_json(document)), ulid_seconds(path.name)
+            row = Experiment(
+                id=path.name, name=str(document["name"]), recipe_digest=digest, created=began, used=began
+            )
+        except (PeriluneError, KeyError, TypeError, AttributeError, ValueError) as error:
+            found.skipped.append(f"experiment {path.name}: {error}")
+            continue
+        session.add(row)
+        session.flush()
+        for position, (name, task) in enumerate(stages):
+            session.add(Stage(experiment_id=path.name, position=position, name=name, task=task))
+        session.flush()
+
+
+def _run(home: Home, session: Session, run_id: str) -> RunState:
+    """Add a run with its attempts, as far as its folder tells; its state."""
+    job = read_json(home.bundle(run_id) / "job.json")
+    digest = recorded_digest(home.bundle(run_id))
+    told = home.run(run_id) / SUBMISSION
+    submission: Mapping[str, Any] = read_json(told) if told.exists() else {}
+    experiment = _experiment_of(session, submission, job, run_id)
+    mine = (Run.experiment_id == experiment.id, Run.stage == job["stage"], Run.bundle_digest == digest)
+    before = session.query(Run).filter(*mine).order_by(Run.id).all()
+    run = Run(
+        id=run_id,
+        submit_key=submission.get("key") or f"{experiment.id}/{job['stage']}/{digest}/{len(before)}",
+        experiment_id=experiment.id,
+        stage=job["stage"],
+        task=job["task"],
+        bundle_digest=digest,
+        current_epoch=home.newest_attempt(run_id),
+        created=ulid_seconds(run_id),
+    )
+    retried = submission.get("retry_of") or (before[-1].id if before else None)
+    run.retry_of = retried if retried and session.get(Run, retried) else None
+    attempts = list(_attempts(home, run, recorded_template(home, run_id)))
+    _judge(run, attempts[-1] if attempts else None)
+    session.add(run)
+    session.flush()
+    session.add_all(attempts)
+    stages = session.query(Stage).filter_by(experiment_id=experiment.id)
+    if not stages.filter_by(name=run.stage).update({"run_id": run_id}):
+        place = {"experiment_id": experiment.id, "position": stages.count()}
+        session.add(Stage(name=run.stage, task=run.task, run_id=run_id, **place))
+    experiment.used = max(experiment.used, run.created)
+    record(session, "run.rebuilt", run_id=run_id, epoch=run.current_epoch, state=run.state)
+    return RunState(run.state)
+
+
+def _experiment_of(
+    session: Session, submission: Mapping[str, Any], job: Mapping[str, Any], run_id: str
+) -> Experiment:
+    """The experiment that a run was submitted for, or the latest before it that has its stage."""
+    named = session.get(Experiment, submission.get("experiment", ""))
+    stages = session.query(Stage).filter_by(name=job["stage"], task=job["task"])
+    earlier = stages.filter(Stage.experiment_id < run_id).order_by(Stage.experiment_id.desc()).first()
+    if named is None and earlier is not None:
+        named = session.get_one(Experiment, earlier.experiment_id)
+    if named is None:
+        named = session.query(Experiment).filter_by(recipe_digest="").one_or_none()
+    if named is None:
+        began = ulid_seconds(run_id)
+        named = Experiment(id=new_ulid(), name="recovered", recipe_digest="", created=began, used=began)
+        session.add(named)
+        session.flush()
+    return named
+
+
+def _attempts(home: Home, run: Run, template: Template | None) -> Iterator[Attempt]:
+    folder = home.run(run.id) / "attempts"
+    numbers = sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
+    for number in numbers:
+        placement = "local" if template is None else template.placement.name
+        launcher = "process" if template is None or template.container is None else template.container.name
+        attempt = Attempt(
+            run_id=run.id,
+            number=number,
+            placement=placement,
+            launcher=launcher,
+            created=(folder / str(number)).stat().st_mtime,
+        )
+        verdict = _verdict(home, run.id, number)
+        if verdict is not None:
+            _ended(attempt, verdict, _committed(home, run, number, verdict))
+        elif number == numbers[-1] and not (template and isinstance(template.placement, OnRented)):
+            attempt.state = AttemptState.RUNNING.value  # the next look tells
+        else:
+            attempt.state, attempt.cleanup = AttemptState.LOST.value, Cleanup.PENDING.value
+            attempt.cause, attempt.message, attempt.ended = Cause.UNREACHABLE.value, REBUILT, time.time()
+        yield attempt
+
+
+def _verdict(home: Home, run_id: str, number: int) -> Verdict | None:
+    try:
+        return read_verdict(home.attempt(run_id, number) / "runtime", number)
+    except PeriluneError:  # damaged, which says nothing
+        return None
+
+
+def _committed(home: Home, run: Run, number: int, verdict: Verdict) -> bool:
+    """Whether the result was accepted: signed, and still there."""
+    statement = home.run(run.id) / FOLDER / str(number) / RESULT_STATEMENT
+    if not verdict.succeeded or not statement.exists():
+        return False
+    try:
+        opened(statement, home.keys / PUBLIC)
+        return not evidence_problem(home.attempt(run.id, number), verdict, removed_from(home, run.id, number))
+    except PeriluneError:
+        return False
+
+
+def _ended(attempt: Attempt, verdict: Verdict, committed: bool) -> None:
+    """Fill in an attempt that has a verdict. A success that was not accepted is looked at again."""
+    attempt.exit_code, attempt.signal = verdict.exit_code, verdict.signal
+    if verdict.succeeded and not committed:
+        attempt.state = AttemptState.RUNNING.value
+        return
+    stopped = AttemptState.CANCELLED if verdict.cause == Cause.STOPPED else AttemptState.FAILED
+    attempt.state = (AttemptState.SUCCEEDED if committed else stopped).value
+    attempt.manifest_digest = verdict.manifest_digest
+    attempt.cause, attempt.message = verdict.cause, verdict.message
+    attempt.ended, attempt.cleanup = attempt.created + verdict.seconds, Cleanup.DONE.value
+
+
+def _judge(run: Run, last: Attempt | None) -> None:
+    """Give a run the state that its last attempt stands for."""
+    states = {
+        AttemptState.SUCCEEDED: RunState.SUCCEEDED,
+        AttemptState.RUNNING: RunState.ACTIVE,
+        AttemptState.FAILED: RunState.FAILED,
+        AttemptState.LOST: RunState.FAILED,
+    }
+    state = RunState.CANCELLED if last is None else states.get(AttemptState(last.state), RunState.CANCELLED)
+    run.state = state.value
+    if state.terminal:
+        run.ended = run.created if last is None else last.ended
+    if last is None:
+        run.message = "the record was rebuilt, and no attempt had begun"
+    elif state is RunState.SUCCEEDED:
+        run.manifest_digest = last.manifest_digest
+    elif state.terminal:
+        run.cause, run.message = last.cause, last.message

@@ -1,0 +1,1 @@
+"""Experiments and runs: submission, reconciling, retries, and the end of each attempt."""

@@ -1,0 +1,275 @@
+"""An experiment, stage by stage: what is finished is reused, what is under way is joined, the rest is begun.
+
+Two commands on the same recipe do not exclude each other: both follow the same runs, and either goes on when
+the other dies.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from sqlalchemy import select
+
+from perilune.bundle.freeze import freeze
+from perilune.bundle.job import InputReference, Job
+from perilune.bundle.plugin import consumed_fields, load_plugin
+from perilune.bundle.secret_sources import learn_secrets
+from perilune.control.evidence.attempt_evidence import evidence_problem
+from perilune.control.evidence.attestation import removed_from
+from perilune.control.record.home import Home
+from perilune.control.record.ids import new_ulid
+from perilune.control.record.store import Attempt, Experiment, Run, Stage, Store, record
+from perilune.control.record.transitions import RunState
+from perilune.control.runs.planner import RetryPolicy
+from perilune.control.runs.progress import (
+    StageEvent,
+    StageFailed,
+    StageFinished,
+    StageProgress,
+    StageResumed,
+    StageReused,
+    StageStarted,
+)
+from perilune.control.runs.reconcile import Reconciler
+from perilune.control.runs.submission import Wish, submit
+from perilune.control.runs.templates import BUILT_IN, LOCAL, Template
+from perilune.control.runs.wanted import fulfil, stands_for
+from perilune.errors import RequestError
+from perilune.execution.log import log_tail
+from perilune.execution.placements.upload import read_sent
+from perilune.execution.verdict import read_verdict
+from perilune.files import canonical_json, read_json, sha256_bytes, write_json
+from perilune.recipe.schema import MODEL, Recipe, job_for
+from perilune.recipe.staging import staged
+
+POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """One stage of a recipe, as the control plane needs it.
+
+    Attributes:
+        job: what to run, without inputs.
+        consumes: field of the task's spec to the stage whose output it takes, or "model".
+    """
+
+    name: str
+    job: Job
+    consumes: Mapping[str, str] = field(default_factory=dict)
+
+
+class Control:
+    """The control plane of one home: its store and its reconciler."""
+
+    def __init__(self, home: Home | None = None, policy: RetryPolicy | None = None) -> None:
+        self.home = home or Home.open()
+        self.store = Store(self.home)
+        self.reconciler = Reconciler(self.home, self.store, policy)
+
+    def run(self, run_id: str) -> Run:
+        """The run as recorded.
+
+        Raises:
+            sqlalchemy.exc.NoResultFound: when there is none.
+        """
+        return self.reconciler.run(run_id)
+
+    def directory(self, run: Run) -> Path:
+        """Where the run's current attempt lies; the frozen bundle before there is one."""
+        if run.current_epoch == 0:
+            return self.home.bundle(run.id)
+        return self.home.attempt(run.id, run.current_epoch)
+
+    def summary(self, run: Run) -> Mapping[str, Any]:
+        """What the run's task said at its end; empty before."""
+        path = self.directory(run) / "artifacts" / "summary.json"
+        found: Mapping[str, Any] = read_json(path) if path.exists() else {}
+        return found
+
+    def intact(self, run: Run) -> bool:
+        """Whether a succeeded run's evidence still lies where it was committed."""
+        verdict = read_verdict(self.directory(run) / "runtime", run.current_epoch)
+        committed = verdict is not None and verdict.manifest_digest == run.manifest_digest
+        if not committed or verdict is None:
+            return False
+        removed = removed_from(self.home, run.id, run.current_epoch)
+        return not evidence_problem(self.directory(run), verdict, removed)
+
+
+def stage_plans(recipe: Recipe, template: Template | None = None) -> list[StagePlan]:
+    """The stages of a recipe in an order in which they can run, with what the template's machine has."""
+    where = template or BUILT_IN[LOCAL]
+    jobs = {stage.name: where.job(job_for(recipe, stage)) for stage in recipe.stages}
+    return [StagePlan(stage.name, jobs[stage.name], stage.consumes) for stage in recipe.stages]
+
+
+def open_experiment(control: Control, recipe: Recipe) -> str:
+    """The id of the experiment of this resolved recipe; made when it is new, and the latest from now on."""
+    learn_secrets(recipe.secrets)
+    document = recipe.model_dump(mode="json")
+    stages = [(stage.name, stage.task) for stage in recipe.stages]
+    return register_experiment(control, recipe.name, document, stages)
+
+
+def register_experiment(
+    control: Control, name: str, document: Mapping[str, Any], stages: Sequence[tuple[str, str]]
+) -> str:
+    """As `open_experiment`, from the resolved recipe as a JSON-able document and its (stage, task) pairs."""
+    digest = sha256_bytes(canonical_json(document))
+    fresh = new_ulid()
+    now = time.time()
+    with control.store.transaction() as session:
+        found = session.scalars(select(Experiment).where(Experiment.recipe_digest == digest)).one_or_none()
+        if found is not None:
+            found.used = now
+            return found.id
+        write_json(control.home.experiment(fresh) / "recipe.json", document)
+        session.add(Experiment(id=fresh, name=name, recipe_digest=digest, created=now, used=now))
+        session.flush()
+        for position, (stage, task) in enumerate(stages):
+            session.add(Stage(experiment_id=fresh, position=position, name=stage, task=task))
+        record(session, "experiment.created", experiment=fresh, name=name)
+    return fresh
+
+
+def advance(
+    control: Control,
+    experiment_id: str,
+    plans: Sequence[StagePlan],
+    *,
+    template: Template | None = None,
+    asked: bool = True,
+    poll: float = POLL_SECONDS,
+) -> Iterator[StageEvent]:
+    """Carry an experiment to its end, or to its first failure, telling what happens.
+
+    Runs that are begun go where `template` says; those that are under way or done stay where they are.
+
+    May be abandoned at any event, or killed: runs go on by themselves, and the next call takes up from
+    there. Any number of processes may do this at once. The last event is StageFailed when a stage failed or
+    was cancelled.
+
+    Args:
+        asked: a user asks for it now: each stage is looked at anew, and the wish is recorded with the first.
+            Else go on with what was asked for, taking the runs that its stages have.
+
+    Raises:
+        RequestError: when a stage's inputs or job cannot be frozen.
+        NotWantedError: when the experiment is cancelled while nothing of it is under way.
+    """
+    began, joined = time.time(), False
+    done: dict[str, Run] = {}
+    for position, plan in enumerate(plans, start=1):
+        part: Literal["first", "later"] = "first" if asked and position == 1 else "later"
+        run = _standing(control, experiment_id, plan) if part == "later" else None
+        if run is None:
+            wish = Wish(experiment_id, plan.name, plan.job.task, template=template, part=part)
+            job, inputs = with_inputs(control, plan, plans, done)
+            run = submit(control.home, control.store, wish, partial(freeze, job, inputs), control.intact)
+        if run.state == RunState.SUCCEEDED:
+            yield StageReused(plan.name, run.id, control.summary(run))
+        else:
+            joined = joined or (run.current_epoch > 0 and run.created < began)
+            yield StageStarted(plan.name, run.id, plan.job.task, position, len(plans), joined)
+            yield from watch(control, run.id, poll=poll, stage=plan.name)
+            run = control.run(run.id)
+            if run.state != RunState.SUCCEEDED:
+                return
+        done[plan.name] = run
+    fulfil(control.store, experiment_id)
+
+
+def _standing(control: Control, experiment_id: str, plan: StagePlan) -> Run | None:
+    with control.store.snapshot() as session:
+        return stands_for(session, experiment_id, plan.name)
+
+
+def with_inputs(
+    control: Control, plan: StagePlan, plans: Sequence[StagePlan], done: Mapping[str, Run]
+) -> tuple[Job, dict[str, Path]]:
+    """The job of a stage with its inputs named, and where they lie.
+
+    Inputs are the outputs of the stages it consumes and, as input "model", the weights that the recipe's
+    model section names and the files that its environment section names, so that the bundle holds all that
+    it needs and its digest covers it.
+    """
+    tasks = {other.name: other.job.task for other in plans}
+    kinds = consumed_fields(load_plugin(plan.job.task).spec)
+    inputs: dict[str, Path] = {}
+    references = []
+    for name, source in sorted(plan.consumes.items()):
+        if source == MODEL:
+            continue
+        output = control.directory(done[source]) / load_plugin(tasks[source]).output
+        if not output.exists():
+            raise RequestError(f"stage {source} left no {output.name}", where=str(output.parent))
+        inputs[name] = output
+        references.append(InputReference(name=name, path=f"inputs/{name}", digest="", kind=kinds[name]))
+    weights = plan.job.model.get("path")
+    if weights and MODEL in plan.consumes.values():
+        inputs[MODEL] = Path(weights)
+        references.append(InputReference(name=MODEL, path=f"inputs/{MODEL}", digest="", kind="checkpoint"))
+    job, files = staged(plan.job.model_copy(update={"inputs": tuple(references)}))
+    return job, inputs | files
+
+
+def watch(
+    control: Control, run_id: str, *, poll: float = POLL_SECONDS, stage: str = ""
+) -> Iterator[StageEvent]:
+    """Follow a run to its end, reconciling it meanwhile; the last event is StageFinished or StageFailed."""
+    shown: Any = None
+    attempt = 0
+    while True:
+        run = control.reconciler.one(run_id)
+        name = stage or run.stage
+        directory = control.directory(run)
+        if run.current_epoch > attempt:
+            if attempt > 0:
+                yield StageResumed(name, run_id, run.current_epoch, *_why_ended(control, run_id, attempt))
+            attempt = run.current_epoch
+        progress = read_progress(directory)
+        if progress is not None and progress != shown:
+            shown = progress
+            yield StageProgress(
+                name,
+                run_id,
+                attempt,
+                int(progress["done"]),
+                int(progress["total"]),
+                str(progress["unit"]),
+                progress["figures"],
+            )
+        if RunState(run.state).terminal:
+            yield _last_event(control, run, name)
+            return
+        time.sleep(poll)
+
+
+def _last_event(control: Control, run: Run, stage: str) -> StageEvent:
+    if run.state == RunState.SUCCEEDED:
+        seconds = (run.ended or 0.0) - run.created
+        return StageFinished(stage, run.id, control.summary(run), seconds)
+    tail = log_tail(control.directory(run) / "runtime")
+    return StageFailed(stage, run.id, run.cause, run.message, tail, run.state == RunState.CANCELLED)
+
+
+def _why_ended(control: Control, run_id: str, attempt: int) -> tuple[str, str]:
+    with control.store.snapshot() as session:
+        row = session.get_one(Attempt, (run_id, attempt))
+        return row.cause, row.message
+
+
+def read_progress(attempt: Path) -> dict[str, Any] | None:
+    """What the task last said of its progress; before there is a task, how much of the attempt was sent."""
+    path = attempt / "runtime" / "progress.json"
+    try:
+        found: dict[str, Any] = read_json(path)
+    except RequestError:
+        return read_sent(attempt)
+    return found

@@ -1,0 +1,40 @@
+"""Whether an attempt can be seen, and since when it cannot. A condition, which ends nothing by itself."""
+
+from __future__ import annotations
+
+from perilune.control.record.clock import boot_seconds
+from perilune.control.record.ledger import current
+from perilune.control.record.store import Attempt, Store, record
+from perilune.control.record.transitions import Reachability
+from perilune.execution.observation import Observation
+from perilune.execution.processes import boot_id
+
+
+def note_reachability(store: Store, attempt: Attempt, seen: Observation) -> None:
+    """Record whether the attempt can be seen, when that has changed."""
+    was_hidden = attempt.reachability == Reachability.UNREACHABLE
+    if seen.claim is None and not seen.hidden and not was_hidden:
+        return
+    since = attempt.unreachable_since or {}
+    moved = seen.heartbeat > since.get("heartbeat", -1)  # its files are shared, and it counts on
+    new_boot = since.get("boot_id") != boot_id()
+    now = Reachability.UNREACHABLE if seen.hidden else Reachability.REACHABLE
+    if now == attempt.reachability and not (seen.hidden and (moved or new_boot)):
+        return
+    with store.transaction() as session:
+        row = current(session, attempt)
+        count = {"boot_id": boot_id(), "seconds": boot_seconds(), "heartbeat": seen.heartbeat}
+        row.unreachable_since = count if seen.hidden else None
+        if row.reachability != now:
+            row.reachability = now.value
+            why = {"why": seen.unseen} if seen.unseen else {}
+            record(session, f"attempt.{now.value}", run_id=row.run_id, epoch=row.number, **why)
+    attempt.unreachable_since, attempt.reachability = row.unreachable_since, row.reachability
+
+
+def unseen_seconds(attempt: Attempt, seen: Observation) -> float:
+    """How long the attempt has been out of sight, counted since this boot."""
+    since = attempt.unreachable_since
+    if since is None or not seen.hidden or since["boot_id"] != boot_id():
+        return 0.0
+    return boot_seconds() - float(since["seconds"])

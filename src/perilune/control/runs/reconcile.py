@@ -1,0 +1,339 @@
+"""Bring what is recorded and what is seen together, one run at a time. Safe to kill and repeat anywhere.
+
+Every effect (staging, starting a worker) has its intent committed first, and is one that may be repeated:
+staging is redone from nothing, and of several workers only one can claim an attempt. A per-run flock keeps
+two processes from doing the same work twice; nothing depends on it for correctness. A cut line ends nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from sqlalchemy import select
+
+from perilune.control.evidence.attempt_evidence import worker_said
+from perilune.control.evidence.leftovers import remove_leftovers
+from perilune.control.machines.lifecycle import Fleet
+from perilune.control.machines.rented import Rentals
+from perilune.control.record.conditions import HOME, Conditions, describe
+from perilune.control.record.faults import reached
+from perilune.control.record.home import Home, locked
+from perilune.control.record.identity import inherited
+from perilune.control.record.ledger import begun, current, done, intend, operations, started
+from perilune.control.record.store import RUN, Attempt, Run, Store, move_attempt, move_run
+from perilune.control.record.transitions import AttemptState, Cleanup, RunState
+from perilune.control.runs.admission import Admission
+from perilune.control.runs.endings import CUT, Endings, assignment
+from perilune.control.runs.placements import Placements
+from perilune.control.runs.planner import RetryPolicy, Step, next_step
+from perilune.control.runs.queue import pause_left
+from perilune.control.runs.reachability import note_reachability, unseen_seconds
+from perilune.errors import PeriluneError, WorkFailedError
+from perilune.execution.observation import Observation
+from perilune.execution.verdict import Cause, cause_of
+
+LIVE_RUNS = (RunState.QUEUED.value, RunState.ACTIVE.value)
+WORKERS = 8  # looks at other machines at once
+RETRY_SECONDS = 1.0  # after a first error of a run
+LONGEST_WAIT = 30.0  # seconds between two tries to see what cannot be seen
+
+
+class Reconciler:
+    """Observes and acts for the runs of one home."""
+
+    def __init__(self, home: Home, store: Store, policy: RetryPolicy | None = None) -> None:
+        self.home, self.store = home, store
+        fleet = Fleet(home, store)
+        self.placements = Placements(home, fleet, policy or RetryPolicy())
+        self.endings = Endings(home, store, self.placements)
+        self.rentals = Rentals(fleet, self.endings.end)
+        self.conditions = Conditions(store)
+        self.admission = Admission(home, store, self.placements, self.rentals)
+        self._look_after: dict[str, float] = {}  # run to the moment from which looking again may tell more
+        self._misses: dict[str, int] = {}
+        self._errors: dict[str, Exception] = {}  # run to what its last try raised
+
+    def run(self, run_id: str) -> Run:
+        """The run as recorded."""
+        with self.store.snapshot() as session:
+            return session.get_one(Run, run_id)
+
+    def all(self, *, act: bool = True) -> list[Run]:
+        """Reconcile every live run and return them; with `act=False` begin nothing, only finish.
+
+        Those on this machine one after the other; of those elsewhere so many at once, because a look at them
+        is mostly waiting.
+
+        An error of a run or a machine is recorded as its condition and keeps nothing else from going on.
+
+        Raises:
+            PeriluneError: the database cannot be used.
+        """
+
+        def go_on(run_id: str) -> Run:
+            self._take_on(run_id, act)
+            return self.run(run_id)
+
+        with self.store.snapshot() as session:
+            live = list(session.scalars(select(Run.id).where(Run.state.in_(LIVE_RUNS)).order_by(Run.id)))
+        far = [run_id for run_id in live if self.placements.capabilities(run_id).elsewhere]
+        with ThreadPoolExecutor(min(len(far), WORKERS) or 1) as workers:
+            looks = {run_id: workers.submit(go_on, run_id) for run_id in far}
+            runs = [looks[one].result() if one in looks else go_on(one) for one in live]
+        self.clean_up()
+        self.sweep()
+        return runs
+
+    def clean_up(self) -> None:
+        """Remove what ended attempts left elsewhere, and take every machine one step on."""
+        for attempt in self.unclean():
+            with locked(self.home.run(attempt.run_id)) as mine:
+                if mine:
+                    self.endings.clean(attempt)
+        with self.conditions.of(HOME, "rented machines"):
+            self.rentals.tend_all()
+
+    def sweep(self) -> None:
+        """Remove what killed commands left in the home."""
+        with self.conditions.of(HOME, "sweep"):
+            remove_leftovers(self.home, self.store)
+
+    def unclean(self) -> list[Attempt]:
+        """Ended attempts that are not proven to have stopped, oldest first. They are never forgotten."""
+        with self.store.snapshot() as session:
+            others = inherited(self.home).runs
+            pending = select(Attempt).where(
+                Attempt.cleanup == Cleanup.PENDING.value, Attempt.run_id.not_in(others)
+            )
+            return list(session.scalars(pending.order_by(Attempt.created)))
+
+    def one(self, run_id: str, *, act: bool = True) -> Run:
+        """Take a run as far as it goes now, unless another process is at it; returns it as recorded then.
+
+        Machines of attempts that have ended, its own and those of earlier runs, are taken on with it.
+
+        Raises:
+            Exception: with `act`, the error that is its condition now, unless that is only a cut connection.
+        """
+        if self._take_on(run_id, act):
+            self.rentals.follow()
+        error = self._errors.get(run_id)
+        if act and error is not None and not isinstance(error, CUT):
+            raise error
+        return self.run(run_id)
+
+    def _take_on(self, run_id: str, act: bool) -> bool:
+        """Take a run as far as it goes; False when it is too soon for another look to tell anything."""
+        if (now := time.monotonic()) < self._look_after.get(run_id, 0.0):
+            return False
+        if run_id in inherited(self.home).runs:
+            return False
+        with locked(self.home.run(run_id)) as mine:
+            if mine:
+                self._go_on(run_id, act)
+        self._look_after[run_id] = now + self._pause(run_id)
+        return True
+
+    def _go_on(self, run_id: str, act: bool) -> None:
+        """Step after step until nothing changes. An error is recorded, and tried again ever more rarely."""
+        misses = self._misses.get(run_id, 0)
+        with self.conditions.of(run_id, RUN, clears=act) as work:
+            while self._step(run_id, act):
+                pass
+        if work.error is not None and self.run(run_id).forced:
+            with self.conditions.of(run_id, RUN) as work:
+                self._give_up(run_id)
+        if work.error is None:
+            self._errors.pop(run_id, None)
+        else:
+            self._errors[run_id] = work.error
+            self._misses[run_id] = misses + 1
+
+    def look_now(self, run_id: str) -> None:
+        """Have the next look at a run made when it is asked for, however long the last ones told nothing."""
+        self._look_after.pop(run_id, None)
+
+    def _pause(self, run_id: str) -> float:
+        """Seconds until the next look: as often as it tells something, less often while the way is cut."""
+        every, misses = self.placements.capabilities(run_id).look_every, self._misses.get(run_id, 0)
+        if run_id in self._errors:
+            every = max(every, RETRY_SECONDS)
+        return every if misses == 0 else random.uniform(0.5, 1.0) * min(LONGEST_WAIT, every * 2.0**misses)
+
+    # One step; True when something changed and another may follow.
+
+    def _step(self, run_id: str, act: bool) -> bool:
+        with self.store.snapshot() as session:
+            run = session.get_one(Run, run_id)
+            attempt = session.get(Attempt, (run_id, run.current_epoch))
+        state = RunState(run.state)
+        if state.terminal:
+            return False
+        if state is RunState.QUEUED:
+            return self._admit(run, attempt, act)
+        assert attempt is not None
+        placement, there = self.placements.of(attempt.run_id), assignment(self.home, attempt)
+        if not self.rentals.provide(placement, run, attempt, there, act):
+            return False
+        seen = self._observe(attempt)
+        note_reachability(self.store, attempt, seen)
+        self._misses[run_id] = self._misses.get(run_id, 0) + 1 if seen.hidden else 0
+        return self._act(run, attempt, seen, self._next(run, attempt, seen), act)
+
+    def _act(  # noqa: PLR0911 - one return a row of the table
+        self, run: Run, attempt: Attempt, seen: Observation, step: Step, act: bool
+    ) -> bool:
+        placement, there = self.placements.of(attempt.run_id), assignment(self.home, attempt)
+        match step:
+            case Step.UNREACHABLE:
+                return False
+            case Step.WAIT:
+                if seen.claim is not None and seen.more:
+                    placement.pull(there)
+                return False
+            case Step.STAGE:
+                return act and self._stage(run, attempt)
+            case Step.START:
+                return act and self._start(attempt)
+            case Step.STOP:
+                return self.endings.stop(run, attempt)  # the wish was for this, whatever the command is
+            case Step.ADOPT:
+                return self._adopt(attempt)
+            case Step.FINALIZE:
+                assert seen.verdict is not None
+                return self.endings.finalize(attempt, seen.verdict)
+            case Step.START_FAILED:
+                placement.stop(there)
+                said = worker_said(there.directory) or "it said nothing"
+                return self.endings.end(
+                    attempt, AttemptState.FAILED, Cause.START_FAILED, f"no worker came up: {said}"
+                )
+            case Step.DIED:
+                return self.endings.bury(attempt, seen)
+            case Step.LOSE:
+                self._misses.pop(run.id, None)  # where the next one goes may well be seen
+                return self.endings.lose(run, attempt, seen)
+            case Step.REFUSED:
+                with self.store.transaction() as session:
+                    begun(session, attempt)
+                return self.endings.end(
+                    attempt, AttemptState.FAILED, Cause.HOST_REFUSED, seen.unseen, cleanup=Cleanup.NONE
+                )
+
+    def look(self, run: Run, attempt: Attempt) -> tuple[Observation, Step]:
+        """What is seen of an active run's attempt, and the step that is next. Records and does nothing."""
+        seen = self._observe(attempt)
+        try:
+            return seen, self._next(run, attempt, seen)
+        except Exception as error:
+            return Observation(unseen=describe(error)), Step.UNREACHABLE
+
+    def _observe(self, attempt: Attempt) -> Observation:
+        """One look at an attempt. After an error nothing is known of it, and the observation says why."""
+        try:
+            return self.placements.of(attempt.run_id).observe(assignment(self.home, attempt))
+        except Exception as error:
+            return Observation(unseen=describe(error))
+
+    def _give_up(self, run_id: str) -> None:
+        """End a run that cannot be stopped for an error, because its user asked for that."""
+        with self.store.snapshot() as session:
+            run = session.get_one(Run, run_id)
+            attempt = session.get(Attempt, (run_id, run.current_epoch))
+        if run.state == RunState.ACTIVE and attempt is not None:
+            self.endings.lose(run, attempt, Observation())
+
+    def _next(self, run: Run, attempt: Attempt, seen: Observation) -> Step:
+        with self.store.snapshot() as session:
+            starts = operations(session, run.id, attempt.number, "start")
+        return next_step(
+            AttemptState(attempt.state),
+            seen,
+            cancel=run.desired == RunState.CANCELLED,
+            force=run.forced,
+            starting=self.placements.of(attempt.run_id).starting(assignment(self.home, attempt)),
+            starts=starts,
+            unseen_seconds=unseen_seconds(attempt, seen),
+            lost_after=self.placements.policy_of(run.id).lost_after,
+        )
+
+    def _admit(self, run: Run, previous: Attempt | None, act: bool) -> bool:
+        """QUEUED to ACTIVE with attempt N+1, once nothing of attempt N is left."""
+        if run.desired == RunState.CANCELLED:
+            with self.store.transaction() as session:
+                move_run(session, session.get_one(Run, run.id), RunState.CANCELLED)
+            return True
+        if not act or pause_left(self.placements, run):
+            return False
+        if previous is not None and not self.endings.out_of_the_way(previous):
+            return False
+        turn = self.admission.turn(run)
+        if not turn.has_come:
+            for other in (*turn.taking, *turn.before):  # nobody else may be there to help them along
+                self._take_on(other, act=True)
+            return False
+        return self.admission.begin(run)
+
+    def _stage(self, run: Run, attempt: Attempt) -> bool:
+        with self.store.transaction() as session:
+            begun(session, attempt)
+            key = intend(session, attempt, "stage")
+        reached("stage.intended")
+        order = {
+            "run": run.id,
+            "stage": run.stage,
+            "epoch": attempt.number,
+            "bundle_digest": run.bundle_digest,
+        }
+        bundle, previous = self.home.bundle(run.id), self._carried_from(run)
+        try:
+            self.placements.of(attempt.run_id).stage(assignment(self.home, attempt), bundle, order, previous)
+        except CUT:
+            raise
+        except PeriluneError as error:
+            damaged = Cause.TRANSFER_FAILED if isinstance(error, WorkFailedError) else Cause.BUNDLE_REJECTED
+            cause = cause_of(error) if cause_of(error) is Cause.DISK_FULL else damaged
+            return self.endings.end(attempt, AttemptState.FAILED, cause, str(error))
+        reached("stage.done")
+        with self.store.transaction() as session:
+            done(session, key)
+            move_attempt(session, current(session, attempt), AttemptState.STARTING)
+        reached("stage.committed")
+        return True
+
+    def _carried_from(self, run: Run) -> Path | None:
+        """The attempt whose complete checkpoints the next one starts from."""
+        if run.current_epoch > 1:
+            owner, number = run.id, run.current_epoch - 1
+        elif run.retry_of is not None and self.run(run.retry_of).state != RunState.SUCCEEDED:
+            owner, number = run.retry_of, self.run(run.retry_of).current_epoch
+        else:
+            return None
+        path = self.home.attempt(owner, number)
+        return path if path.is_dir() else None
+
+    def _start(self, attempt: Attempt) -> bool:
+        placement = self.placements.of(attempt.run_id)
+        with self.store.transaction() as session:
+            key = intend(session, attempt, "start")
+        reached("start.intended")
+        try:
+            placement.start(assignment(self.home, attempt))
+        except CUT:
+            raise
+        except PeriluneError as error:
+            cause = Cause.START_FAILED if isinstance(error, WorkFailedError) else cause_of(error)
+            return self.endings.end(attempt, AttemptState.FAILED, cause, str(error))
+        reached("start.done")
+        with self.store.transaction() as session:
+            done(session, key)
+        return placement.capabilities.elsewhere  # here it needs a moment to claim
+
+    def _adopt(self, attempt: Attempt) -> bool:
+        with self.store.transaction() as session:
+            move_attempt(session, started(session, attempt), AttemptState.RUNNING)
+        reached("adopt.committed")
+        return False

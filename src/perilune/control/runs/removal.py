@@ -1,0 +1,183 @@
+"""Removing an experiment: from the record, then from the disk.
+
+One transaction records which runs go and deletes their rows. Their folders are then renamed away and deleted.
+After a kill in between, `perilune.control.evidence.leftovers` removes the folders that the event names.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import delete, select, update
+from sqlalchemy.orm import Session
+
+from perilune.control.evidence.disk import size_of
+from perilune.control.evidence.leftovers import REMOVED
+from perilune.control.record.faults import reached
+from perilune.control.record.home import Home, locked
+from perilune.control.record.store import (
+    Attempt,
+    Condition,
+    Experiment,
+    Machine,
+    Operation,
+    Run,
+    Stage,
+    record,
+)
+from perilune.control.record.transitions import Cleanup, MachineState, RunState
+from perilune.control.runs.experiments import Control
+from perilune.control.runs.submission import SUBMISSION
+from perilune.errors import RequestError
+from perilune.files import read_json, write_json
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """What removing an experiment does.
+
+    Attributes:
+        runs: that go.
+        kept: run that stays, because another experiment needs it, to the id of that experiment.
+        copied: names of other experiments that started from a checkpoint of a run that goes. Their bundles
+            hold copies.
+        blockers: why it cannot be removed now, each with the command that helps.
+    """
+
+    experiment: Experiment
+    runs: tuple[Run, ...]
+    kept: dict[str, str]
+    copied: tuple[str, ...]
+    blockers: tuple[tuple[str, str], ...]
+
+
+def plan_removal(control: Control, experiment_id: str) -> Removal:
+    """What removing the experiment would do now."""
+    with control.store.snapshot() as session:
+        return _plan(session, control.home, experiment_id)
+
+
+def bytes_of(control: Control, removal: Removal) -> int:
+    """Bytes on disk of what goes."""
+    seen: set[tuple[int, int]] = set()
+    folders = [control.home.run(run.id) for run in removal.runs]
+    return sum(size_of(path, seen) for path in (*folders, control.home.experiment(removal.experiment.id)))
+
+
+def remove_experiment(control: Control, experiment_id: str) -> Removal:
+    """Remove an experiment with its runs. Runs that other experiments need go over to those.
+
+    Raises:
+        RequestError: when a run or a machine is live, or another command uses a run.
+    """
+    home = control.home
+    with ExitStack() as stack:
+        for run in plan_removal(control, experiment_id).runs:
+            if home.run(run.id).is_dir() and not stack.enter_context(locked(home.run(run.id))):
+                raise RequestError("another command is using the run", where=run.id, remedy="try again later")
+        with control.store.transaction() as session:
+            removal = _plan(session, home, experiment_id)
+            if removal.blockers:
+                what, remedy = removal.blockers[0]
+                raise RequestError(what, where=removal.experiment.name, remedy=remedy)
+            _delete(session, removal)
+        reached("remove.recorded")
+        for run_id, heir in removal.kept.items():
+            _hand_over(home, run_id, heir)
+        for run in removal.runs:
+            home.discard(home.run(run.id))
+        home.discard(home.experiment(experiment_id))
+    return removal
+
+
+def _plan(session: Session, home: Home, experiment_id: str) -> Removal:
+    experiment = session.get(Experiment, experiment_id)
+    if experiment is None:
+        raise RequestError("the experiment has been removed already", where=experiment_id)
+    own = list(session.scalars(select(Run).where(Run.experiment_id == experiment_id).order_by(Run.id)))
+    kept = _kept(session, experiment_id)
+    runs = tuple(run for run in own if run.id not in kept)
+    return Removal(
+        experiment,
+        runs,
+        {run.id: kept[run.id] for run in own if run.id in kept},
+        tuple(_copied(session, home, experiment_id, runs)),
+        tuple(_blockers(session, experiment, own)),
+    )
+
+
+def _kept(session: Session, experiment_id: str) -> dict[str, str]:
+    """Runs that other experiments need, each to one of them: runs of its stages, and runs these retry."""
+    others = select(Stage.run_id, Stage.experiment_id).where(
+        Stage.experiment_id != experiment_id, Stage.run_id.is_not(None)
+    )
+    kept: dict[str, str] = {run_id: heir for run_id, heir in session.execute(others) if run_id}
+    retries = select(Run.id, Run.experiment_id, Run.retry_of).where(Run.retry_of.is_not(None))
+    # A retry is younger than the run it repeats, and ids grow with time.
+    for run_id, owner, before in session.execute(retries.order_by(Run.id.desc())):
+        heir = kept.get(run_id) or (owner if owner != experiment_id else None)
+        if heir and before:
+            kept.setdefault(before, heir)
+    return kept
+
+
+def _copied(session: Session, home: Home, experiment_id: str, runs: tuple[Run, ...]) -> list[str]:
+    """Names of other experiments whose recipe starts from a checkpoint of one of the runs."""
+    folders = [home.run(run.id) for run in runs]
+    found = []
+    for other in session.scalars(select(Experiment).where(Experiment.id != experiment_id)):
+        path = home.experiment(other.id) / "recipe.json"
+        recipe: dict[str, Any] = read_json(path) if path.exists() else {}
+        weights = (recipe.get("model") or {}).get("path")
+        if weights and any(Path(weights).is_relative_to(folder) for folder in folders):
+            found.append(other.name)
+    return sorted(found)
+
+
+def _blockers(session: Session, experiment: Experiment, own: list[Run]) -> list[tuple[str, str]]:
+    found = [
+        (
+            f"run {run.id} of stage {run.stage} is {run.state}",
+            f"perilune cancel {run.id}, then wait for its end",
+        )
+        for run in own
+        if not RunState(run.state).terminal
+    ]
+    if experiment.wanted and not found:
+        found.append(("stages of it are still to be run", f"perilune cancel {experiment.id}"))
+    ids = [run.id for run in own]
+    pending = select(Attempt).where(Attempt.run_id.in_(ids), Attempt.cleanup == Cleanup.PENDING.value)
+    found += [
+        (f"attempt {one.number} of run {one.run_id} is not proven to have stopped", "perilune reconcile")
+        for one in session.scalars(pending)
+    ]
+    alive = select(Machine).where(Machine.run_id.in_(ids), Machine.state != MachineState.GONE.value)
+    found += [
+        (f"machine {one.key} of run {one.run_id} is {one.state}", "perilune machines list")
+        for one in session.scalars(alive)
+    ]
+    return found
+
+
+def _delete(session: Session, removal: Removal) -> None:
+    ids = [run.id for run in removal.runs]
+    experiment = removal.experiment
+    record(session, REMOVED, experiment=experiment.id, name=experiment.name, runs=ids, kept=removal.kept)
+    for run_id, heir in removal.kept.items():
+        session.execute(update(Run).where(Run.id == run_id).values(experiment_id=heir))
+    session.execute(update(Run).where(Run.id.in_(ids)).values(retry_of=None))
+    session.execute(delete(Stage).where(Stage.experiment_id == experiment.id))
+    for table in (Operation, Attempt, Condition):
+        session.execute(delete(table).where(table.run_id.in_(ids)))
+    session.execute(delete(Run).where(Run.id.in_(ids)))
+    session.execute(delete(Experiment).where(Experiment.id == experiment.id))
+
+
+def _hand_over(home: Home, run_id: str, heir: str) -> None:
+    """Write the run's new experiment where `perilune rebuild` reads it."""
+    path = home.run(run_id) / SUBMISSION
+    if path.exists():
+        write_json(path, {**read_json(path), "experiment": heir})

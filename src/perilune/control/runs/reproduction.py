@@ -1,0 +1,81 @@
+"""Run a frozen bundle again, beside the history, and compare what it computed with the first time."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from perilune.bundle.compare import compare_artifacts
+from perilune.bundle.freeze import attempt_copy
+from perilune.bundle.storage import remove_tree
+from perilune.bundle.verify import Difference, require_verified
+from perilune.control.evidence.attempt_evidence import worker_said
+from perilune.control.evidence.attestation import removed_from
+from perilune.control.record.ids import new_ulid
+from perilune.control.record.transitions import RunState
+from perilune.control.runs.experiments import POLL_SECONDS, Control, read_progress
+from perilune.control.runs.progress import StageEvent, StageProgress
+from perilune.errors import RequestError, WorkFailedError
+from perilune.execution.launchers.process import worker_command
+from perilune.execution.verdict import read_verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Reproduced(StageEvent):
+    """The second run has ended: where it lies (None when it was identical), and what differs."""
+
+    directory: Path | None
+    differences: tuple[Difference, ...]
+
+
+def reproduce(control: Control, run_id: str) -> Iterator[StageEvent]:
+    """Run the frozen bundle of a succeeded run again and compare metrics, episodes and final checkpoint.
+
+    Tells its progress; the last event is Reproduced. The second run ends with this process. Its directory
+    is kept when something differs.
+
+    Raises:
+        RequestError: when the run has not succeeded, or its evidence is damaged.
+        WorkFailedError: when the second run failed.
+    """
+    run = control.run(run_id)
+    if run.state != RunState.SUCCEEDED:
+        raise RequestError(
+            f"the run is {run.state}; only one that succeeded can be reproduced", where=f"run {run_id}"
+        )
+    first = control.directory(run)
+    require_verified(first, run.bundle_digest, removed_from(control.home, run_id, run.current_epoch))
+    again = control.home.run(run_id) / "reproductions" / new_ulid()
+    attempt_copy(control.home.bundle(run_id), again)
+    with (again / "runtime" / "worker.log").open("wb") as log:
+        worker = subprocess.Popen(
+            [*worker_command(again, 1), "--tied"], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
+    try:
+        yield from _follow(worker, again, run.stage, run_id)
+    finally:
+        if worker.poll() is None:
+            worker.terminate()
+            worker.wait()
+    verdict = read_verdict(again / "runtime", 1)
+    if verdict is None or not verdict.succeeded:
+        said = verdict.message if verdict else worker_said(again)
+        raise WorkFailedError(f"the second run failed: {said}", where=str(again))
+    differences = tuple(compare_artifacts(first, again))
+    if not differences:
+        remove_tree(again)
+    yield Reproduced(run.stage, run_id, again if differences else None, differences)
+
+
+def _follow(worker: subprocess.Popen[bytes], attempt: Path, stage: str, run_id: str) -> Iterator[StageEvent]:
+    shown = None
+    while worker.poll() is None:
+        progress = read_progress(attempt)
+        if progress is not None and progress != shown:
+            shown = progress
+            done, total, unit = int(progress["done"]), int(progress["total"]), str(progress["unit"])
+            yield StageProgress(stage, run_id, 1, done, total, unit, progress["figures"])
+        time.sleep(POLL_SECONDS)

@@ -1,0 +1,100 @@
+"""Run a recipe or evaluate a checkpoint from Python, as `perilune run` and `perilune eval` do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from perilune.bundle.plugin import load_plugin
+from perilune.control.runs.experiments import Control, advance, open_experiment, stage_plans
+from perilune.control.runs.progress import StageEvent, StageFailed, StageFinished, StageReused
+from perilune.control.runs.stage_failures import explain_failure
+from perilune.recipe.evaluation import STAGE, evaluation_recipe
+from perilune.recipe.load import load_recipe
+from perilune.recipe.schema import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class StageResult:
+    """A stage that succeeded.
+
+    Attributes:
+        run_id: the run that did the work, for `perilune show`.
+        summary: the content of its artifacts/summary.json.
+        output: what later stages consume: the folder of a checkpoint, a file of traces, an evaluation.
+    """
+
+    run_id: str
+    summary: Mapping[str, Any]
+    output: Path
+
+
+def run(
+    recipe: Recipe | str | Path, *, on_event: Callable[[StageEvent], None] | None = None
+) -> dict[str, StageResult]:
+    """Run all stages of a recipe on this machine and return their results by stage name.
+
+    Finished stages are reused, and stages that are under way are joined. State lives in $PERILUNE_HOME
+    (default ~/.perilune), where the command line finds the same experiment. If the calling process is
+    interrupted, the current stage continues; `perilune cancel` stops it. `perilune report` writes the
+    experiment's report, and `perilune track` copies its figures to trackers.
+
+    Args:
+        recipe: a loaded recipe, the path of a YAML file, or the name of a bundled recipe.
+        on_event: called with the start, the progress and the end of each stage.
+
+    Raises:
+        RequestError: when the recipe is wrong, or a stage finds that it is.
+        WorkFailedError: when a stage fails or is cancelled.
+    """
+    loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    control = Control()
+    plans = stage_plans(loaded)
+    outputs = {plan.name: load_plugin(plan.job.task).output for plan in plans}
+    results: dict[str, StageResult] = {}
+    for event in advance(control, open_experiment(control, loaded), plans):
+        if on_event is not None:
+            on_event(event)
+        if isinstance(event, StageFailed):
+            raise explain_failure(event)
+        if isinstance(event, StageFinished | StageReused):
+            directory = control.directory(control.run(event.run_id))
+            results[event.stage] = StageResult(event.run_id, event.summary, directory / outputs[event.stage])
+    return results
+
+
+def evaluate(
+    checkpoint: str | Path,
+    environment: Mapping[str, Any],
+    *,
+    tasks: int = 128,
+    samples: int = 8,
+    max_tokens: int = 64,
+    temperature: float = 1.0,
+    seed: int = 0,
+) -> Mapping[str, Any]:
+    """Evaluate a checkpoint on the held-out tasks of an environment, with confidence intervals.
+
+    The evaluation is a run like any other, and a finished evaluation with the same arguments is reused.
+
+    Args:
+        checkpoint: Hugging Face folder, or the id of a model in the local cache.
+        environment: the section of a recipe: {"id": ..., ...}.
+        tasks: number of held-out tasks. The same seed gives the same tasks.
+        samples: samples per task, for pass@k up to this k. Each task also gets one greedy answer.
+        max_tokens: longest answer in tokens.
+        temperature: of sampling.
+        seed: of the tasks and of the samples.
+
+    Returns:
+        The summary of the run: "pass@1" and further pass@k with their intervals, "greedy", "length",
+        "truncated" and the other figures of an evaluation.
+
+    Raises:
+        RequestError: when the checkpoint, the environment or a number is wrong.
+        WorkFailedError: when the evaluation fails.
+    """
+    fields = {"tasks": tasks, "samples": samples, "max_tokens": max_tokens, "temperature": temperature}
+    return run(evaluation_recipe(Path(checkpoint), environment, fields, seed))[STAGE].summary

@@ -1,0 +1,246 @@
+"""Templates: named YAML files that say where runs go, with what, how often they are tried, and for how long.
+
+A template is read when a run is submitted and recorded with it, so a later edit reaches later runs only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+
+from perilune.bundle.job import Job, Resources
+from perilune.bundle.plugin import load_plugin, resources_of
+from perilune.control.machines.leases import Rental
+from perilune.control.record.home import Home
+from perilune.control.runs.planner import RetryPolicy
+from perilune.errors import RequestError
+from perilune.execution.hosts.ssh import SshSettings
+from perilune.execution.launchers.docker import Container
+from perilune.execution.limits import Limits
+from perilune.execution.placements.remote import Site
+from perilune.files import read_regular
+from perilune.recipe.problems import ProblemsError, nearest, raise_first, validate
+from perilune.recipe.source import MAX_BYTES, Document, parse_yaml
+
+LOCAL = "local"
+TEMPLATE = "template.json"  # in a run's directory: what it was submitted with
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Here(_Section):
+    """This machine."""
+
+    name: Literal["local"] = "local"
+    site: Site | None = Field(None, description="what is where on it; for containers only")
+
+
+class OverSsh(SshSettings):
+    """A machine that one reaches with ssh."""
+
+    name: Literal["ssh"] = "ssh"
+    site: Site = Field(Site(), description="what is where on it")
+
+
+class OnRented(Rental):
+    """A machine that is rented for every attempt, and given back after it."""
+
+    name: Literal["rented"] = "rented"
+    site: Site = Field(Site(), description="what is where on it")
+
+
+class Retry(_Section):
+    """How often another attempt follows one that has ended, by whose fault that was."""
+
+    infrastructure: int = Field(5, ge=0, description="retries after a failure of the machine or of Perilune")
+    lost: int = Field(5, ge=0, description="retries after contact was lost")
+    user: int = Field(0, ge=0, description="retries after a failure of the task itself")
+    base: float = Field(0.5, gt=0, description="seconds; the n-th retry waits at most base * 2**n, at random")
+    cap: float = Field(300.0, gt=0, description="longest wait before a retry, in seconds")
+
+
+class ResourcesChange(_Section):
+    """What the machine has, in place of what the recipe says."""
+
+    device: Literal["auto", "cpu", "cuda"] | None = Field(None, description="where tensors live")
+    threads: int | None = Field(None, ge=0, description="threads of a process on a CPU")
+    processes: int | None = Field(
+        None, ge=1, le=64, description="processes of a training stage, on each machine"
+    )
+    nodes: int | None = Field(None, ge=1, le=64, description="machines of a training stage")
+    sharded: bool | None = Field(None, description="whether processes shard the weights")
+
+
+def _launcher(value: Any) -> str | None:
+    """Which launcher is meant: it stands alone, or is the `name` of a section."""
+    if isinstance(value, Container):
+        return value.name
+    name = value.get("name") if isinstance(value, dict) else value
+    return name if isinstance(name, str) else None
+
+
+_Process = Annotated[Literal["process"], Tag("process")]
+_Docker = Annotated[Container, Tag("docker")]
+
+
+class Template(_Section):
+    """Where and how runs go."""
+
+    description: str = Field("", description="text for readers")
+    placement: Annotated[Here | OverSsh | OnRented, Field(discriminator="name")] = Field(
+        Here(), description="where: local, ssh with how to get there, or rented with what it may cost"
+    )
+    launcher: Annotated[_Process | _Docker, Discriminator(_launcher)] = Field(
+        "process", description="how a worker is started there: process, or a section with the name docker"
+    )
+    resources: ResourcesChange = Field(ResourcesChange(), description="what the machine has")
+    retry: Retry = Field(Retry(), description="how often it is tried again")
+    limits: Limits = Field(Limits(), description="how long an attempt may go on elsewhere")
+    slots: int | None = Field(None, ge=1, description="most runs at this placement at once; others wait")
+    priority: int = Field(0, description="of waiting runs: the highest first, then first come, first served")
+    allowed_overrides: tuple[str, ...] = Field(
+        (), description="keys that `perilune run --with KEY=VALUE` may change, such as limits.max_lifetime"
+    )
+
+    @model_validator(mode="after")
+    def _site_of_containers(self) -> Template:
+        if isinstance(self.placement, Here) and self.placement.site and self.container is None:
+            raise ValueError("placement.site is for containers: here, a process is started as you are")
+        return self
+
+    @property
+    def container(self) -> Container | None:
+        """What workers run in; None is no container."""
+        return None if self.launcher == "process" else self.launcher
+
+    def policy(self) -> RetryPolicy:
+        """As the reconciler wants it."""
+        here = isinstance(self.placement, Here) and self.container is None
+        lost_after = RetryPolicy().lost_after if here else self.limits.given_up_after
+        return RetryPolicy(**self.retry.model_dump(), lost_after=lost_after)
+
+    def job(self, job: Job) -> Job:
+        """The job as it runs there.
+
+        Raises:
+            RequestError: when it wants several machines and the placement has one, or keeps them apart.
+        """
+        changes = self.resources.model_dump(exclude_none=True)
+        resources = Resources.model_validate(job.resources.model_dump() | changes)
+        resources = resources_of(load_plugin(job.task), resources)
+        if resources.nodes > 1 and not isinstance(self.placement, OnRented):
+            raise RequestError(
+                f"{resources.nodes} machines are asked for, and the placement {self.placement.name} has one",
+                where="resources.nodes",
+                remedy="rent them: a template whose placement is rented",
+            )
+        if resources.nodes > 1 and self.container is not None and self.container.network != "host":
+            raise RequestError(
+                f"{resources.nodes} machines are asked for, whose containers have networks of their own",
+                where="launcher.network",
+                remedy="network: host",
+            )
+        return job.model_copy(update={"resources": resources})
+
+
+BUILT_IN = {LOCAL: Template(description="this machine")}
+
+
+def folder(home: Home) -> Path:
+    """Where the user's templates lie."""
+    return home.root / "templates"
+
+
+def template_names(home: Home) -> list[str]:
+    """Names of all templates there are; the user's own come before those that are built in."""
+    own = sorted(path.stem for path in folder(home).glob("*.yaml"))
+    return [*own, *(name for name in BUILT_IN if name not in own)]
+
+
+def load_template(home: Home, name: str, changes: Sequence[str] = ()) -> Template:
+    """The template called `name`, or in the file `name`, with `changes` ("key.key=value") that it allows.
+
+    Raises:
+        RequestError: there is none, it is not valid (file, line, key), or it does not allow a change.
+    """
+    path = Path(name) if name.endswith(".yaml") else folder(home) / f"{name}.yaml"
+    if not path.exists() and name not in BUILT_IN:
+        raise RequestError(
+            f"no template is called '{name}'",
+            where=str(folder(home)),
+            remedy=nearest(name, template_names(home)),
+        )
+    if not path.exists():
+        document = Document(json.loads(BUILT_IN[name].model_dump_json()), {(): f"template {name}"})
+    else:
+        document = parse_yaml(_read(path), str(path))
+    template = _validated(document)
+    for change in changes:
+        _apply(document, change, template.allowed_overrides, name)
+    return _validated(document) if changes else template
+
+
+def recorded_template(home: Home, run_id: str) -> Template | None:
+    """The template that a run was submitted with.
+
+    Raises:
+        RequestError: when what was recorded is damaged.
+    """
+    path = home.run(run_id) / TEMPLATE
+    try:
+        return Template.model_validate_json(path.read_bytes()) if path.exists() else None
+    except (OSError, ValidationError) as error:
+        raise RequestError(f"not the template of a run: {error}", where=str(path)) from None
+
+
+def with_present_host_key(home: Home, template: Template) -> Template:
+    """A recorded template with the host key that the user's templates now give for the same machine.
+
+    A run that was refused because its machine has a new key can be tried again once the template says so.
+    """
+    if not isinstance(template.placement, OverSsh):
+        return template
+    where = template.placement.model_dump(include={"host", "port", "user", "config"})
+    for name in template_names(home):
+        with contextlib.suppress(RequestError):  # another template that is not valid
+            now = load_template(home, name).placement
+            if isinstance(now, OverSsh) and now.model_dump(include=set(where)) == where:
+                placement = template.placement.model_copy(update={"host_key": now.host_key})
+                return template.model_copy(update={"placement": placement})
+    return template
+
+
+def _validated(document: Document) -> Template:
+    value = document.value if document.value is not None else {}
+    try:
+        return validate(Template, value, (), "")
+    except ProblemsError as found:
+        raise_first(found.problems, document.place)
+
+
+def _apply(document: Document, change: str, allowed: Sequence[str], name: str) -> None:
+    key, equals, text = change.partition("=")
+    place = f"--with {change}"
+    if not equals or not key:
+        raise RequestError("not of the form key=value", where=place, remedy="--with limits.max_lifetime=3600")
+    if key not in allowed:
+        listed = (
+            f"it allows {', '.join(allowed)}" if allowed else "it allows none: name them in allowed_overrides"
+        )
+        raise RequestError(f"the template {name} does not let '{key}' be changed", where=place, remedy=listed)
+    value: Any = parse_yaml(text, place).value
+    document.set(tuple(key.split(".")), value, place)
+
+
+def _read(path: Path) -> str:
+    try:
+        return read_regular(path, MAX_BYTES).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"cannot be read: {error}", where=str(path)) from None

@@ -1,0 +1,329 @@
+"""reasoning-gym: a hundred families of generated puzzles, each with its own scorer, as environments.
+
+https://github.com/open-thought/reasoning-gym (Apache-2.0).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import math
+import os
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from perilune.environments.adapters import compact
+from perilune.environments.adapters.answer_form import well_formed
+from perilune.environments.adapters.independent_checks import DOUBTED, is_right
+from perilune.environments.adapters.plotting import plotting_put_off
+from perilune.environments.core.protocol import Failure, Outcome, Score, Split, Task, Transcript
+from perilune.environments.core.registry import did_you_mean
+from perilune.environments.core.single_turn import SingleTurn
+from perilune.environments.core.stated_answer import StatedAnswer
+from perilune.errors import RequestError
+
+HELD_OUT_PARTS = 10  # one tenth of all questions is held out
+CHUNK = 1000  # items drawn from one seed of the generator
+
+# Families that iterate over sets, so that their tasks follow the interpreter's hash seed.
+HASH_SEEDED = frozenset(
+    {
+        "intermediate_integration",
+        "codeio",  # and one item in some hundreds names a temporary file, which no seed fixes
+        "isomorphic_strings",
+        "knight_swap",
+        "polynomial_multiplication",
+        "ransom_note",
+        "word_ladder",
+    }
+)
+# Families that draw from Python's global random numbers besides their own.
+GLOBALLY_SEEDED = frozenset({"codeio", "list_functions"})
+
+
+_NO_FAMILIES = frozenset({"composite"})  # mixes families, and would hide whose form an answer must have
+
+
+class ReasoningGymSpec(BaseModel):
+    """The environment section of a recipe, for `id: reasoning_gym`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: Literal["reasoning_gym"] = Field("reasoning_gym", description="which environment this is")
+    task: str = Field(description="name of a reasoning-gym task family, e.g. basic_arithmetic")
+    config: dict[str, Any] = Field(default_factory=dict, description="the family's own settings")
+    prompt: Literal["original", "compact"] = Field(
+        "original", description="the family's own wording, or a few characters with the answer after ';'"
+    )
+    threshold: float | None = Field(
+        1.0, gt=0, le=1, description="reward 1 from this raw score on, else 0; null keeps raw scores"
+    )
+    strict: bool = Field(
+        True, description="an answer must be finished and have the form of one before the scorer sees it"
+    )
+
+
+class ReasoningGymEnvironment(SingleTurn):
+    """One family of reasoning-gym tasks.
+
+    Raises:
+        RequestError: when the family or a setting is unknown or impossible, or has no compact prompt.
+    """
+
+    Spec = ReasoningGymSpec
+
+    def __init__(self, spec: ReasoningGymSpec) -> None:
+        self.spec = spec
+        self.id = f"reasoning_gym/{spec.task}"
+        self._dataset = _create(spec, seed=0)
+        if spec.prompt == "compact" and spec.task not in compact.PROMPTS:
+            raise RequestError(
+                f"'{spec.task}' has no compact prompt",
+                where="environment.prompt",
+                remedy=f"prompt: original, or one of: {', '.join(sorted(compact.PROMPTS))}",
+            )
+
+    @staticmethod
+    def families() -> tuple[str, ...]:
+        """What `task` may be, sorted."""
+        return tuple(sorted(_datasets()))
+
+    def settings(self) -> dict[str, Any]:
+        """What `config` may hold for this family: each setting and its value here."""
+        config = vars(self._dataset.config)
+        return {name: value for name, value in config.items() if name in _settings(self.spec.task)}
+
+    def tasks(self, split: Split, seed: int) -> Iterator[Task]:
+        """Distinct tasks of a split in an order fixed by `seed`; ends when the generator has no new ones.
+
+        Raises:
+            RequestError: for a family whose generator follows the interpreter's hash seed, when that is
+                random: the same seed would give other tasks in the next process.
+        """
+        self._require_stable_hashes()
+        seen: set[str] = set()
+        for chunk in range(sys.maxsize):
+            before = len(seen)
+            for entry in self._entries(seed, chunk):
+                task = self._task(entry)
+                if task.task_id in seen:
+                    continue
+                seen.add(task.task_id)
+                if self._split(entry) == split:
+                    yield task
+            if len(seen) == before:
+                return
+
+    def score(self, task: Task, transcript: Transcript) -> Outcome:
+        """Judge the final answer with the family's own scorer.
+
+        Terms: "raw", the scorer's own figure, and "well_formed". A scorer that raises or returns no finite
+        number is a Failure of the verifier. Where an audit found that a scorer pays for wrong answers, and
+        `strict` is on, what a second opinion rejects is worth nothing.
+        """
+        gold = task.data["answer"]
+        answer = self._answer(transcript.text)
+        metrics: dict[str, float] = {}
+        if self.spec.prompt == "compact" and self.spec.task in compact.ARITHMETIC:
+            metrics = compact.arithmetic_metrics(task.data["compact"], transcript.text)
+        formed = answer is not None and well_formed(self.spec.task, answer, gold)
+        if answer is None or (self.spec.strict and not (formed and transcript.finished)):
+            return Score(0.0, {"raw": 0.0, "well_formed": float(formed)}, metrics)
+        entry = {"question": task.data["question"], "answer": gold, "metadata": decode(task.data["metadata"])}
+        try:
+            raw = float(self._dataset.score_answer(answer, entry))
+        except Exception as error:  # whatever a scorer raises on model text is data, not a crash
+            return Failure(
+                "verifier", f"{self.spec.task} scorer raised {type(error).__name__}: {error}"[:300]
+            )
+        if not math.isfinite(raw):
+            return Failure("verifier", f"{self.spec.task} scorer returned {raw}")
+        if self.spec.strict and self.spec.task in DOUBTED and self.is_right(task, transcript) is False:
+            raw = 0.0
+        threshold = self.spec.threshold
+        reward = raw if threshold is None else float(raw >= threshold)
+        return Score(reward, {"raw": raw, "well_formed": float(formed)}, metrics)
+
+    def gold(self, task: Task) -> Transcript | None:
+        """What a policy that knows the answer would write, or None when the family states no answer."""
+        answer = task.data["answer"]
+        if answer is None:
+            return None
+        return Transcript(compact.ANSWER_MARK + answer if self.spec.prompt == "compact" else answer)
+
+    def is_right(self, task: Task, transcript: Transcript) -> bool | None:
+        """A second opinion, for audits: found without the family's scorer, and None where nobody knows."""
+        answer = self._answer(transcript.text)
+        facts = {"answer": task.data["answer"], "metadata": decode(task.data["metadata"])}
+        return answer is not None and is_right(self.spec.task, answer, facts)
+
+    def stated_answer(self, task: Task) -> StatedAnswer | None:
+        """The answer that the family states, and how it is given; None where it states none."""
+        answer = task.data["answer"]
+        if answer is None:
+            return None
+        if self.spec.prompt == "compact":
+            return StatedAnswer(compact.ANSWER_MARK, (answer,), (compact.ANSWER_MARK,))
+        return StatedAnswer("\n<answer>", (answer,), ("<answer>", "</think>"))
+
+    def _answer(self, text: str) -> str | None:
+        if self.spec.prompt == "compact":
+            return compact.answer(text)
+        return original_answer(text)
+
+    def _entries(self, seed: int, chunk: int) -> Iterator[Mapping[str, Any]]:
+        mixed = hashlib.sha256(f"{self.id}/{seed}/{chunk}".encode()).digest()
+        chunk_seed = int.from_bytes(mixed[:4], "big") >> 1
+        dataset = _create(self.spec, chunk_seed)
+        for index in range(CHUNK):
+            with contextlib.redirect_stdout(io.StringIO()):  # a few generators print while they work
+                try:
+                    if self.spec.task in GLOBALLY_SEEDED:
+                        with _global_random(chunk_seed + index):
+                            entry = dataset[index]
+                    else:
+                        entry = dataset[index]
+                except IndexError:  # families with a fixed store of items
+                    return
+            if "Integral(" not in (entry["answer"] or ""):  # the question again is no answer
+                yield entry
+
+    def _task(self, entry: Mapping[str, Any]) -> Task:
+        family = self.spec.task
+        short = compact.PROMPTS[family](entry) if family in compact.PROMPTS else None
+        question = entry["question"]
+        content = short if self.spec.prompt == "compact" and short is not None else question
+        data = {"question": question, "answer": entry["answer"], "metadata": encode(entry["metadata"])}
+        if short is not None:
+            data["compact"] = short
+        return Task(
+            task_id=_digest(short or question)[:32],
+            prompt=({"role": "user", "content": content},),
+            data=data,
+            difficulty=self._difficulty(entry, short),
+        )
+
+    def _split(self, entry: Mapping[str, Any]) -> Split:
+        family = self.spec.task
+        question = compact.PROMPTS[family](entry) if family in compact.PROMPTS else entry["question"]
+        part = int(_digest("split:" + compact.same_question(question))[:8], 16) % HELD_OUT_PARTS
+        return "heldout" if part == 0 else "train"
+
+    def _difficulty(self, entry: Mapping[str, Any], short: str | None) -> float | None:
+        if self.spec.task in compact.ARITHMETIC and short is not None:
+            figure = compact.arithmetic_difficulty(short)
+            if figure is not None:
+                return figure
+        metadata = entry["metadata"]
+        ranges = metadata.get("difficulty")
+        for name in ranges if isinstance(ranges, Mapping) else ():
+            value = metadata.get(name)
+            if isinstance(value, (list, tuple, str)):
+                return float(len(value))
+            if isinstance(value, (int, float)):
+                return float(value)
+        return None
+
+    def _require_stable_hashes(self) -> None:
+        if self.spec.task in HASH_SEEDED and os.environ.get("PYTHONHASHSEED", "random") == "random":
+            raise RequestError(
+                f"the tasks of '{self.spec.task}' follow Python's hash seed, which is random in this process",
+                where="environment.task",
+                remedy="set PYTHONHASHSEED=0 in the environment of the command",
+            )
+
+
+def original_answer(text: str) -> str:
+    """The final answer in free text: in the last <answer> tag, else what follows </think>, else all."""
+    _, opened, rest = text.rpartition("<answer>")
+    if opened:
+        return rest.partition("</answer>")[0].strip()
+    return text.rpartition("</think>")[2].strip()
+
+
+def encode(value: Any) -> Any:
+    """Make metadata JSON-able without loss: tuples, and mappings whose keys are no strings, are tagged."""
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value):
+            return {key: encode(item) for key, item in value.items()}
+        return {"__pairs__": [[encode(key), encode(item)] for key, item in value.items()]}
+    if isinstance(value, tuple):
+        return {"__tuple__": [encode(item) for item in value]}
+    if isinstance(value, list):
+        return [encode(item) for item in value]
+    return value
+
+
+def decode(value: Any) -> Any:
+    """Undo `encode`."""
+    if isinstance(value, Mapping):
+        if "__pairs__" in value:
+            return {decode(key): decode(item) for key, item in value["__pairs__"]}
+        if "__tuple__" in value:
+            return tuple(decode(item) for item in value["__tuple__"])
+        return {key: decode(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    return value
+
+
+@contextlib.contextmanager
+def _global_random(seed: int) -> Iterator[None]:
+    """Python's global random numbers start from `seed` inside, and go on as if nothing happened outside."""
+    before = random.getstate()
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _datasets() -> Mapping[str, tuple[type, type]]:
+    with plotting_put_off():
+        import reasoning_gym  # noqa: F401  # importing it fills the registry; about a second, hence here
+        from reasoning_gym.factory import DATASETS
+
+    return {name: classes for name, classes in DATASETS.items() if name not in _NO_FAMILIES}
+
+
+def _settings(family: str) -> set[str]:
+    return {field.name for field in dataclasses.fields(_datasets()[family][1])} - {"seed", "size"}
+
+
+def _create(spec: ReasoningGymSpec, seed: int) -> Any:
+    datasets = _datasets()
+    if spec.task not in datasets:
+        raise RequestError(
+            f"reasoning-gym has no task called '{spec.task}'",
+            where="environment.task",
+            remedy=did_you_mean(spec.task, datasets),
+        )
+    dataset_class, config_class = datasets[spec.task]
+    valid = _settings(spec.task)
+    for key in spec.config:
+        if key not in valid:
+            raise RequestError(
+                f"'{spec.task}' has no setting '{key}'",
+                where=f"environment.config.{key}",
+                remedy=did_you_mean(key, valid),
+            )
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            config = config_class(**spec.config, seed=seed, size=CHUNK)
+            if hasattr(config, "validate"):
+                config.validate()
+            return dataset_class(config=config)
+    except (AssertionError, TypeError, ValueError, KeyError) as error:
+        raise RequestError(
+            f"impossible settings for '{spec.task}': {error}", where="environment.config"
+        ) from None

@@ -1,0 +1,103 @@
+"""The constraints of a plan, each judged by itself; and what a plan is worth, which is another matter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import groupby, pairwise
+from types import MappingProxyType
+
+from perilune.environments.builtin.planning.trip import HOME, Place, Plan, Trip, Visit, travel
+
+
+def judge(trip: Trip, plan: Plan | None) -> dict[str, bool]:
+    """Which constraints hold, by name; none does of what is no plan.
+
+    A visit of an unknown place breaks "known" and is left out of everything else.
+    """
+    if plan is None:
+        return dict.fromkeys(TERMS, False)
+    stops = _stops(trip, plan)
+    known = len(stops) == len(plan)
+    return {"syntax": True, "known": known} | {name: holds(trip, stops) for name, holds in _HOLDS.items()}
+
+
+def interest(trip: Trip, plan: Plan) -> int:
+    """What the places of a plan are worth together; each counts once."""
+    return sum(place.interest for place in {place.name: place for _, place in _stops(trip, plan)}.values())
+
+
+_Stops = list[tuple[Visit, Place]]
+
+
+def _stops(trip: Trip, plan: Plan) -> _Stops:
+    """Visits of known places by day, in the order in which they were named."""
+    found = [(visit, place) for visit in plan if (place := trip.place(visit.name)) is not None]
+    return sorted(found, key=lambda stop: stop[0].day)
+
+
+def _once(trip: Trip, stops: _Stops) -> bool:
+    return len({place.name for _, place in stops}) == len(stops)
+
+
+def _travel(trip: Trip, stops: _Stops) -> bool:
+    """Each visit begins when one can be there: from home at a day's begin, or from the place before."""
+    for _, of_day in groupby(stops, key=lambda stop: stop[0].day):
+        today = list(of_day)
+        visit, place = today[0]
+        if visit.start < travel(HOME, place.at):
+            return False
+        for (before, left), (after, reached) in pairwise(today):
+            if after.start < before.start + left.stay + travel(left.at, reached.at):
+                return False
+    return True
+
+
+def _hours(trip: Trip, stops: _Stops) -> bool:
+    return all(
+        place.opens <= visit.start and visit.start + place.stay <= place.closes for visit, place in stops
+    )
+
+
+def _window(trip: Trip, stops: _Stops) -> bool:
+    return all(
+        window.day == visit.day and window.first <= visit.start <= window.last
+        for visit, place in stops
+        if (window := place.window) is not None
+    )
+
+
+def _day(trip: Trip, stops: _Stops) -> bool:
+    """No more days than there are, and home before each ends."""
+    return all(
+        1 <= visit.day <= trip.days and visit.start + place.stay + travel(place.at, HOME) <= trip.length
+        for visit, place in stops
+    )
+
+
+def _budget(trip: Trip, stops: _Stops) -> bool:
+    return sum(place.price for _, place in stops) <= trip.budget
+
+
+def _must_see(trip: Trip, stops: _Stops) -> bool:
+    return {place.name for place in trip.places if place.must_see} <= {place.name for _, place in stops}
+
+
+def _visits(trip: Trip, stops: _Stops) -> bool:
+    return len({place.name for _, place in stops}) >= trip.visits
+
+
+_HOLDS: Mapping[str, Callable[[Trip, _Stops], bool]] = MappingProxyType(
+    {
+        "once": _once,
+        "travel": _travel,
+        "hours": _hours,
+        "window": _window,
+        "day": _day,
+        "budget": _budget,
+        "must_see": _must_see,
+        "visits": _visits,
+    }
+)
+TERMS = ("syntax", "known", *_HOLDS)
+"""A plan at all; places that there are; nowhere twice; time to get there; within opening hours; within the
+reserved time; no more days than there are, and home in time; what it costs; all that must be seen; enough."""

@@ -1,0 +1,1 @@
+"""The environment protocol, and what environments are built from."""

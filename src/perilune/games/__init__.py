@@ -1,0 +1,1 @@
+"""Games: OpenSpiel and Connect Four, their teachers, exact play, and ratings."""

@@ -1,0 +1,171 @@
+"""How well somebody plays: single moves against the exact solver, and matches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perilune.engine.random import uniforms
+from perilune.games.connect_four.board import (
+    Boards,
+    empty,
+    has_four,
+    is_full,
+    joined,
+    play,
+    plies,
+)
+from perilune.games.connect_four.players import Player, one_ply, random_player
+from perilune.games.connect_four.solver import NO_COLUMN, Scores, Solver
+from perilune.metrics.proportion import wilson
+
+EARLIEST = 8  # stones on the board from which the solver takes well under a second a position
+BUCKETS = ((8, 11), (12, 15), (16, 19), (20, 23), (24, 27), (28, 31), (32, 40))  # plies judged together
+_MATCH, _POSITIONS = 1 << 30, 1 << 31  # lanes of random numbers that training does not use
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Exam:
+    """Positions whose every move is known.
+
+    Attributes:
+        boards: N positions of games that are not over.
+        scores: int8[N, 7], the worth of each column, NO_COLUMN where it is full.
+    """
+
+    boards: Boards
+    scores: Scores
+
+
+def exam(solver: Solver, per_ply: int, first_ply: int, seed: int) -> Exam:
+    """As many positions of each ply from `first_ply` to the last but one, solved; best not before `EARLIEST`.
+
+    Half are from games of random moves, half from games in which nobody misses a win or a block.
+    """
+    parts = []
+    for player in (random_player, one_ply):
+        for ply in range(first_ply, 41):
+            parts.append(positions(player, ply, -(-per_ply // 2), seed))
+    boards = joined(*parts)
+    return Exam(boards, solver.column_scores(boards))
+
+
+def positions(player: Player, ply: int, count: int, seed: int) -> Boards:
+    """That many of games that came so far."""
+    found: list[Boards] = []
+    lane = 0
+    while sum(map(len, found)) < count:
+        boards = empty(16 * count)
+        for _ in range(ply):
+            lane += 1
+            boards = play(boards, player(boards, _chance(seed, _POSITIONS, ply, lane, len(boards))))
+            boards = boards[~has_four(boards.other)]
+        found.append(boards)
+    return joined(*found)[:count]
+
+
+def _chance(seed: int, purpose: int, lane: int, turn: int, count: int) -> NDArray[np.float64]:
+    keys = np.zeros((1, 4), np.uint64)
+    keys[0] = seed, purpose, lane, turn
+    return np.asarray(uniforms(keys, np.arange(count)[None])[0])
+
+
+def grade(exam: Exam, player: Player, seed: int = 0) -> dict[str, Any]:
+    """How often the player's column is the best one, and how often it gives away a win or a draw, by ply.
+
+    Positions whose every move is worth the same are left out of both.
+    """
+    matters = (np.where(exam.scores == NO_COLUMN, 99, exam.scores).min(axis=1)) < exam.scores.max(axis=1)
+    boards, scores = exam.boards[matters], exam.scores[matters]
+    columns = player(boards, _chance(seed, _POSITIONS, 0, 0, len(boards)))
+    chosen, best = scores[np.arange(len(scores)), columns], scores.max(axis=1)
+    optimal, blunder = chosen == best, np.sign(chosen) < np.sign(best)
+    moved = plies(boards)
+    buckets = {f"{first} to {last}": (first <= moved) & (moved <= last) for first, last in BUCKETS}
+    return {
+        "positions": len(boards),
+        **_shares(optimal, blunder),
+        "lost_score": float((best - chosen).mean()),
+        "by_ply": [
+            {"plies": name, "positions": int(within.sum()), **_shares(optimal[within], blunder[within])}
+            for name, within in buckets.items()
+            if within.any()
+        ],
+    }
+
+
+def _shares(optimal: NDArray[np.bool_], blunder: NDArray[np.bool_]) -> dict[str, Any]:
+    return {
+        "optimal": wilson(int(optimal.sum()), len(optimal))._asdict(),
+        "blunders": wilson(int(blunder.sum()), len(blunder))._asdict(),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Games of one player against another, from the first one's side.
+
+    Attributes:
+        results: int8[N], 1 won, 0 drawn, -1 lost.
+        began: bool[N], whether the first player began.
+    """
+
+    results: NDArray[np.int8]
+    began: NDArray[np.bool_]
+
+    def figures(self) -> dict[str, Any]:
+        """Won, drawn and lost, and the points (a draw is half a one) with their interval, by who began."""
+        found: dict[str, Any] = {"games": len(self.results)}
+        for name, which in (("", slice(None)), (" beginning", self.began), (" replying", ~self.began)):
+            results = self.results[which]
+            found["points" + name] = wilson(float((results + 1).sum() / 2), len(results))._asdict()
+        counts = {
+            name: int((self.results == value).sum())
+            for name, value in (("won", 1), ("drawn", 0), ("lost", -1))
+        }
+        return found | counts
+
+
+def match(first: Player, second: Player, openings: Boards, seed: int = 0) -> Match:
+    """Every opening played twice, each player having each side once."""
+    boards = joined(openings, openings)
+    count = len(boards)
+    began = np.arange(count) < len(openings)
+    results = np.zeros(count, np.int8)
+    playing = np.arange(count)
+    own, stones = boards.own.copy(), boards.stones.copy()
+    turn = 0
+    while len(playing):
+        for player, is_first in ((first, True), (second, False)):
+            turn += 1
+            chance = _chance(seed, _MATCH, 0, turn, count)
+            now = Boards(own[playing], stones[playing])
+            to_move = (began[playing] == (plies(now) % 2 == 0)) == is_first
+            which = playing[to_move]
+            if not len(which):
+                continue
+            after = play(now[to_move], player(now[to_move], chance[which]))
+            own[which], stones[which] = after.own, after.stones
+            won = has_four(after.other)
+            results[which[won]] = 1 if is_first else -1
+            playing = np.setdiff1d(playing, which[won | is_full(after)])
+    return Match(results, began)
+
+
+def openings(length: int, count: int, seed: int) -> Boards:
+    """Positions after that many random moves, games that are over left out."""
+    return empty(count) if length == 0 else positions(random_player, length, count, seed)
+
+
+def openings_against(name: str, solver: Solver, count: int, first_ply: int, seed: int) -> Boards:
+    """What to begin with: two random moves; against perfect play as many as `first_ply`, if it draws them."""
+    if name != "perfect":
+        return openings(2, count, seed)
+    found: list[Boards] = []
+    while sum(map(len, found)) < count:
+        some = openings(first_ply, count, seed + len(found))
+        found.append(some[solver.scores(some, -1, 1) == 0])
+    return joined(*found)[:count]

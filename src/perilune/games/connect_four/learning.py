@@ -1,0 +1,181 @@
+"""Learning from games against oneself: by PPO, or from what a search found.
+
+Proximal policy optimisation is that of Schulman et al., arXiv 1707.06347. With a search the network learns
+its visits and the outcome (Silver et al., "Mastering the game of Go without human knowledge", Nature 2017).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from perilune.games.connect_four.board import Boards, legal, planes, plies
+from perilune.games.connect_four.network import Network, masked_logprobs
+from perilune.games.connect_four.self_play import SelfPlay, Stretch, advantages
+from perilune.games.connect_four.settings import LearningSettings
+from perilune.learn import checkpoints
+from perilune.learn.optimizer import AdamW
+from perilune.learn.processes import ALONE
+
+BETA2 = 0.99
+WEIGHT_DECAY = 1e-4
+GRAD_CLIP = 1.0
+VALUE_WEIGHT = 0.5
+_TENSORS = ("weights", "first_moments", "second_moments", "games")
+
+
+class Moves(NamedTuple):
+    """Moves to learn from.
+
+    Attributes:
+        boards: M positions.
+        columns: int64[M].
+        policies: float32[M, 7], log-probabilities that they were drawn from.
+        gains: float32[M], advantages of mean 0 and deviation 1.
+        returns: float32[M], what the value should have been.
+    """
+
+    boards: Boards
+    columns: torch.Tensor
+    policies: torch.Tensor
+    gains: torch.Tensor
+    returns: torch.Tensor
+
+
+class Trainer:
+    """A network, its optimizer, and the games it plays: everything that goes on from step to step.
+
+    Attributes:
+        step: stretches learned from so far.
+    """
+
+    processes = ALONE
+
+    def __init__(self, settings: LearningSettings, seed: int) -> None:
+        self.settings = settings
+        torch.manual_seed(seed)
+        self.network = Network(settings.channels, settings.hidden)
+        self.optimizer = AdamW(
+            dict(self.network.named_parameters()), beta2=BETA2, weight_decay=WEIGHT_DECAY, grad_clip=GRAD_CLIP
+        )
+        self.games = SelfPlay(settings.games, seed, settings.opening, settings.simulations)
+        self.step = 0
+        self._seed = seed
+
+    def advance(self, progress: float) -> dict[str, float]:
+        """Play a stretch and learn from it; `progress` in [0, 1] is how much of the training is over."""
+        began = time.process_time()
+        stretch = self.games.play(self.network, self.step, self.settings.moves)
+        played = time.process_time()
+        figures = self._learn(stretch, progress)
+        self.step += 1
+        learned = time.process_time()
+        finished = int(stretch.over.sum())
+        return figures | {
+            "moves": stretch.columns.size,
+            "games": finished,
+            "first_player_wins": _first_player_wins(stretch),
+            "draws": float((stretch.over & (stretch.rewards == 0)).sum() / max(1, finished)),
+            "play_seconds": played - began,
+            "learn_seconds": learned - played,
+        }
+
+    def _learn(self, stretch: Stretch, progress: float) -> dict[str, float]:
+        settings = self.settings
+        found = advantages(stretch, settings.trace)
+        returns = torch.from_numpy((found + stretch.values[:-1]).reshape(-1))
+        gains = torch.from_numpy(((found - found.mean()) / (found.std() + 1e-6)).reshape(-1))
+        columns = torch.from_numpy(stretch.columns.reshape(-1))
+        policies = torch.from_numpy(stretch.policies.reshape(len(columns), -1))
+        lr = settings.lr * (1 - progress * (1 - settings.final_lr))
+        sums: dict[str, float] = {}
+        parts = self._minibatches(len(columns))
+        for part in parts:
+            chosen = torch.from_numpy(part)
+            moves = Moves(
+                stretch.boards[part], columns[chosen], policies[chosen], gains[chosen], returns[chosen]
+            )
+            loss, figures = self._loss(moves, settings.entropy * (1 - progress))
+            loss.backward()  # type: ignore[no-untyped-call]
+            figures["gradient_norm"] = self.optimizer.update(lr)
+            for name, value in figures.items():
+                sums[name] = sums.get(name, 0.0) + value
+        return {name: value / len(parts) for name, value in sums.items()}
+
+    def _minibatches(self, moves: int) -> list[NDArray[np.int64]]:
+        """Which moves each update learns from: all of them once an epoch, shuffled."""
+        order = np.random.default_rng([self._seed, self.step])
+        parts = -(-moves // self.settings.minibatch)
+        shuffled = (order.permutation(moves) for _ in range(self.settings.epochs))
+        return [part for whole in shuffled for part in np.array_split(whole, parts)]
+
+    def _loss(self, moves: Moves, entropy_weight: float) -> tuple[torch.Tensor, dict[str, float]]:
+        logits, values = self.network(torch.from_numpy(planes(moves.boards)))
+        allowed = torch.from_numpy(legal(moves.boards))
+        logprobs = masked_logprobs(logits, allowed)
+        entropy = -(logprobs.exp() * logprobs.masked_fill(~allowed, 0)).sum(1).mean()
+        value_loss = (values - moves.returns).square().mean()
+        figures = {"value_loss": float(value_loss.detach()), "entropy": float(entropy.detach())}
+        if self.settings.simulations:
+            policy_loss = -(moves.policies.exp() * logprobs.masked_fill(~allowed, 0)).sum(1).mean()
+            figures["policy_loss"] = float(policy_loss.detach())
+        else:
+            surrogate, of_ratios = self._clipped(moves, logprobs)
+            policy_loss = surrogate - entropy_weight * entropy
+            figures |= of_ratios
+        return policy_loss + VALUE_WEIGHT * value_loss, figures
+
+    def _clipped(self, moves: Moves, logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+        """PPO's surrogate: advantages times ratios, which count within the clip only."""
+        chosen = moves.columns[:, None]
+        before, now = (found.gather(1, chosen).squeeze(1) for found in (moves.policies, logprobs))
+        ratio = (now - before).exp()
+        bounded = ratio.clamp(1 - self.settings.clip, 1 + self.settings.clip)
+        figures = {
+            "clipped": float((ratio.detach() != bounded.detach()).float().mean()),
+            "kl": float((before - now.detach()).mean()),
+        }
+        return -torch.minimum(ratio * moves.gains, bounded * moves.gains).mean(), figures
+
+    def save_state(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None:
+        """Write everything that goes on, so that `directory` is complete or absent; `extra` is JSON."""
+        tensors = {
+            "weights": {name: p.detach() for name, p in self.network.named_parameters()},
+            "first_moments": self.optimizer.first,
+            "second_moments": self.optimizer.second,
+            "games": {"own": _signed(self.games.boards.own), "stones": _signed(self.games.boards.stones)},
+        }
+        state = {"step": self.step, "updates": self.optimizer.step, "extra": dict(extra or {})}
+        checkpoints.write(directory, tensors, state)
+
+    def load_state(self, directory: Path) -> dict[str, Any]:
+        """Become the trainer that was saved, to the last bit; return the `extra` it was saved with.
+
+        Raises:
+            RequestError: when files are missing or damaged, or of another network or number of games.
+        """
+        tensors, state = checkpoints.read(directory, _TENSORS)
+        checkpoints.copy_into(dict(self.network.named_parameters()), tensors["weights"], directory)
+        checkpoints.copy_into(self.optimizer.first, tensors["first_moments"], directory)
+        checkpoints.copy_into(self.optimizer.second, tensors["second_moments"], directory)
+        games = {"own": _signed(self.games.boards.own), "stones": _signed(self.games.boards.stones)}
+        checkpoints.copy_into(games, tensors["games"], directory)
+        self.step, self.optimizer.step = int(state["step"]), int(state["updates"])
+        return dict(state["extra"])
+
+
+def _signed(words: np.ndarray[tuple[int, ...], np.dtype[np.uint64]]) -> torch.Tensor:
+    return torch.from_numpy(words.view(np.int64))
+
+
+def _first_player_wins(stretch: Stretch) -> float:
+    """Share of finished games that whoever began has won."""
+    moved = plies(stretch.boards).reshape(stretch.over.shape)
+    won = stretch.rewards > 0
+    return float((won & (moved % 2 == 0)).sum() / max(1, stretch.over.sum()))

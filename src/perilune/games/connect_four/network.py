@@ -1,0 +1,85 @@
+"""The policy and the value, in one network whose parameters are mostly used once a position.
+
+A convolution costs its parameters times the places it looks at; a matrix costs them once. So there is one
+convolution, of the size of what matters: its 4 x 4 window holds every line of four there is, at 12 places.
+What it finds is put together by matrices.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from perilune.games.connect_four.board import COLUMNS, PLANES, ROWS, Boards, legal, planes
+from perilune.learn import checkpoints
+
+WINDOW = 4
+Floats = NDArray[np.float32]
+PLACES = (COLUMNS - WINDOW + 1) * (ROWS - WINDOW + 1)
+
+
+class Network(nn.Module):
+    """Log-odds of the columns and the expected outcome, for whoever is to move.
+
+    Args:
+        channels: what the convolution looks for at each place.
+        hidden: width of the two layers after it.
+    """
+
+    def __init__(self, channels: int, hidden: int) -> None:
+        super().__init__()
+        self.lines = nn.Linear(PLANES * WINDOW * WINDOW, channels)
+        self.first = nn.Linear(PLACES * channels, hidden)
+        self.second = nn.Linear(hidden, hidden)
+        self.policy = nn.Linear(hidden, COLUMNS)
+        self.value = nn.Linear(hidden, 1)
+
+    def forward(self, seen: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits float32[N, 7] and values float32[N] in (-1, 1) from uint8[N, 4, 7, 7] of `board.planes`.
+
+        Products take bfloat16 and sum in float32; weights stay float32.
+        """
+        windows = seen[..., :ROWS].unfold(2, WINDOW, 1).unfold(3, WINDOW, 1)  # [N, 4, 4, 3, 4, 4]
+        patches = windows.permute(0, 2, 3, 1, 4, 5).reshape(len(seen) * PLACES, -1)
+        with torch.autocast(seen.device.type, torch.bfloat16):
+            found = F.relu(self.lines(patches.to(torch.bfloat16))).view(len(seen), -1)
+            found = F.relu(self.first(found))
+            found = found + F.relu(self.second(found))
+            logits, value = self.policy(found), self.value(found)
+        return logits.float(), torch.tanh(value.float()).squeeze(1)
+
+
+def evaluate(network: Network, boards: Boards) -> tuple[Floats, Floats]:
+    """Log-probabilities float32[N, 7], -inf where a column is full, and values float32[N]."""
+    with torch.inference_mode():
+        logits, values = network(torch.from_numpy(planes(boards)))
+        return masked_logprobs(logits, torch.from_numpy(legal(boards))).numpy(), values.numpy()
+
+
+def masked_logprobs(logits: Tensor, allowed: Tensor) -> Tensor:
+    """Log-softmax over the allowed columns; -inf elsewhere."""
+    return logits.masked_fill(~allowed, float("-inf")).log_softmax(dim=1)
+
+
+def save_player(directory: Path, network: Network) -> None:
+    """Write a network that plays, so that `directory` is complete or absent."""
+    weights = {name: p.detach() for name, p in network.named_parameters()}
+    shape = {"channels": network.lines.out_features, "hidden": network.second.out_features}
+    checkpoints.write(directory, {"weights": weights}, shape)
+
+
+def load_player(directory: Path) -> Network:
+    """The network that was written there.
+
+    Raises:
+        RequestError: when files are missing or damaged.
+    """
+    tensors, shape = checkpoints.read(directory, ["weights"])
+    network = Network(int(shape["channels"]), int(shape["hidden"]))
+    checkpoints.copy_into(dict(network.named_parameters()), tensors["weights"], directory)
+    return network

@@ -1,0 +1,83 @@
+"""Perfect play of small games without chance or hidden cards: every position, valued from its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from perilune.errors import RequestError
+from perilune.games.teachers.regret import version
+from perilune.games.teachers.table import PolicyTable, solved
+
+GAMES = frozenset({"tic_tac_toe", "hex", "clobber", "connect_four"})  # a position is all that matters of them
+LARGEST = 300_000  # positions
+_FORM = 1
+
+
+class Value(NamedTuple):
+    """What a position is worth under perfect play.
+
+    Attributes:
+        returns: to player 0.
+        moves: until the end, where the loser resists longest.
+    """
+
+    returns: float
+    moves: int
+
+
+class MinimaxTeacher:
+    """Any of the best moves, each as likely: those that win soonest, or lose latest, or all that draw.
+
+    Raises:
+        RequestError: when the game is none of `GAMES`, or has too many positions.
+    """
+
+    name = "minimax"
+
+    def __init__(self, game: Any, where: str) -> None:
+        name = game.get_type().short_name
+        if name not in GAMES:
+            raise RequestError(
+                f"minimax does not know '{name}'", where=where, remedy=f"it knows {', '.join(sorted(GAMES))}"
+            )
+        request = {"form": _FORM, "game": str(game), "algorithm": "minimax", "open_spiel": version()}
+        self.table = solved(request, lambda: _solve(game, where))
+
+    def probabilities(self, state: Any, player: int, seed: int) -> Mapping[int, float]:
+        """The same for each of the best moves."""
+        return self.table.row(str(state))
+
+
+def _solve(game: Any, where: str) -> PolicyTable:
+    values: dict[str, Value] = {}
+    best: dict[str, dict[int, float]] = {}
+
+    def value(state: Any) -> Value:
+        if state.is_terminal():
+            return Value(float(state.returns()[0]), 0)
+        position = str(state)
+        if position in values:
+            return values[position]
+        if len(values) == LARGEST:
+            raise RequestError(
+                f"{game} has more than {LARGEST:,} positions: too many for minimax", where=where,
+                remedy="search it: mcts; or make it smaller with `config`, as {board_size: 3} of hex",
+            )  # fmt: skip
+        sign = -1.0 if state.current_player() else 1.0
+        after = {int(action): value(state.child(action)) for action in state.legal_actions()}
+        ranks = {action: _rank(one, sign) for action, one in after.items()}
+        highest = max(ranks.values())
+        chosen = [action for action, rank in ranks.items() if rank == highest]
+        best[position] = dict.fromkeys(chosen, 1.0 / len(chosen))
+        reached = after[chosen[0]]
+        values[position] = Value(reached.returns, reached.moves + 1)
+        return values[position]
+
+    value(game.new_initial_state())
+    return PolicyTable.of(best)
+
+
+def _rank(value: Value, sign: float) -> tuple[float, int]:
+    worth = sign * value.returns
+    return worth, -value.moves if worth > 0 else value.moves if worth < 0 else 0

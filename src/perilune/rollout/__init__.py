@@ -1,0 +1,1 @@
+"""Rollouts: play tasks with an engine, score what it answers, and keep every token."""

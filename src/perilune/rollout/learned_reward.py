@@ -1,0 +1,61 @@
+"""Episodes scored by a reward model, with the verifier's verdict kept beside as the gold figure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from perilune.data.episode import Episode
+from perilune.environments.core.rewards import GOLD, VERIFIER
+from perilune.errors import RequestError
+from perilune.learn.reward_model import score
+from perilune.models.reward_model import RewardModel, load_reward_model
+from perilune.models.tokenizer import Tokenizer
+from perilune.rollout.groups import Groups
+
+
+@dataclass(frozen=True)
+class LearnedReward:
+    """The reward of an episode: `learned` + `verifier_weight` * `verifier`, both among its reward terms."""
+
+    model: RewardModel
+    verifier_weight: float
+    token_budget: int
+
+    @classmethod
+    def load(
+        cls, path: Path, device: torch.device, tokenizer: Tokenizer, verifier_weight: float, token_budget: int
+    ) -> LearnedReward:
+        """Load the reward model at `path`.
+
+        Raises:
+            RequestError: when its vocabulary differs from `tokenizer`, the policy's.
+        """
+        model, own_tokenizer = load_reward_model(path, device)
+        if not own_tokenizer.has_tokens_of(tokenizer):
+            raise RequestError(
+                "the reward model and the policy have different vocabularies",
+                where="reward_model",
+                remedy="train it on a checkpoint of the same model family",
+            )
+        return cls(model, verifier_weight, token_budget)
+
+    def rescore(self, groups: Groups) -> Groups:
+        """The groups with the model's rewards. An episode whose verifier failed stays a failure."""
+        judged = [one for group in groups for one in group if one.reward is not None]
+        scores = score(self.model, judged, self.token_budget)
+        found = {one.episode_id: float(learned) for one, learned in zip(judged, scores, strict=True)}
+        return [tuple(self._rescored(one, found.get(one.episode_id)) for one in group) for group in groups]
+
+    def _rescored(self, episode: Episode, learned: float | None) -> Episode:
+        verdict = episode.reward
+        if verdict is None or learned is None:
+            return episode
+        return replace(
+            episode,
+            reward=learned + self.verifier_weight * verdict,
+            reward_terms={VERIFIER: verdict, **episode.reward_terms, "learned": learned},
+            metrics={GOLD: verdict, **episode.metrics},
+        )

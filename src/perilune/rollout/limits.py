@@ -1,0 +1,14 @@
+"""How long an episode may get."""
+
+from __future__ import annotations
+
+from perilune.environments.core.protocol import Environment
+from perilune.environments.core.settings import EpisodeSettings
+
+
+def episode_tokens(environment: Environment, settings: EpisodeSettings, max_tokens: int) -> int:
+    """Most tokens of an episode after its prompt, when a turn has at most `max_tokens`."""
+    turns = getattr(environment, "max_turns", 1)
+    if turns == 1:
+        return max_tokens
+    return settings.max_tokens or 2 * max_tokens * min(turns, settings.max_turns or turns)

@@ -1,0 +1,1 @@
+"""black_box: run a program from elsewhere as a stage."""

@@ -1,0 +1,120 @@
+"""Somebody else's code, exactly as it was at one commit, or a folder as it is."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tarfile
+import tempfile
+from pathlib import Path
+
+from perilune.bundle.storage import built_beside, publish, storage_errors
+from perilune.errors import RequestError
+from perilune.tasks.black_box.environment import cache
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+URL = re.compile(r"(https|ssh|git|file)://\S+|[\w.-]+@[\w.-]+:\S+")
+SECONDS = 600.0  # for git to answer
+PROTOCOLS = "https:ssh:git:file"  # no transport that runs a command named in its URL
+
+
+def is_url(source: str) -> bool:
+    """Whether it names a repository elsewhere, and not a folder."""
+    return URL.fullmatch(source) is not None
+
+
+def fetched(source: str, commit: str | None) -> Path:
+    """The folder with the code that a recipe names.
+
+    Args:
+        source: a folder, the folder of a git repository, or a repository's URL.
+        commit: 40 hexadecimal digits; needed for a repository, and for nothing else.
+
+    Raises:
+        RequestError: when a repository is named without a commit, has changes that no commit holds, has no
+            such commit, or has submodules; or when there is no such folder.
+    """
+    here = None if is_url(source) else Path(source)
+    if here is not None and not here.is_dir():
+        raise RequestError("no folder here", where=source, remedy="give a folder, or a repository's URL")
+    is_repository = here is None or (here / ".git").exists()
+    if not is_repository:
+        if commit is not None:
+            raise RequestError("this folder is no git repository", where=source, remedy="leave `commit` out")
+        assert here is not None
+        return here
+    if commit is None or not COMMIT.fullmatch(commit):
+        raise RequestError(
+            "a repository is run at one commit, by all 40 digits of its name",
+            where=source,
+            remedy=f"commit: {_head(here) if here else '...'}",
+        )
+    kept = cache() / "sources" / commit
+    if here is not None:
+        _refuse_changes(here)
+    if not kept.is_dir():
+        with storage_errors("keep the repository's files", kept), built_beside(kept) as building:
+            _check_out(source if here is None else str(here), commit, building)
+            publish(building, kept)
+    return kept
+
+
+def _head(repository: Path) -> str:
+    return _git("-C", str(repository), "rev-parse", "HEAD").strip()
+
+
+def _refuse_changes(repository: Path) -> None:
+    changed = _git("-C", str(repository), "status", "--porcelain").splitlines()
+    if changed:
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        raise RequestError(
+            f"the repository has changes that no commit holds: {changed[0][3:]}{more}",
+            where=str(repository),
+            remedy="commit them and name that commit, or take them back",
+        )
+
+
+def _check_out(source: str, commit: str, destination: Path) -> None:
+    """Write the files of one commit, and nothing of the repository, to `destination`."""
+    with tempfile.TemporaryDirectory() as scratch:
+        bare = str(Path(scratch) / "bare")
+        _git("init", "--quiet", "--bare", bare)
+        _git("-C", bare, "fetch", "--quiet", "--depth", "1", "--no-tags", "--", source, commit)
+        found = _git("-C", bare, "rev-parse", "--verify", f"{commit}^{{commit}}").strip()
+        if found != commit:
+            raise RequestError(f"{commit} is not a commit", where=source)
+        if _git("-C", bare, "ls-tree", commit, "--", ".gitmodules"):
+            raise RequestError(
+                "the repository has submodules, which are not taken along",
+                where=source,
+                remedy="run a repository that holds all it needs",
+            )
+        archive = Path(scratch) / "files.tar"
+        _git("-C", bare, "archive", "--format=tar", f"--output={archive}", commit)
+        with tarfile.open(archive) as tar:
+            tar.extractall(destination, filter="data")
+
+
+def _git(*arguments: str) -> str:
+    environment = os.environ | {"GIT_TERMINAL_PROMPT": "0", "GIT_ALLOW_PROTOCOL": PROTOCOLS}
+    try:
+        answer = subprocess.run(
+            ["git", *arguments],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise RequestError("git is needed and not installed", remedy="install git") from None
+    except subprocess.TimeoutExpired:
+        raise RequestError(f"git did not answer within {SECONDS:.0f} s", where=arguments[-1]) from None
+    if answer.returncode:
+        said = answer.stderr.strip().partition("\n")[0].removeprefix("fatal: ")
+        raise RequestError(
+            f"git: {said}", where=" ".join(arguments[:1] if arguments[0] != "-C" else arguments[1:3])
+        )
+    return answer.stdout

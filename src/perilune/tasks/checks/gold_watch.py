@@ -1,0 +1,102 @@
+"""The over-optimisation watch of a climb: a gold score, never trained on, beside the reward that is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from perilune.bundle.workspace import Workspace
+from perilune.data.episode import Episode
+from perilune.engine.engine import Engine
+from perilune.environments.core.rewards import GOLD
+from perilune.metrics.overoptimisation import OveroptimisationWatch
+from perilune.models.decoder import Decoder
+
+
+class GoldWatch:
+    """Watches when episodes carry a gold figure (`metrics["gold"]`), and does nothing otherwise.
+
+    Made after the workspace was rewound: steps of earlier attempts count.
+
+    Args:
+        start: loads the policy that the climb began with; called at the first step that has gold.
+        temperature: of sampling, at which log-probs are taken.
+    """
+
+    def __init__(self, workspace: Workspace, start: Callable[[], Decoder], temperature: float) -> None:
+        self._workspace = workspace
+        self._start = start
+        self._temperature = temperature
+        self._engine: Engine | None = None
+        self._watch = OveroptimisationWatch()
+        for line in workspace.metrics():
+            if GOLD in line:
+                self._watch.observe(line["step"], line["kl_start"], line[GOLD])
+
+    def look(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
+        """Figures of one step: gold, kl_start (nats an episode) and those of `OveroptimisationWatch`."""
+        judged = [one for one in episodes if GOLD in one.metrics]
+        if not judged:
+            return {}
+        if self._engine is None:
+            self._engine = Engine(self._start())
+        scores = self._engine.score(
+            [one.prompt_ids.tolist() for one in judged],
+            [one.token_ids.tolist() for one in judged],
+            self._temperature,
+        )
+        gold = math.fsum(one.metrics[GOLD] for one in judged) / len(judged)
+        kl = kl_from_start(judged, scores)
+        was_recommended, was_alarmed = self._watch.recommended_stop, self._watch.alarm
+        figures = self._watch.observe(step, kl, gold)
+        if self._watch.recommended_stop != was_recommended:
+            self._tell("stop_recommended", step, f"stop here: gold is {gold:.3f} and no longer surely rises")
+        if self._watch.alarm != was_alarmed:
+            self._tell("overoptimisation", step, "ALARM: gold no longer surely rises, whatever reward does")
+        return {GOLD: gold, "kl_start": kl, **figures}
+
+    def _tell(self, kind: str, step: int, message: str) -> None:
+        self._workspace.event(kind, step=step)
+        self._workspace.log(f"step {step}: {message} (the same recipe with fewer steps ends there)")
+
+    def summary(self) -> dict[str, Any]:
+        """`gold`: the stop that was recommended, the alarm, the best step and the fitted law; or nothing."""
+        lines = [line for line in self._workspace.metrics() if GOLD in line]
+        if not lines:
+            return {}
+        best = max(lines, key=lambda line: line[GOLD])
+        stop = self._watch.recommended_stop
+        at_stop = next((line[GOLD] for line in lines if line["step"] == stop), None)
+        fit = self._watch.fit()
+        return {
+            "gold": {
+                "first": lines[0][GOLD],
+                "best": best[GOLD],
+                "best_step": best["step"],
+                "last": lines[-1][GOLD],
+                "recommended_stop": stop,
+                "at_recommended_stop": at_stop,
+                "alarm": self._watch.alarm,
+                "fit": None
+                if fit is None
+                else asdict(fit) | {"peak": fit.peak if math.isfinite(fit.peak) else None},
+            }
+        }
+
+
+def kl_from_start(
+    episodes: Sequence[Episode], start_logprobs: Sequence[np.ndarray[tuple[int], np.dtype[np.float32]]]
+) -> float:
+    """KL(policy || start) in nats an episode: mean over episodes of the sum over tokens of k3.
+
+    k3 = exp(-x) - 1 + x with x = log-prob of the policy less that of the start; unbiased and never negative.
+    """
+    sums = []
+    for one, start in zip(episodes, start_logprobs, strict=True):
+        x = np.clip((one.logprobs.astype(np.float64) - start)[one.loss_mask], -20, 20)
+        sums.append(float(np.sum(np.expm1(-x) + x)))
+    return sum(sums) / len(sums)

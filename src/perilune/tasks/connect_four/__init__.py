@@ -1,0 +1,1 @@
+"""Connect Four stages: train a player, and judge it."""

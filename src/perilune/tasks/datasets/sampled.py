@@ -1,0 +1,108 @@
+"""Records by a model: its own answers, of which the likeliest right one of each task is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import perilune
+from perilune.data.episode import Episode
+from perilune.data.generators.registry import by_content
+from perilune.data.generators.teacher import Candidate, Rejected
+from perilune.data.records import Provenance, TraceRecord, settings_digest
+from perilune.engine.engine import Engine
+from perilune.engine.request import SamplingParams
+from perilune.environments.core.protocol import Environment, Task
+from perilune.files import sha256_file
+from perilune.models.loading import load_checkpoint
+from perilune.rollout.timing import Stopwatch
+from perilune.rollout.worker import RolloutWorker
+from perilune.tasks.datasets.own_traces import likeliest, own_record
+from perilune.tasks.stage.memory_plan import engine_room, planned_tokens, require_room
+from perilune.tasks.stage.outcomes import passed
+from perilune.verifiers import Scorer
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a model is asked: answers a task, the longest of them in tokens, temperature, seed."""
+
+    samples: int
+    max_tokens: int
+    temperature: float
+    seed: int
+
+
+class Sampled:
+    """Plays each task several times, and keeps one answer that passed."""
+
+    def __init__(
+        self, rollouts: RolloutWorker, params: SamplingParams, samples: int, provenance: Provenance
+    ) -> None:
+        self._rollouts, self._params, self._samples = rollouts, params, samples
+        self.provenance = provenance
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        section: Mapping[str, Any],
+        environment: Environment,
+        scorer: Scorer,
+        sampling: Sampling,
+    ) -> Sampled:
+        """Load the checkpoint in `folder`, to sample from.
+
+        Args:
+            section: that `environment` was made from.
+
+        Raises:
+            RequestError: when the checkpoint cannot be read, or the answers leave no room for a prompt.
+        """
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        decoder, tokenizer = load_checkpoint(folder, device)
+        config = decoder.config
+        require_room(config, sampling.max_tokens)
+        longest = planned_tokens(section, sampling.max_tokens, config)
+        engine = Engine(decoder, **engine_room(config, longest, device.type))
+        params = SamplingParams(sampling.max_tokens, sampling.temperature, config.eos_token_ids)
+        files = {path.name: sha256_file(path) for path in sorted(folder.iterdir()) if path.is_file()}
+        settings = settings_digest(
+            checkpoint=files, environment=by_content(section), sampling=asdict(sampling)
+        )
+        rollouts = RolloutWorker(engine, tokenizer, scorer, environment, sampling.seed)
+        return cls(rollouts, params, sampling.samples, Provenance("sampled", perilune.__version__, settings))
+
+    def rows(self, tasks: Sequence[Task], first: int) -> Iterator[TraceRecord | Rejected]:
+        """Of each task the likeliest answer that passed and was not cut off; all others as refused.
+
+        Raises:
+            WorkFailedError: when more episodes fail than the environment's section allows.
+        """
+        if not tasks:
+            return
+        by_id = {task.task_id: task for task in tasks}
+        groups = self._rollouts.play(
+            tasks, samples=self._samples, params=self._params, step=0, watch=Stopwatch(), first=first
+        )
+        for group in groups:
+            best = likeliest([one for one in group if _fault(one) is None])
+            if best is not None:
+                yield own_record(best, self.provenance)
+            for one in group:
+                if one is not best:
+                    reason = _fault(one) or "right, and less likely than another"
+                    yield Rejected(Candidate(by_id[one.task_id], one.text, "sampled/own"), reason)
+
+
+def _fault(one: Episode) -> str | None:
+    """Why an answer is refused; None of one that is right."""
+    if one.failure:
+        return f"failure: {one.failure}"
+    if not passed(one):
+        return f"wrong: score {one.reward:g}"
+    return "truncated: cut off" if one.truncated else None

@@ -1,0 +1,1 @@
+"""distill: on-policy distillation."""

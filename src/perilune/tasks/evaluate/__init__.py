@@ -1,0 +1,1 @@
+"""evaluate: the quality of a checkpoint on held-out tasks."""

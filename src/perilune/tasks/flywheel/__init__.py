@@ -1,0 +1,1 @@
+"""flywheel: rounds of sampling, filtering and training."""

@@ -1,0 +1,227 @@
+"""What the rounds of a flywheel do, and what is known after each: yield, gain, the verifier, the cost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from perilune.bundle.workspace import Workspace
+from perilune.data.episode import Episode
+from perilune.data.records import Provenance, TraceRecord, write_records
+from perilune.environments.core.protocol import Task, Transcript
+from perilune.environments.core.rewards import GOLD
+from perilune.errors import WorkFailedError
+from perilune.learn.algorithms import algorithm
+from perilune.learn.batch import pack
+from perilune.learn.schedules import learning_rate
+from perilune.learn.trainer import Learner
+from perilune.metrics.bootstrap import Interval, bootstrap_problems
+from perilune.metrics.flywheel import gain_interval, likelihood_ratio, rounds_to
+from perilune.rollout.groups import Groups
+from perilune.rollout.timing import Stopwatch
+from perilune.tasks.datasets.own_traces import likeliest, own_record, sampled_by
+from perilune.tasks.stage.outcomes import CORRECT
+from perilune.tasks.stage.player import Player
+from perilune.tasks.stage.policy import heldout_tasks
+from perilune.tasks.stage.publishing import Publisher
+from perilune.tasks.stage.training import save_when_due
+from perilune.tasks.supervised.demonstrations import Demonstrations
+from perilune.watchdog import Waiting
+
+if TYPE_CHECKING:
+    from perilune.tasks.flywheel.spec import FlywheelSpec
+
+HELD_OUT_SAMPLES = 4
+GOAL = 0.9  # pass rate that the fitted growth is extended to
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a round's sampling gave.
+
+    Attributes:
+        kept: records written.
+        counts: answers by label ("right", "wrong", "unknown"), and how many of each passed ("right kept").
+        tokens: sampled for all answers.
+        watch: its seconds.
+    """
+
+    kept: int
+    counts: Counter[str]
+    tokens: int
+    watch: Stopwatch
+
+
+class Rounds:
+    """The rounds of one stage. What must survive a kill is in the learner's memory and the traces' files."""
+
+    def __init__(self, workspace: Workspace, spec: FlywheelSpec, player: Player, learner: Learner) -> None:
+        self._workspace, self._spec, self._player, self._learner = workspace, spec, player, learner
+        self._publisher = Publisher(player.engine, learner)
+        self._publisher.publish()  # what a checkpoint brought, the engine has not seen
+        self._heldout = heldout_tasks(player.environment, spec.heldout, workspace.job.seed)
+        self._tasks = player.training_tasks(skip=learner.memory.get("tasks", 0))
+        self._traces = workspace.artifacts / "traces"
+
+    def begin(self) -> None:
+        """Judge the policy that the first round begins with."""
+        self._learner.memory["rates"] = []
+        self._record(0, self._judged(0), {})
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the last round's gain may be none: its interval reaches 1."""
+        gain = self._last_gain
+        return gain is not None and gain.low <= 1
+
+    @property
+    def _last_gain(self) -> Interval | None:
+        """Of the last round; None before there was one."""
+        rates = self._learner.memory["rates"]
+        return gain_interval(rates[-2:], seed=self._workspace.job.seed) if len(rates) > 1 else None
+
+    def sample(self, number: int) -> Sampled:
+        """Answers to fresh tasks; of each task the likeliest that passes is written down to be learned."""
+        spec, watch = self._spec, Stopwatch()
+        tasks = self._tasks.take(spec.tasks)
+        self._learner.memory["tasks"] = self._learner.memory.get("tasks", 0) + len(tasks)
+        groups = self._player.play(
+            tasks, samples=spec.samples, temperature=spec.temperature, step=2 * number, watch=watch,
+            total=spec.tasks * spec.samples,
+        )  # fmt: skip
+        kept = _traces(self._publisher.checked(groups), sampled_by(self._workspace.job))
+        write_records(self._traces / f"round-{number:03d}.jsonl", kept)
+        if not any(self._all_traces(number)):
+            raise WorkFailedError(
+                f"none of {len(tasks) * spec.samples:,} answers passed: there is nothing to learn from",
+                where=f"round {number}",
+                remedy="begin with a policy that sometimes answers rightly, or sample more",
+            )
+        tokens = sum(len(one.token_ids) for group in groups for one in group)
+        return Sampled(len(kept), self._labels(tasks, groups), tokens, watch)
+
+    def train(self, number: int) -> None:
+        """Imitate the traces of all rounds so far."""
+        spec, decoder = self._spec, self._learner.decoder
+        episodes = [
+            one
+            for path in self._all_traces(number)
+            for one in Demonstrations.load(
+                path,
+                self._player.policy.tokenizer,
+                self._workspace.job.seed,
+                decoder.config.max_position_embeddings,
+            ).episodes
+        ]
+        traces = Demonstrations(episodes, self._workspace.job.seed)
+        weigh = algorithm("sft")
+        with Waiting("learning") as waiting:
+            for update in range((number - 1) * spec.updates, number * spec.updates):
+                batch = traces.batch(update, spec.batch_size)
+                figures = self._learner.forward_backward(
+                    pack([weigh(batch, max_tokens=0)], spec.token_budget)
+                )
+                self._learner.optim_step(learning_rate(spec, update, spec.steps * spec.updates))
+                self._workspace.progress(
+                    update + 1, spec.steps * spec.updates, "updates", loss=figures["loss"]
+                )
+                waiting.progress()
+        self._publisher.publish()
+
+    def judge(self, number: int, sampled: Sampled) -> None:
+        """Measure the pass rate and the gain, write them down, and save."""
+        counts = sampled.counts
+        answers = self._spec.tasks * self._spec.samples
+        figures: dict[str, Any] = {
+            "accept_rate": (counts["right kept"] + counts["wrong kept"] + counts["unknown kept"]) / answers,
+            "rows": sampled.kept,
+            "tokens_per_row": sampled.tokens / max(sampled.kept, 1),
+        }
+        if counts["right"] and counts["wrong"]:
+            ratio = likelihood_ratio(
+                counts["right kept"], counts["right"], counts["wrong kept"], counts["wrong"]
+            )
+            figures |= _named("verifier_ratio", ratio)
+        self._record(number, self._judged(number), figures)
+        self._workspace.timing(
+            number, **sampled.watch.figures(), seconds_per_row=sampled.watch.elapsed / max(sampled.kept, 1)
+        )
+        save_when_due(self._workspace, self._learner, number, self._spec)
+
+    def summary(self) -> dict[str, Any]:
+        """Rates by round, the growth fitted to them, and how the rounds ended."""
+        rates = self._learner.memory["rates"]
+        seed = self._workspace.job.seed
+        intervals = [bootstrap_problems(list(one.values()), seed=seed) for one in rates]
+        found: dict[str, Any] = {
+            "algorithm": "flywheel",
+            "environment": self._player.environment.id,
+            "rounds": len(rates) - 1,
+            "pass_rates": [one._asdict() for one in intervals],
+            "stopped": "a round may have gained nothing" if self.stalled else "all rounds done",
+        }
+        if len(rates) > 1:
+            gain = gain_interval(rates, seed=seed)
+            found["gain"] = gain._asdict()
+            last = min(max(intervals[-1].mean, 1e-6), 1 - 1e-6)
+            if last < GOAL and gain.mean > 1:
+                found[f"rounds_to_{GOAL:g}"] = rounds_to(last, GOAL, gain.mean)
+        return found
+
+    def _judged(self, number: int) -> Interval:
+        groups = self._player.play(
+            self._heldout, samples=HELD_OUT_SAMPLES, temperature=self._spec.temperature, step=2 * number + 1,
+            watch=Stopwatch(),
+        )  # fmt: skip
+        rates = {group[0].task_id: sum(_passed(one) for one in group) / len(group) for group in groups}
+        self._learner.memory["rates"] = [*self._learner.memory["rates"], rates]
+        return bootstrap_problems(list(rates.values()), seed=self._workspace.job.seed)
+
+    def _record(self, number: int, rate: Interval, figures: dict[str, Any]) -> None:
+        gain = self._last_gain
+        if gain is not None:
+            figures |= _named("gain", gain)
+        self._workspace.metric(number, **_named("pass_rate", rate), **figures)
+        grown = "" if gain is None else f", odds x {gain.mean:.2f}"
+        self._workspace.log(f"round {number}: {rate.mean:.1%} of held-out answers right{grown}")
+
+    def _all_traces(self, number: int) -> list[Any]:
+        paths = [self._traces / f"round-{earlier:03d}.jsonl" for earlier in range(1, number + 1)]
+        return [path for path in paths if path.stat().st_size]
+
+    def _labels(self, tasks: Sequence[Task], groups: Groups) -> Counter[str]:
+        """Answers by a label that is not the reward: right, wrong or unknown; and how many of each passed."""
+        by_id = {task.task_id: task for task in tasks}
+        counts: Counter[str] = Counter()
+        for one in (one for group in groups for one in group if not one.failure):
+            label = self._label(by_id[one.task_id], one)
+            counts[label] += 1
+            counts[f"{label} kept"] += _passed(one)
+        return counts
+
+    def _label(self, task: Task, episode: Episode) -> str:
+        if GOLD in episode.metrics:
+            return "right" if episode.metrics[GOLD] >= CORRECT else "wrong"
+        opinion = getattr(self._player.environment, "is_right", lambda task, transcript: None)
+        answer = Transcript(episode.text, not episode.truncated)
+        return {True: "right", False: "wrong", None: "unknown"}[opinion(task, answer)]
+
+
+def _passed(episode: Episode) -> bool:
+    """Whether the verifier would have it learned."""
+    return episode.reward is not None and episode.reward >= CORRECT and not episode.truncated
+
+
+def _traces(groups: Groups, provenance: Provenance) -> list[TraceRecord]:
+    """The likeliest answer of each group that passed, each conversation once."""
+    best = (likeliest([one for one in group if _passed(one)]) for group in groups)
+    records: dict[str, TraceRecord] = {}
+    for record in (own_record(one, provenance) for one in best if one is not None):
+        records.setdefault(record.digest, record)
+    return list(records.values())
+
+
+def _named(name: str, interval: Interval) -> dict[str, float]:
+    return {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}

@@ -1,0 +1,1 @@
+"""rl: reinforcement learning against the verifier."""

@@ -1,0 +1,106 @@
+"""What reinforcement learning makes of a batch of groups: weights, corrections, and a step's updates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from perilune.learn.algorithms import StepContext
+from perilune.learn.algorithms.base import Signal
+from perilune.learn.batch import pack
+from perilune.learn.checks import check_packed, check_weights
+from perilune.learn.kl_reward import weigh
+from perilune.learn.off_policy import correct, learning_rate_scale
+from perilune.learn.process import with_process
+from perilune.learn.schedules import learning_rate
+from perilune.learn.signals import observe
+from perilune.learn.trainer import Learner, with_reference
+from perilune.learn.updates import merged, minibatches
+from perilune.learn.weights import GroupWeights
+from perilune.models.decoder import Decoder
+from perilune.rollout.dynamic_sampling import kept
+from perilune.rollout.groups import Groups
+from perilune.tasks.checks.logprobs import LogprobChecker
+from perilune.tasks.checks.optimizer import OptimizerChecker
+from perilune.watchdog import STALL, Waiting
+
+if TYPE_CHECKING:
+    from perilune.tasks.rl.spec import RLSpec
+
+SECONDS_A_TOKEN = 1.0  # no machine on which anybody would train is slower
+
+
+class PolicyUpdates:
+    """Weighs batches of groups and makes the updates of a run, watched from its first step to its last.
+
+    Args:
+        reference: the policy that training began with, where the spec asks for one.
+        longest: most tokens of an episode, where that is not the most of an answer.
+        draws_are_known: as of `LogprobChecker`.
+    """
+
+    def __init__(
+        self,
+        spec: RLSpec,
+        learner: Learner,
+        reference: Decoder | None,
+        *,
+        longest: int | None = None,
+        draws_are_known: bool = False,
+    ) -> None:
+        self._spec, self._learner, self._reference = spec, learner, reference
+        self._longest = longest or spec.max_tokens
+        self._logprobs = LogprobChecker(learner, spec.temperature, draws_are_known)
+        self._optimizer = OptimizerChecker(learner, spec, getattr(spec.algorithm, "critic_lr", None))
+
+    def make(self, groups: Groups, step: int) -> tuple[list[GroupWeights], dict[str, float]]:
+        """Weigh a batch of groups and make the step's updates of it.
+
+        Args:
+            step: steps done before this one.
+
+        Raises:
+            WorkFailedError: when a check says that the step cannot be right.
+
+        Returns:
+            all groups, weighed, those left out among them; and the figures of the updates.
+        """
+        tokens = sum(len(one.prompt_ids) + len(one.token_ids) for group in groups for one in group)
+        with Waiting("learning", STALL + tokens * SECONDS_A_TOKEN):
+            return self._make(groups, step)
+
+    def _make(self, groups: Groups, step: int) -> tuple[list[GroupWeights], dict[str, float]]:
+        spec, learner = self._spec, self._learner
+        algorithm, off_policy = spec.algorithm, spec.off_policy
+        self._logprobs.check_sampler(groups, step)
+        names: set[Signal] = {*algorithm.needs}
+        if off_policy.measures:
+            names.add("logprobs")
+        if spec.kl and spec.kl_estimator == "k1_reward":
+            names.add("reference_logprobs")
+        signals = observe(
+            names, groups, learner.decoder, token_budget=spec.token_budget, temperature=spec.temperature,
+            reference=self._reference, critic=learner.critic, processes=learner.processes,
+        )  # fmt: skip
+        memory = learner.memory.setdefault("algorithm", {})
+        context = StepContext(self._longest, spec.kl, spec.kl_estimator, step, signals, memory)
+        weighed = weigh(algorithm, groups, context)
+        centred = algorithm.centred and algorithm.compares == "group"
+        check_weights(weighed, centred=centred, sparse=algorithm.sparse)
+        weighed = with_process(weighed, algorithm, context, spec.process)
+        learned = kept(weighed, spec.prompts, algorithm.refills)
+        corrected, measured = correct(learned, signals.get("logprobs", {}), off_policy, learner.version)
+        lr = learning_rate(spec, step, spec.steps) * learning_rate_scale(measured, off_policy)
+        updates = []
+        for part in minibatches(corrected, spec.updates_per_batch) * spec.epochs_per_batch:
+            batches = pack(part, spec.token_budget, temperature=spec.temperature)
+            check_packed(part, batches)
+            if self._reference is not None and spec.kl:
+                batches = with_reference(batches, self._reference, learner.processes)
+                self._logprobs.check_reference(batches, self._reference, groups, step)
+            figures = learner.forward_backward(batches)
+            self._logprobs.check_learner(figures, batches, [group.episodes for group in part], step)
+            with self._optimizer.watched(lr):
+                figures |= learner.optim_step(lr)
+            updates.append(figures)
+        found = {f"off_policy/{name}": value for name, value in measured.items()}
+        return weighed, merged(updates) | found | {"groups_learned": float(len(learned))}

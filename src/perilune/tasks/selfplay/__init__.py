@@ -1,0 +1,1 @@
+"""selfplay: reinforcement learning in games against frozen past policies."""

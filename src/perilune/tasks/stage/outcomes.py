@@ -1,0 +1,99 @@
+"""What an evaluation says: pass@k with intervals, and what the figures are made of."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from perilune.data.episode import Episode
+from perilune.environments.core.rewards import GOLD
+from perilune.errors import WorkFailedError
+from perilune.metrics.bootstrap import bootstrap_problems
+from perilune.metrics.pass_at_k import pass_at_k
+from perilune.rollout.failures import failure_figures
+
+CORRECT = 1.0  # a reward of at least this counts as a pass
+MOST = 0.9  # of the tasks must have k verdicts for pass@k to be given; the rest is left out of it
+STRATEGY = "strategy/"
+
+
+def evaluation_summary(
+    environment: str, groups: Sequence[Sequence[Episode]], greedy: Sequence[Episode], seed: int
+) -> dict[str, Any]:
+    """The evaluation's document, less its times.
+
+    Episodes whose verifier failed count neither as right nor as wrong; a task with no verdict is left out
+    and counted, and a task with fewer than k verdicts is left out of pass@k.
+
+    Raises:
+        WorkFailedError: when no task has a verdict.
+    """
+    counts = [(group[0].task_id, *_count(group)) for group in groups]
+    judged = [(task_id, n, c) for task_id, n, c in counts if n]
+    if not judged:
+        first = next(one.failure for group in groups for one in group if one.failure)
+        raise WorkFailedError(f"the verifier judged no answer: {first}", where=environment)
+    most = max(n for _, n, _ in judged)
+
+    def interval(values: Sequence[float]) -> dict[str, float]:
+        return bootstrap_problems(values, seed=seed)._asdict()
+
+    passes = {
+        k: [pass_at_k(n, c, k) for _, n, c in judged if n >= k]
+        for k in (1, 2, 4, 8, 16, 32, 64, 128, 256)
+        if k <= most
+    }
+    samples = [one for group in groups for one in group]
+    scored_greedy = [float(passed(one)) for one in greedy if not one.failure]
+    return {
+        "kind": "evaluation",
+        "environment": environment,
+        "tasks": len(judged),
+        "samples": most,
+        **{f"pass@{k}": interval(found) for k, found in passes.items() if len(found) >= MOST * len(judged)},
+        "greedy": interval(scored_greedy) if scored_greedy else None,
+        "length": {"mean": sum(one.sampled for one in samples) / len(samples)},
+        "truncated": sum(one.truncated for one in samples) / len(samples),
+        **failure_figures([*samples, *greedy]),
+        "tasks_without_verdict": len(counts) - len(judged),
+        "by_difficulty": _by_difficulty(groups),
+        "strategies": strategies(samples),
+        "correct_per_task": judged,
+    }
+
+
+def strategies(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]:
+    """Share of each strategy that the environment recognised, and how often it was right."""
+    results_of: dict[str, list[bool]] = defaultdict(list)
+    judged = [one for one in episodes if not one.failure]
+    for one in judged:
+        for name, value in one.metrics.items():
+            if name.startswith(STRATEGY) and value > 0:
+                results_of[name.removeprefix(STRATEGY)].append(passed(one))
+    return {
+        name: {"share": len(results) / len(judged), "accuracy": sum(results) / len(results)}
+        for name, results in sorted(results_of.items())
+    }
+
+
+def _count(group: Sequence[Episode]) -> tuple[int, int]:
+    judged = [one for one in group if not one.failure]
+    return len(judged), sum(passed(one) for one in judged)
+
+
+def passed(episode: Episode) -> bool:
+    """Whether an episode counts as right: by its gold figure where it has one, else by its reward."""
+    return episode.reward is not None and episode.metrics.get(GOLD, episode.reward) >= CORRECT
+
+
+def _by_difficulty(groups: Sequence[Sequence[Episode]]) -> list[dict[str, float]]:
+    rates: dict[float, list[float]] = defaultdict(list)
+    for group in groups:
+        n, c = _count(group)
+        if n and "difficulty" in group[0].metrics:
+            rates[group[0].metrics["difficulty"]].append(c / n)
+    return [
+        {"difficulty": difficulty, "tasks": len(values), "pass@1": sum(values) / len(values)}
+        for difficulty, values in sorted(rates.items())
+    ]

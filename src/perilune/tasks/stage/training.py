@@ -1,0 +1,195 @@
+"""What sft and rl share around their loops: resuming, saving, and the checkpoint at the end."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from perilune.bundle.workspace import Workspace
+from perilune.errors import RequestError
+from perilune.files import fsync_directory
+from perilune.learn.adaptation import trainable
+from perilune.learn.checkpoints import is_complete, latest_complete
+from perilune.learn.processes import Processes
+from perilune.learn.settings import LearnerSettings
+from perilune.learn.trainer import Learner
+from perilune.models.adapters import save_policy
+from perilune.models.decoder import Decoder
+from perilune.models.tokenizer import Tokenizer
+from perilune.tasks.stage.policy import Policy
+from perilune.tasks.stage.retention import (
+    BEST,
+    FINAL,
+    Saving,
+    best_step,
+    best_summary,
+    disk_bytes,
+    forget,
+    prune,
+    saved_steps,
+    step_directory,
+)
+from perilune.watchdog import Waiting
+
+OPTIMIZER = "optimizer"  # beside the final weights: the learner's state
+
+
+class Resumable(Protocol):
+    """What can be written down and gone on with."""
+
+    processes: Processes
+
+    def save_state(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None: ...
+
+    def load_state(self, directory: Path) -> dict[str, Any]: ...
+
+
+def resume(workspace: Workspace, learner: Resumable) -> int:
+    """Continue from the last complete checkpoint of an earlier attempt; return the step to start at.
+
+    What was being written when it died is removed.
+    """
+    found = _checkpoint_to_resume(workspace) if workspace.leads else None
+    name = learner.processes.first_says("checkpoint to resume", "" if found is None else str(found))
+    step = int(learner.load_state(Path(name))["step"]) if name else 0
+    if workspace.leads:
+        for later in saved_steps(workspace):  # of no use: they are damaged
+            if later > step:
+                forget(step_directory(workspace, later))
+    workspace.rewind(step)
+    if name:
+        workspace.event("resumed", step=step)
+        workspace.log(f"resumed from step {step}")
+    return step
+
+
+def _checkpoint_to_resume(workspace: Workspace) -> Path | None:
+    for unfinished in workspace.checkpoints.glob(".*"):
+        shutil.rmtree(unfinished)
+    final = workspace.checkpoints / FINAL
+    if is_complete(final / OPTIMIZER):  # all steps are done, and only the summary is missing
+        return final / OPTIMIZER
+    directory = latest_complete(workspace.checkpoints)
+    for made in (final, workspace.checkpoints / BEST):
+        if made.exists():
+            forget(made)
+    return directory
+
+
+def save_when_due(workspace: Workspace, learner: Resumable, step: int, spec: Saving) -> None:
+    """After every `save_every` steps but the last: write a checkpoint to resume from, and drop older ones."""
+    if step % spec.save_every or step >= spec.steps:
+        return
+    with Waiting("checkpoint"):
+        learner.save_state(step_directory(workspace, step), {"step": step})
+    if not workspace.leads:
+        return
+    prune(workspace, spec)
+    held = disk_bytes(workspace)
+    workspace.event("checkpoint", step=step, disk_bytes=held)
+    workspace.log(f"checkpoint of step {step}; all that are kept take {held / 1e6:,.1f} MB")
+    if spec.keep.best and best_step(workspace, spec, [step]) is None:
+        workspace.log(f"keep.best: no figure {spec.keep.best!r} in the last {spec.save_every} steps")
+
+
+def finish(
+    workspace: Workspace,
+    policy: Policy,
+    learner: Learner,
+    spec: Saving,
+    write: Callable[[Path, Decoder, Tokenizer], None] = save_policy,
+) -> dict[str, Any]:
+    """Write the final checkpoint in Hugging Face format, and the best one.
+
+    The learner's state lies beside the final weights until the stage's summary is written, so that a kill
+    costs nothing; `keep.optimizer` keeps it for good.
+
+    The best is written as a model, and learner and policy are that one then; nothing may learn after this.
+
+    Returns:
+        what every summary of training begins with; nothing where another process is the one that writes.
+    """
+    state = workspace.checkpoints / FINAL / OPTIMIZER
+    with Waiting("final checkpoint"):
+        if not (workspace.checkpoints / FINAL).exists():
+            partial = workspace.checkpoints / f".{FINAL}.partial"
+            if workspace.leads:
+                write(partial, policy.decoder, policy.tokenizer)
+            learner.save_state(partial / OPTIMIZER, {"step": spec.steps})
+            if workspace.leads:
+                put_in_place(partial, workspace.checkpoints / FINAL)
+        best = best_step(workspace, spec, [*saved_steps(workspace), spec.steps]) if workspace.leads else None
+        if best == spec.steps or (workspace.checkpoints / BEST).exists():
+            best = None
+        chosen = learner.processes.first_says("best step", "" if best is None else str(best))
+        if chosen:
+            learner.load_state(step_directory(workspace, int(chosen)))
+        if best is not None:
+            partial = workspace.checkpoints / f".{BEST}.partial"
+            write(partial, policy.decoder, policy.tokenizer)
+            put_in_place(partial, workspace.checkpoints / BEST)
+    learner.processes.check_same("last version", str(learner.version))
+    if not workspace.leads:
+        return {}
+    prune(workspace, spec, beside=1)
+    dropped = None if spec.keep.optimizer else state
+    if dropped is not None:
+        workspace.delete_at_end(dropped)
+    chosen_best = best_summary(workspace, spec)
+    if chosen_best and chosen_best["best"]["step"] is None:
+        workspace.log(f"keep.best: no step wrote a figure {spec.keep.best!r}, so that none is the best")
+    parameters = sum(parameter.numel() for parameter in policy.decoder.parameters())
+    return {
+        "kind": "training",
+        "steps": spec.steps,
+        "parameters": parameters,
+        "trained_parameters": sum(one.numel() for one in trainable(policy.decoder).values()),
+        "disk_bytes": disk_bytes(workspace, dropped),
+        **chosen_best,
+    }
+
+
+def put_in_place(partial: Path, whole: Path) -> None:
+    """Give a directory that is complete its name."""
+    partial.rename(whole)
+    fsync_directory(whole.parent)
+
+
+def first_and_last(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+    """Means of the named figures over the first and the last few steps, and the tokens learned from.
+
+    Args:
+        lines: as `Workspace.metrics` gives them.
+    """
+    edge = max(1, min(5, len(lines) // 2))
+
+    def means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        return {name: math.fsum(row[name] for row in rows) / len(rows) for name in names}
+
+    return {
+        "first": means(lines[:edge]),
+        "last": means(lines[-edge:]),
+        "tokens": int(sum(line["tokens"] for line in lines)),
+    }
+
+
+def restore_optimizer(workspace: Workspace, learner: Learner, settings: LearnerSettings) -> None:
+    """Where the settings ask for it, start from the second moments beside the checkpoint's weights.
+
+    Raises:
+        RequestError: when the checkpoint has no optimizer state, or one of other parameters.
+    """
+    if not settings.restore_optimizer:
+        return
+    state = workspace.input("checkpoint") / OPTIMIZER if workspace.has_input("checkpoint") else None
+    if state is None or not state.is_dir():
+        raise RequestError(
+            "the model that this stage starts from has no optimizer state",
+            where="restore_optimizer",
+            remedy="set keep: {optimizer: true} in the stage that trains it, or drop restore_optimizer",
+        )
+    learner.restore_second_moments(state)
+    workspace.log("second moments restored: the first steps depend on the scale of the earlier loss")

@@ -1,0 +1,1 @@
+"""Stages that train on data: sft, preference, reward_model."""
