@@ -145,12 +145,12 @@ def run_perilune(model: Path, steps: int, token_budget: int) -> dict[str, object
     from perilune.models.loading import load_checkpoint
 
     decoder, tokenizer = load_checkpoint(model)
-    engine, learner, weigh = Engine(decoder), Learner(decoder), algorithm("grpo")
+    engine, learner, grpo = Engine(decoder), Learner(decoder), algorithm("grpo")
     params = SamplingParams(max_tokens=MAX_TOKENS, stop_token_ids=(tokenizer.eos_token_id,))
     texts, rows, gap, done, watch = prompts_of(steps), [], 0.0, 0.0, Stopwatch()
     sample = watch.timed("sampling", engine.sample)
     learn = watch.timed(
-        "forward_backward", lambda weighed: learner.forward_backward(pack(weighed, token_budget))
+        "forward_backward", lambda weighted: learner.forward_backward(pack(weighted, token_budget))
     )
     for step in range(steps):
         engine.update_weights(None, learner.version)
@@ -168,8 +168,8 @@ def run_perilune(model: Path, steps: int, token_budget: int) -> dict[str, object
                 )
                 for j, one in enumerate(answers)
             ])  # fmt: skip
-        weighed = [weigh(group, max_tokens=MAX_TOKENS) for group in groups]
-        figures = learn(weighed)
+        weighted = [grpo(group, max_tokens=MAX_TOKENS) for group in groups]
+        figures = learn(weighted)
         learner.optim_step(LR)
         done = done or time.time()
         gap = max(gap, figures.get("logprob_gap_max", 0.0))
@@ -177,7 +177,7 @@ def run_perilune(model: Path, steps: int, token_budget: int) -> dict[str, object
         rows.append(watch.end_step() | {
             "tokens": sum(len(one.token_ids) for one in episodes), "learned_tokens": figures["tokens"],
             "reward": statistics.fmean(one.reward or 0.0 for one in episodes),
-            "dead_groups": statistics.fmean(float(group.dead) for group in weighed),
+            "dead_groups": statistics.fmean(float(group.dead) for group in weighted),
         })  # fmt: skip
     return {
         "first_step_done": done,

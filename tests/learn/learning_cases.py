@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from perilune.data.episode import Episode
 from perilune.learn.algorithms import StepContext, algorithm
 from perilune.learn.critic import Critic
-from perilune.learn.weights import GroupWeights, KLEstimator
+from perilune.learn.weights import KLEstimator, WeightedGroup
 from perilune.models.attention import PackedAttention
 from perilune.models.config import PRESETS
 from perilune.models.decoder import Decoder
@@ -120,15 +120,15 @@ def signals_for(groups: Sequence[Sequence[Episode]], seed: int = 0) -> dict[str,
     }
 
 
-def weighed(
+def weighted_groups(
     name: str,
     groups: Sequence[Sequence[Episode]],
     kl: float = 0.0,
     kl_estimator: KLEstimator = "k3",
     **options,
-) -> list[GroupWeights]:
+) -> list[WeightedGroup]:
     context = StepContext(max_tokens=8, kl=kl, kl_estimator=kl_estimator, signals=signals_for(groups))
-    return algorithm(name, **options).weigh(groups, context)
+    return algorithm(name, **options).weight_groups(groups, context)
 
 
 def small_critic(decoder: Decoder) -> Critic:
@@ -141,7 +141,7 @@ def small_critic(decoder: Decoder) -> Critic:
 
 def plain_loss(
     decoder: Decoder,
-    groups: Sequence[GroupWeights],
+    groups: Sequence[WeightedGroup],
     *,
     reference: Decoder | None = None,
     critic: Critic | None = None,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from learning_cases import episode, weighed
+from learning_cases import episode, weighted_groups
 
 from perilune.errors import RequestError, WorkFailedError
 from perilune.learn.advantages import DEAD_STD, centred, is_dead, standardised
@@ -134,8 +134,8 @@ def test_dr_grpo_divides_by_the_fixed_constant_whatever_the_batch() -> None:
 def test_the_reference_kl_weighs_every_scored_token_alike(name: str) -> None:
     failed = episode(None, failure="verifier: timed out", name="0/0/1")
     group = [episode(1.0, tokens=[1, 2, 3]), failed, episode(0.0, tokens=[4], name="0/0/2")]
-    assert weighed(name, [group])[0].reference_kl is None
-    kl = weighed(name, [group], kl=0.1)[0].reference_kl
+    assert weighted_groups(name, [group])[0].reference_kl is None
+    kl = weighted_groups(name, [group], kl=0.1)[0].reference_kl
     long, short, denominator = {
         "token-mean": (0.1, 0.1, 4),
         "seq-mean-token-mean": (0.1 / 3, 0.1, 2),

@@ -19,7 +19,7 @@ from perilune.learn.advantages import generalised_advantages, leave_one_out, rew
 from perilune.learn.algorithms import RL_ALGORITHMS, StepContext, algorithm
 from perilune.learn.algorithms.pkpo import worth
 from perilune.learn.signals import deviation_and_uncertainty
-from perilune.learn.weights import GroupWeights, Surrogate
+from perilune.learn.weights import Surrogate, WeightedGroup
 
 GROUPED = [name for name, kind in RL_ALGORITHMS.items() if kind.compares == "group"]
 
@@ -39,14 +39,16 @@ def group_of(
     ]
 
 
-def weigh(name: str, groups: Sequence[Sequence[Episode]], step: int = 0, **options) -> list[GroupWeights]:
+def weight_groups(
+    name: str, groups: Sequence[Sequence[Episode]], step: int = 0, **options
+) -> list[WeightedGroup]:
     context = StepContext(max_tokens=8, step=step, signals=signals_for(groups))
-    return algorithm(name, **options).weigh(groups, context)
+    return algorithm(name, **options).weight_groups(groups, context)
 
 
 def advantages(name: str, *rewards: Sequence[float], **options) -> list[float]:
     groups = [group_of(row, g=g) for g, row in enumerate(rewards)]
-    return np.concatenate([one.advantages for one in weigh(name, groups, **options)]).tolist()
+    return np.concatenate([one.advantages for one in weight_groups(name, groups, **options)]).tolist()
 
 
 def test_rloo_worked_example() -> None:
@@ -62,7 +64,7 @@ def test_rloo_worked_example() -> None:
 def test_reinforce_pp_worked_examples() -> None:
     def one_token(name: str) -> list[float]:
         groups = [group_of([1, 0, 0, 0], [1] * 4, g=0), group_of([1, 1, 1, 0], [1] * 4, g=1)]
-        return [float(a) for one in weigh(name, groups) for a in one.advantages]
+        return [float(a) for one in weight_groups(name, groups) for a in one.advantages]
 
     assert one_token("reinforce_pp_baseline")[0] == pytest.approx(1.620, abs=5e-4)
     assert one_token("reinforce_pp")[0] == pytest.approx(0.935, abs=5e-4)
@@ -105,7 +107,7 @@ def test_gae_carries_over_masked_tokens() -> None:
 def test_ppo_whitens_advantages_and_not_returns() -> None:
     groups = [group_of([1.0, 0.0], [3, 2])]
     values = {"0/0/0": np.array([0.5, 0.6, 0.8], np.float32), "0/0/1": np.array([0.1, 0.2], np.float32)}
-    (one,) = algorithm("ppo").weigh(groups, StepContext(max_tokens=8, signals={"values": values}))
+    (one,) = algorithm("ppo").weight_groups(groups, StepContext(max_tokens=8, signals={"values": values}))
     raw = [np.array([0.4705, 0.39, 0.2]), np.array([-0.09, -0.2])]
     flat = np.concatenate(raw)
     for weights, a in zip(one.policy_gradient.weights, raw, strict=True):
@@ -122,10 +124,10 @@ def test_dapo_shapes_the_last_fifth() -> None:
 
 
 def test_dapo_lets_a_penalty_speak_only_beside_an_outcome() -> None:
-    (solved,) = weigh("dapo", [group_of([1, 1, 1], [2, 7, 8])])
+    (solved,) = weight_groups("dapo", [group_of([1, 1, 1], [2, 7, 8])])
     assert solved.dead
     assert not any(w.any() for w in solved.policy_gradient.weights)
-    (mixed,) = weigh("dapo", [group_of([1, 1, 0], [2, 8, 2])])
+    (mixed,) = weight_groups("dapo", [group_of([1, 1, 0], [2, 8, 2])])
     assert mixed.advantages[0] > mixed.advantages[1]
     assert algorithm("dapo").refills == 10
 
@@ -134,7 +136,7 @@ def test_clip_ranges_are_those_of_the_papers() -> None:
     assert algorithm("dapo").surrogate == Surrogate(low=0.8, high=1.28)
     assert algorithm("gspo").surrogate == Surrogate(ratio="sequence", low=1 - 3e-4, high=1 + 4e-4)
     assert algorithm("gspo").aggregation == "seq-mean-token-mean"
-    (mean,) = weigh("gspo", [group_of([1, 0], [2, 8])], aggregation="token-mean")
+    (mean,) = weight_groups("gspo", [group_of([1, 0], [2, 8])], aggregation="token-mean")
     assert mean.policy_gradient.denominator == 10  # what is asked for is done
     assert algorithm("cispo").surrogate == Surrogate(clip="weight", low=0.0, high=5.0)
 
@@ -195,7 +197,7 @@ def test_pass_at_k_training_equals_all_groups_of_k() -> None:
 
 
 def test_pass_at_k_training_is_dead_when_any_k_pass() -> None:
-    (one,) = weigh("pass_at_k_training", [group_of([1, 1, 1, 0])], k=2)
+    (one,) = weight_groups("pass_at_k_training", [group_of([1, 1, 1, 0])], k=2)
     assert one.dead
     assert not any(w.any() for w in one.policy_gradient.weights)
 
@@ -215,7 +217,7 @@ def test_toggle_fixes_a_budget_at_the_first_right_answer() -> None:
 
     def step(number: int, rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
         context = StepContext(max_tokens=99, step=number, memory=memory)
-        return toggle.weigh([group_of(rewards, lengths)], context)[0].advantages.tolist()
+        return toggle.weight_groups([group_of(rewards, lengths)], context)[0].advantages.tolist()
 
     step(0, [0, 0], [9, 9])
     assert memory == {"budgets": {}}  # no right answer: no budget
@@ -237,7 +239,7 @@ def test_dgpo_worked_example() -> None:
         "deviation": {e.episode_id: d.float().numpy() for e in group},
         "uncertainty": {e.episode_id: h.float().numpy() for e in group},
     }
-    (one,) = algorithm("dgpo").weigh([group], StepContext(max_tokens=8, signals=signals))
+    (one,) = algorithm("dgpo").weight_groups([group], StepContext(max_tokens=8, signals=signals))
     shares = one.policy_gradient.weights[0] / one.advantages[0]
     assert shares.tolist() == pytest.approx([0.92974, 1.05523, 1.01502], abs=1e-5)
     assert shares.sum() == pytest.approx(3)  # an answer's total is what it was
@@ -250,7 +252,7 @@ def test_dgpo_of_the_reference_is_grpo() -> None:
     group = group_of([1, 0, 0], [3, 2, 4])
     flat = {e.episode_id: np.zeros(len(e.token_ids), np.float32) for e in group}
     context = StepContext(max_tokens=8, signals={"deviation": flat, "uncertainty": flat})
-    (dgpo,) = algorithm("dgpo").weigh([group], context)
+    (dgpo,) = algorithm("dgpo").weight_groups([group], context)
     grpo = algorithm("grpo")(group, max_tokens=8)
     for mine, other in zip(dgpo.policy_gradient.weights, grpo.policy_gradient.weights, strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-6)
@@ -271,7 +273,7 @@ def test_dgpo_shares_are_bounded_and_sum_to_the_length(
 
 def test_a_signal_that_is_missing_is_named() -> None:
     with pytest.raises(ValueError, match=r"0/0/0 has no values"):
-        algorithm("ppo").weigh([group_of([1, 0])], StepContext(max_tokens=8))
+        algorithm("ppo").weight_groups([group_of([1, 0])], StepContext(max_tokens=8))
 
 
 # What all have in common.
@@ -282,14 +284,14 @@ def test_a_signal_that_is_missing_is_named() -> None:
 def test_a_reward_that_is_no_number_is_refused_by_name(name: str, bad: float) -> None:
     group = [*group_of([1, 0, 1, 0, 1]), episode(bad, name="3/1/4")]
     with pytest.raises(WorkFailedError, match=r"episode 3/1/4 of task task-7 has reward"):
-        weigh(name, [group])
+        weight_groups(name, [group])
 
 
 @pytest.mark.parametrize("name", list(RL_ALGORITHMS))
 def test_masked_tokens_and_failures_carry_nothing(name: str) -> None:
     group = group_of([1, 0, None, 1, 0, 0], [3, 2, 2, 4, 1, 2])
     tool = episode(0.0, tokens=[1, 2, 3], mask=[True, False, True], name="0/0/9")
-    (one,) = weigh(name, [[*group, tool]])
+    (one,) = weight_groups(name, [[*group, tool]])
     assert not one.policy_gradient.weights[2].any()
     assert math.isnan(one.advantages[2])
     assert one.policy_gradient.weights[6][1] == 0
@@ -307,7 +309,7 @@ def test_odd_groups_teach_nothing_and_break_nothing(name: str, shape: str) -> No
         "all failed": [group_of([None, None])],
         "empty answers": [group_of([1.0, 0.0], [0, 0])],
     }[shape]
-    for one in weigh(name, groups):
+    for one in weight_groups(name, groups):
         if name != "ppo" or shape != "singleton":
             assert not any(w.any() for w in one.policy_gradient.weights)
         assert len(one.advantages) == len(one.episodes)
@@ -317,7 +319,7 @@ def test_odd_groups_teach_nothing_and_break_nothing(name: str, shape: str) -> No
 @settings(max_examples=20, deadline=None)
 @given(st.floats(0, 5), st.integers(2, 8))
 def test_equal_rewards_are_dead(name: str, reward: float, size: int) -> None:
-    (one,) = weigh(name, [group_of([reward] * size)])
+    (one,) = weight_groups(name, [group_of([reward] * size)])
     assert one.dead
     assert not any(w.any() for w in one.policy_gradient.weights)
 
@@ -349,7 +351,7 @@ def test_order_does_not_matter(name: str, seed: int, shuffler) -> None:
 
     def run(chosen: list[list[tuple[int, int]]]) -> dict[tuple[int, int], np.ndarray]:
         context = StepContext(max_tokens=8, signals=signals)
-        found = algorithm(name).weigh([[groups[g][i] for g, i in row] for row in chosen], context)
+        found = algorithm(name).weight_groups([[groups[g][i] for g, i in row] for row in chosen], context)
         return {
             pair: weights
             for row, one in zip(chosen, found, strict=True)
@@ -364,8 +366,8 @@ def test_order_does_not_matter(name: str, seed: int, shuffler) -> None:
 @pytest.mark.parametrize("name", list(RL_ALGORITHMS))
 def test_truncated_answers_can_be_left_out_of_the_loss_but_not_of_the_mean(name: str) -> None:
     group = [*group_of([1, 0, 0, 1, 0]), episode(0.0, tokens=[1, 2, 3], truncated=True, name="0/0/9")]
-    (kept,) = weigh(name, [group])
-    (masked,) = weigh(name, [group], mask_truncated=True)
+    (kept,) = weight_groups(name, [group])
+    (masked,) = weight_groups(name, [group], mask_truncated=True)
     assert kept.policy_gradient.weights[5].any()
     assert not masked.policy_gradient.weights[5].any()
     assert masked.policy_gradient.denominator < kept.policy_gradient.denominator

@@ -6,7 +6,7 @@ from learning_cases import random_groups, signals_for, small_decoder
 
 from perilune.learn.advantages import rewards_to_go, whitened
 from perilune.learn.algorithms import StepContext, algorithm
-from perilune.learn.kl_reward import weigh
+from perilune.learn.kl_reward import weight_groups
 from perilune.learn.signals import observe
 
 KL = 0.3
@@ -26,15 +26,15 @@ def test_whole_answers_lose_the_sum_before_they_are_compared(context: StepContex
     """TRL's RLOO: rewards - beta * sum of (old log-prob - reference log-prob), then leave-one-out."""
     groups = random_groups(2)
     theirs = context.signals["reference_logprobs"]
-    for group, weighed in zip(groups, weigh(algorithm("rloo"), groups, context), strict=True):
+    for group, weighted in zip(groups, weight_groups(algorithm("rloo"), groups, context), strict=True):
         paid = [
             one.reward - KL * ((one.logprobs - theirs[one.episode_id]) * one.loss_mask).sum() for one in group
         ]
         expected = [r - (sum(paid) - r) / (len(paid) - 1) for r in paid]
-        np.testing.assert_allclose(weighed.advantages, expected, rtol=1e-5, atol=1e-6)
-        assert weighed.reference_kl is None  # not a loss as well
-        assert [one.reward for one in weighed.episodes] == [one.reward for one in group]
-        assert weighed.figures["kl_reference"] > 0
+        np.testing.assert_allclose(weighted.advantages, expected, rtol=1e-5, atol=1e-6)
+        assert weighted.reference_kl is None  # not a loss as well
+        assert [one.reward for one in weighted.episodes] == [one.reward for one in group]
+        assert weighted.figures["kl_reference"] > 0
 
 
 def test_tokens_lose_their_own_where_rewards_are_a_token(context: StepContext) -> None:
@@ -49,7 +49,7 @@ def test_tokens_lose_their_own_where_rewards_are_a_token(context: StepContext) -
     expected = whitened(returns, masks)
     component = [
         w
-        for group in weigh(algorithm("reinforce_pp"), groups, context)
+        for group in weight_groups(algorithm("reinforce_pp"), groups, context)
         for w in group.policy_gradient.weights
     ]
     for weights, right in zip(component, expected, strict=True):
@@ -60,8 +60,8 @@ def test_it_costs_nothing_where_the_policy_is_the_reference() -> None:
     groups = random_groups(2)
     own = {one.episode_id: one.logprobs for group in groups for one in group}
     context = StepContext(8, KL, "k1_reward", signals={"reference_logprobs": own})
-    with_kl = weigh(algorithm("grpo"), groups, context)
-    without = algorithm("grpo").weigh(groups, StepContext(8))
+    with_kl = weight_groups(algorithm("grpo"), groups, context)
+    without = algorithm("grpo").weight_groups(groups, StepContext(8))
     for one, other in zip(with_kl, without, strict=True):
         np.testing.assert_array_equal(one.advantages, other.advantages)
         assert one.figures["kl_reference"] == 0

@@ -17,7 +17,7 @@ from learning_cases import episode, random_groups, small_decoder
 from perilune.data.episode import Episode
 from perilune.learn.batch import pack
 from perilune.learn.trainer import Learner, token_logprobs
-from perilune.learn.weights import GroupWeights, aggregate
+from perilune.learn.weights import WeightedGroup, aggregate
 from perilune.models import logprobs
 from perilune.models.config import DecoderConfig
 from perilune.models.decoder import Decoder
@@ -25,9 +25,9 @@ from perilune.models.memory import LOGITS_AT_ONCE, plan_memory
 from perilune.tasks.stage.memory_plan import peak_resident
 
 
-def imitation(groups: Sequence[Sequence[Episode]]) -> list[GroupWeights]:
+def imitation(groups: Sequence[Sequence[Episode]]) -> list[WeightedGroup]:
     ones = [aggregate(group, np.ones(len(group)), "token-mean") for group in groups]
-    return [GroupWeights(tuple(group), cross_entropy=each) for group, each in zip(groups, ones, strict=True)]
+    return [WeightedGroup(tuple(group), cross_entropy=each) for group, each in zip(groups, ones, strict=True)]
 
 
 def step(monkeypatch: pytest.MonkeyPatch, at_once: int, dtype: torch.dtype) -> tuple[torch.Tensor, dict]:

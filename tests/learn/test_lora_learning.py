@@ -56,8 +56,8 @@ def step(learner: Learner, engine: Engine) -> dict[str, float]:
         ]
         for i, (prompt, answers) in enumerate(zip(prompts, sampled, strict=True))
     ]  # fmt: skip
-    weighed = [algorithm("grpo")(group, max_tokens=24) for group in groups]
-    return learner.forward_backward(pack(weighed, 60, temperature=0.8)) | learner.optim_step(1e-2)
+    weighted = [algorithm("grpo")(group, max_tokens=24) for group in groups]
+    return learner.forward_backward(pack(weighted, 60, temperature=0.8)) | learner.optim_step(1e-2)
 
 
 @pytest.mark.usefixtures("arithmetic")

@@ -25,7 +25,7 @@ from perilune.learn.off_policy import (
 from perilune.learn.signals import observe
 from perilune.learn.trainer import Learner
 from perilune.learn.updates import merged, minibatches
-from perilune.learn.weights import GroupWeights
+from perilune.learn.weights import WeightedGroup
 from perilune.models.attention import PackedAttention
 
 LOG_W = np.array([0, 0.3, -0.5, 1.2, 2])
@@ -56,7 +56,7 @@ def test_product_and_geometric_mean_are_not_the_same_sequence_weight() -> None:
 
 
 def sampled(log_w: Sequence[Sequence[float]], rewards: Sequence[float], versions: Sequence[int] = ()):
-    """A weighed group whose learner differs from its sampler by `log_w`, and the learner's log-probs."""
+    """A weighted group whose learner differs from its sampler by `log_w`, and the learner's log-probs."""
     group = [
         episode(
             reward, tokens=range(len(row)), logprobs=[-2.0] * len(row), name=f"0/0/{i}",
@@ -68,32 +68,32 @@ def sampled(log_w: Sequence[Sequence[float]], rewards: Sequence[float], versions
     return algorithm("grpo")(group, max_tokens=8, kl=0.1), logprobs
 
 
-def corrected(weighed, logprobs, version: int = 0, **options) -> tuple[GroupWeights, dict[str, float]]:
-    (group,), figures = correct([weighed], logprobs, OffPolicySettings(**options), version)
+def corrected(weighted, logprobs, version: int = 0, **options) -> tuple[WeightedGroup, dict[str, float]]:
+    (group,), figures = correct([weighted], logprobs, OffPolicySettings(**options), version)
     return group, figures
 
 
-def factors(group: GroupWeights, before: GroupWeights) -> list[list[float]]:
+def factors(group: WeightedGroup, before: WeightedGroup) -> list[list[float]]:
     """What each token's weight was multiplied by."""
     pairs = zip(group.policy_gradient.weights, before.policy_gradient.weights, strict=True)
     return [(after / once).tolist() for after, once in pairs]
 
 
 def test_by_default_nothing_happens() -> None:
-    weighed, _ = sampled([[0.5, 2], [0, 0]], [1, 0])
-    group, figures = corrected(weighed, {})
-    assert factors(group, weighed) == [[1, 1], [1, 1]]
+    weighted, _ = sampled([[0.5, 2], [0, 0]], [1, 0])
+    group, figures = corrected(weighted, {})
+    assert factors(group, weighted) == [[1, 1], [1, 1]]
     assert group.proximal is None
     assert figures == {}
 
 
 def test_token_truncation() -> None:
-    weighed, logprobs = sampled([[0.5, 2], [0, -1]], [1, 0])
-    group, figures = corrected(weighed, logprobs, proximal="learner", weight="truncate")
-    assert factors(group, weighed)[0] == pytest.approx([math.exp(0.5), 2])
-    assert factors(group, weighed)[1] == pytest.approx([1, math.exp(-1)])
+    weighted, logprobs = sampled([[0.5, 2], [0, -1]], [1, 0])
+    group, figures = corrected(weighted, logprobs, proximal="learner", weight="truncate")
+    assert factors(group, weighted)[0] == pytest.approx([math.exp(0.5), 2])
+    assert factors(group, weighted)[1] == pytest.approx([1, math.exp(-1)])
     assert [p.tolist() for p in group.proximal] == [logprobs["0/0/0"].tolist(), logprobs["0/0/1"].tolist()]
-    assert group.reference_kl is weighed.reference_kl
+    assert group.reference_kl is weighted.reference_kl
     assert figures["weights_above"] == 0.25
     assert figures["weight_max"] == pytest.approx(math.exp(2))
     assert figures["ess"] == pytest.approx(effective_share(np.exp([2.5, -1])), rel=1e-6)
@@ -106,19 +106,19 @@ def test_token_truncation() -> None:
     ("level", "expected"), [("sequence-product", math.exp(0.6)), ("sequence-geometric", math.exp(0.3))]
 )
 def test_sequence_weights_are_one_an_answer(level: str, expected: float) -> None:
-    weighed, logprobs = sampled([[0.1, 0.5], [0, 0]], [1, 0])
-    group, _ = corrected(weighed, logprobs, proximal="learner", weight="truncate", level=level)
-    assert factors(group, weighed)[0] == pytest.approx([expected] * 2, rel=1e-6)
+    weighted, logprobs = sampled([[0.1, 0.5], [0, 0]], [1, 0])
+    group, _ = corrected(weighted, logprobs, proximal="learner", weight="truncate", level=level)
+    assert factors(group, weighted)[0] == pytest.approx([expected] * 2, rel=1e-6)
 
 
 def test_masked_tokens_stay_in_the_denominator_and_rejected_answers_leave_it() -> None:
-    weighed, logprobs = sampled([[0.0, 2], [0, 0, 0]], [1, 0])
-    masked, figures = corrected(weighed, logprobs, proximal="learner", weight="mask", bounds=(0.5, 5.0))
-    assert factors(masked, weighed) == [[1, 0], [1, 1, 1]]
+    weighted, logprobs = sampled([[0.0, 2], [0, 0, 0]], [1, 0])
+    masked, figures = corrected(weighted, logprobs, proximal="learner", weight="mask", bounds=(0.5, 5.0))
+    assert factors(masked, weighted) == [[1, 0], [1, 1, 1]]
     assert masked.policy_gradient.denominator == 5
     assert figures["tokens_masked"] == pytest.approx(0.2)
-    rejected, figures = corrected(weighed, logprobs, reject="sequence-geometric")
-    assert factors(rejected, weighed) == [[0, 0], [1, 1, 1]]
+    rejected, figures = corrected(weighted, logprobs, reject="sequence-geometric")
+    assert factors(rejected, weighted) == [[0, 0], [1, 1, 1]]
     assert rejected.policy_gradient.denominator == 3
     assert rejected.reference_kl.denominator == 5
     assert figures["answers_rejected"] == 0.5
@@ -126,25 +126,25 @@ def test_masked_tokens_stay_in_the_denominator_and_rejected_answers_leave_it() -
 
 
 def test_rejection_by_k3() -> None:
-    weighed, logprobs = sampled([[0.1, -0.1], [0.3, -0.3]], [1, 0])
+    weighted, logprobs = sampled([[0.1, -0.1], [0.3, -0.3]], [1, 0])
     k3 = [np.mean([math.exp(x) - 1 - x for x in (s, -s)]) for s in (0.1, 0.3)]
     assert k3[0] < 0.01 < k3[1]
-    group, _ = corrected(weighed, logprobs, reject="sequence-k3", reject_bounds=(0.0, 0.01))
-    assert factors(group, weighed) == [[1, 1], [0, 0]]
+    group, _ = corrected(weighted, logprobs, reject="sequence-k3", reject_bounds=(0.0, 0.01))
+    assert factors(group, weighted) == [[1, 1], [0, 0]]
 
 
 def test_bad_answers_far_from_the_sampler_can_be_masked() -> None:
     """Only those whose advantage is negative, only where the learner finds them less likely by now."""
-    weighed, logprobs = sampled([[-0.6, -0.6], [-0.6, -0.6], [-0.4, -0.4], [0.6, 0.6]], [1, 0, 0, 0])
-    group, _ = corrected(weighed, logprobs, mask_negative=0.5)
-    assert factors(group, weighed) == [[1, 1], [0, 0], [1, 1], [1, 1]]
+    weighted, logprobs = sampled([[-0.6, -0.6], [-0.6, -0.6], [-0.4, -0.4], [0.6, 0.6]], [1, 0, 0, 0])
+    group, _ = corrected(weighted, logprobs, mask_negative=0.5)
+    assert factors(group, weighted) == [[1, 1], [0, 0], [1, 1], [1, 1]]
     assert group.policy_gradient.denominator == 8
 
 
 def test_staleness_is_counted_in_versions_of_each_token() -> None:
-    weighed, _ = sampled([[0, 0], [0, 0]], [1, 0], versions=[3, 5])
-    group, figures = corrected(weighed, {}, version=6, max_staleness=2)
-    assert factors(group, weighed) == [[0, 0], [1, 1]]
+    weighted, _ = sampled([[0, 0], [0, 0]], [1, 0], versions=[3, 5])
+    group, figures = corrected(weighted, {}, version=6, max_staleness=2)
+    assert factors(group, weighted) == [[0, 0], [1, 1]]
     assert figures == {"tokens_masked": 0.5, "answers_rejected": 0.0}
 
 
@@ -168,14 +168,14 @@ def test_decoupled_equals_its_definition() -> None:
     groups = random_groups(4)
     signals = observe({"logprobs"}, groups, small_decoder(seed=2), token_budget=30)
     settings = OffPolicySettings(proximal="learner", weight="truncate", bounds=(0.0, 1.5))
-    weighed = algorithm("grpo").weigh(groups, StepContext(max_tokens=8))
-    fixed, _ = correct(weighed, signals["logprobs"], settings, 0)
+    weighted = algorithm("grpo").weight_groups(groups, StepContext(max_tokens=8))
+    fixed, _ = correct(weighted, signals["logprobs"], settings, 0)
     learner = Learner(decoder)
     loss = learner.forward_backward(pack(fixed, 25))["loss"]
 
     plain = small_decoder(dtype=torch.float64)
     total, tokens = torch.zeros((), dtype=torch.float64), 0
-    for group in weighed:
+    for group in weighted:
         for one, advantage in zip(group.episodes, group.advantages.tolist(), strict=True):
             old = torch.from_numpy(signals["logprobs"][one.episode_id]).double()
             mask = torch.from_numpy(one.loss_mask)
@@ -250,11 +250,11 @@ def test_values_after_a_cut_are_those_of_the_state_that_was_reached() -> None:
     ppo = algorithm("ppo", bootstrap_truncated=True, lam=0.9, gamma=0.8)
     assert ppo.needs == {"values", "values_after"} and algorithm("ppo").needs == {"values"}
     context = StepContext(max_tokens=8, signals=found)
-    weighed = ppo.weigh(groups, context)
+    weighted = ppo.weight_groups(groups, context)
     before, after = found["values"]["0/0/1"].tolist(), float(found["values_after"]["0/0/1"][-1])
     last = 0 + 0.8 * after - before[1]
     first = 0.8 * before[1] - before[0] + 0.8 * 0.9 * last
-    returns = weighed[0].value.returns[1]
+    returns = weighted[0].value.returns[1]
     assert returns.tolist() == pytest.approx([first + before[0], last + before[1]], abs=1e-6)
 
 
@@ -294,7 +294,7 @@ def test_signals_say_what_they_need() -> None:
 
 
 def test_minibatches_deal_live_groups_in_turn() -> None:
-    groups = [GroupWeights((), dead=dead) for dead in (True, False, True, False, False, False)]
+    groups = [WeightedGroup((), dead=dead) for dead in (True, False, True, False, False, False)]
     parts = minibatches(groups, 2)
     assert [[group.dead for group in part] for part in parts] == [[False, False, True]] * 2
     assert {id(group) for part in parts for group in part} == {id(group) for group in groups}

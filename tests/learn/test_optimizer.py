@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from learning_cases import random_groups, small_critic, small_decoder, weighed
+from learning_cases import random_groups, small_critic, small_decoder, weighted_groups
 from torch import nn
 
 from perilune.errors import WorkFailedError
@@ -110,7 +110,7 @@ def test_the_critic_has_its_own_rate() -> None:
     critic = small_critic(decoder)
     before = [p.detach().clone() for p in (critic.head.weight, *decoder.parameters())]
     learner = Learner(decoder, OptimizerSettings(lr=1e-3), critic=critic, critic_lr=1e-2)
-    learner.forward_backward(pack(weighed("ppo", random_groups(0)), 50))
+    learner.forward_backward(pack(weighted_groups("ppo", random_groups(0)), 50))
     learner.optim_step(5e-4)  # the schedule is at half of the peak
     after = (critic.head.weight, *decoder.parameters())
     moved = [float((a - b).detach().abs().max()) for a, b in zip(after, before, strict=True)]

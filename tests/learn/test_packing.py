@@ -14,7 +14,7 @@ from learning_cases import (
     random_groups,
     small_critic,
     small_decoder,
-    weighed,
+    weighted_groups,
 )
 
 from perilune.errors import RequestError, WorkFailedError
@@ -22,14 +22,14 @@ from perilune.learn import batch, trainer
 from perilune.learn.algorithms import ALGORITHMS, algorithm
 from perilune.learn.batch import pack, round_up
 from perilune.learn.trainer import Learner, token_logprobs, with_reference
-from perilune.learn.weights import GroupWeights
+from perilune.learn.weights import WeightedGroup
 
 
-def weighted(name: str, seed: int, kl: float = 0.0, **shape: int) -> list[GroupWeights]:
-    return weighed(name, random_groups(seed, **shape), kl)
+def random_weighted(name: str, seed: int, kl: float = 0.0, **shape: int) -> list[WeightedGroup]:
+    return weighted_groups(name, random_groups(seed, **shape), kl)
 
 
-def gradient_of(groups: list[GroupWeights], budget: int, dtype=torch.float64, reference=None):
+def gradient_of(groups: list[WeightedGroup], budget: int, dtype=torch.float64, reference=None):
     decoder = small_decoder(dtype=dtype)
     learner = Learner(decoder, critic=small_critic(decoder))
     batches = pack(groups, budget)
@@ -61,7 +61,7 @@ WIDE = {"clip_low": 0.999, "clip_high": 1e6}
     ],
 )
 def test_loss_and_gradient_equal_the_definition(name: str, options: dict) -> None:
-    groups = weighed(name, random_groups(3, groups=3, size=5, longest=5), **options)
+    groups = weighted_groups(name, random_groups(3, groups=3, size=5, longest=5), **options)
     reference = small_decoder(seed=9, dtype=torch.float64)
     figures, gradients = gradient_of(groups, 16, reference=reference)
     decoder = small_decoder(dtype=torch.float64)
@@ -80,7 +80,7 @@ def test_loss_and_gradient_equal_the_definition(name: str, options: dict) -> Non
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 1000), st.sampled_from(list(ALGORITHMS)), st.integers(1, 60), st.randoms())
 def test_cutting_and_ordering_change_nothing(seed: int, name: str, budget: int, shuffler) -> None:
-    groups = weighted(name, seed)
+    groups = random_weighted(name, seed)
     whole, expected = gradient_of(groups, 10_000)
     shuffler.shuffle(groups)
     cut, gradients = gradient_of(groups, budget)
@@ -93,7 +93,7 @@ def test_cutting_and_ordering_change_nothing(seed: int, name: str, budget: int, 
 
 
 def test_a_micro_batch_keeps_to_its_budget_and_a_group_together() -> None:
-    groups = weighted("sft", seed=1, groups=8, size=4)
+    groups = random_weighted("sft", seed=1, groups=8, size=4)
     batches = pack(groups, 40)
     assert all(len(batch.token_ids) <= 40 for batch in batches)
     assert sum(int((batch.prefix_of < 0).sum()) for batch in batches) == 8
@@ -156,7 +156,7 @@ def test_all_groups_dead_is_an_empty_step() -> None:
 
 def test_packed_logprobs_equal_those_of_each_sequence_alone() -> None:
     decoder = small_decoder()
-    groups = weighted("sft", seed=5)
+    groups = random_weighted("sft", seed=5)
     found = torch.cat([token_logprobs(decoder, batch) for batch in pack(groups, 30)])
     expected = torch.cat([
         plain_logprobs(decoder, one)[torch.from_numpy(one.loss_mask)]
@@ -167,7 +167,7 @@ def test_packed_logprobs_equal_those_of_each_sequence_alone() -> None:
 
 
 def test_temperature_divides_the_logits() -> None:
-    groups = weighted("sft", seed=5, groups=1)
+    groups = random_weighted("sft", seed=5, groups=1)
     decoder = small_decoder()
     (batch,) = pack(groups, 1000, temperature=0.5)
     (plain,) = pack(groups, 1000)
@@ -188,11 +188,11 @@ def test_an_empty_prompt_is_refused_by_name() -> None:
 def test_a_reference_kl_needs_the_reference() -> None:
     learner = Learner(small_decoder())
     with pytest.raises(RequestError, match="without its log-probs"):
-        learner.forward_backward(pack(weighted("grpo", 3, kl=0.1), 100))
+        learner.forward_backward(pack(random_weighted("grpo", 3, kl=0.1), 100))
 
 
 def test_kl_to_itself_is_zero_and_pulls_nowhere() -> None:
-    groups = [replace(g, policy_gradient=None) for g in weighted("grpo", 3, kl=0.1)]
+    groups = [replace(g, policy_gradient=None) for g in random_weighted("grpo", 3, kl=0.1)]
     figures, gradients = gradient_of(groups, 100, reference=small_decoder(dtype=torch.float64))
     assert figures["kl_reference"] == pytest.approx(0, abs=1e-12)
     assert all(g.abs().max() < 1e-7 for g in gradients.values() if g is not None)
@@ -230,7 +230,7 @@ def test_numbers_of_rows_repeat() -> None:
 
 @pytest.mark.parametrize("budget", [15, 40, 10_000])
 def test_padding_belongs_to_nobody(budget: int) -> None:
-    for one in pack(weighted("grpo", seed=8, groups=6), budget):
+    for one in pack(random_weighted("grpo", seed=8, groups=6), budget):
         padded = one.padded()
         real = len(one.token_ids)
         assert len(padded.token_ids) == len(padded.positions) == padded.cu_seqlens[-1] == round_up(real)
@@ -246,7 +246,7 @@ def test_padding_belongs_to_nobody(budget: int) -> None:
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "ppo"])
 def test_padding_changes_no_figure(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = weighted(name, seed=8, groups=6)
+    groups = random_weighted(name, seed=8, groups=6)
     figures, gradients = gradient_of(groups, 50)
     monkeypatch.setattr(batch, "round_up", lambda rows: rows)
     monkeypatch.setattr(trainer, "round_up", lambda rows: rows)

@@ -10,7 +10,7 @@ from perilune.data.episode import Episode
 from perilune.learn.advantages import token_rewards
 from perilune.learn.algorithms import RL_ALGORITHMS, StepContext, algorithm
 from perilune.learn.process import AnswerValues, MonteCarloValues, segments_of, with_process
-from perilune.learn.weights import GroupWeights, step_figures
+from perilune.learn.weights import WeightedGroup, step_figures
 
 CONTEXT = StepContext(max_tokens=8)
 
@@ -30,19 +30,19 @@ def pair() -> list[Episode]:
     return [right, wrong]
 
 
-def weighed(group: list[Episode], settings, name: str = "dr_grpo", **options) -> GroupWeights:
+def weighted(group: list[Episode], settings, name: str = "dr_grpo", **options) -> WeightedGroup:
     chosen = algorithm(name, **{"aggregation": "token-mean", **options})
-    (found,) = with_process(chosen.weigh([group], CONTEXT), chosen, CONTEXT, settings)
+    (found,) = with_process(chosen.weight_groups([group], CONTEXT), chosen, CONTEXT, settings)
     return found
 
 
-def weights(group: GroupWeights) -> list[list[float]]:
+def weights(group: WeightedGroup) -> list[list[float]]:
     assert group.policy_gradient is not None
     return [of.tolist() for of in group.policy_gradient.weights]
 
 
 def test_vineppo_by_hand() -> None:
-    found = weighed(pair(), MonteCarloValues())
+    found = weighted(pair(), MonteCarloValues())
     assert weights(found) == [
         [0.25, 0.25, 0.25],
         [-0.25, -0.25, -0.25, -0.25],
@@ -50,7 +50,7 @@ def test_vineppo_by_hand() -> None:
 
 
 def test_a_bonus_by_hand() -> None:
-    found = weighed(pair(), AnswerValues())
+    found = weighted(pair(), AnswerValues())
     z = 0.2 * 0.25 / (np.std([0.25, -0.25], ddof=1) + 1e-4)
     expected = [[0.5 + z, 0.5 + z, 0.5], [-0.5 - z, -0.5, -0.5, -0.5]]  # the last segment: the outcome alone
     for mine, theirs in zip(weights(found), expected, strict=True):
@@ -59,7 +59,7 @@ def test_a_bonus_by_hand() -> None:
 
 
 def test_a_trace_is_compared_with_itself() -> None:
-    found = weighed(pair(), AnswerValues(role="trace"))
+    found = weighted(pair(), AnswerValues(role="trace"))
     # returns: 0.25 + 0.25, 0.25 and -0.25 - 0.25, -0.25
     assert weights(found) == [[0.125, 0.125, -0.125], [-0.125, 0.125, 0.125, 0.125]]
 
@@ -69,31 +69,31 @@ def test_trivial_differences_do_not_act_at_full_strength() -> None:
         with_steps(episode(r, tokens=(4, 5), name=f"0/0/{i}"), {1: 0.2 + 1e-5 * i, 2: -0.2})
         for i, r in enumerate((1.0, 0.0))
     ]
-    assert weights(weighed(alike, AnswerValues())) == [[0.5, 0.5], [-0.5, -0.5]]
+    assert weights(weighted(alike, AnswerValues())) == [[0.5, 0.5], [-0.5, -0.5]]
 
 
 def test_a_dead_group_learns_from_its_process() -> None:
     dead = [replace(one, reward=0.0) for one in pair()]
-    assert weighed(dead, None).dead
+    assert weighted(dead, None).dead
     for settings in (AnswerValues(), AnswerValues(dead_only=True)):
-        found = weighed(dead, settings)
+        found = weighted(dead, settings)
         assert not found.dead
         assert weights(found)[0][0] > 0 > weights(found)[1][0]
-    assert weights(weighed(pair(), AnswerValues(dead_only=True))) == weights(weighed(pair(), None))
+    assert weights(weighted(pair(), AnswerValues(dead_only=True))) == weights(weighted(pair(), None))
     still = [with_steps(one, {len(one.token_ids): -0.5}) for one in dead]  # only answers, no working
-    assert weighed(still, AnswerValues()).dead
+    assert weighted(still, AnswerValues()).dead
 
 
 def test_who_has_no_process_rewards_keeps_what_it_has() -> None:
     plain = replace(pair()[0], step_rewards=None, episode_id="0/0/2", reward=0.0)
     failed = replace(pair()[1], reward=None, failure="verifier: hung", episode_id="0/0/3")
     group = [*pair(), plain, failed]
-    before, after = weighed(group, None), weighed(group, MonteCarloValues())
+    before, after = weighted(group, None), weighted(group, MonteCarloValues())
     assert weights(after)[2:] == weights(before)[2:]
     assert not np.any(weights(after)[3])
     assert after.figures["process/without"] == pytest.approx(1 / 3)
-    nobody = weighed([replace(one, step_rewards=None) for one in pair()], AnswerValues())
-    assert weights(nobody) == weights(weighed(pair(), None))
+    nobody = weighted([replace(one, step_rewards=None) for one in pair()], AnswerValues())
+    assert weights(nobody) == weights(weighted(pair(), None))
     assert nobody.figures == {"process/without": 1.0}
 
 
@@ -103,13 +103,13 @@ def test_tokens_the_policy_did_not_choose_have_no_weight() -> None:
         for i, (r, m) in enumerate([(1.0, 0.5), (0.0, 0.1)])
     ]
     for settings in (AnswerValues(), MonteCarloValues(), AnswerValues(role="trace")):
-        assert [found[1] for found in weights(weighed(group, settings))] == [0.0, 0.0]
+        assert [found[1] for found in weights(weighted(group, settings))] == [0.0, 0.0]
 
 
 def test_a_cut_off_answer_that_is_not_learned_from_stays_so() -> None:
     cut = replace(pair()[1], finish_reason="length")
     for settings in (AnswerValues(), MonteCarloValues()):
-        assert not np.any(weights(weighed([pair()[0], cut], settings, mask_truncated=True))[1])
+        assert not np.any(weights(weighted([pair()[0], cut], settings, mask_truncated=True))[1])
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_every_algorithm_that_compares_answers_can_have_it(name: str) -> None:
         context = CONTEXT
     chosen = algorithm(name)
     group = pair()
-    before = chosen.weigh([group], replace(context, memory={}))
+    before = chosen.weight_groups([group], replace(context, memory={}))
     (after,) = with_process(before, chosen, replace(context, memory={}), AnswerValues())
     assert after.policy_gradient is not None and before[0].policy_gradient is not None
     assert after.policy_gradient.counts == before[0].policy_gradient.counts
@@ -142,16 +142,16 @@ def test_algorithms_that_take_rewards_a_token_have_them_there(name: str) -> None
 
 
 def test_figures() -> None:
-    figures = weighed([*pair(), replace(pair()[0], episode_id="0/0/2")], AnswerValues()).figures
+    figures = weighted([*pair(), replace(pair()[0], episode_id="0/0/2")], AnswerValues()).figures
     assert figures["process/without"] == 0
     assert figures["process/segments"] == 2
     assert figures["process/agreement"] == 1.0  # last values: 0.75 of the right, 0.25 of the wrong one
     assert figures["process/setbacks"] == 0.0
     assert figures["process/std"] == pytest.approx(np.std([0.25, -0.25, 0.25], ddof=1))
     explored = [with_steps(pair()[0], {1: -0.3, 2: 0.5, 3: -0.7}), pair()[1]]
-    lost = weighed(explored, AnswerValues())
+    lost = weighted(explored, AnswerValues())
     assert lost.figures["process/setbacks"] == 0.5  # a right answer that had to look away first
-    assert step_figures([lost, weighed(pair(), AnswerValues())])["process/setbacks"] == 0.25
+    assert step_figures([lost, weighted(pair(), AnswerValues())])["process/setbacks"] == 0.25
 
 
 def test_segments_of_an_episode() -> None:

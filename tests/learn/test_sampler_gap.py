@@ -44,8 +44,8 @@ def test_engine_and_learner_agree(config: DecoderConfig, temperature: float, tok
             ]
             for i, (prompt, answers) in enumerate(zip(prompts, sampled, strict=True))
         ]  # fmt: skip
-        weighed = [algorithm("grpo")(group, max_tokens=30) for group in groups]
-        figures = learner.forward_backward(pack(weighed, token_budget, temperature=temperature))
+        weighted = [algorithm("grpo")(group, max_tokens=30) for group in groups]
+        figures = learner.forward_backward(pack(weighted, token_budget, temperature=temperature))
         assert figures["tokens"] == sum(len(one.token_ids) for group in groups for one in group)
         assert figures["logprob_gap_max"] == 0
         assert figures["clip_fraction"] == 0

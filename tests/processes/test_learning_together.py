@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-from learning_cases import random_groups, small_critic, small_decoder, weighed
+from learning_cases import random_groups, small_critic, small_decoder, weighted_groups
 from process_cases import together
 
 from perilune.errors import ProcessLostError, WorkFailedError
@@ -41,7 +41,7 @@ def steps_of(mode: Aggregation) -> list[list[PackedBatch]]:
     """Three steps: eleven micro-batches, one (fewer than processes), and none."""
     made = []
     for seed, (groups, budget) in enumerate([(6, 14), (1, 1000), (0, 10)]):
-        some = weighed("grpo", random_groups(seed, groups), kl=0.1)
+        some = weighted_groups("grpo", random_groups(seed, groups), kl=0.1)
         constant = 8 if mode == "seq-mean-token-sum-norm" else None
         some = [
             replace(
@@ -101,7 +101,7 @@ def every_setting(processes: Processes) -> dict[str, dict[str, np.ndarray]]:
         decoder = small_decoder()
         adapt(decoder, LearnerSettings.model_validate(section), seed=0)
         learner = Learner(decoder, SETTINGS, processes=processes)
-        learner.forward_backward(pack(weighed("grpo", random_groups(0, 6)), 14))
+        learner.forward_backward(pack(weighted_groups("grpo", random_groups(0, 6)), 14))
         learner.optim_step(1e-2)
         found[name] = state_of(learner)
     return found
@@ -128,7 +128,7 @@ def test_cut_over_processes_it_learns_the_same_to_rounding(cut: list[Found]) -> 
 
 def save_and_load(processes: Processes, folder: Path) -> tuple[list[str], bool, dict[str, np.ndarray]]:
     """A learner with a critic that learns, saves, and is loaded by a new one, which learns on."""
-    batches = pack(weighed("ppo", random_groups(3, 5)), 14)
+    batches = pack(weighted_groups("ppo", random_groups(3, 5)), 14)
     learner = Learner(small_decoder(), SETTINGS, critic=small_critic(small_decoder()), processes=processes)
     learner.forward_backward(batches)
     learner.optim_step(1e-2)

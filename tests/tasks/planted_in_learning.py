@@ -20,7 +20,7 @@ from perilune.learn.algorithms.grpo import GRPO
 from perilune.learn.batch import PackedBatch
 from perilune.learn.optimizer import AdamW
 from perilune.learn.trainer import Learner
-from perilune.learn.weights import GroupWeights
+from perilune.learn.weights import WeightedGroup
 from perilune.models import lora
 from perilune.models.decoder import Block
 from perilune.tasks.rl.spec import update as policy_update
@@ -76,7 +76,7 @@ def token_mean_a_micro_batch(patch: Patch) -> None:
     """Each group is a micro-batch, divided by its own tokens; what counts is the mean of those means."""
     right = policy_update.pack
 
-    def own_means(groups: Sequence[GroupWeights], *args: Any, **options: Any) -> list[PackedBatch]:
+    def own_means(groups: Sequence[WeightedGroup], *args: Any, **options: Any) -> list[PackedBatch]:
         batches = [one for group in groups for one in right([group], *args, **options)]
         return [replace(one, policy_gradient=one.policy_gradient / len(batches)) for one in batches]
 
@@ -292,7 +292,7 @@ def advantages_have_the_wrong_sign(patch: Patch) -> None:
 def baseline_of_the_batch(patch: Patch) -> None:
     """Rewards are standardised over all groups."""
 
-    def weigh(self: GRPO, groups: Any, context: Any) -> Any:
+    def weight_groups(self: GRPO, groups: Any, context: Any) -> Any:
         scores = [grpo.rewards(group) for group in groups]
         white = iter(grpo.standardised(np.concatenate(scores)))
         patched = [np.array([next(white) for _ in values]) for values in scores]
@@ -302,7 +302,7 @@ def baseline_of_the_batch(patch: Patch) -> None:
             for group, values, advantages in zip(groups, scores, patched, strict=True)
         ]
 
-    patch.setattr(GRPO, "weigh", weigh)
+    patch.setattr(GRPO, "weight_groups", weight_groups)
 
 
 def critic_learns_twice_as_much(patch: Patch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from perilune.data.episode import Episode
-from perilune.learn.weights import GroupWeights
+from perilune.learn.weights import WeightedGroup
 from perilune.rollout.dynamic_sampling import kept, play_until_live
 
 
@@ -64,7 +64,7 @@ def test_a_task_that_nobody_solves_ends_at_the_cap() -> None:
 
 
 def test_the_first_live_groups_are_kept_in_order() -> None:
-    weighed = [GroupWeights((), dead=dead) for dead in (True, False, False, True, False)]
-    assert kept(weighed, 2, refills=1) == [weighed[1], weighed[2]]
-    assert kept(weighed, 2, refills=0) == weighed
-    assert kept(weighed[:1], 2, refills=1) == []
+    weighted = [WeightedGroup((), dead=dead) for dead in (True, False, False, True, False)]
+    assert kept(weighted, 2, refills=1) == [weighted[1], weighted[2]]
+    assert kept(weighted, 2, refills=0) == weighted
+    assert kept(weighted[:1], 2, refills=1) == []

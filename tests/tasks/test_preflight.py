@@ -109,12 +109,12 @@ def test_a_wrong_gradient_stops_a_long_run(
 
 def test_an_algorithm_that_unlearns_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rewards count the other way, and all that follows is consistent."""
-    right = GRPO.weigh_group
+    right = GRPO.weight_group
 
     def turned(self: GRPO, group: Any, context: Any) -> Any:
         return right(self, [replace(one, reward=-one.reward) for one in group], context)
 
-    monkeypatch.setattr(GRPO, "weigh_group", turned)
+    monkeypatch.setattr(GRPO, "weight_group", turned)
     with pytest.raises(WorkFailedError, match="grpo does not learn: in 40 steps"):
         solve_bandit(spec(), torch.device("cpu"))
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from perilune.data.episode import Episode
 from perilune.errors import WorkFailedError
-from perilune.learn.weights import PPO, Component, GroupWeights, Surrogate, ValueTargets
+from perilune.learn.weights import PPO, Component, Surrogate, ValueTargets, WeightedGroup
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,7 +139,9 @@ class _Item:
         return len(self.episode.token_ids) - 1
 
 
-def pack(groups: Iterable[GroupWeights], token_budget: int, *, temperature: float = 1.0) -> list[PackedBatch]:
+def pack(
+    groups: Iterable[WeightedGroup], token_budget: int, *, temperature: float = 1.0
+) -> list[PackedBatch]:
     """Pack all groups of one optimizer step into micro-batches of at most `token_budget` fed tokens.
 
     A group stays together, so that its prompt is fed once, unless it alone exceeds the budget. An episode
@@ -165,7 +167,7 @@ def pack(groups: Iterable[GroupWeights], token_budget: int, *, temperature: floa
     return [replace(batch, surrogate=surrogate, value_clip=value_clip) for batch in packed]
 
 
-def _agreed(groups: Sequence[GroupWeights]) -> tuple[Surrogate, float]:
+def _agreed(groups: Sequence[WeightedGroup]) -> tuple[Surrogate, float]:
     """The one surrogate, and the one clip of values, of a step."""
     surrogates = {group.surrogate for group in groups if group.policy_gradient is not None}
     clips = {group.value.clip for group in groups if group.value is not None}
@@ -174,17 +176,17 @@ def _agreed(groups: Sequence[GroupWeights]) -> tuple[Surrogate, float]:
     return surrogates.pop() if surrogates else PPO, clips.pop() if clips else 0.0
 
 
-def _component(group: GroupWeights, name: str) -> Component | None:
+def _component(group: WeightedGroup, name: str) -> Component | None:
     found: Component | ValueTargets | None = getattr(group, name)
     return found.component if isinstance(found, ValueTargets) else found
 
 
-def _denominator(groups: Sequence[GroupWeights], name: str) -> float:
+def _denominator(groups: Sequence[WeightedGroup], name: str) -> float:
     components = (_component(group, name) for group in groups)
     return sum(component.denominator for component in components if component is not None)
 
 
-def _items(group: GroupWeights, denominators: dict[str, float]) -> list[_Item]:
+def _items(group: WeightedGroup, denominators: dict[str, float]) -> list[_Item]:
     """Episodes of a group that carry weight, each weight divided by the denominator of the whole step."""
     items = []
     for index, episode in enumerate(group.episodes):

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from perilune.data.episode import Episode
 from perilune.errors import WorkFailedError
 from perilune.learn.batch import COMPONENTS, PackedBatch
-from perilune.learn.weights import Component, GroupWeights, ValueTargets
+from perilune.learn.weights import Component, ValueTargets, WeightedGroup
 
 DEFECT = "this is a defect of the training code, not of the recipe: please report it"
 TOLERANCE = 1e-3  # of sums in float32, relative to the sum of magnitudes
@@ -24,7 +24,7 @@ SMALL = 1e-4  # below this an advantage has no sign worth checking
 REACH = 0.5  # least share of an episode's learned tokens that its advantage must reach
 
 
-def check_weights(groups: Sequence[GroupWeights], *, centred: bool, sparse: bool = False) -> None:
+def check_weights(groups: Sequence[WeightedGroup], *, centred: bool, sparse: bool = False) -> None:
     """Check what an algorithm made of the groups of a step.
 
     Args:
@@ -54,7 +54,7 @@ def check_weights(groups: Sequence[GroupWeights], *, centred: bool, sparse: bool
                 _check_advantage(episode, advantage, weights, 0.0 if sparse else REACH)
 
 
-def check_packed(groups: Sequence[GroupWeights], batches: Sequence[PackedBatch]) -> None:
+def check_packed(groups: Sequence[WeightedGroup], batches: Sequence[PackedBatch]) -> None:
     """Check that micro-batches say what the groups of their step say, and nothing twice.
 
     Raises:
@@ -97,21 +97,21 @@ def check_packed(groups: Sequence[GroupWeights], batches: Sequence[PackedBatch])
                 )
 
 
-def _components(group: GroupWeights) -> Iterator[tuple[str, Component]]:
+def _components(group: WeightedGroup) -> Iterator[tuple[str, Component]]:
     for name in COMPONENTS:
         found: Component | ValueTargets | None = getattr(group, name)
         if found is not None:
             yield name, found.component if isinstance(found, ValueTargets) else found
 
 
-def _taught(group: GroupWeights) -> Iterator[Episode]:
+def _taught(group: WeightedGroup) -> Iterator[Episode]:
     """Episodes of which any token carries weight."""
     for index, episode in enumerate(group.episodes):
         if any(component.weights[index].any() for _, component in _components(group)):
             yield episode
 
 
-def _check_component(group: GroupWeights, name: str, component: Component) -> None:
+def _check_component(group: WeightedGroup, name: str, component: Component) -> None:
     if len(component.weights) != len(group.episodes) or len(component.counts) != len(group.episodes):
         raise _wrong(group, f"has {name} weights for {len(component.weights)} of {len(group.episodes)}")
     for episode, weights, count in zip(group.episodes, component.weights, component.counts, strict=True):
@@ -182,6 +182,6 @@ def _odd(episode: Episode, what: str) -> WorkFailedError:
     return WorkFailedError(f"episode {episode.episode_id} {what}", remedy=DEFECT)
 
 
-def _wrong(group: GroupWeights, what: str) -> WorkFailedError:
+def _wrong(group: WeightedGroup, what: str) -> WorkFailedError:
     name = group.episodes[0].group_id if group.episodes else ""
     return WorkFailedError(f"group {name} {what}", remedy=DEFECT)

@@ -14,10 +14,10 @@ import numpy as np
 
 from perilune.data.episode import Episode
 from perilune.learn.algorithms.base import Algorithm, Group, StepContext
-from perilune.learn.weights import GroupWeights
+from perilune.learn.weights import WeightedGroup
 
 
-def weigh(algorithm: Algorithm, groups: Sequence[Group], context: StepContext) -> list[GroupWeights]:
+def weight_groups(algorithm: Algorithm, groups: Sequence[Group], context: StepContext) -> list[WeightedGroup]:
     """What the algorithm makes of the groups; where `kl_estimator` is k1_reward, of rewards less the KL.
 
     Episodes come back with the rewards that they were given. The figure `kl_reference` is the mean over a
@@ -27,15 +27,15 @@ def weigh(algorithm: Algorithm, groups: Sequence[Group], context: StepContext) -
         ValueError: when the context has no reference_logprobs and needs them.
     """
     if not context.kl or context.kl_estimator != "k1_reward":
-        return algorithm.weigh(groups, context)
+        return algorithm.weight_groups(groups, context)
     paid = [[_less_kl(one, algorithm.takes_step_rewards, context) for one in group] for group in groups]
     return [
         replace(
-            weighed,
+            weighted,
             episodes=tuple(group),
-            figures={**weighed.figures, "kl_reference": _mean_k3(group, context)},
+            figures={**weighted.figures, "kl_reference": _mean_k3(group, context)},
         )
-        for group, weighed in zip(groups, algorithm.weigh(paid, context), strict=True)
+        for group, weighted in zip(groups, algorithm.weight_groups(paid, context), strict=True)
     ]
 
 

@@ -58,7 +58,7 @@ def _advantages(weights: Algorithm, successes: int, group_size: int) -> tuple[fl
     group = [_episode(index, float(index < successes)) for index in range(group_size)]
     none = {one.episode_id: np.zeros(1, np.float32) for one in group}
     context = StepContext(max_tokens=1, signals=dict.fromkeys(weights.needs, none))
-    (advantages,) = (found.advantages for found in weights.weigh([group], context))
+    (advantages,) = (found.advantages for found in weights.weight_groups([group], context))
     assert advantages is not None
     success = float(advantages[0]) if successes else math.nan
     failure = float(advantages[-1]) if successes < group_size else math.nan

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from perilune.learn.weights import Component, GroupWeights
+from perilune.learn.weights import Component, WeightedGroup
 
 MAX_LOG_RATIO = 20.0
 
@@ -74,11 +74,11 @@ class OffPolicySettings(BaseModel):
 
 
 def correct(
-    groups: Sequence[GroupWeights],
+    groups: Sequence[WeightedGroup],
     logprobs: Mapping[str, NDArray[np.float32]],
     settings: OffPolicySettings,
     version: int,
-) -> tuple[list[GroupWeights], dict[str, float]]:
+) -> tuple[list[WeightedGroup], dict[str, float]]:
     """The groups of a batch with their policy gradients corrected, and how far the sampler was.
 
     Masked tokens keep their share of the denominator; rejected answers give theirs up.
@@ -130,12 +130,12 @@ def at_level(log_weights: Array, level: str) -> Array:
 
 
 def _corrected(
-    group: GroupWeights,
+    group: WeightedGroup,
     logprobs: Mapping[str, NDArray[np.float32]],
     settings: OffPolicySettings,
     version: int,
     gauge: _Gauge,
-) -> GroupWeights:
+) -> WeightedGroup:
     component = group.policy_gradient
     if component is None:
         return group

@@ -9,7 +9,7 @@ import numpy as np
 from perilune.data.episode import Episode
 from perilune.errors import RequestError
 from perilune.learn.batch import PackedBatch, pack
-from perilune.learn.weights import GroupWeights, aggregate
+from perilune.learn.weights import WeightedGroup, aggregate
 
 Pair = tuple[Episode, Episode]  # two answers to one prompt, the better one first
 
@@ -36,6 +36,6 @@ def pack_pairs(pairs: Iterable[Pair], token_budget: int) -> list[PackedBatch]:
     return pack([_group(pair) for pair in pairs], max(token_budget, longest))
 
 
-def _group(episodes: Sequence[Episode]) -> GroupWeights:
+def _group(episodes: Sequence[Episode]) -> WeightedGroup:
     weights = aggregate(episodes, [1.0] * len(episodes), "token-mean")
-    return GroupWeights(episodes=tuple(episodes), cross_entropy=weights)
+    return WeightedGroup(episodes=tuple(episodes), cross_entropy=weights)

@@ -21,7 +21,7 @@ from pydantic_core import CoreSchema
 from perilune.data.episode import Episode
 from perilune.learn.advantages import DEAD_STD, STD_EPSILON
 from perilune.learn.algorithms.base import Algorithm, PolicyGradient, StepContext
-from perilune.learn.weights import Component, GroupWeights
+from perilune.learn.weights import Component, WeightedGroup
 from perilune.verifiers.segments import SegmentSettings, spread
 from perilune.verifiers.trace import PASSES, against_own_mean
 
@@ -107,11 +107,11 @@ def segments_of(episode: Episode) -> Segments | None:
 
 
 def with_process(
-    groups: Sequence[GroupWeights],
+    groups: Sequence[WeightedGroup],
     algorithm: Algorithm,
     context: StepContext,
     settings: ProcessSettings | None,
-) -> list[GroupWeights]:
+) -> list[WeightedGroup]:
     """The weights of a step's groups with what their process rewards do to them.
 
     An episode without process rewards keeps the weights it has.
@@ -129,8 +129,8 @@ def with_process(
 
 
 def _of_group(
-    group: GroupWeights, algorithm: PolicyGradient, context: StepContext, settings: ProcessSettings
-) -> GroupWeights:
+    group: WeightedGroup, algorithm: PolicyGradient, context: StepContext, settings: ProcessSettings
+) -> WeightedGroup:
     parts = [None if one.failure else segments_of(one) for one in group.episodes]
     group = replace(group, figures={**group.figures, **_figures(group.episodes, parts)})
     own = group.policy_gradient

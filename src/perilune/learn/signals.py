@@ -66,7 +66,7 @@ def observe(
     by_id = {episode.episode_id: episode for group in groups for episode in group}
     if len(by_id) < sum(map(len, groups)):
         raise ValueError("two episodes of a step have the same id")
-    everything = SFT().weigh(groups, StepContext(max_tokens=0))
+    everything = SFT().weight_groups(groups, StepContext(max_tokens=0))
     device = next(decoder.parameters()).device
     batches = pack(everything, token_budget, temperature=temperature)
     own = [

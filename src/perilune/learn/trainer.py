@@ -1,7 +1,7 @@
 """The learner: forward_backward, optim_step, save_state, load_state. It never asks which algorithm runs.
 
 A training step is
-    batches = pack(algorithm("grpo").weigh(groups, StepContext(max_tokens=...)), token_budget)
+    batches = pack(algorithm("grpo").weight_groups(groups, StepContext(max_tokens=...)), token_budget)
     figures = learner.forward_backward(batches)
     figures |= learner.optim_step(lr)
 """

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from perilune.learn.weights import GroupWeights
+from perilune.learn.weights import WeightedGroup
 
 
-def minibatches(groups: Sequence[GroupWeights], count: int) -> list[list[GroupWeights]]:
+def minibatches(groups: Sequence[WeightedGroup], count: int) -> list[list[WeightedGroup]]:
     """At most `count` parts, never none, over which groups that teach something are dealt in turn.
 
     Each part has denominators of its own. From the second on the policy is no longer the one that sampled.

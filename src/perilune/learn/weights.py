@@ -87,7 +87,7 @@ class ValueTargets:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GroupWeights:
+class WeightedGroup:
     """What an algorithm makes of a group.
 
     Attributes:
@@ -118,7 +118,7 @@ class GroupWeights:
     figures: Mapping[str, float] = field(default_factory=dict)
 
 
-def step_figures(groups: Sequence[GroupWeights]) -> dict[str, float]:
+def step_figures(groups: Sequence[WeightedGroup]) -> dict[str, float]:
     """The groups' own figures over a step: the largest of those called "..._max", the mean of others."""
     found: dict[str, list[float]] = {}
     for group in groups:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from math import ceil
 
 from perilune.learn.advantages import is_dead
-from perilune.learn.weights import GroupWeights, rewards
+from perilune.learn.weights import WeightedGroup, rewards
 from perilune.rollout.groups import Groups
 
 
@@ -31,6 +31,6 @@ def play_until_live(play: Callable[[int, int], Groups], wanted: int, refills: in
     return groups
 
 
-def kept(groups: list[GroupWeights], wanted: int, refills: int) -> list[GroupWeights]:
+def kept(groups: list[WeightedGroup], wanted: int, refills: int) -> list[WeightedGroup]:
     """The groups to learn from: all, or with refills the first `wanted` live ones."""
     return [group for group in groups if not group.dead][:wanted] if refills else groups

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from perilune.engine.backend import SamplingBackend
-from perilune.learn.weights import GroupWeights
+from perilune.learn.weights import WeightedGroup
 from perilune.models.adapters import save_policy
 from perilune.models.decoder import Decoder
 from perilune.models.tokenizer import Tokenizer
@@ -57,7 +57,7 @@ class Alone:
         self.rollouts = rollouts
 
     def after(
-        self, step: int, groups: Sequence[GroupWeights], figures: Mapping[str, float]
+        self, step: int, groups: Sequence[WeightedGroup], figures: Mapping[str, float]
     ) -> Mapping[str, float]:
         """The figures as they are."""
         return figures

@@ -16,10 +16,10 @@ from perilune.learn.advantages import Rewards, is_dead
 from perilune.learn.weights import (
     Aggregation,
     Component,
-    GroupWeights,
     KLEstimator,
     Scale,
     Surrogate,
+    WeightedGroup,
     aggregate,
 )
 
@@ -73,7 +73,7 @@ class StepContext:
 
 
 class Algorithm(BaseModel):
-    """Base of all algorithms. A subclass overrides `weigh_group`, or `weigh` where groups meet each other.
+    """Base of all algorithms. Subclasses override `weight_group`, or `weight_groups` to compare groups.
 
     Attributes:
         compares: with what a reward is compared, for the figures of the report.
@@ -105,25 +105,25 @@ class Algorithm(BaseModel):
 
     @property
     def least_samples(self) -> int:
-        """The smallest group it can weigh."""
+        """The smallest group that it can compare."""
         return 2
 
-    def weigh(self, groups: Sequence[Group], context: StepContext) -> list[GroupWeights]:
+    def weight_groups(self, groups: Sequence[Group], context: StepContext) -> list[WeightedGroup]:
         """Weights of all groups of one step, in order.
 
         Raises:
             WorkFailedError: naming an episode whose reward is NaN, infinite or missing without a failure.
         """
-        return [self.weigh_group(group, context) for group in groups]
+        return [self.weight_group(group, context) for group in groups]
 
-    def weigh_group(self, group: Group, context: StepContext) -> GroupWeights:
+    def weight_group(self, group: Group, context: StepContext) -> WeightedGroup:
         """Weights of a group that is compared with no other."""
-        (found,) = self.weigh([group], context)
+        (found,) = self.weight_groups([group], context)
         return found
 
-    def __call__(self, group: Group, *, max_tokens: int, kl: float = 0.0) -> GroupWeights:
+    def __call__(self, group: Group, *, max_tokens: int, kl: float = 0.0) -> WeightedGroup:
         """Weigh a group that is all there is."""
-        return self.weigh_group(group, StepContext(max_tokens, kl))
+        return self.weight_group(group, StepContext(max_tokens, kl))
 
 
 class PolicyGradient(Algorithm):
@@ -151,7 +151,7 @@ class PolicyGradient(Algorithm):
         *,
         dead: bool | None = None,
         figures: Mapping[str, float] | None = None,
-    ) -> GroupWeights:
+    ) -> WeightedGroup:
         """Weights that carry these advantages, beside the reference KL.
 
         Args:
@@ -165,7 +165,7 @@ class PolicyGradient(Algorithm):
         learned: Scale = [np.nan if out else a for a, out in zip(scale, cut, strict=True)]
         kl = context.kl if context.kl_estimator != "k1_reward" else 0.0
         bonus = np.where(judged, self.entropy_bonus, np.nan)
-        return GroupWeights(
+        return WeightedGroup(
             episodes=tuple(group),
             policy_gradient=self.component(group, learned, context),
             reference_kl=self.component(group, np.where(judged, kl, np.nan), context) if kl > 0 else None,

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from perilune.learn.advantages import standardised
 from perilune.learn.algorithms.base import Group, PolicyGradient, StepContext
-from perilune.learn.weights import GroupWeights, Surrogate, rewards
+from perilune.learn.weights import Surrogate, WeightedGroup, rewards
 
 
 class CISPO(PolicyGradient):
@@ -27,6 +27,6 @@ class CISPO(PolicyGradient):
     def surrogate(self) -> Surrogate:
         return Surrogate(clip="weight", low=self.ratio_min, high=self.ratio_max)
 
-    def weigh_group(self, group: Group, context: StepContext) -> GroupWeights:
+    def weight_group(self, group: Group, context: StepContext) -> WeightedGroup:
         scores = rewards(group)
         return self.compared(group, scores, standardised(scores), context)

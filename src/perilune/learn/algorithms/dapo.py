@@ -12,7 +12,7 @@ from pydantic import Field
 
 from perilune.learn.advantages import is_dead, standardised
 from perilune.learn.algorithms.base import ClippedPolicyGradient, Group, StepContext
-from perilune.learn.weights import GroupWeights, rewards
+from perilune.learn.weights import WeightedGroup, rewards
 
 
 class DAPO(ClippedPolicyGradient):
@@ -29,7 +29,7 @@ class DAPO(ClippedPolicyGradient):
     def refills(self) -> int:
         return self.max_refills
 
-    def weigh_group(self, group: Group, context: StepContext) -> GroupWeights:
+    def weight_group(self, group: Group, context: StepContext) -> WeightedGroup:
         scores = rewards(group)
         lengths = np.array([episode.loss_mask.sum() for episode in group], np.float64)
         shaped = scores + self.overlong(lengths, context.max_tokens)

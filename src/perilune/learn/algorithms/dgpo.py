@@ -16,7 +16,7 @@ from pydantic import Field
 from perilune.data.episode import Episode
 from perilune.learn.advantages import Tokens, standardised
 from perilune.learn.algorithms.base import ClippedPolicyGradient, Group, Signal, StepContext
-from perilune.learn.weights import GroupWeights, rewards
+from perilune.learn.weights import WeightedGroup, rewards
 
 
 class DGPO(ClippedPolicyGradient):
@@ -32,7 +32,7 @@ class DGPO(ClippedPolicyGradient):
     def needs(self) -> frozenset[Signal]:
         return frozenset({"deviation", "uncertainty"})
 
-    def weigh_group(self, group: Group, context: StepContext) -> GroupWeights:
+    def weight_group(self, group: Group, context: StepContext) -> WeightedGroup:
         scores = rewards(group)
         advantages = standardised(scores)
         shares = [

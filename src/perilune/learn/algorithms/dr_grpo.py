@@ -12,7 +12,7 @@ from pydantic import Field
 
 from perilune.learn.advantages import centred
 from perilune.learn.algorithms.base import ClippedPolicyGradient, Group, StepContext
-from perilune.learn.weights import Aggregation, GroupWeights, rewards
+from perilune.learn.weights import Aggregation, WeightedGroup, rewards
 
 
 class DrGRPO(ClippedPolicyGradient):
@@ -23,6 +23,6 @@ class DrGRPO(ClippedPolicyGradient):
         "seq-mean-token-sum-norm", description="over what a token's loss is averaged"
     )
 
-    def weigh_group(self, group: Group, context: StepContext) -> GroupWeights:
+    def weight_group(self, group: Group, context: StepContext) -> WeightedGroup:
         scores = rewards(group)
         return self.compared(group, scores, centred(scores), context)

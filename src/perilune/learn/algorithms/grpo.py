@@ -12,7 +12,7 @@ from pydantic import Field
 
 from perilune.learn.advantages import standardised
 from perilune.learn.algorithms.base import ClippedPolicyGradient, Group, StepContext
-from perilune.learn.weights import GroupWeights, rewards
+from perilune.learn.weights import WeightedGroup, rewards
 
 
 class GRPO(ClippedPolicyGradient):
@@ -20,6 +20,6 @@ class GRPO(ClippedPolicyGradient):
 
     name: Literal["grpo"] = Field("grpo", description="which algorithm this is")
 
-    def weigh_group(self, group: Group, context: StepContext) -> GroupWeights:
+    def weight_group(self, group: Group, context: StepContext) -> WeightedGroup:
         scores = rewards(group)
         return self.compared(group, scores, standardised(scores), context)

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from perilune.learn.advantages import standardised
 from perilune.learn.algorithms.base import ClippedPolicyGradient, Group, StepContext
-from perilune.learn.weights import Aggregation, GroupWeights, Surrogate, rewards
+from perilune.learn.weights import Aggregation, Surrogate, WeightedGroup, rewards
 
 
 class GSPO(ClippedPolicyGradient):
@@ -30,6 +30,6 @@ class GSPO(ClippedPolicyGradient):
         low, high = 1 - self.clip_low, 1 + self.clip_high
         return Surrogate(ratio="sequence", low=low, high=high, dual=self.dual_clip)
 
-    def weigh_group(self, group: Group, context: StepContext) -> GroupWeights:
+    def weight_group(self, group: Group, context: StepContext) -> WeightedGroup:
         scores = rewards(group)
         return self.compared(group, scores, standardised(scores), context)

@@ -14,7 +14,7 @@ from pydantic import Field
 from perilune.errors import WorkFailedError
 from perilune.learn.advantages import centred, is_dead
 from perilune.learn.algorithms.base import ClippedPolicyGradient, Group, StepContext
-from perilune.learn.weights import Aggregation, GroupWeights, rewards
+from perilune.learn.weights import Aggregation, WeightedGroup, rewards
 
 
 class MaxRL(ClippedPolicyGradient):
@@ -27,7 +27,7 @@ class MaxRL(ClippedPolicyGradient):
         "seq-mean-token-sum-norm", description="over what a token's loss is averaged"
     )
 
-    def weigh_group(self, group: Group, context: StepContext) -> GroupWeights:
+    def weight_group(self, group: Group, context: StepContext) -> WeightedGroup:
         scores = rewards(group)
         if np.nanmin(scores, initial=0.0) < 0:
             raise WorkFailedError(

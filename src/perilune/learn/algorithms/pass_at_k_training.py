@@ -14,7 +14,7 @@ from pydantic import Field
 
 from perilune.learn.advantages import Rewards
 from perilune.learn.algorithms.base import ClippedPolicyGradient, Group, StepContext
-from perilune.learn.weights import GroupWeights, rewards
+from perilune.learn.weights import WeightedGroup, rewards
 from perilune.metrics.pass_at_k import pass_at_k
 
 
@@ -29,7 +29,7 @@ class PassAtKTraining(ClippedPolicyGradient):
     def least_samples(self) -> int:
         return max(self.k, 2)
 
-    def weigh_group(self, group: Group, context: StepContext) -> GroupWeights:
+    def weight_group(self, group: Group, context: StepContext) -> WeightedGroup:
         scores = rewards(group)
         right = np.where(np.isnan(scores), np.nan, scores >= self.passes_at)
         advantages = self.advantages(right)

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from perilune.learn.advantages import Rewards, is_dead
 from perilune.learn.algorithms.base import ClippedPolicyGradient, Group, StepContext
-from perilune.learn.weights import Aggregation, GroupWeights, rewards
+from perilune.learn.weights import Aggregation, WeightedGroup, rewards
 from perilune.metrics.pass_at_k import pass_at_k
 
 
@@ -39,7 +39,7 @@ class PKPO(ClippedPolicyGradient):
     def least_samples(self) -> int:
         return self.k + 1
 
-    def weigh_group(self, group: Group, context: StepContext) -> GroupWeights:
+    def weight_group(self, group: Group, context: StepContext) -> WeightedGroup:
         scores = rewards(group)
         right = np.where(np.isnan(scores), np.nan, scores >= self.passes_at)
         return self.compared(group, scores, self.advantages(right), context, dead=is_dead(right))

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from perilune.learn.advantages import generalised_advantages, token_rewards, whitened
 from perilune.learn.algorithms.base import ClippedPolicyGradient, Group, Signal, StepContext
-from perilune.learn.weights import GroupWeights, ValueTargets, rewards
+from perilune.learn.weights import ValueTargets, WeightedGroup, rewards
 
 
 class PPO(ClippedPolicyGradient):
@@ -44,7 +44,7 @@ class PPO(ClippedPolicyGradient):
     def least_samples(self) -> int:
         return 1
 
-    def weigh(self, groups: Sequence[Group], context: StepContext) -> list[GroupWeights]:
+    def weight_groups(self, groups: Sequence[Group], context: StepContext) -> list[WeightedGroup]:
         scores = [rewards(group) for group in groups]
         episodes = [episode for group in groups for episode in group]
         masks = [e.loss_mask & (not e.failure) for e in episodes]
@@ -60,7 +60,7 @@ class PPO(ClippedPolicyGradient):
             for e, v, m in zip(episodes, values, masks, strict=True)
         ]  # fmt: skip
         white = whitened(raw, masks)
-        found: list[GroupWeights] = []
+        found: list[WeightedGroup] = []
         start = 0
         for group, of_group in zip(groups, scores, strict=True):
             own = slice(start, start := start + len(group))
@@ -71,6 +71,6 @@ class PPO(ClippedPolicyGradient):
                 values=tuple(v.astype(np.float32) for v in values[own]),
                 clip=self.value_clip,
             )
-            weighed = self.compared(group, of_group, white[own], context, dead=False)
-            found.append(replace(weighed, value=targets))
+            weighted = self.compared(group, of_group, white[own], context, dead=False)
+            found.append(replace(weighted, value=targets))
         return found

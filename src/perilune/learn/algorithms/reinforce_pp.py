@@ -14,7 +14,7 @@ from pydantic import Field
 
 from perilune.learn.advantages import Tokens, rewards_to_go, token_rewards, whitened
 from perilune.learn.algorithms.base import ClippedPolicyGradient, Group, StepContext
-from perilune.learn.weights import GroupWeights, rewards
+from perilune.learn.weights import WeightedGroup, rewards
 
 
 class ReinforcePP(ClippedPolicyGradient):
@@ -30,13 +30,13 @@ class ReinforcePP(ClippedPolicyGradient):
     def least_samples(self) -> int:
         return 1
 
-    def weigh(self, groups: Sequence[Group], context: StepContext) -> list[GroupWeights]:
+    def weight_groups(self, groups: Sequence[Group], context: StepContext) -> list[WeightedGroup]:
         scores = [rewards(group) for group in groups]
         return self.whiten(groups, scores, scores, context)
 
     def whiten(
         self, groups: Sequence[Group], scores: Sequence[Tokens], worth: Sequence[Tokens], context: StepContext
-    ) -> list[GroupWeights]:
+    ) -> list[WeightedGroup]:
         """Weights from what each judged episode is worth, float64[G] a group, whitened over the batch."""
         judged = [
             (episode, value)

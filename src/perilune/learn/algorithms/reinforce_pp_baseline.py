@@ -15,7 +15,7 @@ from pydantic import Field
 from perilune.learn.advantages import centred
 from perilune.learn.algorithms.base import Group, StepContext
 from perilune.learn.algorithms.reinforce_pp import ReinforcePP
-from perilune.learn.weights import GroupWeights, rewards
+from perilune.learn.weights import WeightedGroup, rewards
 
 
 class ReinforcePPBaseline(ReinforcePP):
@@ -29,6 +29,6 @@ class ReinforcePPBaseline(ReinforcePP):
     def least_samples(self) -> int:
         return 2
 
-    def weigh(self, groups: Sequence[Group], context: StepContext) -> list[GroupWeights]:
+    def weight_groups(self, groups: Sequence[Group], context: StepContext) -> list[WeightedGroup]:
         scores = [rewards(group) for group in groups]
         return self.whiten(groups, scores, [np.asarray(centred(values)) for values in scores], context)

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from perilune.learn.advantages import leave_one_out
 from perilune.learn.algorithms.base import ClippedPolicyGradient, Group, StepContext
-from perilune.learn.weights import Aggregation, GroupWeights, Surrogate, rewards
+from perilune.learn.weights import Aggregation, Surrogate, WeightedGroup, rewards
 
 
 class RLOO(ClippedPolicyGradient):
@@ -35,6 +35,6 @@ class RLOO(ClippedPolicyGradient):
     def surrogate(self) -> Surrogate:
         return replace(super().surrogate, ratio=self.ratio)
 
-    def weigh_group(self, group: Group, context: StepContext) -> GroupWeights:
+    def weight_group(self, group: Group, context: StepContext) -> WeightedGroup:
         scores = rewards(group)
         return self.compared(group, scores, leave_one_out(scores), context)

@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import Field
 
 from perilune.learn.algorithms.base import Algorithm, Group, StepContext
-from perilune.learn.weights import GroupWeights, aggregate
+from perilune.learn.weights import WeightedGroup, aggregate
 
 
 class SFT(Algorithm):
@@ -17,9 +17,9 @@ class SFT(Algorithm):
     compares: ClassVar[Literal["group", "batch", "nothing"]] = "nothing"
     name: Literal["sft"] = Field("sft", description="which algorithm this is")
 
-    def weigh_group(self, group: Group, context: StepContext) -> GroupWeights:
+    def weight_group(self, group: Group, context: StepContext) -> WeightedGroup:
         scale = np.where([bool(episode.failure) for episode in group], np.nan, 1.0)
         kl = aggregate(group, scale * context.kl, "token-mean") if context.kl > 0 else None
-        return GroupWeights(
+        return WeightedGroup(
             tuple(group), cross_entropy=aggregate(group, scale, "token-mean"), reference_kl=kl
         )

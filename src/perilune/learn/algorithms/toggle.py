@@ -14,7 +14,7 @@ from pydantic import Field
 
 from perilune.learn.advantages import Rewards, standardised
 from perilune.learn.algorithms.base import ClippedPolicyGradient, Group, StepContext
-from perilune.learn.weights import GroupWeights, rewards
+from perilune.learn.weights import WeightedGroup, rewards
 
 
 class Toggle(ClippedPolicyGradient):
@@ -28,7 +28,7 @@ class Toggle(ClippedPolicyGradient):
     percentile: float = Field(50.0, ge=0, le=100, description="of right answers' lengths, the budget")
     passes_at: float = Field(1.0, description="reward from which an answer is right")
 
-    def weigh_group(self, group: Group, context: StepContext) -> GroupWeights:
+    def weight_group(self, group: Group, context: StepContext) -> WeightedGroup:
         scores = rewards(group)
         lengths = np.array([episode.loss_mask.sum() for episode in group])
         budgets = context.memory.setdefault("budgets", {})

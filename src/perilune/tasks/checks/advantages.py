@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from perilune.errors import WorkFailedError
 from perilune.learn.checks import DEFECT
-from perilune.learn.weights import GroupWeights
+from perilune.learn.weights import WeightedGroup
 from perilune.tasks.checks.twin import Twin
 
 TOLERANCE = 1e-4  # relative to the largest weight
@@ -30,21 +30,21 @@ def check_advantages(twin: Twin) -> None:
         WorkFailedError: saying what the weights of an episode wrongly depend on.
     """
     algorithm, (first, second) = twin.spec.algorithm, twin.groups
-    right = _by_episode(twin.weigh([first, second]))
+    right = _by_episode(twin.weight_groups([first, second]))
     swapped = (first[1], first[0], *first[2:])
-    if _differ(right, _by_episode(twin.weigh([swapped, second]))):
+    if _differ(right, _by_episode(twin.weight_groups([swapped, second]))):
         raise _wrong(
             f"{algorithm.name} weighs an episode by its place in the group: its reward or advantage is"
             " another episode's"
         )
-    if algorithm.compares == "group" and _differ(right, _by_episode(twin.weigh([first]))):
+    if algorithm.compares == "group" and _differ(right, _by_episode(twin.weight_groups([first]))):
         raise _wrong(
             f"{algorithm.name} compares within a group, and its weights change with the other groups: its"
             " baseline or scale is of other answers"
         )
     name = first[0].episode_id
     worthless = (replace(first[0], reward=0.0), *first[1:])
-    wrong = float(_by_episode(twin.weigh([worthless, second]))[name].sum())
+    wrong = float(_by_episode(twin.weight_groups([worthless, second]))[name].sum())
     if float(right[name].sum()) < wrong:
         raise _wrong(
             f"{algorithm.name} makes an answer less likely for being right: its weights add up to"
@@ -52,7 +52,7 @@ def check_advantages(twin: Twin) -> None:
         )
 
 
-def _by_episode(groups: Sequence[GroupWeights]) -> Weights:
+def _by_episode(groups: Sequence[WeightedGroup]) -> Weights:
     """Policy-gradient weights, without the share of the denominator that goes by the whole step."""
     return {
         episode.episode_id: weights

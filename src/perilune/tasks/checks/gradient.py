@@ -24,7 +24,7 @@ from perilune.learn.algorithms import Algorithm
 from perilune.learn.batch import COMPONENTS, PackedBatch, pack
 from perilune.learn.checks import DEFECT, check_packed, check_weights
 from perilune.learn.trainer import CRITIC, predicting_states, target_logprobs, with_reference
-from perilune.learn.weights import Component, GroupWeights, KLEstimator, Surrogate, ValueTargets
+from perilune.learn.weights import Component, KLEstimator, Surrogate, ValueTargets, WeightedGroup
 from perilune.tasks.checks.twin import Figures, Twin, plain
 from perilune.tasks.stage.publishing import RANDOM, gap_limit, plain_limit
 
@@ -68,11 +68,11 @@ def check_gradient(twin: Twin) -> None:
             where="preflight",
             remedy=DEFECT,
         )
-    weighed = twin.weigh(twin.groups)
+    weighted = twin.weight_groups(twin.groups)
     centred = spec.algorithm.centred and spec.algorithm.compares == "group"
-    check_weights(weighed, centred=centred, sparse=spec.algorithm.sparse)
-    batches = pack(weighed, TOKEN_BUDGET, temperature=spec.temperature)
-    check_packed(weighed, batches)
+    check_weights(weighted, centred=centred, sparse=spec.algorithm.sparse)
+    batches = pack(weighted, TOKEN_BUDGET, temperature=spec.temperature)
+    check_packed(weighted, batches)
     _check_logprobs(twin, batches)
     if spec.kl:
         batches = with_reference(batches, twin.reference)
@@ -85,7 +85,7 @@ def check_gradient(twin: Twin) -> None:
             continue
         learner.forward_backward(alone)
         found = [sum(_slopes(twin, direction).values()) for direction in range(DIRECTIONS)]
-        tokens = _tokens(twin, weighed, name)
+        tokens = _tokens(twin, weighted, name)
         right = [_derivative(_BY_HAND[name], tokens, now, one) for one in moves]
         limit = _tolerance(twin) * max(map(abs, right)) + TINY
         if not _alike(found, right, limit):
@@ -288,18 +288,18 @@ def _mistakes(name: str, twin: Twin, right: _Tokens, batches: int) -> Iterator[t
         yield f"its estimator is {other}", loss, replace(right, surrogate=replace(right.surrogate, kl=other))
 
 
-def _tokens(twin: Twin, weighed: Sequence[GroupWeights], name: str) -> _Tokens:
+def _tokens(twin: Twin, weighted: Sequence[WeightedGroup], name: str) -> _Tokens:
     """The parts of a component's loss, counted again from what the algorithm made of the groups."""
-    spec, group = twin.spec, weighed[0]
-    episodes = [one for group in weighed for one in group.episodes]
+    spec, group = twin.spec, weighted[0]
+    episodes = [one for group in weighted for one in group.episodes]
     masks = [one.loss_mask for one in episodes]
 
     def learned(arrays: Sequence[np.ndarray]) -> Tensor:
         parts = [array[mask].astype(np.float64) for array, mask in zip(arrays, masks, strict=True)]
         return torch.from_numpy(np.concatenate(parts))
 
-    targets = [one.value for one in weighed if one.value is not None]
-    components = [_component(one, name) for one in weighed]
+    targets = [one.value for one in weighted if one.value is not None]
+    components = [_component(one, name) for one in weighted]
     denominator = sum(sum(one.counts) for one in components)
     weights = learned([array for one in components for array in one.weights]) / denominator
     none = torch.zeros_like(weights)
@@ -315,7 +315,7 @@ def _tokens(twin: Twin, weighed: Sequence[GroupWeights], name: str) -> _Tokens:
     )
 
 
-def _component(group: GroupWeights, name: str) -> Component:
+def _component(group: WeightedGroup, name: str) -> Component:
     found: Component | ValueTargets = getattr(group, name)
     return found.component if isinstance(found, ValueTargets) else found
 

@@ -15,10 +15,10 @@ from perilune.data.episode import Episode
 from perilune.learn.adaptation import adapt
 from perilune.learn.algorithms import StepContext
 from perilune.learn.critic import Critic
-from perilune.learn.kl_reward import weigh
+from perilune.learn.kl_reward import weight_groups
 from perilune.learn.signals import observe
 from perilune.learn.trainer import CRITIC, Learner
-from perilune.learn.weights import GroupWeights
+from perilune.learn.weights import WeightedGroup
 from perilune.models.attention import PackedAttention
 from perilune.models.config import DecoderConfig
 from perilune.models.decoder import Decoder
@@ -74,7 +74,7 @@ class Twin:
         self.learner = Learner(policy.to(device), settings, critic=self.critic)
         self.groups = self._answers()
 
-    def weigh(self, groups: Groups) -> list[GroupWeights]:
+    def weight_groups(self, groups: Groups) -> list[WeightedGroup]:
         """What the run's algorithm makes of these groups at its first step."""
         spec = self.spec
         names = set(spec.algorithm.needs)
@@ -85,7 +85,7 @@ class Twin:
             temperature=spec.temperature, reference=self.reference, critic=self.critic,
         )  # fmt: skip
         context = StepContext(max(_LENGTHS), spec.kl, spec.kl_estimator, 0, signals)
-        return weigh(spec.algorithm, groups, context)
+        return weight_groups(spec.algorithm, groups, context)
 
     def _answers(self) -> Groups:
         """Two groups; the first answer of each is the right one."""

@@ -116,13 +116,11 @@ class Rounds:
             ).episodes
         ]
         traces = Demonstrations(episodes, self._workspace.job.seed)
-        weigh = algorithm("sft")
+        sft = algorithm("sft")
         with Waiting("learning") as waiting:
             for update in range((number - 1) * spec.updates, number * spec.updates):
                 batch = traces.batch(update, spec.batch_size)
-                figures = self._learner.forward_backward(
-                    pack([weigh(batch, max_tokens=0)], spec.token_budget)
-                )
+                figures = self._learner.forward_backward(pack([sft(batch, max_tokens=0)], spec.token_budget))
                 self._learner.optim_step(learning_rate(spec, update, spec.steps * spec.updates))
                 self._workspace.progress(
                     update + 1, spec.steps * spec.updates, "updates", loss=figures["loss"]

@@ -13,7 +13,7 @@ from perilune.data.episodes_file import read_episodes, write_episodes
 from perilune.errors import WorkFailedError
 from perilune.learn.algorithms import Algorithm
 from perilune.learn.objective import objective_curve
-from perilune.learn.weights import GroupWeights, step_figures
+from perilune.learn.weights import WeightedGroup, step_figures
 from perilune.metrics.length_dynamics import length_dynamics
 from perilune.rollout.failures import failure_figures
 from perilune.rollout.timing import Stopwatch
@@ -50,7 +50,7 @@ class Observer:
             self._collapse.observe(line["step"], line["reward"], line["dead_groups"])
 
     def record(
-        self, step: int, groups: Sequence[GroupWeights], figures: Mapping[str, float], watch: Stopwatch
+        self, step: int, groups: Sequence[WeightedGroup], figures: Mapping[str, float], watch: Stopwatch
     ) -> None:
         """Write one step down, where this process is the one that writes.
 
@@ -164,7 +164,7 @@ def lengths_over(workspace: Workspace) -> dict[str, Any]:
     return length_dynamics(before, after)
 
 
-def with_advantages(groups: Sequence[GroupWeights]) -> list[Episode]:
+def with_advantages(groups: Sequence[WeightedGroup]) -> list[Episode]:
     """Episodes in order, each with its advantage among its metrics."""
     episodes = []
     for group in groups:

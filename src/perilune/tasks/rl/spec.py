@@ -206,11 +206,11 @@ class RL:
                 tasks.check(groups, step + 1)
                 learner.memory["tasks"] = tasks.taken
                 watch.start_learning()
-                weighed, figures = updates.make(groups, step)
+                weighted, figures = updates.make(groups, step)
                 watch.stop_learning()
                 observer.record(
-                    step + 1, weighed,
-                    league.after(step + 1, weighed, figures | {"epoch": tasks.epoch}), watch,
+                    step + 1, weighted,
+                    league.after(step + 1, weighted, figures | {"epoch": tasks.epoch}), watch,
                 )  # fmt: skip
                 save_when_due(workspace, learner, step + 1, spec)
         return {

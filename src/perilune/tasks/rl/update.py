@@ -8,14 +8,14 @@ from perilune.learn.algorithms import StepContext
 from perilune.learn.algorithms.base import Signal
 from perilune.learn.batch import pack
 from perilune.learn.checks import check_packed, check_weights
-from perilune.learn.kl_reward import weigh
+from perilune.learn.kl_reward import weight_groups
 from perilune.learn.off_policy import correct, learning_rate_scale
 from perilune.learn.process import with_process
 from perilune.learn.schedules import learning_rate
 from perilune.learn.signals import observe
 from perilune.learn.trainer import Learner, with_reference
 from perilune.learn.updates import merged, minibatches
-from perilune.learn.weights import GroupWeights
+from perilune.learn.weights import WeightedGroup
 from perilune.models.decoder import Decoder
 from perilune.rollout.dynamic_sampling import kept
 from perilune.rollout.groups import Groups
@@ -52,7 +52,7 @@ class PolicyUpdates:
         self._logprobs = LogprobChecker(learner, spec.temperature, draws_are_known)
         self._optimizer = OptimizerChecker(learner, spec, getattr(spec.algorithm, "critic_lr", None))
 
-    def make(self, groups: Groups, step: int) -> tuple[list[GroupWeights], dict[str, float]]:
+    def make(self, groups: Groups, step: int) -> tuple[list[WeightedGroup], dict[str, float]]:
         """Weigh a batch of groups and make the step's updates of it.
 
         Args:
@@ -62,13 +62,13 @@ class PolicyUpdates:
             WorkFailedError: when a check says that the step cannot be right.
 
         Returns:
-            all groups, weighed, those left out among them; and the figures of the updates.
+            all weighted groups, also those that no update used; and the figures of the updates.
         """
         tokens = sum(len(one.prompt_ids) + len(one.token_ids) for group in groups for one in group)
         with Waiting("learning", STALL + tokens * SECONDS_A_TOKEN):
             return self._make(groups, step)
 
-    def _make(self, groups: Groups, step: int) -> tuple[list[GroupWeights], dict[str, float]]:
+    def _make(self, groups: Groups, step: int) -> tuple[list[WeightedGroup], dict[str, float]]:
         spec, learner = self._spec, self._learner
         algorithm, off_policy = spec.algorithm, spec.off_policy
         self._logprobs.check_sampler(groups, step)
@@ -83,11 +83,11 @@ class PolicyUpdates:
         )  # fmt: skip
         memory = learner.memory.setdefault("algorithm", {})
         context = StepContext(self._longest, spec.kl, spec.kl_estimator, step, signals, memory)
-        weighed = weigh(algorithm, groups, context)
+        weighted = weight_groups(algorithm, groups, context)
         centred = algorithm.centred and algorithm.compares == "group"
-        check_weights(weighed, centred=centred, sparse=algorithm.sparse)
-        weighed = with_process(weighed, algorithm, context, spec.process)
-        learned = kept(weighed, spec.prompts, algorithm.refills)
+        check_weights(weighted, centred=centred, sparse=algorithm.sparse)
+        weighted = with_process(weighted, algorithm, context, spec.process)
+        learned = kept(weighted, spec.prompts, algorithm.refills)
         corrected, measured = correct(learned, signals.get("logprobs", {}), off_policy, learner.version)
         lr = learning_rate(spec, step, spec.steps) * learning_rate_scale(measured, off_policy)
         updates = []
@@ -103,4 +103,4 @@ class PolicyUpdates:
                 figures |= learner.optim_step(lr)
             updates.append(figures)
         found = {f"off_policy/{name}": value for name, value in measured.items()}
-        return weighed, merged(updates) | found | {"groups_learned": float(len(learned))}
+        return weighted, merged(updates) | found | {"groups_learned": float(len(learned))}

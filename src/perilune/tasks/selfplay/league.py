@@ -18,7 +18,7 @@ from perilune.bundle.workspace import Workspace
 from perilune.engine.engine import Engine
 from perilune.games.ratings import points_of
 from perilune.learn.trainer import Learner
-from perilune.learn.weights import GroupWeights
+from perilune.learn.weights import WeightedGroup
 from perilune.models.adapters import save_policy
 from perilune.models.decoder import Decoder
 from perilune.models.tokenizer import Tokenizer
@@ -101,7 +101,7 @@ class League:
     # -- after each step ---------------------------------------------------------------------------------
 
     def after(
-        self, step: int, groups: Sequence[GroupWeights], figures: Mapping[str, float]
+        self, step: int, groups: Sequence[WeightedGroup], figures: Mapping[str, float]
     ) -> dict[str, float]:
         """The figures, with those of the step's games; every so many steps freeze the policy and judge it."""
         episodes = [one for group in groups for one in group.episodes]
@@ -111,7 +111,7 @@ class League:
         self._watch(step, found)
         return found
 
-    def _points(self, groups: Sequence[GroupWeights]) -> dict[str, float]:
+    def _points(self, groups: Sequence[WeightedGroup]) -> dict[str, float]:
         """Points against the member that was met, which prioritised choices go by."""
         returns = [
             one.reward
@@ -127,7 +127,7 @@ class League:
         self._record["points"][str(self._met)] = MEMORY * known + (1 - MEMORY) * mean
         return {"points_against_met": mean}
 
-    def _is_met(self, group: GroupWeights) -> bool:
+    def _is_met(self, group: WeightedGroup) -> bool:
         step, place = map(int, group.episodes[0].group_id.split("/")[:2])
         players = getattr(self.rollouts.environment, "players", 1)
         return bool(self.seats((self._workspace.job.seed, step, place), players))

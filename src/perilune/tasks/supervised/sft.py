@@ -84,14 +84,14 @@ class SFT:
             workspace.input("data"), policy.tokenizer, workspace.job.seed,
             policy.decoder.config.max_position_embeddings,
         )  # fmt: skip
-        weigh = algorithm("sft")
+        sft = algorithm("sft")
 
         first = resume(workspace, learner)
         total_watch = Stopwatch()
         for step in range(first, spec.steps):
             watch = Stopwatch()
             episodes = demonstrations.batch(step, spec.batch_size)
-            figures = learner.forward_backward(pack([weigh(episodes, max_tokens=0)], spec.token_budget))
+            figures = learner.forward_backward(pack([sft(episodes, max_tokens=0)], spec.token_budget))
             figures |= learner.optim_step(learning_rate(spec, step, spec.steps))
             watch.learning = watch.elapsed
             workspace.metric(step + 1, **figures)
