@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+REPORT_BUG = "report this as a bug in Perilune; the recipe did not cause it"
+"""Remedy of errors that only a defect of the code can cause."""
+
 
 class PeriluneError(Exception):
     """An expected failure, shown to the user as one message without a traceback.

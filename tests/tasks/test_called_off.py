@@ -53,4 +53,4 @@ def test_a_temperature_that_the_learner_forgets_is_caught(
         run_task(tmp_path / "rl", "rl", temperature=0.9)
     assert caught.value.where.startswith("step 1, episode")
     assert "the temperature 0.9 is missing from the learner's" in caught.value.what
-    assert "defect" in caught.value.remedy
+    assert "bug in Perilune" in caught.value.remedy

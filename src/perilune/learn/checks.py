@@ -14,11 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perilune.data.episode import Episode
-from perilune.errors import WorkFailedError
+from perilune.errors import REPORT_BUG, WorkFailedError
 from perilune.learn.batch import COMPONENTS, PackedBatch
 from perilune.learn.weights import Component, ValueTargets, WeightedGroup
 
-DEFECT = "this is a defect of the training code, not of the recipe: please report it"
 TOLERANCE = 1e-3  # of sums in float32, relative to the sum of magnitudes
 SMALL = 1e-4  # below this an advantage has no sign worth checking
 REACH = 0.5  # least share of an episode's learned tokens that its advantage must reach
@@ -70,11 +69,11 @@ def check_packed(groups: Sequence[WeightedGroup], batches: Sequence[PackedBatch]
         _check_tokens(batch, [expected[name] for name in batch.episode_ids])
         twice = seen & {*batch.episode_ids}
         if twice:
-            raise WorkFailedError(f"episode {min(twice)} is learned from twice in a step", remedy=DEFECT)
+            raise WorkFailedError(f"episode {min(twice)} is learned from twice in a step", remedy=REPORT_BUG)
         seen |= {*batch.episode_ids}
     missing = expected.keys() - seen
     if missing:
-        raise WorkFailedError(f"episode {min(missing)} has weights and was not packed", remedy=DEFECT)
+        raise WorkFailedError(f"episode {min(missing)} has weights and was not packed", remedy=REPORT_BUG)
     for name in COMPONENTS:
         components = [found for group in groups for its, found in _components(group) if its == name]
         denominator = math.fsum(component.denominator for component in components)
@@ -93,7 +92,7 @@ def check_packed(groups: Sequence[WeightedGroup], batches: Sequence[PackedBatch]
                 raise WorkFailedError(
                     f"the {name} {what} of {len(batches)} micro-batches add up to {found:.6g}, and those of"
                     f" the step to {right:.6g}: a denominator is not the whole step's",
-                    remedy=DEFECT,
+                    remedy=REPORT_BUG,
                 )
 
 
@@ -174,14 +173,14 @@ def _check_tokens(batch: PackedBatch, episodes: Sequence[Episode]) -> None:
         start += length
     if start != len(rows):
         raise WorkFailedError(
-            f"{len(rows)} tokens are learned from, and the loss masks have {start}", remedy=DEFECT
+            f"{len(rows)} tokens are learned from, and the loss masks have {start}", remedy=REPORT_BUG
         )
 
 
 def _odd(episode: Episode, what: str) -> WorkFailedError:
-    return WorkFailedError(f"episode {episode.episode_id} {what}", remedy=DEFECT)
+    return WorkFailedError(f"episode {episode.episode_id} {what}", remedy=REPORT_BUG)
 
 
 def _wrong(group: WeightedGroup, what: str) -> WorkFailedError:
     name = group.episodes[0].group_id if group.episodes else ""
-    return WorkFailedError(f"group {name} {what}", remedy=DEFECT)
+    return WorkFailedError(f"group {name} {what}", remedy=REPORT_BUG)

@@ -9,8 +9,7 @@ import numpy as np
 from perilune.data.episode import Episode
 from perilune.engine.request import SamplingParams
 from perilune.environments.core.protocol import Failure
-from perilune.errors import WorkFailedError
-from perilune.learn.checks import DEFECT
+from perilune.errors import REPORT_BUG, WorkFailedError
 from perilune.rollout.rollout import Rollout, Seat
 from perilune.verifiers.hosting import JUDGED, checksum_of
 
@@ -36,7 +35,7 @@ def check_group(
             stands in for a failure.
     """
     if len(group) != len(games):
-        raise WorkFailedError(f"a group has {len(group)} episodes of {len(games)} samples", remedy=DEFECT)
+        raise WorkFailedError(f"a group has {len(group)} episodes of {len(games)} samples", remedy=REPORT_BUG)
     prompts = {one.prompt_ids.tobytes() for one in group if not one.failure}
     if len({one.group_id for one in group}) > 1 or (player == 0 and len(prompts) > 1):
         raise _wrong(group[0], "shares its group with an answer to another prompt")
@@ -58,7 +57,7 @@ def check_judged(game: Rollout, text: str) -> None:
         step = "/".join(map(str, (*game.key[1:], game.sample)))
         raise WorkFailedError(
             f"episode {step} was judged by another text than it sampled: was it another answer's?",
-            remedy=DEFECT,
+            remedy=REPORT_BUG,
         )
 
 
@@ -123,4 +122,4 @@ def _check_reward(episode: Episode, game: Rollout, player: int) -> None:
 
 
 def _wrong(episode: Episode, what: str) -> WorkFailedError:
-    return WorkFailedError(f"episode {episode.episode_id} {what}", remedy=DEFECT)
+    return WorkFailedError(f"episode {episode.episode_id} {what}", remedy=REPORT_BUG)

@@ -13,8 +13,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from perilune.errors import WorkFailedError
-from perilune.learn.checks import DEFECT
+from perilune.errors import REPORT_BUG, WorkFailedError
 from perilune.learn.weights import WeightedGroup
 from perilune.tasks.checks.twin import Twin
 
@@ -68,4 +67,4 @@ def _differ(some: Weights, others: Weights) -> bool:
 
 
 def _wrong(what: str) -> WorkFailedError:
-    return WorkFailedError(what, where="preflight", remedy=DEFECT)
+    return WorkFailedError(what, where="preflight", remedy=REPORT_BUG)

@@ -13,8 +13,7 @@ import torch
 from perilune.data.episode import Episode
 from perilune.engine.engine import Engine
 from perilune.engine.request import Completion, Prompt, SamplingParams
-from perilune.errors import WorkFailedError
-from perilune.learn.checks import DEFECT
+from perilune.errors import REPORT_BUG, WorkFailedError
 from perilune.learn.critic import Critic
 from perilune.learn.trainer import Learner
 from perilune.models.config import PRESETS
@@ -67,8 +66,8 @@ def solve_bandit(spec: RLSpec, device: torch.device) -> str:
         f"{spec.algorithm.name} does not learn: in {STEPS} steps on a bandit of {len(_ARMS)} arms the"
         f" rewarded one went from probability {first:.3f} to {chance:.3f}",
         where="preflight",
-        remedy="see what the run's algorithm, off_policy and optimizer settings leave to learn from; with"
-        " the defaults " + DEFECT,
+        remedy="check the algorithm, off_policy and optimizer settings. If they are the defaults, "
+        + REPORT_BUG,
     )
 
 

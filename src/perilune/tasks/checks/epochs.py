@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from perilune.data.episode import Episode
 from perilune.environments.core.protocol import Environment
-from perilune.errors import WorkFailedError
-from perilune.learn.checks import DEFECT
+from perilune.errors import REPORT_BUG, WorkFailedError
 
 
 class EpochChecker:
@@ -43,7 +42,7 @@ class EpochChecker:
                 raise WorkFailedError(
                     f"task {task} comes again within its epoch: the run learns from the same tasks",
                     where=f"step {step}",
-                    remedy=DEFECT,
+                    remedy=REPORT_BUG,
                 )
             self._seen[task] += 1
             self._epoch.append(task)

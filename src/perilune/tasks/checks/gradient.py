@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perilune.errors import WorkFailedError
+from perilune.errors import REPORT_BUG, WorkFailedError
 from perilune.learn.algorithms import Algorithm
 from perilune.learn.batch import COMPONENTS, PackedBatch, pack
-from perilune.learn.checks import DEFECT, check_packed, check_weights
+from perilune.learn.checks import check_packed, check_weights
 from perilune.learn.trainer import CRITIC, predicting_states, target_logprobs, with_reference
 from perilune.learn.weights import Component, KLEstimator, Surrogate, ValueTargets, WeightedGroup
 from perilune.tasks.checks.twin import Figures, Twin, plain
@@ -66,7 +66,7 @@ def check_gradient(twin: Twin) -> None:
             f"{len(left_out)} of {len(twin.trained)} parameters are not given to the optimizer, the first is"
             f" {left_out[0]}",
             where="preflight",
-            remedy=DEFECT,
+            remedy=REPORT_BUG,
         )
     weighted = twin.weight_groups(twin.groups)
     centred = spec.algorithm.centred and spec.algorithm.compares == "group"
@@ -98,7 +98,7 @@ def check_gradient(twin: Twin) -> None:
                 f"the gradient of {_CALLED[name]} is not the one worked out by hand:"
                 f" {why or _where(twin, partial(_derivative, _BY_HAND[name], tokens, now))}",
                 where="preflight",
-                remedy=DEFECT,
+                remedy=REPORT_BUG,
             )
         for parameter in learner.optimizer.parameters.values():
             parameter.grad = None
@@ -124,7 +124,7 @@ def _check_logprobs(twin: Twin, batches: Sequence[PackedBatch]) -> None:
             why = f"the learner's log-probs differ by {gap:.3g} nats from those of one sequence at a time"
             if float((found - at_one).abs().max()) <= plain_limit(decoder):
                 why = f"the temperature {temperature:g} is missing from the learner's log-probs"
-        raise WorkFailedError(why, where="preflight", remedy=DEFECT)
+        raise WorkFailedError(why, where="preflight", remedy=REPORT_BUG)
 
 
 def _only(batch: PackedBatch, name: str) -> PackedBatch:

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from perilune.data.episode import Episode
 from perilune.engine.random import uniforms
-from perilune.errors import WorkFailedError
+from perilune.errors import REPORT_BUG, WorkFailedError
 from perilune.learn.batch import PackedBatch
-from perilune.learn.checks import DEFECT
 from perilune.learn.trainer import Learner, token_logprobs
 from perilune.models.decoder import Decoder
 from perilune.models.lora import base_of, pairs_of
@@ -101,7 +100,7 @@ class LogprobChecker:
         raise WorkFailedError(
             f"the sampler chose {len(missed)} of {count} tokens that its random numbers do not give: {why}",
             where=f"step {step}, episode {episode.episode_id}",
-            remedy=DEFECT,
+            remedy=REPORT_BUG,
         )
 
     def check_reference(
@@ -139,7 +138,7 @@ class LogprobChecker:
             f"the log-probs of the reference policy, to which the KL is taken, differ by {gap:.3g} nats from"
             f" the reference's own{told}",
             where=f"step {step + 1}, episode {episode.episode_id}",
-            remedy=DEFECT,
+            remedy=REPORT_BUG,
         )
 
     def check_learner(
@@ -158,7 +157,7 @@ class LogprobChecker:
                 f"kl_reference is {kl:.3g} nats a token before the first update, where policy and reference"
                 f" are one, and at most {limit:g} is rounding",
                 where=f"step {step + 1}",
-                remedy=DEFECT,
+                remedy=REPORT_BUG,
             )
         if gap <= limit:
             return
@@ -175,7 +174,7 @@ class LogprobChecker:
                 f"the learner's log-probs with a gradient differ by {gap:.3g} nats from the sampler's and"
                 f" from its own without one: {RANDOM}",
                 where=f"step {step + 1}",
-                remedy=DEFECT,
+                remedy=REPORT_BUG,
             )
         raise self._differ(gap, worst, logprobs, "learner", step)
 
@@ -192,7 +191,7 @@ class LogprobChecker:
             f"sampler and learner differ by {gap:.3g} nats on the same weights, where"
             f" {gap_limit(decoder):g} is allowed; {why}",
             where=f"step {step + 1}, episode {episode.episode_id}",
-            remedy=DEFECT,
+            remedy=REPORT_BUG,
         )
 
 

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from perilune.errors import WorkFailedError
-from perilune.learn.checks import DEFECT
+from perilune.errors import REPORT_BUG, WorkFailedError
 from perilune.learn.optimizer import BETA1, EPSILON
 from perilune.learn.settings import OptimizerSettings
 from perilune.learn.trainer import CRITIC, Learner
@@ -182,7 +181,7 @@ class OptimizerChecker:
         }
 
     def _wrong(self, what: str) -> WorkFailedError:
-        return WorkFailedError(what, where=f"update {self._learner.version}", remedy=DEFECT)
+        return WorkFailedError(what, where=f"update {self._learner.version}", remedy=REPORT_BUG)
 
 
 _NAMES = {"weights": "weight", "first": "first moment", "second": "second moment"}

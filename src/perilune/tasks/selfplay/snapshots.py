@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from perilune.engine.engine import Engine
-from perilune.errors import WorkFailedError
+from perilune.errors import REPORT_BUG, WorkFailedError
 from perilune.learn import checkpoints
 from perilune.learn.adaptation import trainable
-from perilune.learn.checks import DEFECT
 from perilune.models.checksum import checksum
 from perilune.models.decoder import Decoder
 
@@ -51,7 +50,7 @@ class Snapshots:
             raise WorkFailedError(
                 f"the policy frozen at step {step} has checksum {found}, and had {digest}",
                 where=str(self._path(step)),
-                remedy=DEFECT,
+                remedy=REPORT_BUG,
             )
         checkpoints.copy_into(trainable(self.decoder), tensors["weights"], self._path(step))
         self.engine.update_weights(None, step)

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from perilune.engine.engine import Engine
-from perilune.errors import WorkFailedError
-from perilune.learn.checks import DEFECT
+from perilune.errors import REPORT_BUG, WorkFailedError
 from perilune.learn.trainer import Learner
 from perilune.models.attention import PackedAttention
 from perilune.models.checksum import checksum
@@ -70,7 +69,7 @@ class Publisher:
             raise WorkFailedError(
                 f"the reference policy has checksum {self._start}, and training began with {began}",
                 where="reference",
-                remedy=DEFECT,
+                remedy=REPORT_BUG,
             )
 
     def publish(self) -> None:
@@ -90,7 +89,7 @@ class Publisher:
                 f"the learner published version {version} with checksum {self.published[version]}, and the"
                 f" engine has version {taken[0]} with {taken[1]}: its weights are stale, or another model's",
                 where=f"version {version}",
-                remedy=DEFECT,
+                remedy=REPORT_BUG,
             )
         gap = self._probe_gap(decoder)
         if not gap <= plain_limit(decoder):
@@ -98,20 +97,20 @@ class Publisher:
                 raise WorkFailedError(
                     f"the learner's forward pass gives other log-probs each time: {RANDOM}",
                     where=f"version {version}",
-                    remedy=DEFECT,
+                    remedy=REPORT_BUG,
                 )
             alone = bool(pairs_of(decoder)) and self._probe_gap(base_of(decoder)) <= plain_limit(decoder)
             raise WorkFailedError(
                 f"on {_PROBE} fixed tokens engine and learner differ by {gap:.3g} nats: the engine took"
                 f" version {version} and computes with {f'the base {ALONE}' if alone else 'other weights'}",
                 where=f"version {version}",
-                remedy=DEFECT,
+                remedy=REPORT_BUG,
             )
         if self._reference is not None and checksum(self._reference.state_dict()) != self._start:
             raise WorkFailedError(
                 "the reference policy has changed: it is being trained",
                 where=f"version {version}",
-                remedy=DEFECT,
+                remedy=REPORT_BUG,
             )
 
     def checked(self, groups: Groups) -> Groups:
@@ -126,7 +125,7 @@ class Publisher:
                 raise WorkFailedError(
                     f"episode {episode.episode_id} was sampled by version {min(unknown)}, which the learner"
                     " never published",
-                    remedy=DEFECT,
+                    remedy=REPORT_BUG,
                 )
         return groups
 
