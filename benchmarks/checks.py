@@ -30,7 +30,7 @@ from perilune.bundle.job import Job, Resources
 from perilune.bundle.plugin import load_plugin
 from perilune.bundle.workspace import Workspace
 from perilune.files import read_json_lines
-from perilune.models.config import PRESETS
+from perilune.models.config.decoder_config import PRESETS
 from perilune.tasks.checks.advantages import check_advantages
 from perilune.tasks.checks.gradient import check_gradient
 from perilune.tasks.checks.twin import Twin

@@ -30,8 +30,8 @@ import transformers
 import perilune
 from perilune.engine.engine import Engine
 from perilune.engine.request import Prompt, SamplingParams
-from perilune.models.loading import load_decoder, new_model, save_checkpoint
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.checkpoints.loading import load_decoder, new_model, save_checkpoint
+from perilune.models.text.tokenizer import Tokenizer
 
 PROMPT_TOKENS, NEW_TOKENS = 8, 40
 STOPS = (1, 2, 3, 4, 5, 6)

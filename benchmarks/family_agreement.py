@@ -26,8 +26,8 @@ from torch import Tensor
 from perilune.engine.runners import fastest_runner
 from perilune.engine.step import StepBatch
 from perilune.models.attention import PackedAttention
+from perilune.models.checkpoints.loading import load_decoder
 from perilune.models.decoder import Decoder
-from perilune.models.loading import load_decoder
 from recipe_runs import HERE, document, write
 
 LENGTH, TEXTS = 300, 2

@@ -105,8 +105,8 @@ def make_model(path: Path, steps: int = 150) -> None:
     from perilune.learn.schedules import learning_rate
     from perilune.learn.settings import OptimizerSettings
     from perilune.learn.trainer import Learner
-    from perilune.models.loading import new_model, save_checkpoint
-    from perilune.models.tokenizer import Tokenizer
+    from perilune.models.checkpoints.loading import new_model, save_checkpoint
+    from perilune.models.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.characters()
     decoder = new_model("tiny", tokenizer, seed=0)
@@ -142,7 +142,7 @@ def run_perilune(model: Path, steps: int, token_budget: int) -> dict[str, object
     from perilune.learn.algorithms import algorithm
     from perilune.learn.batch import pack
     from perilune.learn.trainer import Learner
-    from perilune.models.loading import load_checkpoint
+    from perilune.models.checkpoints.loading import load_checkpoint
 
     decoder, tokenizer = load_checkpoint(model)
     engine, learner, grpo = Engine(decoder), Learner(decoder), algorithm("grpo")

@@ -31,8 +31,8 @@ from perilune.engine.cache import PagedCache
 from perilune.engine.decode_step import DecodeAttention, GatheredAttention, TritonAttention
 from perilune.engine.engine import Engine
 from perilune.engine.graph_runner import GraphRunner
-from perilune.models.config import PRESETS
-from perilune.models.loading import load_decoder
+from perilune.models.checkpoints.loading import load_decoder
+from perilune.models.config.decoder_config import PRESETS
 from rollout.checkpoints import checkpoint
 from rollout.engines import generate, ours
 from rollout.environments import CACHE

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from perilune.environments import make_environment
-from perilune.models.loading import load_checkpoint
+from perilune.models.checkpoints.loading import load_checkpoint
 from perilune.recipe.load import bundled_recipe
 from perilune.tasks.selfplay.exact_play import reply_bounds
 from recipe_runs import HERE, document, options, run_recipe, write

@@ -31,8 +31,8 @@ import torch
 from perilune.bundle.machine import describe_machine
 from perilune.engine.engine import Engine
 from perilune.engine.request import Request, SamplingParams
-from perilune.models.loading import load_checkpoint, new_model, save_checkpoint
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.checkpoints.loading import load_checkpoint, new_model, save_checkpoint
+from perilune.models.text.tokenizer import Tokenizer
 
 STREAMS, TOKENS, PROMPT = 64, 200, "12+34="
 RESULT = Path(__file__).parent / "results" / "serve_overhead.json"

@@ -32,9 +32,9 @@ from perilune.environments.core.protocol import Environment, Score, Task, Transc
 from perilune.environments.core.registry import make_environment
 from perilune.metrics.bootstrap import paired_difference
 from perilune.models.attention import PackedAttention
+from perilune.models.checkpoints.loading import load_checkpoint
 from perilune.models.decoder import Decoder
-from perilune.models.loading import load_checkpoint
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 from recipe_runs import HERE, document, run_recipe, write
 
 RECIPE = HERE / "cold_start.yaml"

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from perilune.learn.batch import pack
     from perilune.learn.trainer import Learner
     from perilune.metrics.pass_at_k import pass_at_k
-    from perilune.models.loading import load_model
-    from perilune.models.tokenizer import Tokenizer
+    from perilune.models.checkpoints.loading import load_model
+    from perilune.models.text.tokenizer import Tokenizer
     from perilune.recipe.load import load_recipe
     from perilune.recipe.schema import Recipe
     from perilune.verifiers.scorer import Scorer
@@ -56,11 +56,11 @@ _MODULES = {
     "Recipe": "perilune.recipe.schema",
     "SamplingParams": "perilune.engine.request",
     "Scorer": "perilune.verifiers.scorer",
-    "Tokenizer": "perilune.models.tokenizer",
+    "Tokenizer": "perilune.models.text.tokenizer",
     "Transcript": "perilune.environments.core.protocol",
     "algorithm": "perilune.learn.algorithms",
     "evaluate": "perilune.control.runs.run_recipe",
-    "load_model": "perilune.models.loading",
+    "load_model": "perilune.models.checkpoints.loading",
     "load_recipe": "perilune.recipe.load",
     "make_environment": "perilune.environments.core.registry",
     "pack": "perilune.learn.batch",

@@ -11,9 +11,9 @@ from cli_cases import SCRIPT, environment
 
 from perilune.engine.engine import Engine
 from perilune.engine.request import Prompt, SamplingParams
-from perilune.models.config import PRESETS
-from perilune.models.loading import load_checkpoint, new_model, save_checkpoint
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.checkpoints.loading import load_checkpoint, new_model, save_checkpoint
+from perilune.models.config.decoder_config import PRESETS
+from perilune.models.text.tokenizer import Tokenizer
 
 CALCULATOR = ("--environment", "calculator")
 SMALL = ("--tasks", "3", "--samples", "2", "--max-tokens", "4")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from perilune.cli.curve import count, curve_lines, curve_svg, flops, size
-from perilune.models.card_config import model_card
-from perilune.models.card_document import curve_tokens
+from perilune.models.card.document import curve_tokens
+from perilune.models.card.from_config import model_card
 from perilune.models.memory import plan_memory
 
 QWEN3_0_6B: dict[str, Any] = {

@@ -200,8 +200,8 @@ def test_too_few_records_are_a_failure_and_can_be_looked_at(tmp_path, monkeypatc
 
 def test_a_model_writes_what_the_environment_accepts_the_same_way_in_any_chunks(tmp_path, monkeypatch):
     """A fresh model writes characters at random, and often enough the one that is asked for."""
-    from perilune.models.loading import new_model, save_checkpoint
-    from perilune.models.tokenizer import Tokenizer
+    from perilune.models.checkpoints.loading import new_model, save_checkpoint
+    from perilune.models.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.characters()
     decoder = new_model("tiny", tokenizer, 0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from perilune.models.loading import new_model, save_checkpoint
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.checkpoints.loading import new_model, save_checkpoint
+from perilune.models.text.tokenizer import Tokenizer
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"

@@ -15,8 +15,8 @@ from perilune.engine.request import Request, SamplingParams
 from perilune.engine.runner import TorchRunner
 from perilune.errors import RequestError
 from perilune.files import write_json
-from perilune.models.adapters import Adapter
-from perilune.models.config import PRESETS
+from perilune.models.adapters.files import Adapter
+from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
 
 CONFIG = PRESETS["tiny"].replace(initializer_range=0.15, num_layers=2)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from perilune.engine.cache import PagedCache, Places, Table
 from perilune.errors import RequestError
-from perilune.models.config import PRESETS
+from perilune.models.config.decoder_config import PRESETS
 
 CONFIG = PRESETS["tiny"].replace(num_heads=4, num_kv_heads=2)
 

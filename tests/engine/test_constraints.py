@@ -23,10 +23,10 @@ from perilune.engine.engine import Engine
 from perilune.engine.request import Delta, Prompt, Request, SamplingParams
 from perilune.errors import RequestError, WorkFailedError
 from perilune.models.attention import PackedAttention
-from perilune.models.config import PRESETS
+from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
 from perilune.models.logprobs import log_distribution
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.characters()
 VOCABULARY = 110  # more rows than the tokenizer has tokens, as published models do

@@ -18,12 +18,12 @@ from perilune.engine.runners import fastest_runner
 from perilune.errors import RequestError
 from perilune.models import kernels
 from perilune.models.attention import PackedAttention
-from perilune.models.config import PRESETS, DecoderConfig
+from perilune.models.config.decoder_config import PRESETS, DecoderConfig
+from perilune.models.config.rope import Rope
 from perilune.models.decoder import Decoder
 from perilune.models.logprobs import token_logprobs
 from perilune.models.memory import blocks_in, window_blocks
-from perilune.models.rope import Rope
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 
 exact = pytest.mark.skipif(not kernels.is_exact(torch.zeros(1)), reason="needs a torch built with oneDNN")
 CONFIG = PRESETS["tiny"].replace(initializer_range=0.15, num_layers=2, max_position_embeddings=512)

@@ -17,7 +17,7 @@ from perilune.engine.step import StepBatch
 from perilune.errors import RequestError, WorkFailedError
 from perilune.models import kernels
 from perilune.models.attention import PackedAttention
-from perilune.models.config import PRESETS
+from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
 from perilune.models.logprobs import log_distribution, token_logprobs
 

@@ -21,10 +21,10 @@ from perilune.engine.engine import Engine
 from perilune.engine.graph_runner import GraphRunner, bucket
 from perilune.engine.request import Prompt, Request, SamplingParams
 from perilune.engine.runner import TorchRunner
-from perilune.models.adapters import Adapter
-from perilune.models.config import PRESETS, DecoderConfig
+from perilune.models.adapters.files import Adapter
+from perilune.models.config.decoder_config import PRESETS, DecoderConfig
+from perilune.models.config.layer_kinds import Experts
 from perilune.models.decoder import Decoder
-from perilune.models.layer_kinds import Experts
 from perilune.models.native import ops
 
 TINY = PRESETS["tiny"].replace(initializer_range=0.15, num_layers=2, max_position_embeddings=512)

@@ -14,13 +14,13 @@ from perilune.engine.request import Prompt, SamplingParams
 from perilune.engine.runner import TorchRunner
 from perilune.engine.runners import fastest_runner
 from perilune.errors import RequestError
-from perilune.models.adapters import Adapter
-from perilune.models.checksum import checksum
-from perilune.models.config import PRESETS, Experts
+from perilune.models.adapters.files import Adapter
+from perilune.models.checkpoints.checksum import checksum
+from perilune.models.checkpoints.loading import load_decoder, save_checkpoint
+from perilune.models.checkpoints.stored import open_decoder
+from perilune.models.config.decoder_config import PRESETS, Experts
 from perilune.models.decoder import Decoder
-from perilune.models.loading import load_decoder, save_checkpoint
-from perilune.models.stored import open_decoder
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 
 TINY = PRESETS["tiny"].replace(num_layers=2, initializer_range=0.15)
 CONFIGS = {

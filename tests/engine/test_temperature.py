@@ -11,7 +11,7 @@ import torch
 from perilune.engine.engine import Engine
 from perilune.engine.request import Prompt, SamplingParams
 from perilune.models.attention import PackedAttention
-from perilune.models.config import PRESETS
+from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
 from perilune.models.logprobs import log_distribution, tempered, token_logprobs
 

@@ -17,10 +17,10 @@ from perilune.engine.request import Prompt, SamplingParams
 from perilune.engine.runner import TorchRunner
 from perilune.engine.transformers_runner import TransformersRunner
 from perilune.errors import RequestError
-from perilune.models.config import PRESETS
+from perilune.models.checkpoints.loading import save_checkpoint
+from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
-from perilune.models.loading import save_checkpoint
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 from perilune.models.transformers_model import (
     TransformersModel,
     load_for_inference,

@@ -8,7 +8,7 @@ import torch
 from perilune.engine.engine import Engine
 from perilune.engine.request import Request, SamplingParams
 from perilune.errors import RequestError
-from perilune.models.config import PRESETS
+from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
 
 CONFIG = PRESETS["tiny"].replace(initializer_range=0.15, num_layers=1)

@@ -8,8 +8,8 @@ from perilune.data.generators import make_teacher, verified
 from perilune.environments import Score, Transcript, make_environment
 from perilune.environments.builtin.calculator import calculated
 from perilune.environments.core.replay import conversation
-from perilune.models.tokenizer import Tokenizer
-from perilune.models.turns import encode_turns
+from perilune.models.text.tokenizer import Tokenizer
+from perilune.models.text.turns import encode_turns
 
 
 @pytest.fixture(scope="module")

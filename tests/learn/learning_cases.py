@@ -11,7 +11,7 @@ from perilune.learn.algorithms import StepContext, algorithm
 from perilune.learn.critic import Critic
 from perilune.learn.weights import KLEstimator, WeightedGroup
 from perilune.models.attention import PackedAttention
-from perilune.models.config import PRESETS
+from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
 
 VOCABULARY = 23

@@ -19,7 +19,7 @@ from perilune.learn.batch import pack
 from perilune.learn.trainer import Learner, token_logprobs
 from perilune.learn.weights import WeightedGroup, aggregate
 from perilune.models import logprobs
-from perilune.models.config import DecoderConfig
+from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.decoder import Decoder
 from perilune.models.memory import LOGITS_AT_ONCE, plan_memory
 from perilune.tasks.stage.memory_plan import peak_resident

@@ -19,11 +19,11 @@ from perilune.learn.batch import pack
 from perilune.learn.processes import Processes
 from perilune.learn.settings import LearnerSettings
 from perilune.learn.trainer import Learner
+from perilune.models.adapters.lora import narrow_base
+from perilune.models.checkpoints.loading import new_model
 from perilune.models.decoder import Decoder
-from perilune.models.loading import new_model
-from perilune.models.lora import narrow_base
 from perilune.models.native import ops
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 from perilune.tasks.stage.publishing import gap_limit
 
 TOKENIZER = Tokenizer.characters()

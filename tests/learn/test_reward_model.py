@@ -23,9 +23,9 @@ from perilune.learn.reward_model import (
 )
 from perilune.learn.trainer import Learner
 from perilune.models.attention import PackedAttention
-from perilune.models.loading import load_decoder, new_model
+from perilune.models.checkpoints.loading import load_decoder, new_model
 from perilune.models.reward_model import RewardModel, load_reward_model, save_reward_model
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 
 
 def small_reward_model(seed: int, dtype: torch.dtype = torch.float32) -> RewardModel:
@@ -145,7 +145,7 @@ def test_transformers_reads_it_and_agrees(tmp_path: Path) -> None:
 
 
 def test_a_reward_model_is_no_policy_and_the_reverse(tmp_path: Path) -> None:
-    from perilune.models.loading import save_checkpoint
+    from perilune.models.checkpoints.loading import save_checkpoint
 
     tokenizer = Tokenizer.characters()
     decoder = new_model("tiny", tokenizer, 1)

@@ -9,10 +9,10 @@ from perilune.engine.request import Prompt, SamplingParams
 from perilune.learn.algorithms import algorithm
 from perilune.learn.batch import pack
 from perilune.learn.trainer import Learner
-from perilune.models.config import PRESETS, DecoderConfig
-from perilune.models.layer_kinds import Experts
-from perilune.models.loading import new_model
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.checkpoints.loading import new_model
+from perilune.models.config.decoder_config import PRESETS, DecoderConfig
+from perilune.models.config.layer_kinds import Experts
+from perilune.models.text.tokenizer import Tokenizer
 
 MIXTURE = PRESETS["tiny"].replace(architecture="qwen3_moe", experts=Experts(8, 3, 48, dense_layers=(1,)))
 

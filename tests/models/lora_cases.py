@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from perilune.models.adapters.lora import BaseKind, attach, narrow_base, pairs_of
 from perilune.models.attention import PackedAttention
-from perilune.models.config import PRESETS, DecoderConfig
+from perilune.models.config.decoder_config import PRESETS, DecoderConfig
 from perilune.models.decoder import Decoder
-from perilune.models.lora import BaseKind, attach, narrow_base, pairs_of
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TINY = PRESETS["tiny"].replace(num_layers=2)

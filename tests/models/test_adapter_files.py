@@ -13,12 +13,12 @@ from lora_cases import TARGETS, TINY, TOKENS, logits, make
 from safetensors.torch import load_file, save_file
 
 from perilune.errors import RequestError
-from perilune.models.adapters import FOLDER, Adapter, save_policy
+from perilune.models.adapters.files import FOLDER, Adapter, save_policy
+from perilune.models.adapters.lora import BaseKind, attach, merged, narrow_base, pairs_of
 from perilune.models.attention import PackedAttention
+from perilune.models.checkpoints.loading import load_checkpoint, load_decoder, new_model, save_checkpoint
 from perilune.models.decoder import Decoder
-from perilune.models.loading import load_checkpoint, load_decoder, new_model, save_checkpoint
-from perilune.models.lora import BaseKind, attach, merged, narrow_base, pairs_of
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.characters()
 IDS = TOKENS[:20]

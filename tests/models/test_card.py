@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perilune.models.card import mean_context
-from perilune.models.card_config import model_card
-from perilune.models.card_layers import Attention, LatentAttention
+from perilune.models.card.from_config import model_card
+from perilune.models.card.layers import Attention, LatentAttention
+from perilune.models.card.model_card import mean_context
 
 GPT2_XL = {
     "model_type": "gpt2",
@@ -181,5 +181,5 @@ def test_attention_is_called_what_it_is(heads: int, name: str) -> None:
 
 
 def test_a_card_needs_no_torch() -> None:
-    code = "import sys, perilune.models.card_config; sys.exit('torch' in sys.modules)"
+    code = "import sys, perilune.models.card.from_config; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

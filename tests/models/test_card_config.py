@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from perilune.errors import RequestError
-from perilune.models.card_config import model_card
+from perilune.models.card.from_config import model_card
 from perilune.models.card_families import CARD_FAMILIES
-from perilune.models.config import DecoderConfig
+from perilune.models.config.decoder_config import DecoderConfig
+from perilune.models.config.families import FAMILIES
 from perilune.models.decoder import Decoder
-from perilune.models.families import FAMILIES
 from perilune.models.memory import card_of
 
 SMALL = {

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perilune.errors import RequestError
-from perilune.models.config import PRESETS, DecoderConfig
-from perilune.models.families import FAMILIES, Architecture
-from perilune.models.layer_kinds import Experts
-from perilune.models.rope import LinearScaling, Llama3Scaling, Rope
+from perilune.models.config.decoder_config import PRESETS, DecoderConfig
+from perilune.models.config.families import FAMILIES, Architecture
+from perilune.models.config.layer_kinds import Experts
+from perilune.models.config.rope import LinearScaling, Llama3Scaling, Rope
 
 LLAMA3 = Llama3Scaling(8.0, 1.0, 4.0, 128)
 

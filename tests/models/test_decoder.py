@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from perilune.engine.runners import fastest_runner
 from perilune.engine.step import StepBatch
 from perilune.models.attention import PackedAttention
-from perilune.models.config import PRESETS
+from perilune.models.checkpoints.loading import load_decoder, save_checkpoint
+from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
 from perilune.models.kernels import is_exact
-from perilune.models.loading import load_decoder, save_checkpoint
 from perilune.models.memory import card_of
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 98,

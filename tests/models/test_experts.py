@@ -14,10 +14,10 @@ from perilune.engine.runner import Runner, TorchRunner
 from perilune.engine.runners import fastest_runner
 from perilune.engine.step import StepBatch
 from perilune.models.attention import PackedAttention
-from perilune.models.config import DecoderConfig
+from perilune.models.config.decoder_config import DecoderConfig
+from perilune.models.config.layer_kinds import Experts
 from perilune.models.decoder import Decoder
 from perilune.models.kernels import route
-from perilune.models.layer_kinds import Experts
 
 native_only = pytest.mark.parametrize("arithmetic", ["native"], indirect=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from perilune.models.families import FAMILIES
+from perilune.models.config.families import FAMILIES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.md"
 

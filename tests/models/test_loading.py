@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from perilune.errors import RequestError
-from perilune.models.config import PRESETS
+from perilune.models.checkpoints.loading import load_checkpoint, load_decoder, new_model, save_checkpoint
+from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
-from perilune.models.loading import load_checkpoint, load_decoder, new_model, save_checkpoint
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 
 NORM = "model.layers.0.input_layernorm.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -318,7 +318,7 @@ def test_a_full_disk_leaves_no_half_file(
         Path(path).write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("perilune.models.loading.save_file", fail)
+    monkeypatch.setattr("perilune.models.checkpoints.loading.save_file", fail)
     with pytest.raises(OSError, match="No space left"):
         save_checkpoint(tmp_path / "full", decoder, tokenizer)
     assert list((tmp_path / "full").iterdir()) == []

@@ -9,10 +9,7 @@ import torch
 from lora_cases import TARGETS, TINY, TOKENS, logits, make
 from torch import Tensor
 
-from perilune.models.config import DecoderConfig
-from perilune.models.decoder import Decoder
-from perilune.models.layer_kinds import Experts
-from perilune.models.lora import (
+from perilune.models.adapters.lora import (
     BaseKind,
     MergedProjection,
     attach,
@@ -24,6 +21,9 @@ from perilune.models.lora import (
     narrow_base,
     pairs_of,
 )
+from perilune.models.config.decoder_config import DecoderConfig
+from perilune.models.config.layer_kinds import Experts
+from perilune.models.decoder import Decoder
 
 SIZES: dict[str, Any] = {
     "vocab_size": 98, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 4,

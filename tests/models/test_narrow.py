@@ -13,9 +13,9 @@ from torch._subclasses import FakeTensorMode
 
 from perilune.models import kernels
 from perilune.models.attention import PackedAttention
-from perilune.models.config import PRESETS, DecoderConfig
+from perilune.models.config.decoder_config import PRESETS, DecoderConfig
+from perilune.models.config.layer_kinds import Experts
 from perilune.models.decoder import Decoder
-from perilune.models.layer_kinds import Experts
 from perilune.models.layers import RMSNorm
 from perilune.models.narrow import NarrowKind, NarrowWeight, narrowed
 from perilune.models.native import ops

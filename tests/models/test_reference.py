@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from perilune.models.config import DecoderConfig
+from perilune.models.config.decoder_config import DecoderConfig
+from perilune.models.config.rope import Llama3Scaling, Rope
 from perilune.models.reference import (
     ReferenceDecoder,
     log_sum_exp,
@@ -19,7 +20,6 @@ from perilune.models.reference import (
     rotate,
     softmax,
 )
-from perilune.models.rope import Llama3Scaling, Rope
 
 SEEDS = range(6)
 

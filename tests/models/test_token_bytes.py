@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from perilune.errors import RequestError
-from perilune.models.token_bytes import token_bytes
-from perilune.models.tokenizer import PRINTABLE_ASCII, Tokenizer
+from perilune.models.text.token_bytes import token_bytes
+from perilune.models.text.tokenizer import PRINTABLE_ASCII, Tokenizer
 
 TEXTS = ['{"name": "Zoë", "n": 42}', "a b  c\n\tdéjà vu — 日本語", "<think>yes</think>"] * 4
 

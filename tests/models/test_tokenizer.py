@@ -18,7 +18,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trai
 from tokenizers import Tokenizer as Backend
 
 from perilune.errors import RequestError
-from perilune.models.tokenizer import PRINTABLE_ASCII, Tokenizer
+from perilune.models.text.tokenizer import PRINTABLE_ASCII, Tokenizer
 from perilune.sandbox import Sandbox
 
 CHARACTERS = Tokenizer.characters()
@@ -372,7 +372,7 @@ def test_the_template_process_can_reach_nothing():
     """What a template could do that had found a way out of Jinja's sandbox."""
     attempt = """
 import os, socket
-from perilune.models.template_worker import _confine
+from perilune.models.text.template_worker import _confine
 _confine()
 for name, attempt in {
     "read": lambda: open(__FILE__).read(),

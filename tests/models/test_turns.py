@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perilune.errors import RequestError
-from perilune.models.tokenizer import Tokenizer
-from perilune.models.turns import continuation, encode_turns
+from perilune.models.text.tokenizer import Tokenizer
+from perilune.models.text.turns import continuation, encode_turns
 
 CHAT = chatml()
 END = CHAT.eos_token_id

@@ -24,7 +24,7 @@ from perilune.engine.request import Prompt, SamplingParams
 from perilune.engine.runner import TorchRunner
 from perilune.errors import RequestError
 from perilune.models import triton_attention
-from perilune.models.config import PRESETS
+from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
 from perilune.models.native import ops
 from perilune.models.triton_attention import LayerCache, attend, keep

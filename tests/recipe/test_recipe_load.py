@@ -121,7 +121,7 @@ def test_a_model_is_found_beside_the_recipe_or_in_the_cache(
 
 
 def test_presets_are_those_that_models_have() -> None:
-    from perilune.models.config import PRESETS
+    from perilune.models.config.decoder_config import PRESETS
     from perilune.recipe.schema import ModelSpec
 
     known = ModelSpec.model_json_schema()["properties"]["preset"]["anyOf"][0]

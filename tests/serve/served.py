@@ -19,10 +19,10 @@ import openai
 
 from perilune.engine.engine import Engine
 from perilune.engine.request import Completion, Prompt, SamplingParams
-from perilune.models.config import PRESETS
+from perilune.models.checkpoints.loading import load_checkpoint, new_model, save_checkpoint
+from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
-from perilune.models.loading import load_checkpoint, new_model, save_checkpoint
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 
 CONTEXT = 256
 TEMPLATE = (

@@ -15,7 +15,7 @@ from perilune.engine.request import Delta, Prompt, Request, SamplingParams
 from perilune.engine.runners import fastest_runner
 from perilune.engine.step import StepBatch
 from perilune.errors import RequestError, WorkFailedError
-from perilune.models.config import PRESETS
+from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
 from perilune.serve.engine_thread import EngineThread, Stream, merge
 

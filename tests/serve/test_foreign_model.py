@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from served import served
 
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 from perilune.models.transformers_model import load_transformers_model
 
 

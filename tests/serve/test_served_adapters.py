@@ -14,8 +14,8 @@ from perilune.cli.serve import _adapter
 from perilune.engine.engine import Engine
 from perilune.engine.request import Delta, Prompt, SamplingParams
 from perilune.errors import RequestError
-from perilune.models.adapters import Adapter
-from perilune.models.loading import load_checkpoint
+from perilune.models.adapters.files import Adapter
+from perilune.models.checkpoints.loading import load_checkpoint
 from perilune.serve.answers import Answer, Spelling
 from perilune.serve.app import make_app
 from perilune.serve.guard import BodyLimits

@@ -14,8 +14,8 @@ from perilune.engine.engine import Engine
 from perilune.engine.native_runner import NativeRunner
 from perilune.engine.runner import TorchRunner
 from perilune.environments.core.protocol import Failure
+from perilune.models.adapters.lora import base_of
 from perilune.models.decoder import Decoder
-from perilune.models.lora import base_of
 from perilune.rollout import worker as rollouts
 from perilune.rollout.rollout import Rollout
 from perilune.rollout.worker import RolloutWorker

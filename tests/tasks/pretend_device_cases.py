@@ -17,8 +17,8 @@ from perilune.engine.decode_step import GatheredAttention
 from perilune.engine.engine import Engine
 from perilune.engine.graph_runner import GraphRunner
 from perilune.engine.request import Prompt, Request, SamplingParams
-from perilune.models.adapters import Adapter
-from perilune.models.config import PRESETS
+from perilune.models.adapters.files import Adapter
+from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
 from perilune.models.native import ops
 from perilune.tasks.stage import policy as session

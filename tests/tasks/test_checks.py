@@ -16,7 +16,7 @@ from perilune.data.episode import Episode
 from perilune.errors import WorkFailedError
 from perilune.learn.settings import OptimizerSettings
 from perilune.learn.trainer import Learner
-from perilune.models.config import PRESETS
+from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
 from perilune.tasks.checks.epochs import EpochChecker
 from perilune.tasks.checks.optimizer import OptimizerChecker

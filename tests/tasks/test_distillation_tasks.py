@@ -15,8 +15,8 @@ from perilune.data.leaks import leak
 from perilune.data.records import read_records
 from perilune.environments.core.protocol import Task
 from perilune.errors import RequestError
-from perilune.models.loading import load_checkpoint, new_model, save_checkpoint
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.checkpoints.loading import load_checkpoint, new_model, save_checkpoint
+from perilune.models.text.tokenizer import Tokenizer
 from perilune.tasks.distill.hints import hinted
 from perilune.tasks.distill.loop import teacher_prompts
 from perilune.tasks.stage.policy import Policy

@@ -9,10 +9,10 @@ import pytest
 from perilune.engine.engine import Engine
 from perilune.environments import make_environment
 from perilune.games.exact_games import ExactGame
-from perilune.models.config import PRESETS
+from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
-from perilune.models.tokenizer import Tokenizer
-from perilune.models.turns import encode_turns
+from perilune.models.text.tokenizer import Tokenizer
+from perilune.models.text.turns import encode_turns
 from perilune.tasks.selfplay import exact_play
 from perilune.tasks.selfplay.exact_play import exact_figures, move_probabilities, reply_bounds, tokens_so_far
 

@@ -19,13 +19,13 @@ from perilune.learn.algorithms import algorithm
 from perilune.learn.batch import pack
 from perilune.learn.settings import LearnerSettings
 from perilune.learn.trainer import Learner
-from perilune.models.config import PRESETS, DecoderConfig
+from perilune.models.adapters.lora import BaseKind, attach, narrow_base
+from perilune.models.checkpoints.loading import load_checkpoint, new_model, save_checkpoint
+from perilune.models.config.decoder_config import PRESETS, DecoderConfig
+from perilune.models.config.layer_kinds import Experts
 from perilune.models.decoder import Decoder
-from perilune.models.layer_kinds import Experts
-from perilune.models.loading import load_checkpoint, new_model, save_checkpoint
-from perilune.models.lora import BaseKind, attach, narrow_base
 from perilune.models.memory import PROCESS_BYTES, RECOMPUTING_BYTES, adapter_parameters, base_bytes
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 from perilune.tasks.stage.memory_plan import peak_resident, stage_memory
 
 WIDE = DecoderConfig(

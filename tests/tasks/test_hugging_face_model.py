@@ -19,7 +19,7 @@ from perilune.engine.engine import Engine
 from perilune.engine.request import Prompt, SamplingParams
 from perilune.environments.core.registry import make_environment
 from perilune.files import read_json_lines
-from perilune.models.loading import load_checkpoint
+from perilune.models.checkpoints.loading import load_checkpoint
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
 

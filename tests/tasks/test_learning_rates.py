@@ -10,9 +10,9 @@ from task_cases import DIGITS, make_job, metrics, run_task
 from perilune.bundle.plugin import load_plugin, plugin_names
 from perilune.learn.learning_rates import DEFAULTS
 from perilune.learn.settings import OptimizerSettings
-from perilune.models.adapters import save_policy
-from perilune.models.loading import new_model
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.adapters.files import save_policy
+from perilune.models.checkpoints.loading import new_model
+from perilune.models.text.tokenizer import Tokenizer
 from perilune.recipe.load import load_recipe
 from perilune.recipe.schema import job_for
 

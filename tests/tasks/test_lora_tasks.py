@@ -17,8 +17,8 @@ from perilune.bundle.compare import compare_artifacts
 from perilune.bundle.plugin import load_plugin
 from perilune.execution.placements.local import carry_over
 from perilune.files import read_json, sha256_file
-from perilune.models.adapters import Adapter
-from perilune.models.loading import load_decoder
+from perilune.models.adapters.files import Adapter
+from perilune.models.checkpoints.loading import load_decoder
 
 FRUGAL: dict[str, Any] = {
     "keep": {"optimizer": True},
@@ -73,8 +73,8 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_stage_leaves_the_merged_policy_and_the_adapter(taught: Path, tmp_path: Path) -> None:
-    from perilune.models.loading import new_model
-    from perilune.models.tokenizer import Tokenizer
+    from perilune.models.checkpoints.loading import new_model
+    from perilune.models.text.tokenizer import Tokenizer
 
     base = new_model("tiny", Tokenizer.characters(), seed=1)
     expected = Adapter.load(final(taught) / "adapter").merge(base).state_dict()

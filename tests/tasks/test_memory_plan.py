@@ -19,7 +19,7 @@ from perilune.errors import RequestError
 from perilune.files import write_json
 from perilune.learn import losses
 from perilune.models.attention import PackedAttention
-from perilune.models.config import PRESETS, DecoderConfig
+from perilune.models.config.decoder_config import PRESETS, DecoderConfig
 from perilune.models.decoder import Decoder
 from perilune.models.memory import cache_bytes, card_of, learning_bytes, plan_memory
 from perilune.recipe.load import load_recipe

@@ -23,7 +23,7 @@ from perilune.bundle.workspace import Workspace
 from perilune.data.preferences import read_preferences
 from perilune.errors import RequestError, WorkFailedError
 from perilune.models.reward_model import load_reward_model
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 from perilune.tasks.supervised.preference import CollapseAlarm
 from perilune.tasks.supervised.preference_data import PreferenceData
 
@@ -110,7 +110,7 @@ def test_another_reference_than_the_start_stops_the_run(
     pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import perilune.learn.preference as preference
-    from perilune.models.loading import new_model
+    from perilune.models.checkpoints.loading import new_model
 
     right = preference.with_reference_logprobs
     other = new_model("tiny", Tokenizer.characters(), seed=99)

@@ -17,9 +17,9 @@ from perilune.learn.algorithms import RL_ALGORITHMS
 from perilune.learn.algorithms.grpo import GRPO
 from perilune.learn.batch import COMPONENTS
 from perilune.learn.trainer import Learner
-from perilune.models.config import PRESETS, DecoderConfig
-from perilune.models.layer_kinds import Experts
-from perilune.models.rope import Rope
+from perilune.models.config.decoder_config import PRESETS, DecoderConfig
+from perilune.models.config.layer_kinds import Experts
+from perilune.models.config.rope import Rope
 from perilune.tasks.checks import gradient
 from perilune.tasks.checks.advantages import check_advantages
 from perilune.tasks.checks.bandit import solve_bandit

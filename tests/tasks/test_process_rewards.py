@@ -23,8 +23,8 @@ from perilune.environments.core.stated_answer import StatedAnswer
 from perilune.errors import RequestError
 from perilune.files import read_json_lines
 from perilune.learn.process import AnswerValues, MonteCarloValues
-from perilune.models.loading import new_model
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.checkpoints.loading import new_model
+from perilune.models.text.tokenizer import Tokenizer
 from perilune.recipe.load import bundled_recipe, load_recipe
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker

@@ -28,7 +28,7 @@ from perilune.control.runs.progress import StageFailed, StageFinished, StageProg
 from perilune.execution.claim import MARK, read_claim
 from perilune.execution.processes import marked
 from perilune.files import read_json_lines
-from perilune.models.config import PRESETS
+from perilune.models.config.decoder_config import PRESETS
 from perilune.models.memory import card_of
 from perilune.recipe.load import load_recipe
 

@@ -17,8 +17,8 @@ from perilune.errors import RequestError, WorkFailedError
 from perilune.execution.placements.local import carry_over
 from perilune.files import sha256_file
 from perilune.learn import checkpoints
-from perilune.models.checksum import checksum
-from perilune.models.loading import load_checkpoint
+from perilune.models.checkpoints.checksum import checksum
+from perilune.models.checkpoints.loading import load_checkpoint
 from perilune.tasks.rl.metrics import Observer
 from perilune.tasks.selfplay.judging import Table
 from perilune.tasks.selfplay.league import League

@@ -21,9 +21,9 @@ from perilune.engine.request import Completion, Prompt, SamplingParams
 from perilune.environments import Transcript
 from perilune.errors import RequestError, WorkFailedError
 from perilune.files import read_json_lines
-from perilune.models.config import PRESETS
+from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 from perilune.rollout.groups import Groups
 from perilune.rollout.rollout import Seat
 from perilune.rollout.timing import Stopwatch

@@ -27,7 +27,7 @@ from perilune.data.records import make_record, write_records
 from perilune.files import append_json_line, write_json
 from perilune.learn.advantages import is_dead, standardised
 from perilune.learn.objective import objective_curve
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 from perilune.tasks.stage.outcomes import evaluation_summary, strategies
 from perilune.ui.view import ExperimentView, StageView
 

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 from perilune.ui.pieces import Vocabulary
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from perilune.data.episode import Episode
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 from perilune.ui.pieces import Vocabulary
 from perilune.ui.turns import pieces_of, told_turns, turns_of
 

@@ -19,7 +19,7 @@ from perilune.engine.native_runner import NativeRunner
 from perilune.engine.request import Request as EngineRequest
 from perilune.engine.request import SamplingParams
 from perilune.engine.runners import fastest_runner
-from perilune.models.stored import open_decoder
+from perilune.models.checkpoints.stored import open_decoder
 
 from ..outcome import Outcome
 from ..shapes import Request

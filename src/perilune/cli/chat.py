@@ -17,7 +17,7 @@ from perilune.errors import RequestError
 
 if TYPE_CHECKING:
     from perilune.engine.engine import Engine
-    from perilune.models.tokenizer import Tokenizer
+    from perilune.models.text.tokenizer import Tokenizer
 
 ADAPTER = "adapter"  # name of the one adapter in the engine
 COMMANDS = "/reset, /system TEXT, /quit"
@@ -128,8 +128,8 @@ def _open(folder: Path, adapter: Path | None, template: Path | None, *, plain: b
 
     from perilune.engine.engine import Engine
     from perilune.files import read_regular
-    from perilune.models.adapters import Adapter
-    from perilune.models.tokenizer import Tokenizer
+    from perilune.models.adapters.files import Adapter
+    from perilune.models.text.tokenizer import Tokenizer
     from perilune.models.transformers_model import TransformersModel, load_for_inference
 
     if template is None and not plain and Tokenizer.load(folder).chat_template is None:

@@ -169,8 +169,8 @@ def _measure(seconds: float, say: Callable[[str], None]) -> tuple[list[RolloutWo
         import torch
 
         from perilune.engine.throughput import measure_throughput
-        from perilune.models.loading import new_model
-        from perilune.models.tokenizer import Tokenizer
+        from perilune.models.checkpoints.loading import new_model
+        from perilune.models.text.tokenizer import Tokenizer
     except (ImportError, OSError) as error:  # a package of another platform, or half installed
         return [], [
             Finding("torch", "missing", f"cannot be imported: {error}", "pip install --force-reinstall torch")

@@ -45,9 +45,9 @@ def card(
 ) -> None:
     """Print a model's parameters, attention by layer, cache, compute, and the memory of a batch."""
     from perilune.files import read_json, write_atomic
-    from perilune.models.card import ITEM_BYTES
-    from perilune.models.card_config import model_card
-    from perilune.models.card_document import card_document
+    from perilune.models.card.document import card_document
+    from perilune.models.card.from_config import model_card
+    from perilune.models.card.model_card import ITEM_BYTES
 
     file = _config_file(path)
     raw = read_json(file)

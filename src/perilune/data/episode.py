@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from perilune.environments.core.protocol import Failure, Outcome, Task
 
 if TYPE_CHECKING:
-    from perilune.models.tokenizer import Tokenizer
+    from perilune.models.text.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length", "aborted"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from perilune.engine.step import StepBatch
-from perilune.models.adapters import Adapter
+from perilune.models.adapters.files import Adapter
 from perilune.models.decoder import Decoder
 from perilune.models.kernels import linear
 from perilune.models.layers import Projection

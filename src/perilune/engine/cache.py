@@ -21,7 +21,7 @@ from perilune.engine.blocks import BLOCK, NULL_BLOCK, Blocks
 from perilune.engine.step import StepBatch
 from perilune.errors import RequestError
 from perilune.models.attention import attend
-from perilune.models.config import DecoderConfig
+from perilune.models.config.decoder_config import DecoderConfig
 
 _CUT = 192 // BLOCK  # blocks: keys behind a window are left out in these multiples (see `attend`)
 _QUERIES = 512  # most queries of a sequence in one product

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perilune.errors import RequestError, WorkFailedError
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 
 _WHITESPACE = r"( |\n[ \t]{0,16})?"
 """What may stand between the parts of JSON: nothing, a space, or a line's end with its indentation. With any

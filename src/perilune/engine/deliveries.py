@@ -22,7 +22,7 @@ from perilune.engine.request import Completion, Delta
 from perilune.engine.sampler import Drawn
 from perilune.engine.sequences import Entry, Rows, Sequences
 from perilune.errors import PeriluneError, WorkFailedError
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 

@@ -28,12 +28,12 @@ from perilune.engine.scoring import MOST_LOGITS, Bounds, Pair, in_batches, lay_o
 from perilune.engine.sequences import Entry, Sequences
 from perilune.engine.step import Counters
 from perilune.errors import RequestError, WorkFailedError
-from perilune.models.adapters import Adapter
-from perilune.models.checksum import checksum
+from perilune.models.adapters.files import Adapter
+from perilune.models.checkpoints.checksum import checksum
 from perilune.models.decoder import Decoder
 from perilune.models.logprobs import token_logprobs
 from perilune.models.memory import TOKEN_BUDGET, window_blocks
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 from perilune.models.transformers_model import TransformersModel
 
 

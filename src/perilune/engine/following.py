@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from perilune.engine.constraints import ConstraintState
 from perilune.engine.request import Request, TopLogprobs
 from perilune.engine.text import TextStream
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True, eq=False)

@@ -14,7 +14,7 @@ from torch import Tensor
 from perilune.engine.blocks import BLOCK, blocks_for
 from perilune.engine.request import Request
 from perilune.errors import RequestError
-from perilune.models.config import DecoderConfig
+from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.decoder import Decoder
 from perilune.models.memory import blocks_bytes
 from perilune.models.transformers_model import ModelShape

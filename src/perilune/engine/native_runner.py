@@ -13,7 +13,7 @@ from perilune.engine.cache import PagedCache
 from perilune.engine.native_attention import DescribedStep, describe_cache
 from perilune.engine.runner import TorchRunner
 from perilune.engine.step import StepBatch
-from perilune.models.adapters import Adapter
+from perilune.models.adapters.files import Adapter
 from perilune.models.decoder import Decoder, capped
 from perilune.models.native import decoder as native
 from perilune.models.native.ops import WeightKind

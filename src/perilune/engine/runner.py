@@ -19,7 +19,7 @@ from perilune.engine.blocks import Blocks
 from perilune.engine.cache import PagedAttention, PagedCache
 from perilune.engine.native_attention import NativePagedAttention
 from perilune.engine.step import StepBatch
-from perilune.models.adapters import Adapter
+from perilune.models.adapters.files import Adapter
 from perilune.models.attention import Attention
 from perilune.models.decoder import Decoder
 from perilune.models.kernels import is_native

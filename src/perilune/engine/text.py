@@ -1,13 +1,13 @@
 """From tokens to text as they come: whole characters only, and nothing of a text that ends the sample.
 
-Text is added at boundaries only, where no later token changes it (`models/boundaries.py`).
+Text is added at boundaries only, where no later token changes it (`models/text/boundaries.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 
 
 class TextStream:

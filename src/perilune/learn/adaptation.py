@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from perilune.errors import RequestError
 from perilune.learn.settings import LearnerSettings
-from perilune.models.checksum import checksum
+from perilune.models.adapters.lora import A, B, attach, linear_maps
+from perilune.models.checkpoints.checksum import checksum
 from perilune.models.decoder import Decoder
-from perilune.models.lora import A, B, attach, linear_maps
 
 
 def adapt(decoder: Decoder, settings: LearnerSettings, seed: int) -> None:

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from perilune.models.attention import Attention
-from perilune.models.config import DecoderConfig
+from perilune.models.config.decoder_config import DecoderConfig
+from perilune.models.config.rope import Rope
 from perilune.models.feed_forward import MLP, MixtureOfExperts
 from perilune.models.kernels import both_halves, rms_norm, rotate
 from perilune.models.layers import Projection, RMSNorm, settled
 from perilune.models.narrow import NarrowKind, Precision
-from perilune.models.rope import Rope
 from perilune.models.rotary import inverse_frequencies
 
 

@@ -7,9 +7,9 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from perilune.models.config import DecoderConfig
+from perilune.models.config.decoder_config import DecoderConfig
+from perilune.models.config.layer_kinds import Experts
 from perilune.models.kernels import geglu, route, swiglu
-from perilune.models.layer_kinds import Experts
 from perilune.models.layers import Projection
 
 

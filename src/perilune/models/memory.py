@@ -31,9 +31,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from perilune.models.card import ITEM_BYTES, ModelCard
-from perilune.models.card_config import model_card
-from perilune.models.config import DecoderConfig
+from perilune.models.card.from_config import model_card
+from perilune.models.card.model_card import ITEM_BYTES, ModelCard
+from perilune.models.config.decoder_config import DecoderConfig
 
 PROCESS_BYTES = 430 << 20
 """Python, torch and the other libraries, before there is a model: resident size as measured on Linux."""

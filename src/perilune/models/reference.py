@@ -29,8 +29,8 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from perilune.models.config import DecoderConfig
-from perilune.models.rope import LinearScaling, Llama3Scaling
+from perilune.models.config.decoder_config import DecoderConfig
+from perilune.models.config.rope import LinearScaling, Llama3Scaling
 
 Vector = list[float]
 Matrix = list[Vector]

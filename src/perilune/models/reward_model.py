@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from perilune.files import read_json, write_json
-from perilune.models.config import DecoderConfig
+from perilune.models.checkpoints.loading import load_as, save_checkpoint
+from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.decoder import Decoder
-from perilune.models.loading import load_as, save_checkpoint
 
 if TYPE_CHECKING:
-    from perilune.models.tokenizer import Tokenizer
+    from perilune.models.text.tokenizer import Tokenizer
 
 
 class RewardModel(Decoder):
@@ -65,6 +65,6 @@ def load_reward_model(
     Raises:
         RequestError: as `load_checkpoint`; a folder without `score.weight` is no reward model.
     """
-    from perilune.models.tokenizer import Tokenizer
+    from perilune.models.text.tokenizer import Tokenizer
 
     return load_as(RewardModel, path, torch.device(device), dtype), Tokenizer.load(path)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from perilune.models.rope import LinearScaling, Rope
+from perilune.models.config.rope import LinearScaling, Rope
 
 
 def inverse_frequencies(rope: Rope, size: int) -> Tensor:

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from perilune.errors import RequestError
 from perilune.files import read_json
-from perilune.models.checkpoint_folder import CheckpointFolder
-from perilune.models.config import DecoderConfig
+from perilune.models.checkpoints.folder import CheckpointFolder
+from perilune.models.checkpoints.loading import Stored, stored_tensors
+from perilune.models.checkpoints.stored import open_checkpoint
+from perilune.models.config.decoder_config import DecoderConfig
+from perilune.models.config.reader import UnsupportedModelError
 from perilune.models.decoder import Decoder
-from perilune.models.hf_config import UnsupportedModelError
-from perilune.models.loading import Stored, stored_tensors
-from perilune.models.stored import open_checkpoint
 
 if TYPE_CHECKING:
-    from perilune.models.tokenizer import Tokenizer
+    from perilune.models.text.tokenizer import Tokenizer
 
 _DEFAULT_POSITIONS = 2048  # of a model that does not say how long its texts may be
 _MAX_CAUSE = 300  # characters of transformers' own message
@@ -116,7 +116,7 @@ def load_for_inference(
     Raises:
         RequestError: as `load_checkpoint` and `load_transformers_model`.
     """
-    from perilune.models.tokenizer import Tokenizer
+    from perilune.models.text.tokenizer import Tokenizer
 
     try:
         return open_checkpoint(Path(path), device, dtype)

@@ -12,7 +12,7 @@ from perilune.environments.core.rewards import GOLD, VERIFIER
 from perilune.errors import RequestError
 from perilune.learn.reward_model import score
 from perilune.models.reward_model import RewardModel, load_reward_model
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 from perilune.rollout.groups import Groups
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from perilune.engine.backend import SamplingBackend
 from perilune.learn.weights import WeightedGroup
-from perilune.models.adapters import save_policy
+from perilune.models.adapters.files import save_policy
 from perilune.models.decoder import Decoder
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from perilune.rollout.worker import RolloutWorker

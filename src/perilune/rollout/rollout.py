@@ -13,8 +13,8 @@ from perilune.data.episode import FinishReason
 from perilune.engine.request import Completion
 from perilune.environments.core.protocol import Failure, Message, Observation, Outcome, Task
 from perilune.environments.core.tally import Tally
-from perilune.models.tokenizer import Tokenizer
-from perilune.models.turns import continuation
+from perilune.models.text.tokenizer import Tokenizer
+from perilune.models.text.turns import continuation
 from perilune.verifiers.sessions import LiveSession
 
 

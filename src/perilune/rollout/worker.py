@@ -17,7 +17,7 @@ from perilune.engine.request import Completion, Prompt, SamplingParams
 from perilune.environments.core.protocol import Environment, Outcome, Task
 from perilune.errors import RequestError
 from perilune.learn.processes import ALONE, Processes
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 from perilune.rollout.checks import check_group, check_judged
 from perilune.rollout.failures import require_few_failures
 from perilune.rollout.groups import Groups, gather_groups

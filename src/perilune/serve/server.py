@@ -17,7 +17,7 @@ import uvicorn
 
 from perilune.engine.engine import Engine
 from perilune.errors import RequestError, WorkFailedError
-from perilune.models.adapters import Adapter
+from perilune.models.adapters.files import Adapter
 from perilune.models.transformers_model import TransformersModel, load_for_inference
 from perilune.serve.app import make_app
 from perilune.serve.connection import ConnectionLimits, protocol_for

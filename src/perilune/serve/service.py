@@ -18,8 +18,8 @@ from starlette.responses import Response
 from perilune.engine.request import Request as EngineRequest
 from perilune.engine.request import SamplingParams
 from perilune.errors import RequestError, WorkFailedError
-from perilune.models.spelled_tokens import Rendered
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.text.spelled_tokens import Rendered
+from perilune.models.text.tokenizer import Tokenizer
 from perilune.serve.answers import Answer, Spelling
 from perilune.serve.bodies import read_body
 from perilune.serve.engine_thread import EngineThread, Stream

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from perilune.bundle.job import Frozen, Job
-from perilune.models.config import PRESETS
+from perilune.models.config.decoder_config import PRESETS
 
 if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace
@@ -35,8 +35,8 @@ class NewModel:
 
     def run(self, workspace: Workspace) -> dict[str, Any]:
         """Draw the weights from the recipe's seed."""
-        from perilune.models.loading import new_model, save_checkpoint
-        from perilune.models.tokenizer import Tokenizer
+        from perilune.models.checkpoints.loading import new_model, save_checkpoint
+        from perilune.models.text.tokenizer import Tokenizer
 
         spec = NewModelSpec.model_validate(workspace.job.spec)
         tokenizer = Tokenizer.characters()

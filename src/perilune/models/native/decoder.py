@@ -7,7 +7,8 @@ from ctypes import POINTER, Array, Structure, addressof, byref, c_float, c_int64
 import torch
 from torch import Tensor, nn
 
-from perilune.models.config import DecoderConfig
+from perilune.models.config.decoder_config import DecoderConfig
+from perilune.models.config.rope import Rope
 from perilune.models.decoder import NORM_NAMES, Block, Decoder
 from perilune.models.feed_forward import MLP, MixtureOfExperts
 from perilune.models.layers import Projection, RMSNorm
@@ -21,7 +22,6 @@ from perilune.models.native.ops import (
     WeightKind,
     pack_parts,
 )
-from perilune.models.rope import Rope
 
 
 class _Layer(Structure):

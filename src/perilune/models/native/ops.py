@@ -18,7 +18,7 @@ from torch import Tensor
 
 from perilune.errors import WorkFailedError
 from perilune.models.native.build import native
-from perilune.models.room import room_for
+from perilune.models.scratch import room_for
 
 PANEL = 32
 LANES = 16

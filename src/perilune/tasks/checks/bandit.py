@@ -16,7 +16,7 @@ from perilune.engine.request import Completion, Prompt, SamplingParams
 from perilune.errors import REPORT_BUG, WorkFailedError
 from perilune.learn.critic import Critic
 from perilune.learn.trainer import Learner
-from perilune.models.config import PRESETS
+from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
 from perilune.rollout.groups import Groups
 from perilune.tasks.rl.update import PolicyUpdates

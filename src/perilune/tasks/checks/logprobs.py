@@ -20,8 +20,8 @@ from perilune.engine.random import uniforms
 from perilune.errors import REPORT_BUG, WorkFailedError
 from perilune.learn.batch import PackedBatch
 from perilune.learn.trainer import Learner, token_logprobs
+from perilune.models.adapters.lora import base_of, pairs_of
 from perilune.models.decoder import Decoder
-from perilune.models.lora import base_of, pairs_of
 from perilune.rollout.groups import Groups
 from perilune.tasks.stage.publishing import (
     ALONE,

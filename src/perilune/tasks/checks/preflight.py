@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from perilune.models.config import DecoderConfig
+from perilune.models.config.decoder_config import DecoderConfig
 from perilune.tasks.checks.advantages import check_advantages
 from perilune.tasks.checks.bandit import solve_bandit
 from perilune.tasks.checks.gradient import check_gradient

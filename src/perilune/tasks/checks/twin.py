@@ -19,10 +19,10 @@ from perilune.learn.kl_reward import weight_groups
 from perilune.learn.signals import observe
 from perilune.learn.trainer import CRITIC, Learner
 from perilune.learn.weights import WeightedGroup
+from perilune.models.adapters.lora import A, B
 from perilune.models.attention import PackedAttention
-from perilune.models.config import DecoderConfig
+from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.decoder import Decoder
-from perilune.models.lora import A, B
 
 if TYPE_CHECKING:
     from perilune.rollout.groups import Groups

@@ -18,7 +18,7 @@ from perilune.engine.engine import Engine
 from perilune.engine.request import SamplingParams
 from perilune.environments.core.protocol import Environment, Task
 from perilune.files import sha256_file
-from perilune.models.loading import load_checkpoint
+from perilune.models.checkpoints.loading import load_checkpoint
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker
 from perilune.tasks.datasets.own_traces import likeliest, own_record

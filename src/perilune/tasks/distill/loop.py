@@ -15,8 +15,8 @@ from perilune.errors import RequestError
 from perilune.learn.distillation import Distillation, chunks, distil
 from perilune.learn.schedules import learning_rate
 from perilune.learn.trainer import Learner
-from perilune.models.config import DecoderConfig
-from perilune.models.loading import load_checkpoint
+from perilune.models.checkpoints.loading import load_checkpoint
+from perilune.models.config.decoder_config import DecoderConfig
 from perilune.rollout.timing import Stopwatch
 from perilune.tasks.distill.hints import hinted_messages
 from perilune.tasks.rl.metrics import lengths_over

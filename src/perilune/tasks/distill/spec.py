@@ -16,7 +16,7 @@ from perilune.tasks.stage.sampling import SamplingSpec
 
 if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace
-    from perilune.models.config import DecoderConfig
+    from perilune.models.config.decoder_config import DecoderConfig
     from perilune.tasks.stage.memory_plan import StageMemory
 
 

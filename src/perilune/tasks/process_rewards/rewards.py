@@ -18,7 +18,7 @@ from perilune.errors import RequestError
 from perilune.learn.prefix_values import Probe, prefix_values
 from perilune.learn.process import AnswerValues, MonteCarloValues, ProcessSettings
 from perilune.models.decoder import Decoder
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 from perilune.rollout.groups import Groups
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from perilune.learn.algorithms import Algorithm
     from perilune.learn.critic import Critic
     from perilune.learn.trainer import Learner
-    from perilune.models.config import DecoderConfig
-    from perilune.models.tokenizer import Tokenizer
+    from perilune.models.config.decoder_config import DecoderConfig
+    from perilune.models.text.tokenizer import Tokenizer
     from perilune.rollout.groups import Groups
     from perilune.rollout.learned_reward import LearnedReward
     from perilune.rollout.opponents import Alone

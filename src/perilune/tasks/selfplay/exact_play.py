@@ -14,8 +14,8 @@ from perilune.games.exact_games import Decision, ExactGame
 from perilune.games.open_spiel import OpenSpielEnvironment
 from perilune.learn.signals import observe
 from perilune.models.decoder import Decoder
-from perilune.models.tokenizer import Tokenizer
-from perilune.models.turns import continuation
+from perilune.models.text.tokenizer import Tokenizer
+from perilune.models.text.turns import continuation
 
 TOKEN_BUDGET = 4096  # of a forward pass
 AT_ONCE = 512  # decisions whose moves are packed together

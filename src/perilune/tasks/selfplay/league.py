@@ -19,9 +19,9 @@ from perilune.engine.engine import Engine
 from perilune.games.ratings import points_of
 from perilune.learn.trainer import Learner
 from perilune.learn.weights import WeightedGroup
-from perilune.models.adapters import save_policy
+from perilune.models.adapters.files import save_policy
 from perilune.models.decoder import Decoder
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 from perilune.tasks.selfplay.health import alarms, game_figures
 from perilune.tasks.selfplay.judging import Judge, Table
 from perilune.tasks.selfplay.snapshots import Snapshots

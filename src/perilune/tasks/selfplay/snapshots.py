@@ -8,7 +8,7 @@ from perilune.engine.engine import Engine
 from perilune.errors import REPORT_BUG, WorkFailedError
 from perilune.learn import checkpoints
 from perilune.learn.adaptation import trainable
-from perilune.models.checksum import checksum
+from perilune.models.checkpoints.checksum import checksum
 from perilune.models.decoder import Decoder
 
 

@@ -15,7 +15,7 @@ from perilune.environments.core.registry import make_environment
 from perilune.environments.core.settings import episode_settings
 from perilune.errors import RequestError
 from perilune.files import read_json
-from perilune.models.config import PRESETS, DecoderConfig
+from perilune.models.config.decoder_config import PRESETS, DecoderConfig
 from perilune.models.memory import (
     BLOCK,
     Frugality,

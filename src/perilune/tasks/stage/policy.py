@@ -14,12 +14,12 @@ from perilune.errors import RequestError
 from perilune.learn.adaptation import adapt
 from perilune.learn.processes import Processes, join
 from perilune.learn.settings import LearnerSettings
+from perilune.models.adapters.lora import BaseKind, base_of, narrow_base
+from perilune.models.checkpoints.loading import load_checkpoint, new_model
+from perilune.models.checkpoints.stored import open_checkpoint
 from perilune.models.decoder import Decoder
-from perilune.models.loading import load_checkpoint, new_model
-from perilune.models.lora import BaseKind, base_of, narrow_base
 from perilune.models.native.build import missing_kernels, native
-from perilune.models.stored import open_checkpoint
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 
 MODEL = "model"  # the input that holds the weights the recipe's model section names
 

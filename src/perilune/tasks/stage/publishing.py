@@ -9,10 +9,10 @@ from torch import Tensor
 from perilune.engine.engine import Engine
 from perilune.errors import REPORT_BUG, WorkFailedError
 from perilune.learn.trainer import Learner
+from perilune.models.adapters.lora import base_of, base_state, pairs_of
 from perilune.models.attention import PackedAttention
-from perilune.models.checksum import checksum
+from perilune.models.checkpoints.checksum import checksum
 from perilune.models.decoder import Decoder
-from perilune.models.lora import base_of, base_state, pairs_of
 from perilune.rollout.groups import Groups
 
 # In nats; past this the sampler and the learner are not the same policy. On a CPU the gap is zero.

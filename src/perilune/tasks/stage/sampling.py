@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from perilune.engine.backend import SamplingBackend
     from perilune.engine.remote import RemoteEngine
     from perilune.engine.request import SamplingParams
-    from perilune.models.tokenizer import Tokenizer
+    from perilune.models.text.tokenizer import Tokenizer
 
 
 class SamplingSpec(Frozen):
@@ -107,7 +107,7 @@ def open_server(spec: ServerSpec, workspace: Workspace) -> RemoteEngine:
 
 def remote_sampler(engine: RemoteEngine, workspace: Workspace) -> Sampler:
     """The server, with the tokenizer of the checkpoint; no weights are read."""
-    from perilune.models.tokenizer import Tokenizer
+    from perilune.models.text.tokenizer import Tokenizer
 
     folder = next(
         (workspace.input(name) for name in ("checkpoint", "model") if workspace.has_input(name)), None
@@ -123,7 +123,7 @@ def remote_sampler(engine: RemoteEngine, workspace: Workspace) -> Sampler:
 def _end_tokens(folder: Path) -> tuple[int, ...]:
     """What ends an answer, by config.json and generation_config.json."""
     from perilune.files import read_json
-    from perilune.models.config import DecoderConfig
+    from perilune.models.config.decoder_config import DecoderConfig
 
     files = [file for name in ("config.json", "generation_config.json") if (file := folder / name).is_file()]
     return tuple(end for file in files for end in DecoderConfig.end_tokens(read_json(file), where=str(file)))

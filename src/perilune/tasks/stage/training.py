@@ -16,9 +16,9 @@ from perilune.learn.checkpoints import is_complete, latest_complete
 from perilune.learn.processes import Processes
 from perilune.learn.settings import LearnerSettings
 from perilune.learn.trainer import Learner
-from perilune.models.adapters import save_policy
+from perilune.models.adapters.files import save_policy
 from perilune.models.decoder import Decoder
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 from perilune.tasks.stage.policy import Policy
 from perilune.tasks.stage.retention import (
     BEST,

@@ -11,8 +11,8 @@ import numpy as np
 from perilune.data.episode import Episode
 from perilune.data.records import TraceRecord, read_records, records_file
 from perilune.errors import RequestError
-from perilune.models.tokenizer import Tokenizer
-from perilune.models.turns import encode_turns
+from perilune.models.text.tokenizer import Tokenizer
+from perilune.models.text.turns import encode_turns
 
 
 @dataclass(frozen=True)

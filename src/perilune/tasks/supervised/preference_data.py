@@ -13,7 +13,7 @@ from perilune.data.episode import Episode
 from perilune.data.preferences import FILE, PreferenceRecord, read_preferences
 from perilune.errors import RequestError
 from perilune.learn.packing import Pair
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 from perilune.tasks.supervised.demonstrations import places_of
 
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from perilune.errors import RequestError
 from perilune.files import canonical_json, sha256_bytes
-from perilune.models.spelled_tokens import Rendered
-from perilune.models.tokenizer import Tokenizer
+from perilune.models.text.spelled_tokens import Rendered
+from perilune.models.text.tokenizer import Tokenizer
 
 Message = Mapping[str, str]
 

@@ -18,11 +18,11 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from perilune.errors import RequestError
 from perilune.files import read_json, read_regular, write_atomic, write_json
-from perilune.models.boundaries import Boundaries
-from perilune.models.chat_template import ChatTemplate
-from perilune.models.checkpoint_folder import CheckpointFolder
-from perilune.models.spelled_tokens import Rendered, SpelledTokens
-from perilune.models.token_bytes import token_bytes
+from perilune.models.checkpoints.folder import CheckpointFolder
+from perilune.models.text.boundaries import Boundaries
+from perilune.models.text.chat_template import ChatTemplate
+from perilune.models.text.spelled_tokens import Rendered, SpelledTokens
+from perilune.models.text.token_bytes import token_bytes
 
 PRINTABLE_ASCII = "\n" + "".join(chr(code) for code in range(32, 127))
 

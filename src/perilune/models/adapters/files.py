@@ -22,10 +22,7 @@ from torch import Tensor
 
 from perilune.errors import RequestError
 from perilune.files import read_json, write_atomic, write_json
-from perilune.models.checksum import checksum
-from perilune.models.decoder import Decoder
-from perilune.models.loading import save_checkpoint
-from perilune.models.lora import (
+from perilune.models.adapters.lora import (
     BaseKind,
     attach_pairs,
     base_kind,
@@ -37,9 +34,12 @@ from perilune.models.lora import (
     scale_of,
     shared,
 )
+from perilune.models.checkpoints.checksum import checksum
+from perilune.models.checkpoints.loading import save_checkpoint
+from perilune.models.decoder import Decoder
 
 if TYPE_CHECKING:
-    from perilune.models.tokenizer import Tokenizer
+    from perilune.models.text.tokenizer import Tokenizer
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 FOLDER = "adapter"  # in the folder of a checkpoint that it is merged into

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from perilune.errors import RequestError
-from perilune.models.families import FAMILIES, Architecture
+from perilune.models.config.families import FAMILIES, Architecture
 
 
 class UnsupportedModelError(RequestError):

@@ -1,9 +1,9 @@
 """Chat templates: the Jinja program in a checkpoint that turns a list of messages into one string.
 
-A template comes with a checkpoint, so it is somebody else's program. A child process without files, sockets
-or privileges compiles and renders it within limits of time and memory (`perilune.models.template_worker`).
-The process stays for the next prompt; one that hangs or dies is replaced. Models made here have no template
-and start no process.
+A template comes with a checkpoint, so it is an untrusted program. A child process without access to files,
+sockets or privileges compiles and renders it within limits of time and memory (`template_worker.py`). The
+process also renders the prompts that follow; a process that hangs or dies is replaced. Models that Perilune
+creates have no template and start no process.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class _TemplateProcess:
 
     def _started(self) -> Channel:
         if self._channel is None:
-            channel = Channel("perilune.models.template_worker", "the template's process", _ANSWER_BYTES)
+            channel = Channel("perilune.models.text.template_worker", "the template's process", _ANSWER_BYTES)
             self._channel, self._end = channel, weakref.finalize(self, channel.close)
             channel.send({"source": self._source, "seconds": _RENDER_SECONDS})
             try:

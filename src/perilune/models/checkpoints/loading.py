@@ -22,13 +22,13 @@ from torch import Tensor
 
 from perilune.errors import RequestError
 from perilune.files import fsync_directory, read_json, write_json
-from perilune.models.checkpoint_folder import WEIGHTS, CheckpointFolder, pickle_error
-from perilune.models.config import PRESETS, DecoderConfig
+from perilune.models.adapters.lora import BaseKind, lay_over, narrow_part
+from perilune.models.checkpoints.folder import WEIGHTS, CheckpointFolder, pickle_error
+from perilune.models.config.decoder_config import PRESETS, DecoderConfig
 from perilune.models.decoder import Decoder
-from perilune.models.lora import BaseKind, lay_over, narrow_part
 
 if TYPE_CHECKING:
-    from perilune.models.tokenizer import Tokenizer
+    from perilune.models.text.tokenizer import Tokenizer
 
 DecoderT = TypeVar("DecoderT", bound=Decoder)
 
@@ -74,7 +74,7 @@ def load_model(
     Raises:
         RequestError: naming the file, and the tensor or key, that is missing, malformed or not implemented.
     """
-    from perilune.models.tokenizer import Tokenizer
+    from perilune.models.text.tokenizer import Tokenizer
 
     if isinstance(source, str) and source in PRESETS:
         tokenizer = Tokenizer.characters()
@@ -127,7 +127,7 @@ def tokenizer_of(decoder: Decoder, path: Path) -> Tokenizer:
     Raises:
         RequestError: when it is missing, malformed, or has more tokens than the model.
     """
-    from perilune.models.tokenizer import Tokenizer
+    from perilune.models.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(path)
     if tokenizer.vocab_size > decoder.config.vocab_size:

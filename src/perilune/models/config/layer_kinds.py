@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from perilune.models.families import Family
-from perilune.models.hf_config import Reader
+from perilune.models.config.families import Family
+from perilune.models.config.reader import Reader
 
 _MOST_LAYERS = 10_000  # that are listed one by one on a file's word
 _KINDS = {"all": ("sliding_attention",), "some": ("full_attention", "sliding_attention")}

@@ -14,12 +14,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from perilune.models.config import DecoderConfig
+from perilune.models.checkpoints.loading import (
+    Stored,
+    check_tied,
+    checked_headers,
+    read_tensors,
+    tokenizer_of,
+)
+from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.decoder import Decoder
-from perilune.models.loading import Stored, check_tied, checked_headers, read_tensors, tokenizer_of
 
 if TYPE_CHECKING:
-    from perilune.models.tokenizer import Tokenizer
+    from perilune.models.text.tokenizer import Tokenizer
 
 _Place = tuple[nn.Module, str, nn.Parameter]
 """A module, the name of one of its parameters, and what stands for it while it is in its file."""

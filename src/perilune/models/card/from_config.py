@@ -11,9 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from perilune.errors import RequestError
-from perilune.models.card import ModelCard
-from perilune.models.card_families import CARD_FAMILIES, CardFamily
-from perilune.models.card_layers import (
+from perilune.models.card.layers import (
     Attention,
     FeedForward,
     LatentAttention,
@@ -21,7 +19,9 @@ from perilune.models.card_layers import (
     LinearAttention,
     Mixer,
 )
-from perilune.models.hf_config import Reader
+from perilune.models.card.model_card import ModelCard
+from perilune.models.card_families import CARD_FAMILIES, CardFamily
+from perilune.models.config.reader import Reader
 
 _LARGEST = 2**31
 _MOST_LAYERS = 10_000

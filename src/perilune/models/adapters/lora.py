@@ -30,7 +30,7 @@ from perilune.models.decoder import Decoder
 from perilune.models.kernels import gradient_product, linear, product
 from perilune.models.layers import Projection
 from perilune.models.narrow import narrowed
-from perilune.models.room import room_for
+from perilune.models.scratch import room_for
 
 BaseKind = Literal["float32", "bfloat16", "int8"]
 """How the frozen matrices are kept."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from perilune.models.card import ModelCard
+from perilune.models.card.model_card import ModelCard
 from perilune.models.memory import MemoryPlan, plan_memory
 
 

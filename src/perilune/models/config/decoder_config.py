@@ -9,10 +9,10 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from perilune.errors import RequestError
-from perilune.models.families import FAMILIES, Architecture, Family
-from perilune.models.hf_config import Reader
-from perilune.models.layer_kinds import Experts, read_experts, read_windows
-from perilune.models.rope import Rope, read_ropes, scaling_to_hf
+from perilune.models.config.families import FAMILIES, Architecture, Family
+from perilune.models.config.layer_kinds import Experts, read_experts, read_windows
+from perilune.models.config.reader import Reader
+from perilune.models.config.rope import Rope, read_ropes, scaling_to_hf
 
 _ROPE = Rope(1e4)
 

@@ -17,7 +17,7 @@ import json
 
 import tokenizers
 
-from perilune.models.token_bytes import BYTE_TOKEN, byte_level
+from perilune.models.text.token_bytes import BYTE_TOKEN, byte_level
 
 
 class Boundaries:

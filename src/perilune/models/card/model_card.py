@@ -1,8 +1,8 @@
-"""What a model is made of, and what follows from it: parameters, cache, compute. Pure arithmetic, no torch.
+"""The size of a model: parameters, bytes in the KV cache, and compute. Pure arithmetic, without torch.
 
-A `ModelCard` is read from a config.json by `perilune.models.card_config`; the same functions plan the memory
-of a stage (`perilune.models.memory`). What a token takes in the cache is a figure where every layer sees
-everything, and a curve over the length of the sequence elsewhere.
+`models.card.from_config` reads a `ModelCard` from a config.json, and `models.memory` plans the memory of a
+stage from it. The cache bytes per token are constant when all layers have full attention; otherwise they
+depend on the sequence length.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from types import MappingProxyType
 
-from perilune.models.card_layers import Layer
+from perilune.models.card.layers import Layer
 
 ITEM_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1})
 _STATE_BYTES = 4  # a recurrent state is kept in float32, whatever the model's own dtype

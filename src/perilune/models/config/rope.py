@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from perilune.models.hf_config import Reader
+from perilune.models.config.reader import Reader
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""LoRA adapters: training them and their files."""

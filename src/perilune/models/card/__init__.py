@@ -1,0 +1,1 @@
+"""The size of a model: its parameters, cache and compute, read from its config.json."""

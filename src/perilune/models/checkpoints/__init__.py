@@ -1,0 +1,1 @@
+"""Checkpoint folders: loading, saving and checksums."""
