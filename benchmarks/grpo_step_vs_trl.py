@@ -103,8 +103,8 @@ def make_model(path: Path, steps: int = 150) -> None:
     from perilune.learn.algorithms import algorithm
     from perilune.learn.batch import pack
     from perilune.learn.schedules import learning_rate
-    from perilune.learn.settings import OptimizerSettings
     from perilune.learn.trainer import Learner
+    from perilune.learn.training_settings import OptimizerSettings
     from perilune.models.checkpoints.loading import new_model, save_checkpoint
     from perilune.models.text.tokenizer import Tokenizer
 

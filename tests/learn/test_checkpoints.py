@@ -11,8 +11,8 @@ from perilune.errors import RequestError
 from perilune.learn import checkpoints
 from perilune.learn.algorithms import algorithm
 from perilune.learn.batch import pack
-from perilune.learn.settings import OptimizerSettings
 from perilune.learn.trainer import Learner
+from perilune.learn.training_settings import OptimizerSettings
 
 
 def train(learner: Learner, steps: range, scale: float = 1.0) -> None:

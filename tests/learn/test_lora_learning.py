@@ -16,9 +16,9 @@ from perilune.errors import RequestError
 from perilune.learn.adaptation import adapt
 from perilune.learn.algorithms import algorithm
 from perilune.learn.batch import pack
-from perilune.learn.processes import Processes
-from perilune.learn.settings import LearnerSettings
+from perilune.learn.distributed import Ranks
 from perilune.learn.trainer import Learner
+from perilune.learn.training_settings import LearnerSettings
 from perilune.models.adapters.lora import narrow_base
 from perilune.models.checkpoints.loading import new_model
 from perilune.models.decoder import Decoder
@@ -101,7 +101,7 @@ def test_it_resumes_beside_the_base_it_was_learned_on(tmp_path: Path) -> None:
 
 def test_an_adapter_is_not_cut_over_processes() -> None:
     with pytest.raises(RequestError, match="only the adapter is trained, which is too small to be cut"):
-        Learner(make(lora={"rank": 4}), processes=Processes(0, 2, sharded=True))
+        Learner(make(lora={"rank": 4}), ranks=Ranks(0, 2, sharded=True))
 
 
 def test_second_moments_are_restored_to_the_same_parameters_only(tmp_path: Path) -> None:

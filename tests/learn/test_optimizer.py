@@ -11,8 +11,8 @@ from perilune.errors import WorkFailedError
 from perilune.learn.batch import pack
 from perilune.learn.optimizer import AdamW
 from perilune.learn.schedules import learning_rate
-from perilune.learn.settings import OptimizerSettings
 from perilune.learn.trainer import Learner
+from perilune.learn.training_settings import OptimizerSettings
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])

@@ -19,8 +19,8 @@ from perilune.learn.preference import (
     preference_loss,
     with_reference_logprobs,
 )
-from perilune.learn.settings import OptimizerSettings
 from perilune.learn.trainer import Learner
+from perilune.learn.training_settings import OptimizerSettings
 
 
 def shifted(chosen: float, rejected: float, length: float = 10.0) -> tuple[PairLogprobs, torch.Tensor]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from perilune.learn.processes import RENDEZVOUS, join
+from perilune.learn.distributed import RENDEZVOUS, join
 
 PATIENCE = 150.0  # seconds; generous, because the machine may be busy
 

@@ -19,9 +19,9 @@ from perilune.errors import ProcessLostError, WorkFailedError
 from perilune.learn.adaptation import adapt
 from perilune.learn.batch import PackedBatch, pack
 from perilune.learn.checkpoints import read
-from perilune.learn.processes import ALONE, Processes
-from perilune.learn.settings import LearnerSettings, OptimizerSettings
+from perilune.learn.distributed import SINGLE_RANK, Ranks
 from perilune.learn.trainer import Learner, with_reference
+from perilune.learn.training_settings import LearnerSettings, OptimizerSettings
 from perilune.learn.weights import Aggregation, aggregate
 
 SETTINGS = OptimizerSettings(lr=1e-2, weight_decay=0.1, grad_clip=0.5)
@@ -56,13 +56,13 @@ def steps_of(mode: Aggregation) -> list[list[PackedBatch]]:
     return made
 
 
-def learn(processes: Processes, mode: Aggregation) -> Learned:
+def learn(ranks: Ranks, mode: Aggregation) -> Learned:
     """Figures of every step, and weights and moments at the end."""
-    learner = Learner(small_decoder(), SETTINGS, processes=processes)
+    learner = Learner(small_decoder(), SETTINGS, ranks=ranks)
     reference = small_decoder(1)
     figures = []
     for batches in steps_of(mode):
-        found = learner.forward_backward(with_reference(batches, reference, processes))
+        found = learner.forward_backward(with_reference(batches, reference, ranks))
         figures.append(found | learner.optim_step(1e-2))
     return figures, state_of(learner)
 
@@ -82,25 +82,25 @@ def state_of(learner: Learner) -> dict[str, np.ndarray]:
     return {name: tensor.numpy() for name, tensor in state.items()}
 
 
-def every_mode(processes: Processes) -> dict[str, Learned]:
-    return {mode: learn(processes, mode) for mode in get_args(Aggregation)}
+def every_mode(ranks: Ranks) -> dict[str, Learned]:
+    return {mode: learn(ranks, mode) for mode in get_args(Aggregation)}
 
 
 def test_the_number_of_processes_changes_no_bit(three: list[Found]) -> None:
-    for mode, (figures, state) in every_mode(ALONE).items():
+    for mode, (figures, state) in every_mode(SINGLE_RANK).items():
         for found in three:
             assert found["modes"][mode][0] == figures, mode
             for name, tensor in state.items():
                 assert np.array_equal(found["modes"][mode][1][name], tensor), (mode, name)
 
 
-def every_setting(processes: Processes) -> dict[str, dict[str, np.ndarray]]:
+def every_setting(ranks: Ranks) -> dict[str, dict[str, np.ndarray]]:
     """The state that a step of each way to learn leaves."""
     found = {}
     for name, section in SETTINGS_OF_A_LEARNER.items():
         decoder = small_decoder()
         adapt(decoder, LearnerSettings.model_validate(section), seed=0)
-        learner = Learner(decoder, SETTINGS, processes=processes)
+        learner = Learner(decoder, SETTINGS, ranks=ranks)
         learner.forward_backward(pack(weighted_groups("grpo", random_groups(0, 6)), 14))
         learner.optim_step(1e-2)
         found[name] = state_of(learner)
@@ -108,14 +108,14 @@ def every_setting(processes: Processes) -> dict[str, dict[str, np.ndarray]]:
 
 
 def test_so_it_is_with_adapters_rounding_and_recomputing(three: list[Found]) -> None:
-    for name, state in every_setting(ALONE).items():
+    for name, state in every_setting(SINGLE_RANK).items():
         for found in three:
             learned = found["settings"][name]
             assert all(np.array_equal(learned[key], tensor) for key, tensor in state.items()), name
 
 
 def test_cut_over_processes_it_learns_the_same_to_rounding(cut: list[Found]) -> None:
-    figures, state = learn(ALONE, "token-mean")
+    figures, state = learn(SINGLE_RANK, "token-mean")
     for found in cut:
         theirs, learned = found["modes"]["token-mean"]
         for mine, other in zip(figures, theirs, strict=True):
@@ -126,16 +126,16 @@ def test_cut_over_processes_it_learns_the_same_to_rounding(cut: list[Found]) -> 
             assert np.abs(learned[name] - tensor).max() <= TOLERANCE * np.abs(tensor).max(), name
 
 
-def save_and_load(processes: Processes, folder: Path) -> tuple[list[str], bool, dict[str, np.ndarray]]:
+def save_and_load(ranks: Ranks, folder: Path) -> tuple[list[str], bool, dict[str, np.ndarray]]:
     """A learner with a critic that learns, saves, and is loaded by a new one, which learns on."""
     batches = pack(weighted_groups("ppo", random_groups(3, 5)), 14)
-    learner = Learner(small_decoder(), SETTINGS, critic=small_critic(small_decoder()), processes=processes)
+    learner = Learner(small_decoder(), SETTINGS, critic=small_critic(small_decoder()), ranks=ranks)
     learner.forward_backward(batches)
     learner.optim_step(1e-2)
     directory = folder / "checkpoint"
     learner.save_state(directory, {"step": 1})
-    processes.check_same("save", "done")
-    again = Learner(small_decoder(3), SETTINGS, critic=small_critic(small_decoder()), processes=processes)
+    ranks.check_same("save", "done")
+    again = Learner(small_decoder(3), SETTINGS, critic=small_critic(small_decoder()), ranks=ranks)
     again.load_state(directory)
     same = all(np.array_equal(tensor, state_of(again)[name]) for name, tensor in state_of(learner).items())
     again.forward_backward(batches)
@@ -148,7 +148,7 @@ def save_and_load(processes: Processes, folder: Path) -> tuple[list[str], bool, 
 
 
 def test_a_checkpoint_is_that_of_one_process(three: list[Found], cut: list[Found], tmp_path: Path) -> None:
-    names, same, state = save_and_load(ALONE, tmp_path)
+    names, same, state = save_and_load(SINGLE_RANK, tmp_path)
     assert same
     for place, found in enumerate((*three, *cut)):
         theirs, held, learned = found["saved"]
@@ -159,31 +159,31 @@ def test_a_checkpoint_is_that_of_one_process(three: list[Found], cut: list[Found
             assert np.abs(learned[key] - tensor).max() <= limit, key
 
 
-def learn_nonsense(processes: Processes) -> None:
+def learn_nonsense(ranks: Ranks) -> None:
     """One micro-batch, the last, has a weight that is not a number: one process alone computes it."""
     *good, last = steps_of("token-mean")[0]
     assert last.policy_gradient is not None
     broken = replace(last, policy_gradient=last.policy_gradient * float("nan"))
-    learner = Learner(small_decoder(), SETTINGS, processes=processes)
-    learner.forward_backward(with_reference([*good, broken], small_decoder(1), processes))
+    learner = Learner(small_decoder(), SETTINGS, ranks=ranks)
+    learner.forward_backward(with_reference([*good, broken], small_decoder(1), ranks))
     learner.optim_step(1e-2)
 
 
 def test_what_is_not_finite_in_one_stops_all_with_one_message(three: list[Found], cut: list[Found]) -> None:
     with pytest.raises(WorkFailedError) as alone:
-        learn_nonsense(ALONE)
+        learn_nonsense(SINGLE_RANK)
     assert {found["said"] for found in (*three, *cut)} == {str(alone.value)}
 
 
-def everything(processes: Processes, folder: Path) -> Found:
+def everything(ranks: Ranks, folder: Path) -> Found:
     """All of the above in one process of several, which take a while to start."""
-    found: Found = {"saved": save_and_load(processes, folder)}
-    if processes.sharded:
-        found["modes"] = {"token-mean": learn(processes, "token-mean")}
+    found: Found = {"saved": save_and_load(ranks, folder)}
+    if ranks.sharded:
+        found["modes"] = {"token-mean": learn(ranks, "token-mean")}
     else:
-        found |= {"modes": every_mode(processes), "settings": every_setting(processes)}
+        found |= {"modes": every_mode(ranks), "settings": every_setting(ranks)}
     try:
-        learn_nonsense(processes)
+        learn_nonsense(ranks)
     except WorkFailedError as error:
         found["said"] = str(error)
     return found
@@ -199,11 +199,11 @@ def cut(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     return together(everything, tmp_path_factory.mktemp("cut"), sharded=True)
 
 
-def die_while_learning(processes: Processes) -> None:
+def die_while_learning(ranks: Ranks) -> None:
     """The second process is killed before it hands its gradient on, which the first waits for."""
-    learner = Learner(small_decoder(), SETTINGS, processes=processes)
+    learner = Learner(small_decoder(), SETTINGS, ranks=ranks)
     for _ in learner._own(steps_of("token-mean")[0]):
-        if processes.rank == 1:
+        if ranks.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -219,8 +219,8 @@ def test_who_waits_for_a_process_that_was_killed_says_so_at_once() -> None:
     assert time.monotonic() - began < 20
 
 
-def check_what_differs(processes: Processes) -> None:
-    processes.check_same("weights", f"sum {processes.rank}")
+def check_what_differs(ranks: Ranks) -> None:
+    ranks.check_same("weights", f"sum {ranks.rank}")
 
 
 def test_processes_that_drift_apart_are_stopped() -> None:

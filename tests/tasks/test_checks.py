@@ -14,8 +14,8 @@ from torch import nn
 
 from perilune.data.episode import Episode
 from perilune.errors import WorkFailedError
-from perilune.learn.settings import OptimizerSettings
 from perilune.learn.trainer import Learner
+from perilune.learn.training_settings import OptimizerSettings
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
 from perilune.tasks.checks.epochs import EpochChecker

@@ -17,8 +17,8 @@ from perilune.files import write_json
 from perilune.learn.adaptation import adapt
 from perilune.learn.algorithms import algorithm
 from perilune.learn.batch import pack
-from perilune.learn.settings import LearnerSettings
 from perilune.learn.trainer import Learner
+from perilune.learn.training_settings import LearnerSettings
 from perilune.models.adapters.lora import BaseKind, attach, narrow_base
 from perilune.models.checkpoints.loading import load_checkpoint, new_model, save_checkpoint
 from perilune.models.config.decoder_config import PRESETS, DecoderConfig

@@ -9,7 +9,7 @@ from task_cases import DIGITS, make_job, metrics, run_task
 
 from perilune.bundle.plugin import load_plugin, plugin_names
 from perilune.learn.learning_rates import DEFAULTS
-from perilune.learn.settings import OptimizerSettings
+from perilune.learn.training_settings import OptimizerSettings
 from perilune.models.adapters.files import save_policy
 from perilune.models.checkpoints.loading import new_model
 from perilune.models.text.tokenizer import Tokenizer

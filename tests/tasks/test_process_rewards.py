@@ -22,7 +22,7 @@ from perilune.environments.core.registry import make_environment
 from perilune.environments.core.stated_answer import StatedAnswer
 from perilune.errors import RequestError
 from perilune.files import read_json_lines
-from perilune.learn.process import AnswerValues, MonteCarloValues
+from perilune.learn.process_rewards import AnswerValues, MonteCarloValues
 from perilune.models.checkpoints.loading import new_model
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.recipe.load import bundled_recipe, load_recipe

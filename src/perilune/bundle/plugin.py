@@ -66,8 +66,8 @@ class TaskPlugin(Protocol):
         output: where that lies in the bundle, e.g. "artifacts/checkpoints/final".
 
     A plugin may also have `parallel = True`: several processes may then run it together, as the ones here do
-    through `perilune.learn.processes`. One with `standalone = True` needs no model and no environment of the
-    recipe's.
+    through `perilune.learn.distributed`. One with `standalone = True` needs neither the model nor the
+    environment of the recipe.
     """
 
     name: str

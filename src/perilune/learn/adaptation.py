@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from perilune.errors import RequestError
-from perilune.learn.settings import LearnerSettings
+from perilune.learn.training_settings import LearnerSettings
 from perilune.models.adapters.lora import A, B, attach, linear_maps
 from perilune.models.checkpoints.checksum import checksum
 from perilune.models.decoder import Decoder

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from perilune.data.episode import Episode
 from perilune.learn.batch import PackedBatch
+from perilune.learn.distributed import SINGLE_RANK, Ranks
 from perilune.learn.packing import Pair, pack_pairs
-from perilune.learn.processes import ALONE, Processes
 from perilune.learn.trainer import predicting_states, target_logprobs
 from perilune.models.decoder import Decoder
 
@@ -106,7 +106,7 @@ class PreferenceObjective:
 
     Attributes:
         decoder: the learner's `trained`, or any for pairs that are only looked at.
-        processes: the learner's: each sees some of the pairs, and figures are of all.
+        ranks: the learner's: each sees some of the pairs, and figures are of all.
     """
 
     decoder: Decoder
@@ -115,7 +115,7 @@ class PreferenceObjective:
     count: int
     nll: float = 0.0
     dpop: float = 0.0
-    processes: Processes = ALONE
+    ranks: Ranks = SINGLE_RANK
 
     def __post_init__(self) -> None:
         self._seen: list[Tensor] = []
@@ -149,7 +149,7 @@ class PreferenceObjective:
 
     def _everything(self) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
         """float64[6, B], in the order of the pairs."""
-        seen = self.processes.arrays_in_order("pairs", [one.numpy() for one in self._seen])
+        seen = self.ranks.all_gather_arrays("pairs", [one.numpy() for one in self._seen])
         return np.concatenate(seen, axis=1)
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from perilune.data.episode import Episode
 from perilune.learn.batch import PackedBatch
+from perilune.learn.distributed import SINGLE_RANK, Ranks
 from perilune.learn.packing import Pair, pack_each
 from perilune.learn.preference import correlation
-from perilune.learn.processes import ALONE, Processes
 from perilune.learn.trainer import predicting_states
 from perilune.models.reward_model import RewardModel
 
@@ -55,13 +55,13 @@ class RewardObjective:
 
     Attributes:
         model: the learner's `trained`.
-        processes: the learner's: each scores some of the pairs, and figures are of all.
+        ranks: the learner's: each scores some of the pairs, and figures are of all.
     """
 
     model: RewardModel
     count: int
     centre: float = 0.0
-    processes: Processes = ALONE
+    ranks: Ranks = SINGLE_RANK
 
     def __post_init__(self) -> None:
         self._scores: list[Tensor] = []
@@ -75,7 +75,7 @@ class RewardObjective:
     def figures(self, pairs: Sequence[Pair]) -> dict[str, float]:
         """`score_figures` of the pairs seen so far."""
         own = [scores.double().cpu().numpy() for scores in self._scores]
-        return score_figures(np.concatenate(self.processes.arrays_in_order("scores", own)), pairs)
+        return score_figures(np.concatenate(self.ranks.all_gather_arrays("scores", own)), pairs)
 
 
 def score_figures(scores: NDArray[np.float64], pairs: Sequence[Pair]) -> dict[str, float]:

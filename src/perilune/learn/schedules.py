@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from perilune.learn.settings import OptimizerSettings
+from perilune.learn.training_settings import OptimizerSettings
 
 
 def learning_rate(settings: OptimizerSettings, step: int, total: int) -> float:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from perilune.errors import RequestError
-from perilune.learn.processes import Processes
+from perilune.learn.distributed import Ranks
 from perilune.models.attention import PackedAttention
 from perilune.models.decoder import Decoder
 
@@ -38,7 +38,7 @@ class ShardedDecoder:
             axis, of the storage that the twin is put together from. A part may be empty.
     """
 
-    def __init__(self, decoder: Decoder, processes: Processes) -> None:
+    def __init__(self, decoder: Decoder, ranks: Ranks) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -48,10 +48,10 @@ class ShardedDecoder:
                 where="resources.sharded",
                 remedy="set sharded: false: processes share the work all the same",
             )
-        self._processes = processes
+        self._ranks = ranks
         self.module = copy.deepcopy(decoder)
         device = next(decoder.parameters()).device.type
-        self._mesh = init_device_mesh(device, (processes.count,))
+        self._mesh = init_device_mesh(device, (ranks.count,))
         for part in (*self.module.model.layers, self.module):
             fully_shard(part, mesh=self._mesh)
             assert isinstance(part, FSDPModule)
@@ -60,19 +60,19 @@ class ShardedDecoder:
         self._cut = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         self.parameters = {name: nn.Parameter(_local(p.detach())) for name, p in self._cut.items()}
 
-    def shared_out(self, batches: Sequence[T], others: Sequence[nn.Parameter]) -> Iterator[T]:
-        """As `Processes.shared_out`; all processes go through layers at the same time, so that one which has
+    def distribute(self, batches: Sequence[T], others: Sequence[nn.Parameter]) -> Iterator[T]:
+        """As `Ranks.distribute`; all processes go through layers at the same time, so that one which has
         no micro-batch left goes along with a loss of zero.
 
         Args:
             others: trained parameters that are not the decoder's, whole in every process.
         """
-        processes = self._processes
-        if not processes.leads:
+        ranks = self._ranks
+        if not ranks.leads:
             for parameter in others:
                 parameter.grad = None
-        for start in range(0, len(batches), processes.count):
-            index = start + processes.rank
+        for start in range(0, len(batches), ranks.count):
+            index = start + ranks.rank
             if index < len(batches):
                 yield batches[index]
             else:
@@ -99,11 +99,11 @@ class ShardedDecoder:
 
     def _add_up(self, others: Sequence[nn.Parameter]) -> None:
         has = torch.tensor([float(parameter.grad is not None) for parameter in others])
-        has = self._processes.add_up("the gradients' marks", has)
+        has = self._ranks.all_reduce("the gradients' marks", has)
         for some, parameter in zip(has.tolist(), others, strict=True):
             if some:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad = self._processes.add_up("the critic's gradient", gradient)
+                parameter.grad = self._ranks.all_reduce("the critic's gradient", gradient)
 
     def whole_norms(self, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Norms of whole tensors from those of this process's parts; others' are whole already."""
@@ -111,7 +111,7 @@ class ShardedDecoder:
         if not cut:
             return dict(norms)
         squares = torch.stack([norms[name] for name in cut]).square()
-        found = self._processes.add_up("the gradient's norm", squares).sqrt()
+        found = self._ranks.all_reduce("the gradient's norm", squares).sqrt()
         return {**norms, **dict(zip(cut, found, strict=True))}
 
     @torch.no_grad()
@@ -139,7 +139,7 @@ class ShardedDecoder:
 
     def parts(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The inverse: this process's part of whole tensors."""
-        rank, count = dist.get_rank(), self._processes.count
+        rank, count = dist.get_rank(), self._ranks.count
         found = dict(whole)
         for name in self._cut.keys() & whole.keys():
             rows = torch.chunk(whole[name], count)

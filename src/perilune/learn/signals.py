@@ -20,7 +20,7 @@ from perilune.learn.algorithms.base import Group, Signal, Signals, StepContext
 from perilune.learn.algorithms.sft import SFT
 from perilune.learn.batch import PackedBatch, pack, round_up
 from perilune.learn.critic import Critic
-from perilune.learn.processes import ALONE, Processes
+from perilune.learn.distributed import SINGLE_RANK, Ranks
 from perilune.learn.trainer import predicting_states, target_logprobs
 from perilune.models.decoder import Decoder
 
@@ -37,7 +37,7 @@ def observe(
     temperature: float = 1.0,
     reference: Decoder | None = None,
     critic: Critic | None = None,
-    processes: Processes = ALONE,
+    ranks: Ranks = SINGLE_RANK,
 ) -> Signals:
     """The named signals of all judged episodes; nothing is computed when `names` is empty.
 
@@ -55,7 +55,7 @@ def observe(
         raise RequestError("values without a critic")
     if "values_after" in names:
         cut = [[_one_more(one) for one in group if one.truncated and one.loss_mask.any()] for group in groups]
-        options: dict[str, Any] = {"token_budget": token_budget, "critic": critic, "processes": processes}
+        options: dict[str, Any] = {"token_budget": token_budget, "critic": critic, "ranks": ranks}
         later = observe({"values"}, cut, decoder, **options)["values"]
         rest = observe(
             {*names} - {"values_after"}, groups, decoder,
@@ -73,9 +73,9 @@ def observe(
         torch.stack([*_tokens(list(found), batch.to(device), decoder, reference, critic).values()])
         .cpu()
         .numpy()
-        for batch in processes.mine(batches)
+        for batch in ranks.shard(batches)
     ]
-    for batch, rows in zip(batches, processes.arrays_in_order("signals", own), strict=True):
+    for batch, rows in zip(batches, ranks.all_gather_arrays("signals", own), strict=True):
         ends = torch.bincount(batch.episode_of).cumsum(0).tolist()
         for name, values in zip(found, rows, strict=True):
             for key, part in zip(batch.episode_ids, np.split(values, ends[:-1]), strict=True):

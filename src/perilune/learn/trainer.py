@@ -22,10 +22,10 @@ from perilune.learn import checkpoints, losses
 from perilune.learn.adaptation import comparable, frozen_checksum, trainable
 from perilune.learn.batch import PackedBatch, round_up
 from perilune.learn.critic import Critic
+from perilune.learn.distributed import SINGLE_RANK, Ranks
 from perilune.learn.figures import Figures, merged_figures
 from perilune.learn.optimizer import AdamW
-from perilune.learn.processes import ALONE, Processes
-from perilune.learn.settings import OptimizerSettings
+from perilune.learn.training_settings import OptimizerSettings
 from perilune.models.attention import PackedAttention
 from perilune.models.decoder import Decoder
 from perilune.models.logprobs import by_rows
@@ -49,7 +49,7 @@ class Learner:
         optimizer: beta2, weight decay and gradient clip; the learning rate is given to each step.
         critic: predicts values, and learns beside the decoder, where the algorithm has value targets.
         critic_lr: the critic's peak learning rate where it is not the decoder's.
-        processes: that learn together: each is given the same micro-batches, and computes some of them.
+        ranks: that learn together: each is given the same micro-batches, and computes some of them.
 
     Attributes:
         trained: the decoder that forward passes with a gradient go through: `decoder` itself, or where
@@ -65,12 +65,12 @@ class Learner:
         *,
         critic: Critic | None = None,
         critic_lr: float | None = None,
-        processes: Processes = ALONE,
+        ranks: Ranks = SINGLE_RANK,
     ) -> None:
         optimizer = optimizer or OptimizerSettings()
         self.decoder = decoder
-        self.processes = processes
-        self._sharded = _cut(decoder, processes)
+        self.ranks = ranks
+        self._sharded = _cut(decoder, ranks)
         self.trained = decoder if self._sharded is None else self._sharded.module
         self.critic = critic
         self.version = 0
@@ -108,7 +108,7 @@ class Learner:
         """
         with self._in_step():
             seen = [self._learn(batch) for batch in self._own(batches)]
-        every = self.processes.figures_in_order("figures", [figures.told() for figures in seen])
+        every = self.ranks.all_gather_json("figures", [figures.told() for figures in seen])
         return merged_figures(every)
 
     def _learn(self, batch: PackedBatch) -> Figures:
@@ -153,23 +153,23 @@ class Learner:
             for sums, count in zip(seen, tokens, strict=True)
         ]
         totals = {"tokens": 0.0}
-        for found in self.processes.figures_in_order("figures", own):
+        for found in self.ranks.all_gather_json("figures", own):
             for name, value in found.items():
                 totals[name] = totals.get(name, 0.0) + value
         return totals
 
     def _in_step(self) -> AbstractContextManager[None]:
         """Where processes wait for each other inside of layers, the wait for a whole step."""
-        return nullcontext() if self._sharded is None else self.processes.meeting("the step's layers")
+        return nullcontext() if self._sharded is None else self.ranks.waiting("the step's layers")
 
     def _own(self, batches: Sequence[PackedBatch]) -> Iterator[PackedBatch]:
         """The micro-batches that this process computes; after them the gradient is that of all."""
         parameters = self.optimizer.parameters
         if self._sharded is None:
-            own = self.processes.shared_out(batches, list(parameters.values()))
+            own = self.ranks.distribute(batches, list(parameters.values()))
         else:
             others = [p for name, p in parameters.items() if name.startswith(CRITIC)]
-            own = self._sharded.shared_out(batches, others)
+            own = self._sharded.distribute(batches, others)
         return (batch.to(self._device) for batch in own)
 
     def _loss(self, batch: PackedBatch, logprobs: Tensor, figures: Figures) -> Tensor:
@@ -251,7 +251,7 @@ class Learner:
         }
         if self._sharded is not None:
             tensors = {name: self._sharded.whole(parts) for name, parts in tensors.items()}
-        if self.processes.leads:
+        if self.ranks.leads:
             checkpoints.write(directory, tensors, state)
 
     def load_state(self, directory: Path) -> dict[str, Any]:
@@ -344,8 +344,8 @@ def predicting_states(decoder: Decoder, batch: PackedBatch) -> Tensor:
     return decoder(fed.token_ids, fed.positions, attention).index_select(0, batch.rows)  # type: ignore[no-any-return]
 
 
-def _cut(decoder: Decoder, processes: Processes) -> ShardedDecoder | None:
-    if not processes.sharded:
+def _cut(decoder: Decoder, ranks: Ranks) -> ShardedDecoder | None:
+    if not ranks.sharded:
         return None
     if len(trainable(decoder)) < len(dict(decoder.named_parameters())):
         raise RequestError(
@@ -355,11 +355,11 @@ def _cut(decoder: Decoder, processes: Processes) -> ShardedDecoder | None:
         )
     from perilune.learn.sharding import ShardedDecoder
 
-    return ShardedDecoder(decoder, processes)
+    return ShardedDecoder(decoder, ranks)
 
 
 def with_reference(
-    batches: Sequence[PackedBatch], reference: Decoder, processes: Processes = ALONE
+    batches: Sequence[PackedBatch], reference: Decoder, ranks: Ranks = SINGLE_RANK
 ) -> list[PackedBatch]:
     """The batches with the log-probs of a frozen `reference` where their loss asks for them.
 
@@ -367,7 +367,7 @@ def with_reference(
     """
     return [
         batch.with_reference(token_logprobs(reference, batch))
-        if batch.reference_kl is not None and index % processes.count == processes.rank
+        if batch.reference_kl is not None and index % ranks.count == ranks.rank
         else batch
         for index, batch in enumerate(batches)
     ]

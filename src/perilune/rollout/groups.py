@@ -6,17 +6,17 @@ from itertools import groupby
 
 from perilune.data.episode import Episode
 from perilune.data.episodes_file import from_bytes, to_bytes
-from perilune.learn.processes import Processes
+from perilune.learn.distributed import Ranks
 from perilune.rollout.timing import Stopwatch
 
 Groups = list[tuple[Episode, ...]]
 
 
-def gather_groups(own: Groups, processes: Processes, watch: Stopwatch) -> Groups:
+def gather_groups(own: Groups, ranks: Ranks, watch: Stopwatch) -> Groups:
     """Exchange the groups that each process played; return all of them in the order of the step's tasks."""
-    if processes.count == 1:
+    if ranks.count == 1:
         return own
-    parts = processes.gather("the episodes", to_bytes(one for group in own for one in group))
+    parts = ranks.all_gather("the episodes", to_bytes(one for group in own for one in group))
     played = (groupby(from_bytes(part), key=lambda one: one.group_id) for part in parts)
     groups = [tuple(group) for some in played for _, group in some]
     watch.tokens += _sampled(groups) - _sampled(own)

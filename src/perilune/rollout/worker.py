@@ -16,7 +16,7 @@ from perilune.engine.engine import Engine
 from perilune.engine.request import Completion, Prompt, SamplingParams
 from perilune.environments.core.protocol import Environment, Outcome, Task
 from perilune.errors import RequestError
-from perilune.learn.processes import ALONE, Processes
+from perilune.learn.distributed import SINGLE_RANK, Ranks
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.rollout.checks import check_group, check_judged
 from perilune.rollout.failures import require_few_failures
@@ -47,7 +47,7 @@ class RolloutWorker:
     environment: Environment
     seed: int
     learned: LearnedReward | None = None
-    processes: Processes = ALONE
+    ranks: Ranks = SINGLE_RANK
     opponents: Opponents | None = None
 
     def play(
@@ -68,8 +68,8 @@ class RolloutWorker:
         """
         if self.opponents is not None:
             self.opponents.prepare(step)
-        places = self.processes.mine(range(first, first + len(tasks)))
-        tasks = self.processes.mine(tasks)
+        places = self.ranks.shard(range(first, first + len(tasks)))
+        tasks = self.ranks.shard(tasks)
         begun = time.perf_counter()
         sessions = Sessions(self.scorer, self.environment)
         with self._scoring(len(tasks) * samples):
@@ -93,7 +93,7 @@ class RolloutWorker:
         if self.learned is not None:
             groups = self.learned.rescore(groups)
         watch.scoring += time.perf_counter() - begun
-        groups = gather_groups(groups, self.processes, watch)
+        groups = gather_groups(groups, self.ranks, watch)
         require_few_failures([one for group in groups for one in group], self.scorer.settings, f"step {step}")
         return groups
 

@@ -20,8 +20,8 @@ from perilune.games.connect_four.network import Network, masked_logprobs
 from perilune.games.connect_four.self_play import SelfPlay, Stretch, advantages
 from perilune.games.connect_four.settings import LearningSettings
 from perilune.learn import checkpoints
+from perilune.learn.distributed import SINGLE_RANK
 from perilune.learn.optimizer import AdamW
-from perilune.learn.processes import ALONE
 
 BETA2 = 0.99
 WEIGHT_DECAY = 1e-4
@@ -55,7 +55,7 @@ class Trainer:
         step: stretches learned from so far.
     """
 
-    processes = ALONE
+    ranks = SINGLE_RANK
 
     def __init__(self, settings: LearningSettings, seed: int) -> None:
         self.settings = settings

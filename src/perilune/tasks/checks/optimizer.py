@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from perilune.errors import REPORT_BUG, WorkFailedError
 from perilune.learn.optimizer import BETA1, EPSILON
-from perilune.learn.settings import OptimizerSettings
 from perilune.learn.trainer import CRITIC, Learner
+from perilune.learn.training_settings import OptimizerSettings
 
 LOOKED_AT = 512  # elements of a parameter among which the largest gradient is chosen
 TOLERANCE = 1e-3  # of an update, relative to it; the weight may be rounded besides

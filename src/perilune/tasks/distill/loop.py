@@ -52,7 +52,7 @@ def run(
         if workspace.has_input("data"):
             longest = student.decoder.config.max_position_embeddings
             data = Demonstrations.load(workspace.input("data"), student.tokenizer, seed, longest)
-        learner = Learner(student.decoder, spec, processes=player.rollouts.processes)
+        learner = Learner(student.decoder, spec, ranks=player.rollouts.ranks)
         restore_optimizer(workspace, learner, spec)
 
         first = resume(workspace, learner)

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes
-from perilune.learn.settings import LearnerSettings
+from perilune.learn.training_settings import LearnerSettings
 from perilune.tasks.stage.learning_rates import describe_learning_rate, read_spec
 from perilune.tasks.stage.retention import Saving
 from perilune.tasks.stage.sampling import SamplingSpec

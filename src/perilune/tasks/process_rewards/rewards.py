@@ -16,7 +16,7 @@ from perilune.environments.core.protocol import Task
 from perilune.environments.core.stated_answer import StatedAnswer, stated_answer
 from perilune.errors import RequestError
 from perilune.learn.prefix_values import Probe, prefix_values
-from perilune.learn.process import AnswerValues, MonteCarloValues, ProcessSettings
+from perilune.learn.process_rewards import AnswerValues, MonteCarloValues, ProcessSettings
 from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.rollout.groups import Groups

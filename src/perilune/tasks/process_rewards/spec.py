@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes
-from perilune.learn.process import AnswerValues, Process
+from perilune.learn.process_rewards import AnswerValues, Process
 from perilune.tasks.stage.sampling import SamplingSpec
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from perilune.bundle.machine import require_memory
 from perilune.bundle.plugin import Consumes
 from perilune.environments.core.registry import REWARDS
 from perilune.errors import RequestError
-from perilune.learn.process import Process
-from perilune.learn.settings import AlgorithmSettings, LearnerSettings
+from perilune.learn.process_rewards import Process
+from perilune.learn.training_settings import AlgorithmSettings, LearnerSettings
 from perilune.tasks.stage.learning_rates import describe_learning_rate, read_spec
 from perilune.tasks.stage.retention import Saving, planned
 from perilune.tasks.stage.sampling import SamplingSpec
@@ -147,7 +147,7 @@ class RL:
         from perilune.tasks.rl.metrics import Observer
         from perilune.tasks.rl.update import PolicyUpdates
         from perilune.tasks.stage.memory_plan import engine_room, memory_figures, planned_tokens
-        from perilune.tasks.stage.policy import join_processes, load_policy, load_reference, prepare_device
+        from perilune.tasks.stage.policy import join_ranks, load_policy, load_reference, prepare_device
         from perilune.tasks.stage.publishing import Publisher
         from perilune.tasks.stage.training import finish, restore_optimizer, resume, save_when_due
         from perilune.tasks.stage.training_tasks import TrainingTasks
@@ -166,13 +166,13 @@ class RL:
             learner = Learner(
                 policy.decoder, spec, critic=_critic(spec, config, device),
                 critic_lr=getattr(spec.algorithm, "critic_lr", None),
-                processes=join_processes(workspace, device),
+                ranks=join_ranks(workspace, device),
             )  # fmt: skip
             restore_optimizer(workspace, learner, spec)
             rollouts = RolloutWorker(
                 engine, policy.tokenizer, scorer, environment, workspace.job.seed,
                 _learned_reward(workspace, device, policy.tokenizer, spec),
-                learner.processes,
+                learner.ranks,
             )  # fmt: skip
             league = self.league(workspace, learner, rollouts)
             process = ProcessRewards(spec.process, policy.decoder, league.rollouts, spec, spec.token_budget)

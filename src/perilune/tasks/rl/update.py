@@ -10,7 +10,7 @@ from perilune.learn.batch import pack
 from perilune.learn.checks import check_packed, check_weights
 from perilune.learn.kl_reward import weight_groups
 from perilune.learn.off_policy import correct, learning_rate_scale
-from perilune.learn.process import with_process
+from perilune.learn.process_rewards import with_process
 from perilune.learn.schedules import learning_rate
 from perilune.learn.signals import observe
 from perilune.learn.trainer import Learner, with_reference
@@ -79,7 +79,7 @@ class PolicyUpdates:
             names.add("reference_logprobs")
         signals = observe(
             names, groups, learner.decoder, token_budget=spec.token_budget, temperature=spec.temperature,
-            reference=self._reference, critic=learner.critic, processes=learner.processes,
+            reference=self._reference, critic=learner.critic, ranks=learner.ranks,
         )  # fmt: skip
         memory = learner.memory.setdefault("algorithm", {})
         context = StepContext(self._longest, spec.kl, spec.kl_estimator, step, signals, memory)
@@ -95,7 +95,7 @@ class PolicyUpdates:
             batches = pack(part, spec.token_budget, temperature=spec.temperature)
             check_packed(part, batches)
             if self._reference is not None and spec.kl:
-                batches = with_reference(batches, self._reference, learner.processes)
+                batches = with_reference(batches, self._reference, learner.ranks)
                 self._logprobs.check_reference(batches, self._reference, groups, step)
             figures = learner.forward_backward(batches)
             self._logprobs.check_learner(figures, batches, [group.episodes for group in part], step)

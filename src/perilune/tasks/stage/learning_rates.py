@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from perilune.bundle.job import Job
 from perilune.learn.learning_rates import default_lr, with_default_lr
-from perilune.learn.settings import OptimizerSettings
+from perilune.learn.training_settings import OptimizerSettings
 
 Spec = TypeVar("Spec", bound=OptimizerSettings)
 

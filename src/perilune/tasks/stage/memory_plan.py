@@ -30,7 +30,7 @@ from perilune.rollout.limits import episode_tokens
 if TYPE_CHECKING:
     import torch
 
-    from perilune.learn.settings import LearnerSettings
+    from perilune.learn.training_settings import LearnerSettings
 
 LEAST_BUDGET = 64  # tokens; with fewer, a step is mostly overhead
 SLOTS = 256  # most samples in flight

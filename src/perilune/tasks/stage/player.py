@@ -16,14 +16,14 @@ from perilune.engine.request import SamplingParams
 from perilune.environments.core.protocol import Environment, Task
 from perilune.environments.core.registry import make_environment
 from perilune.errors import WorkFailedError
-from perilune.learn.settings import LearnerSettings
+from perilune.learn.training_settings import LearnerSettings
 from perilune.rollout.failures import failure_figures
 from perilune.rollout.groups import Groups
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker
 from perilune.tasks.stage.memory_plan import engine_room, planned_tokens, require_room
 from perilune.tasks.stage.outcomes import passed, strategies
-from perilune.tasks.stage.policy import Policy, join_processes, load_policy, prepare_device
+from perilune.tasks.stage.policy import Policy, join_ranks, load_policy, prepare_device
 from perilune.tasks.stage.training_tasks import TrainingTasks
 from perilune.verifiers import Scorer
 
@@ -89,7 +89,7 @@ def open_player(
         engine = Engine(policy.decoder, **engine_room(config, longest, device.type))
         rollouts = RolloutWorker(
             engine, policy.tokenizer, scorer, environment, workspace.job.seed,
-            processes=join_processes(workspace, device),
+            ranks=join_ranks(workspace, device),
         )  # fmt: skip
         yield Player(workspace, device, policy, environment, engine, rollouts, max_tokens)
 

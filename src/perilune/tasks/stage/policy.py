@@ -12,8 +12,8 @@ from perilune.bundle.workspace import Workspace
 from perilune.environments.core.protocol import Environment, Task
 from perilune.errors import RequestError
 from perilune.learn.adaptation import adapt
-from perilune.learn.processes import Processes, join
-from perilune.learn.settings import LearnerSettings
+from perilune.learn.distributed import Ranks, join
+from perilune.learn.training_settings import LearnerSettings
 from perilune.models.adapters.lora import BaseKind, base_of, narrow_base
 from perilune.models.checkpoints.loading import load_checkpoint, new_model
 from perilune.models.checkpoints.stored import open_checkpoint
@@ -67,13 +67,13 @@ def prepare_device(workspace: Workspace) -> torch.device:
     return torch.device(wanted)
 
 
-def join_processes(workspace: Workspace, device: torch.device) -> Processes:
+def join_ranks(workspace: Workspace, device: torch.device) -> Ranks:
     """Meet the other processes of the stage, where it runs in several."""
-    processes = join(device, workspace.job.resources.sharded)
-    if processes.count > 1:
-        kept = "cut over all" if processes.sharded else "whole in each"
-        workspace.log(f"process {processes.rank} of {processes.count}, what is trained {kept}")
-    return processes
+    ranks = join(device, workspace.job.resources.sharded)
+    if ranks.count > 1:
+        kept = "cut over all" if ranks.sharded else "whole in each"
+        workspace.log(f"process {ranks.rank} of {ranks.count}, what is trained {kept}")
+    return ranks
 
 
 def load_policy(

@@ -81,7 +81,7 @@ class Publisher:
         """
         version, decoder = self._learner.version, self._learner.decoder
         self.published[version] = checksum(decoder.state_dict())
-        self._learner.processes.check_same(f"weights of version {version}", self.published[version])
+        self._learner.ranks.check_same(f"weights of version {version}", self.published[version])
         self._engine.update_weights(None, version)
         taken = (self._engine.version, self._engine.checksum)
         if taken != (version, self.published[version]):

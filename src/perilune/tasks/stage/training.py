@@ -13,9 +13,9 @@ from perilune.errors import RequestError
 from perilune.files import fsync_directory
 from perilune.learn.adaptation import trainable
 from perilune.learn.checkpoints import is_complete, latest_complete
-from perilune.learn.processes import Processes
-from perilune.learn.settings import LearnerSettings
+from perilune.learn.distributed import Ranks
 from perilune.learn.trainer import Learner
+from perilune.learn.training_settings import LearnerSettings
 from perilune.models.adapters.files import save_policy
 from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ OPTIMIZER = "optimizer"  # beside the final weights: the learner's state
 class Resumable(Protocol):
     """What can be written down and gone on with."""
 
-    processes: Processes
+    ranks: Ranks
 
     def save_state(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None: ...
 
@@ -53,7 +53,7 @@ def resume(workspace: Workspace, learner: Resumable) -> int:
     What was being written when it died is removed.
     """
     found = _checkpoint_to_resume(workspace) if workspace.leads else None
-    name = learner.processes.first_says("checkpoint to resume", "" if found is None else str(found))
+    name = learner.ranks.broadcast("checkpoint to resume", "" if found is None else str(found))
     step = int(learner.load_state(Path(name))["step"]) if name else 0
     if workspace.leads:
         for later in saved_steps(workspace):  # of no use: they are damaged
@@ -124,14 +124,14 @@ def finish(
         best = best_step(workspace, spec, [*saved_steps(workspace), spec.steps]) if workspace.leads else None
         if best == spec.steps or (workspace.checkpoints / BEST).exists():
             best = None
-        chosen = learner.processes.first_says("best step", "" if best is None else str(best))
+        chosen = learner.ranks.broadcast("best step", "" if best is None else str(best))
         if chosen:
             learner.load_state(step_directory(workspace, int(chosen)))
         if best is not None:
             partial = workspace.checkpoints / f".{BEST}.partial"
             write(partial, policy.decoder, policy.tokenizer)
             put_in_place(partial, workspace.checkpoints / BEST)
-    learner.processes.check_same("last version", str(learner.version))
+    learner.ranks.check_same("last version", str(learner.version))
     if not workspace.leads:
         return {}
     prune(workspace, spec, beside=1)

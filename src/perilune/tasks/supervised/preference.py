@@ -10,7 +10,7 @@ from pydantic import Field
 from perilune.bundle.job import Job
 from perilune.bundle.machine import require_memory
 from perilune.bundle.plugin import Consumes
-from perilune.learn.settings import LearnerSettings
+from perilune.learn.training_settings import LearnerSettings
 from perilune.tasks.stage.learning_rates import describe_learning_rate, read_spec
 from perilune.tasks.stage.retention import Saving, planned
 
@@ -73,15 +73,15 @@ class Preference:
     def run(self, workspace: Workspace) -> dict[str, Any]:
         """Pairs in, a checkpoint out."""
         from perilune.errors import WorkFailedError
+        from perilune.learn.distributed import SINGLE_RANK, Ranks
         from perilune.learn.packing import Pair, pack_pairs
         from perilune.learn.preference import PreferenceObjective, evaluate_pairs, with_reference_logprobs
-        from perilune.learn.processes import ALONE, Processes
         from perilune.learn.schedules import learning_rate
         from perilune.learn.trainer import Learner
         from perilune.models.decoder import Decoder
         from perilune.rollout.timing import Stopwatch
         from perilune.tasks.stage.memory_plan import memory_figures, stage_memory
-        from perilune.tasks.stage.policy import join_processes, load_policy, prepare_device
+        from perilune.tasks.stage.policy import join_ranks, load_policy, prepare_device
         from perilune.tasks.stage.training import (
             finish,
             first_and_last,
@@ -107,12 +107,12 @@ class Preference:
             with_reference_logprobs(data.validation, policy.decoder, spec.token_budget),
             data.seed,
         )
-        learner = Learner(policy.decoder, spec, processes=join_processes(workspace, device))
+        learner = Learner(policy.decoder, spec, ranks=join_ranks(workspace, device))
         restore_optimizer(workspace, learner, spec)
 
-        def objective(pairs: Sequence[Pair], decoder: Decoder, processes: Processes) -> PreferenceObjective:
+        def objective(pairs: Sequence[Pair], decoder: Decoder, ranks: Ranks) -> PreferenceObjective:
             return PreferenceObjective(
-                decoder, spec.loss, spec.beta, len(pairs), nll=spec.nll, dpop=spec.dpop, processes=processes
+                decoder, spec.loss, spec.beta, len(pairs), nll=spec.nll, dpop=spec.dpop, ranks=ranks
             )
 
         first = resume(workspace, learner)
@@ -121,7 +121,7 @@ class Preference:
         for step in range(first, spec.steps):
             watch = Stopwatch()
             pairs = data.batch(step, spec.batch_size)
-            seen = objective(pairs, learner.trained, learner.processes)
+            seen = objective(pairs, learner.trained, learner.ranks)
             figures = learner.forward_backward_custom(pack_pairs(pairs, spec.token_budget), seen)
             if step == 0 and seen.largest_shift > REFERENCE_LIMIT:
                 raise WorkFailedError(
@@ -131,7 +131,7 @@ class Preference:
                 )
             figures |= seen.figures() | learner.optim_step(learning_rate(spec, step, spec.steps))
             if data.validation and ((step + 1) % spec.validate_every == 0 or step + 1 == spec.steps):
-                every = objective(data.validation, policy.decoder, ALONE)
+                every = objective(data.validation, policy.decoder, SINGLE_RANK)
                 held = evaluate_pairs(every, data.validation, spec.token_budget)
                 names = ("loss", "accuracy", "margin", "chosen_shift", "chosen_nll")
                 figures |= {f"validation_{name}": held[name] for name in names}

@@ -10,7 +10,7 @@ from pydantic import Field
 from perilune.bundle.job import Job
 from perilune.bundle.machine import require_memory
 from perilune.bundle.plugin import Consumes
-from perilune.learn.settings import OptimizerSettings
+from perilune.learn.training_settings import OptimizerSettings
 from perilune.tasks.stage.learning_rates import describe_learning_rate, read_spec
 from perilune.tasks.stage.retention import Saving, planned
 
@@ -70,7 +70,7 @@ class RewardModelTask:
         from perilune.models.reward_model import RewardModel, load_reward_model, save_reward_model
         from perilune.rollout.timing import Stopwatch
         from perilune.tasks.stage.memory_plan import memory_figures, stage_memory
-        from perilune.tasks.stage.policy import Policy, join_processes, load_policy, prepare_device
+        from perilune.tasks.stage.policy import Policy, join_ranks, load_policy, prepare_device
         from perilune.tasks.stage.training import finish, first_and_last, resume, save_when_due
         from perilune.tasks.supervised.preference_data import PreferenceData
 
@@ -88,7 +88,7 @@ class RewardModelTask:
         data = PreferenceData.load(
             paths, policy.tokenizer, workspace.job.seed, model.config.max_position_embeddings, spec.validation
         )
-        learner = Learner(model, spec, processes=join_processes(workspace, device))
+        learner = Learner(model, spec, ranks=join_ranks(workspace, device))
         trained = learner.trained
         assert isinstance(trained, RewardModel)
         before = score_figures(score_pairs(model, data.train, spec.token_budget), data.train)
@@ -98,7 +98,7 @@ class RewardModelTask:
         for step in range(first, spec.steps):
             watch = Stopwatch()
             pairs = data.batch(step, spec.batch_size)
-            objective = RewardObjective(trained, len(pairs), spec.centre, learner.processes)
+            objective = RewardObjective(trained, len(pairs), spec.centre, learner.ranks)
             figures = learner.forward_backward_custom(
                 pack_pairs(as_read(pairs), spec.token_budget), objective
             )

@@ -10,7 +10,7 @@ from pydantic import Field
 from perilune.bundle.job import Job
 from perilune.bundle.machine import require_memory
 from perilune.bundle.plugin import Consumes
-from perilune.learn.settings import LearnerSettings
+from perilune.learn.training_settings import LearnerSettings
 from perilune.tasks.stage.learning_rates import describe_learning_rate, read_spec
 from perilune.tasks.stage.retention import Saving, planned
 
@@ -61,7 +61,7 @@ class SFT:
         from perilune.learn.trainer import Learner
         from perilune.rollout.timing import Stopwatch
         from perilune.tasks.stage.memory_plan import memory_figures, stage_memory
-        from perilune.tasks.stage.policy import join_processes, load_policy, prepare_device
+        from perilune.tasks.stage.policy import join_ranks, load_policy, prepare_device
         from perilune.tasks.stage.training import (
             finish,
             first_and_last,
@@ -78,7 +78,7 @@ class SFT:
             stage_memory(policy.decoder.config, token_budget=spec.token_budget, learner=spec),
             workspace.job.resources,
         )
-        learner = Learner(policy.decoder, spec, processes=join_processes(workspace, device))
+        learner = Learner(policy.decoder, spec, ranks=join_ranks(workspace, device))
         restore_optimizer(workspace, learner, spec)
         demonstrations = Demonstrations.load(
             workspace.input("data"), policy.tokenizer, workspace.job.seed,

@@ -9,7 +9,7 @@ from learning_cases import episode
 from perilune.data.episode import Episode
 from perilune.learn.advantages import token_rewards
 from perilune.learn.algorithms import RL_ALGORITHMS, StepContext, algorithm
-from perilune.learn.process import AnswerValues, MonteCarloValues, segments_of, with_process
+from perilune.learn.process_rewards import AnswerValues, MonteCarloValues, segments_of, with_process
 from perilune.learn.weights import WeightedGroup, step_figures
 
 CONTEXT = StepContext(max_tokens=8)

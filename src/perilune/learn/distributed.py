@@ -41,7 +41,7 @@ _NEVER = timedelta(days=30)  # the watchdog is sooner
 T = TypeVar("T")
 
 
-class Processes:
+class Ranks:
     """The processes that do a stage's work together.
 
     Args:
@@ -60,11 +60,11 @@ class Processes:
         """Whether this is the one that writes."""
         return self.rank == 0
 
-    def mine(self, items: Sequence[T]) -> list[T]:
+    def shard(self, items: Sequence[T]) -> list[T]:
         """Of items that all processes hold in one order, those that are this one's to work on."""
         return list(items[self.rank :: self.count])
 
-    def gather(self, what: str, payload: bytes) -> list[bytes]:
+    def all_gather(self, what: str, payload: bytes) -> list[bytes]:
         """What every process gives, by rank.
 
         Raises:
@@ -72,7 +72,7 @@ class Processes:
         """
         if self.count == 1:
             return [payload]
-        with self.meeting(what):
+        with self.waiting(what):
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
             dist.all_gather(sizes, torch.tensor([len(payload)]))
             lengths = [int(size) for size in sizes]
@@ -81,23 +81,23 @@ class Processes:
             dist.all_gather(parts, own)
         return [part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
 
-    def figures_in_order(self, what: str, own: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """JSON objects about `mine(items)`, made into those of all items."""
+    def all_gather_json(self, what: str, own: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """JSON objects about `shard(items)`, made into those of all items."""
         if self.count == 1:
             return list(own)
-        return interleaved([json.loads(part) for part in self.gather(what, json.dumps(own).encode())])
+        return interleaved([json.loads(part) for part in self.all_gather(what, json.dumps(own).encode())])
 
-    def arrays_in_order(self, what: str, own: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
-        """Arrays about `mine(items)`, made into those of all items; shapes may differ."""
+    def all_gather_arrays(self, what: str, own: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+        """Arrays about `shard(items)`, made into those of all items; shapes may differ."""
         if self.count == 1:
             return list(own)
         named = {str(index): np.ascontiguousarray(array) for index, array in enumerate(own)}
-        parts = [load(part) for part in self.gather(what, save(named))]
+        parts = [load(part) for part in self.all_gather(what, save(named))]
         return interleaved([[part[str(index)] for index in range(len(part))] for part in parts])
 
-    def first_says(self, what: str, value: str) -> str:
+    def broadcast(self, what: str, value: str) -> str:
         """The value that the first process gives."""
-        return self.gather(what, value.encode() if self.leads else b"")[0].decode()
+        return self.all_gather(what, value.encode() if self.leads else b"")[0].decode()
 
     def check_same(self, what: str, value: str) -> None:
         """Compare a value that all processes must have come to.
@@ -105,7 +105,7 @@ class Processes:
         Raises:
             WorkFailedError: when they differ.
         """
-        values = [one.decode() for one in self.gather(what, value.encode())]
+        values = [one.decode() for one in self.all_gather(what, value.encode())]
         if len({*values}) > 1:
             told = ", ".join(f"process {rank} has {one}" for rank, one in enumerate(values))
             raise WorkFailedError(
@@ -113,7 +113,7 @@ class Processes:
                 remedy="they must run the same code on the same kind of processor; if they do, report this",
             )
 
-    def shared_out(self, batches: Sequence[T], parameters: Sequence[nn.Parameter]) -> Iterator[T]:
+    def distribute(self, batches: Sequence[T], parameters: Sequence[nn.Parameter]) -> Iterator[T]:
         """The micro-batches that are this process's to compute.
 
         Whoever iterates adds each one's gradient to the parameters. When the iteration ends, the parameters
@@ -129,7 +129,7 @@ class Processes:
                 _forget(parameters)
             yield batches[index]
             if index > 0:
-                with self.meeting(f"the gradient of micro-batch {index}"):
+                with self.waiting(f"the gradient of micro-batch {index}"):
                     dist.recv(self._room(parameters)[0], (index - 1) % self.count)
                     if sending is not None:
                         sending.wait()
@@ -137,9 +137,9 @@ class Processes:
                 _add(self._inbox, parameters)
             if index < last:
                 _fill(self._room(parameters)[1], parameters)
-                with self.meeting(f"the gradient of micro-batch {index + 1}"):
+                with self.waiting(f"the gradient of micro-batch {index + 1}"):
                     sending = dist.isend(self._outbox, (index + 1) % self.count)
-        with self.meeting("the step's gradient"):
+        with self.waiting("the step's gradient"):
             if sending is not None:
                 sending.wait()
             owner = last % self.count
@@ -151,9 +151,9 @@ class Processes:
             _forget(parameters)
             _add(whole, parameters)
 
-    def add_up(self, what: str, values: Tensor) -> Tensor:
+    def all_reduce(self, what: str, values: Tensor) -> Tensor:
         """The sum over processes of a tensor of one shape."""
-        with self.meeting(what):
+        with self.waiting(what):
             dist.all_reduce(values)
         return values
 
@@ -168,7 +168,7 @@ class Processes:
         return self._inbox, self._outbox
 
     @contextmanager
-    def meeting(self, what: str) -> Iterator[None]:
+    def waiting(self, what: str) -> Iterator[None]:
         """Wait for the others, who have about as much to do as we had.
 
         Raises:
@@ -187,26 +187,26 @@ class Processes:
         self._met = time.monotonic()
 
 
-ALONE = Processes()
+SINGLE_RANK = Ranks()
 
 
-def join(device: torch.device, sharded: bool | None = None) -> Processes:
+def join(device: torch.device, sharded: bool | None = None) -> Ranks:
     """Meet the other processes of the stage, as the environment names them (RANK and WORLD_SIZE).
 
     Args:
-        sharded: see `Processes`; by default where the device is not a CPU.
+        sharded: see `Ranks`; by default where the device is not a CPU.
 
     Raises:
         ProcessLostError: when they do not come.
     """
     rank, count = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:
-        return ALONE
-    found = Processes(rank, count, sharded=device.type != "cpu" if sharded is None else sharded)
+        return SINGLE_RANK
+    found = Ranks(rank, count, sharded=device.type != "cpu" if sharded is None else sharded)
     path = os.environ.get(RENDEZVOUS)
     if path:  # all are on this machine: nobody else shall be able to connect
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    with found.meeting("the start"):
+    with found.waiting("the start"):
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
             init_method=None if path else "env://",
@@ -220,7 +220,7 @@ def join(device: torch.device, sharded: bool | None = None) -> Processes:
 
 
 def interleaved(parts: Sequence[Sequence[T]]) -> list[T]:
-    """One list of what `Processes.mine` took apart."""
+    """One list of what `Ranks.shard` took apart."""
     return [parts[i % len(parts)][i // len(parts)] for i in range(sum(map(len, parts)))]
 
 
