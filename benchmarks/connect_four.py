@@ -25,11 +25,11 @@ import torch
 
 from perilune.bundle.machine import describe_machine
 from perilune.games.connect_four.board import Boards, empty, play
-from perilune.games.connect_four.judge import Exam, exam, grade, match, openings_against, positions
+from perilune.games.connect_four.evaluation import Exam, exam, grade, match, openings_against, positions
 from perilune.games.connect_four.learning import Trainer
+from perilune.games.connect_four.learning_settings import LearningSettings
 from perilune.games.connect_four.network import load_player, save_player
 from perilune.games.connect_four.players import one_ply, opponent, playing
-from perilune.games.connect_four.settings import LearningSettings
 from perilune.games.connect_four.solver import Solver
 
 HERE = Path(__file__).resolve().parent

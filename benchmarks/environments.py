@@ -188,10 +188,10 @@ def in_own_process(sessions: Sessions, tasks: list[Any], moves: Any) -> Bare:
         going, steps = list(live), 0
         while going:
             for one in going:
-                assert isinstance(one.found, Observation), one.found
-            sessions.step([(one, moves(one.found, len(one.actions)), True) for one in going])
+                assert isinstance(one.result, Observation), one.result
+            sessions.step([(one, moves(one.result, len(one.actions)), True) for one in going])
             steps += len(going)
-            going = [one for one in going if not getattr(one.found, "done", True)]
+            going = [one for one in going if not getattr(one.result, "done", True)]
         sessions.close(live)
         return steps
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import pyspiel
 
-from perilune.environments import Chance
+from perilune.environments import KeyedRandom
 from perilune.games.open_spiel_match import Match
 from perilune.games.teachers import BEST, GameTeacher, choose, make_game_teacher
 from perilune.games.teachers.regret import ITERATIONS, RegretSolver, version
@@ -169,10 +169,10 @@ def match(contest: Contest, pairs: int) -> dict[str, Any]:
 
 def played(game: Any, teacher: GameTeacher, opponent: GameTeacher, seat: int, number: int) -> float:
     """What the teacher got in `seat` of a game."""
-    match = Match(game, Chance(number, "deal"))
+    match = Match(game, KeyedRandom(number, "deal"))
     while not match.over:
         who = teacher if match.player == seat else opponent
-        match.take(choose(who, match, Chance(number, f"{who is teacher}")).action)
+        match.take(choose(who, match, KeyedRandom(number, f"{who is teacher}")).action)
     return match.returns[seat]
 
 

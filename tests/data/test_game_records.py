@@ -9,7 +9,7 @@ import pytest
 from perilune.data.filtering import FilterSettings, filter_files
 from perilune.data.generators import Rejected, make_teacher, provenance_of, verified, written
 from perilune.data.records import deduplicate, read_records, write_records
-from perilune.environments import Chance, Transcript, make_environment
+from perilune.environments import KeyedRandom, Transcript, make_environment
 from perilune.environments.core.replay import conversation
 from perilune.errors import RequestError
 from perilune.games.open_spiel_match import Match
@@ -86,7 +86,7 @@ def test_the_teacher_decided_by_what_the_record_shows(game):
     teacher = make_game_teacher(BEST[game], environment.game)
     kept, _ = collected(about, 12, keep="any")
     for record in kept:
-        match = Match(environment.game, Chance(record.seed, record.task_id))
+        match = Match(environment.game, KeyedRandom(record.seed, record.task_id))
         told, likely = [], []
         for action in record.details["actions"]:
             shown, moves = environment.told(match.state, match.player)

@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 
 from perilune.environments import (
-    Chance,
     EpisodeFailedError,
     Failure,
+    KeyedRandom,
     MultiTurn,
     Observation,
     Score,
@@ -15,7 +15,7 @@ from perilune.environments import (
     Task,
     Transcript,
     ask,
-    over,
+    end_episode,
 )
 
 TASK = Task("t", ({"role": "user", "content": "guess"},), {})
@@ -35,8 +35,8 @@ class Guess(Game):
     def __init__(self):
         self.closed = 0
 
-    def play(self, task, chance):
-        secret = str(chance.integer(10, "secret"))
+    def play(self, task, rng):
+        secret = str(rng.integer(10, "secret"))
         try:
             guess = yield ask()
             while guess != secret:
@@ -45,7 +45,7 @@ class Guess(Game):
                 guess = yield ask(
                     "higher" if guess < secret else "lower", rewards=(-0.1,), terms={"misses": 1}
                 )
-            yield over(1.0, metrics={"strategy/lucky": 1.0})
+            yield end_episode(1.0, metrics={"strategy/lucky": 1.0})
         finally:
             self.closed += 1
 
@@ -57,14 +57,14 @@ class Shells(Game):
     players = 2
     max_turns = 2
 
-    def play(self, task, chance):
+    def play(self, task, rng):
         first = yield ask("hide", player=0, legal=("1", "2"))
         second = yield ask("hide", player=1, legal=("1", "2"))
-        yield over(float(first > second), float(second > first))
+        yield end_episode(float(first > second), float(second > first))
 
 
 def secret(seed):
-    return str(Chance(seed, TASK.task_id).integer(10, "secret"))
+    return str(KeyedRandom(seed, TASK.task_id).integer(10, "secret"))
 
 
 def test_an_episode_follows_its_seed_and_adds_up():
@@ -107,7 +107,7 @@ def test_a_failure_names_its_boundary_and_an_impossible_transcript_is_one():
 
 def test_a_play_that_just_ends_is_a_mistake_of_the_environment():
     class Short(Guess):
-        def play(self, task, chance):
+        def play(self, task, rng):
             yield ask()
 
     with pytest.raises(RuntimeError, match="without a last observation"):
@@ -139,11 +139,15 @@ def test_a_failed_verdict_of_one_turn_is_its_own_failure():
 
 
 def test_chance_is_a_function_of_its_name():
-    chance = Chance(7, "t")
-    assert chance.uniform("die", 3) == Chance(7, "t").uniform("die", 3)
-    draws = [chance.uniform("die", 4), Chance(8, "t").uniform("die", 3), Chance(7, "u").uniform("die", 3)]
-    assert chance.uniform("die", 3) not in draws
-    counts = Counter(chance.integer(6, "roll", i) for i in range(6000))
+    rng = KeyedRandom(7, "t")
+    assert rng.uniform("die", 3) == KeyedRandom(7, "t").uniform("die", 3)
+    draws = [
+        rng.uniform("die", 4),
+        KeyedRandom(8, "t").uniform("die", 3),
+        KeyedRandom(7, "u").uniform("die", 3),
+    ]
+    assert rng.uniform("die", 3) not in draws
+    counts = Counter(rng.integer(6, "roll", i) for i in range(6000))
     assert set(counts) == set(range(6)) and max(counts.values()) - min(counts.values()) < 200
-    first = Counter(chance.shuffled("abc", i)[0] for i in range(3000))
-    assert min(first.values()) > 900 and sorted(chance.shuffled(range(9), "x")) == list(range(9))
+    first = Counter(rng.shuffled("abc", i)[0] for i in range(3000))
+    assert min(first.values()) > 900 and sorted(rng.shuffled(range(9), "x")) == list(range(9))

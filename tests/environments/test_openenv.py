@@ -135,7 +135,7 @@ def test_a_server_that_dies_or_is_not_there_costs_the_episode():
     with Scorer(section(url)) as scorer:
         environment = make_environment(section(url))
         (live,) = Sessions(scorer, environment).open([(next(environment.tasks("train", 0)), 0)])
-        assert live.found == Failure("environment", live.found.reason)
+        assert live.result == Failure("environment", live.result.reason)
 
 
 GARBAGE = {

@@ -21,9 +21,9 @@ from perilune.environments.builtin.planning.cpsat import by_cpsat
 from perilune.environments.builtin.planning.draw import draw_trip
 from perilune.environments.builtin.planning.optimum import best_plan, by_sets
 from perilune.environments.builtin.planning.second_opinion import works
-from perilune.environments.builtin.planning.settings import TripDials
 from perilune.environments.builtin.planning.tasks import trip_digest
 from perilune.environments.builtin.planning.trip import Place, Trip, Visit, Window, travel
+from perilune.environments.builtin.planning.trip_settings import TripDials
 from perilune.environments.core.replay import conversation
 from perilune.errors import RequestError
 from perilune.verifiers.audit import audit_reward

@@ -6,7 +6,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from perilune.environments import Chance, Transcript, make_environment
+from perilune.environments import KeyedRandom, Transcript, make_environment
 from perilune.errors import RequestError
 from perilune.verifiers.conformance import check_environment
 
@@ -51,7 +51,9 @@ def test_games_do_what_every_environment_must(game):
 @pytest.mark.parametrize("game", MORE)
 def test_the_same_seed_is_the_same_game(game):
     environment = make_environment(section(game, turns=30))
-    texts = [Chance(0, game).choice(("[1]", "[0]", "[up]", "[1 2]", "hello"), turn) for turn in range(30)]
+    texts = [
+        KeyedRandom(0, game).choice(("[1]", "[0]", "[up]", "[1 2]", "hello"), turn) for turn in range(30)
+    ]
     one, same, other = (played_out(environment, texts, seed) for seed in (3, 3, 4))
     assert one == same and (one != other or game == "Nim-v0")  # nothing is drawn in Nim
     assert one[-1].done and len(one[-1].rewards) in (0, environment.players)

@@ -32,10 +32,10 @@ def test_an_environment_is_played_in_a_confined_process():
     with Scorer(section("taskset_guess")) as scorer:  # each that imports verifiers takes seconds to begin
         sessions = Sessions(scorer, environment)
         (live,) = sessions.open([(task, 3)])
-        assert live.found == session.observation
+        assert live.result == session.observation
         for said in ("0", "4", "8"):
             sessions.step([(live, said, True)])
-            assert replace(live.found, info={}) == session.step(said)  # without the digest of what was judged
+            assert replace(live.result, info={}) == session.step(said)  # without the checksum
         (found,) = scorer.score([(task, Transcript("8", earlier=("0", "4"), seed=3))])
     assert found == environment.score(task, Transcript("8", earlier=("0", "4"), seed=3))
 

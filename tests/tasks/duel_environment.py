@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from perilune.environments import Chance, MultiTurn, Play, Split, Task, ask, over
+from perilune.environments import EpisodeGenerator, KeyedRandom, MultiTurn, Split, Task, ask, end_episode
 from perilune.errors import RequestError
 
 
@@ -29,10 +29,10 @@ class Duel(MultiTurn):
             if (task_id[0] == "0") == (split == "heldout"):
                 yield Task(task_id, ({"role": "user", "content": "a digit?"},), {})
 
-    def play(self, task: Task, chance: Chance) -> Play:
+    def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
         mine = yield ask(player=0)
-        theirs = (yield ask(player=1)) if self.players == 2 else str(chance.integer(10, "theirs"))
+        theirs = (yield ask(player=1)) if self.players == 2 else str(rng.integer(10, "theirs"))
         values = [int(said) if said.isdigit() else -1 for said in (mine, theirs)]
         won = float(values[0] > values[1]) - float(values[0] < values[1])
         told = {"illegal": float(min(values) < 0)}
-        yield over(won, -won, metrics=told) if self.players == 2 else over(won, metrics=told)
+        yield end_episode(won, -won, metrics=told) if self.players == 2 else end_episode(won, metrics=told)

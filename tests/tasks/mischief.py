@@ -8,7 +8,7 @@ import sys
 import time
 from hashlib import sha256
 
-from perilune.environments import EpisodeFailedError, MultiTurn, Task, ask, over
+from perilune.environments import EpisodeFailedError, MultiTurn, Task, ask, end_episode
 from perilune.sandbox import Sandbox, SandboxFailedError, SandboxLimits
 
 LIMITS = SandboxLimits(
@@ -72,7 +72,7 @@ class Mischief(MultiTurn):
                 cause = "refused" if found.cause == "error" else f"contained/{found.cause}"
                 first["metrics"] = {cause: 1.0} if found.cause else {}
         said = yield ask(**first)
-        yield over(float(len(said)))
+        yield end_episode(float(len(said)))
 
     def _break(self):
         os.kill(self._sandbox.process_id, 9)

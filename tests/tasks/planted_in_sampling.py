@@ -172,9 +172,9 @@ def verdicts_of_neighbours(patch: Patch) -> None:
 
     def step(self: Sessions, moves: Any) -> None:
         right(self, moves)
-        found = [session.found for session, _, _ in moves]
+        found = [session.result for session, _, _ in moves]
         for (session, _, _), other in zip(moves, [*found[1:], *found[:1]], strict=True):
-            session.found = other
+            session.result = other
 
     patch.setattr(Sessions, "step", step)
 

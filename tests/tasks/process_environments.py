@@ -3,7 +3,7 @@
 from task_environments import Digits
 
 from perilune.environments.core.protocol import Outcome, Score, Task, Transcript
-from perilune.environments.core.stated_answer import StatedAnswer
+from perilune.environments.core.reference_answer import ReferenceAnswer
 
 
 class Stated(Digits):
@@ -12,5 +12,5 @@ class Stated(Digits):
     def score(self, task: Task, transcript: Transcript) -> Outcome:
         return Score(float(any(character.isdigit() for character in transcript.text)))
 
-    def stated_answer(self, task: Task) -> StatedAnswer:
-        return StatedAnswer(";", (task.data["answer"],), (";",))
+    def reference_answer(self, task: Task) -> ReferenceAnswer:
+        return ReferenceAnswer(";", (task.data["answer"],), (";",))

@@ -9,19 +9,19 @@ from hashlib import sha256
 from typing import Any
 
 from perilune.environments import (
-    Chance,
     EpisodeFailedError,
+    EpisodeGenerator,
     Failure,
+    KeyedRandom,
     MultiTurn,
     Observation,
     Outcome,
-    Play,
     Score,
     Split,
     Task,
     Transcript,
     ask,
-    over,
+    end_episode,
 )
 
 
@@ -117,8 +117,8 @@ class Talk(MultiTurn):
 
     tasks = Digits.tasks
 
-    def play(self, task: Task, chance: Chance) -> Play:
-        luck = chance.integer(1000, "luck") if "unsteady" not in self.section else time.perf_counter_ns()
+    def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
+        luck = rng.integer(1000, "luck") if "unsteady" not in self.section else time.perf_counter_ns()
         worth = [0.0] * self.players
         action = yield ask(f"luck {luck} ")
         for turn in range(self.turns * self.players):
@@ -126,7 +126,7 @@ class Talk(MultiTurn):
             worth[player] += any(character.isdigit() for character in action) / self.turns
             if turn + 1 < self.turns * self.players:
                 action = yield self._answer(action, (turn + 1) % self.players)
-        yield over(*worth, terms={"digits": sum(worth)}, metrics={"strategy/talk": 1.0})
+        yield end_episode(*worth, terms={"digits": sum(worth)}, metrics={"strategy/talk": 1.0})
 
     def _answer(self, action: str, player: int) -> Observation:
         match next(

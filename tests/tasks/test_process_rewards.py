@@ -18,8 +18,8 @@ from tokenizers import models, pre_tokenizers
 from perilune.bundle.plugin import load_plugin
 from perilune.engine.engine import Engine
 from perilune.environments.core.protocol import Task
+from perilune.environments.core.reference_answer import ReferenceAnswer
 from perilune.environments.core.registry import make_environment
-from perilune.environments.core.stated_answer import StatedAnswer
 from perilune.errors import RequestError
 from perilune.files import read_json_lines
 from perilune.learn.process_rewards import AnswerValues, MonteCarloValues
@@ -28,9 +28,9 @@ from perilune.models.text.tokenizer import Tokenizer
 from perilune.recipe.load import bundled_recipe, load_recipe
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker
+from perilune.tasks.process_rewards import rewards as module
 from perilune.tasks.process_rewards.montecarlo import Position, play_on
 from perilune.tasks.process_rewards.rewards import ProcessRewards, Walk, means_of, potential, step_rewards
-from perilune.tasks.process_rewards.rewards import rewards as module
 from perilune.tasks.rl.spec import RLSpec
 from perilune.verifiers import Scorer
 
@@ -122,7 +122,7 @@ def test_values_are_the_sampling_policys_and_of_its_own_tokens(policy) -> None:
             assert one.messages == other.messages  # nothing of the answer reaches what is learned from
             np.testing.assert_array_equal(one.token_ids, other.token_ids)
             np.testing.assert_array_equal(one.prompt_ids, other.prompt_ids)
-            walk = made._walk(task, made.rollouts.environment.stated_answer(task), one)
+            walk = made._walk(task, made.rollouts.environment.reference_answer(task), one)
             lead, answer = policy.tokenizer.encode(";"), policy.tokenizer.encode(task.data["answer"])
             value = [
                 np.exp(
@@ -151,7 +151,7 @@ def test_writing_the_answer_down_again_earns_nothing(policy) -> None:
             one, token_ids=ids, logprobs=blank, loss_mask=np.ones(len(ids), bool),
             policy_version=np.zeros(len(ids), np.int32),
         )  # fmt: skip
-        return made._walk(tasks[0], made.rollouts.environment.stated_answer(tasks[0]), written).prefixes
+        return made._walk(tasks[0], made.rollouts.environment.reference_answer(tasks[0]), written).prefixes
 
     assert prefixes("so\nthen\n;0") == (0, 3, 8)
     assert prefixes(f"so\nit is {gold}\n{gold}\n{gold};0") == (0, 3, 9)
@@ -161,8 +161,8 @@ def test_writing_the_answer_down_again_earns_nothing(policy) -> None:
 def test_no_answer_no_room_no_process_rewards(policy) -> None:
     made = process(policy, AnswerValues(segments=SHORT, guessable=1.0))
     tasks, how = played(made, 2)
-    silent = {tasks[0].task_id: None, tasks[1].task_id: StatedAnswer(";", ("9" * 5000,), (";",))}
-    made.rollouts.environment.stated_answer = lambda task: silent[task.task_id]
+    silent = {tasks[0].task_id: None, tasks[1].task_id: ReferenceAnswer(";", ("9" * 5000,), (";",))}
+    made.rollouts.environment.reference_answer = lambda task: silent[task.task_id]
     groups = made.play(tasks, **how)
     assert [one.step_rewards for group in groups for one in group] == [None] * 4
 

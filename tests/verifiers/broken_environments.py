@@ -3,7 +3,7 @@
 import itertools
 import time
 
-from perilune.environments import MultiTurn, Task, Transcript, ask, over
+from perilune.environments import MultiTurn, Task, Transcript, ask, end_episode
 
 
 class Sound(MultiTurn):
@@ -23,7 +23,7 @@ class Sound(MultiTurn):
         coin = chance.choice(("left", "right"), "coin")
         first = yield ask(coin, legal=("left", "right"))
         second = yield ask("again", legal=("left", "right"), rewards=(0.5 * (first == coin),))
-        yield over(0.5 * (second == coin), terms={"last": float(second == coin)})
+        yield end_episode(0.5 * (second == coin), terms={"last": float(second == coin)})
 
     def gold(self, task):
         coin = self.reset(task, 5).observation.messages[0]["content"]
@@ -36,7 +36,7 @@ class TwoPlayers(Sound):
     def play(self, task, chance):
         first = yield ask("hide", player=0)
         second = yield ask("hide", player=1)
-        yield over(float(first > second), float(second > first))
+        yield end_episode(float(first > second), float(second > first))
 
     gold = None
 
@@ -47,7 +47,7 @@ class Unseeded(Sound):
     def play(self, task, chance):
         coin = str(time.perf_counter_ns())
         yield ask(coin)
-        yield over(0.0)
+        yield end_episode(0.0)
 
     gold = None
 
@@ -88,7 +88,7 @@ class WrongGold(Sound):
 class Generous(Sound):
     def play(self, task, chance):
         yield ask()
-        yield over(1.0)
+        yield end_episode(1.0)
 
     gold = None
 
@@ -120,7 +120,7 @@ class Endless(Sound):
 class Raising(Sound):
     def play(self, task, chance):
         action = yield ask()
-        yield over(float(int(action)))
+        yield end_episode(float(int(action)))
 
     gold = None
 

@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from perilune.environments import EpisodeFailedError, MultiTurn, Observation, Task, ask, over
+from perilune.environments import EpisodeFailedError, MultiTurn, Observation, Task, ask, end_episode
 
 
 class Echo(MultiTurn):
@@ -28,7 +28,7 @@ class Echo(MultiTurn):
         while action != "end":
             turns += 1
             action = yield self._do(action, turns)
-        yield over(*[1.0] * self.players, terms={"turns": turns})
+        yield end_episode(*[1.0] * self.players, terms={"turns": turns})
 
     def _do(self, action, turns):
         match action:

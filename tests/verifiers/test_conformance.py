@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from perilune.cli.environments import app
 from perilune.errors import WorkFailedError
-from perilune.verifiers import Limits
+from perilune.verifiers import ScorerLimits
 from perilune.verifiers.conformance import check_environment
 
 EVERYTHING = 12  # different things that are looked at
@@ -52,7 +52,7 @@ def test_what_is_sound_passes(section):
     ],
 )
 def test_each_broken_rule_is_found_and_no_other(name, checks):
-    found = check_environment(broken(name), tasks=1, limits=Limits(item_seconds=2.0))
+    found = check_environment(broken(name), tasks=1, limits=ScorerLimits(item_seconds=2.0))
     assert {one.check for one in found.findings} == checks
 
 

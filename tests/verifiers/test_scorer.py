@@ -17,12 +17,12 @@ from perilune.errors import ProcessLostError, RequestError, WorkFailedError
 from perilune.execution.verdict import cause_of
 from perilune.sandbox.landlock import landlock_version
 from perilune.sandbox.seccomp import denied_calls
-from perilune.verifiers import Limits, Scorer
+from perilune.verifiers import Scorer, ScorerLimits
 from perilune.verifiers.process import STARTS
 
 SPEC = {"id": "factory", "factory": "hostile_environment:make"}
 TASK = Task("t", ({"role": "user", "content": "?"},), {})
-LIMITS = Limits(item_seconds=5.0, memory_bytes=128 << 20)
+LIMITS = ScorerLimits(item_seconds=5.0, memory_bytes=128 << 20)
 
 needs_landlock = pytest.mark.skipif(landlock_version() == 0, reason="needs a Linux kernel with Landlock")
 
@@ -55,7 +55,7 @@ def test_an_empty_batch_is_no_work(shared):
 
 
 def test_each_bad_item_fails_alone_and_order_is_kept():
-    with Scorer(SPEC, Limits(item_seconds=0.4)) as scorer:
+    with Scorer(SPEC, ScorerLimits(item_seconds=0.4)) as scorer:
         texts = ["good 1", "spin", "good 2", "exit", "good 3", "throw oops", "good 4", "crash", "good 5"]
         outcomes = judge(scorer, *texts)
         assert [o.reward if isinstance(o, Score) else None for o in outcomes] == [
@@ -69,7 +69,7 @@ def test_each_bad_item_fails_alone_and_order_is_kept():
 
 
 def test_a_hang_that_ignores_signals_is_killed_on_time():
-    with Scorer(SPEC, Limits(item_seconds=0.3)) as scorer:
+    with Scorer(SPEC, ScorerLimits(item_seconds=0.3)) as scorer:
         judge(scorer, "good")
         begun = time.monotonic()
         assert "no outcome" in reason(scorer, "ignore_signals_and_sleep")
@@ -77,7 +77,7 @@ def test_a_hang_that_ignores_signals_is_killed_on_time():
 
 
 def test_a_batch_has_a_deadline_of_its_own():
-    with Scorer(SPEC, Limits(item_seconds=5.0, batch_seconds=0.6)) as scorer:
+    with Scorer(SPEC, ScorerLimits(item_seconds=5.0, batch_seconds=0.6)) as scorer:
         judge(scorer, "good")
         begun = time.monotonic()
         outcomes = judge(scorer, *["sleep 0.25"] * 20)
@@ -305,7 +305,7 @@ def test_a_process_that_cannot_start_is_reported_with_its_last_words():
 
 
 def test_several_workers_keep_the_order():
-    with Scorer(SPEC, Limits(item_seconds=0.5), workers=2) as scorer:
+    with Scorer(SPEC, ScorerLimits(item_seconds=0.5), workers=2) as scorer:
         outcomes = judge(scorer, *("exit" if i in (3, 9) else f"good {i}" for i in range(12)))
     assert [getattr(o, "reward", None) for o in outcomes] == [
         None if i in (3, 9) else float(i) for i in range(12)
@@ -320,7 +320,7 @@ def test_large_transcripts_travel(shared):
 
 
 def test_cpu_time_is_granted_anew_to_every_item():
-    with Scorer(SPEC, Limits(item_seconds=0.2)) as scorer:
+    with Scorer(SPEC, ScorerLimits(item_seconds=0.2)) as scorer:
         judge(scorer, "good")
         for _ in range(3):
             assert isinstance(judge(scorer, "sleep 0.05")[0], Score)

@@ -5,7 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perilune.verifiers.segments import SegmentSettings, cuts, end_of_working, spread
+from perilune.verifiers.segments import (
+    SegmentSettings,
+    end_of_reasoning,
+    segment_boundaries,
+    spread_over_tokens,
+)
 
 
 def characters(text: str) -> list[bytes]:
@@ -15,7 +20,9 @@ def characters(text: str) -> list[bytes]:
 def cut_at(text: str, stop: int | None = None, logprobs: list[float] | None = None, **options) -> list[int]:
     pieces = characters(text)
     found = np.zeros(len(pieces), np.float32) if logprobs is None else np.array(logprobs, np.float32)
-    return cuts(pieces, found, len(pieces) if stop is None else stop, SegmentSettings(**options))
+    return segment_boundaries(
+        pieces, found, len(pieces) if stop is None else stop, SegmentSettings(**options)
+    )
 
 
 def parts(text: str, places: list[int]) -> list[str]:
@@ -33,7 +40,9 @@ def test_after_separators() -> None:
 
 def test_a_token_that_holds_more_than_the_separator_is_not_cut() -> None:
     pieces = [b"one", b"\n\nt", b"wo"]
-    found = cuts(pieces, np.zeros(3, np.float32), 3, SegmentSettings(separators=["\n\n"], least=1))
+    found = segment_boundaries(
+        pieces, np.zeros(3, np.float32), 3, SegmentSettings(separators=["\n\n"], least=1)
+    )
     assert found == [2]
 
 
@@ -68,7 +77,7 @@ def test_code_and_formulas_stay_whole(closed: str) -> None:
 
 def test_working_ends_where_the_answer_begins_or_the_right_one_is_written() -> None:
     def end(text: str, *forms: str) -> str:
-        return text[: end_of_working(characters(text), [";"], forms)]
+        return text[: end_of_reasoning(characters(text), [";"], forms)]
 
     assert end("78015,46111;615", "615") == "78015,46111"
     assert end("78015,46111", "615") == "78015,46111"  # cut off before an answer
@@ -80,17 +89,17 @@ def test_working_ends_where_the_answer_begins_or_the_right_one_is_written() -> N
 
 
 def test_a_token_that_reaches_into_the_answer_belongs_to_it() -> None:
-    assert end_of_working([b"so", b", ;6", b"15"], [";"], []) == 1
-    assert end_of_working([b"", b"so", b"", b";6"], [";"], []) == 3
+    assert end_of_reasoning([b"so", b", ;6", b"15"], [";"], []) == 1
+    assert end_of_reasoning([b"", b"so", b"", b";6"], [";"], []) == 3
 
 
 def test_characters_that_are_several_tokens() -> None:
     accented = "é".encode()
-    assert end_of_working([accented[:1], accented[1:], b";", b"1"], [";"], ["1"]) == 2
+    assert end_of_reasoning([accented[:1], accented[1:], b";", b"1"], [";"], ["1"]) == 2
 
 
 def test_spread() -> None:
-    np.testing.assert_array_equal(spread([2, 3], [0.5, -1.0]), [0.5, 0.5, -1.0])
+    np.testing.assert_array_equal(spread_over_tokens([2, 3], [0.5, -1.0]), [0.5, 0.5, -1.0])
 
 
 @given(
@@ -102,9 +111,9 @@ def test_spread() -> None:
 )
 def test_cuts_increase_and_keep_their_distance(text: str, cut: str, least: int, most: int, seed: int) -> None:
     pieces = characters(text)
-    stop = end_of_working(pieces, [";"], ["1"])
+    stop = end_of_reasoning(pieces, [";"], ["1"])
     logprobs = np.random.default_rng(seed).normal(size=len(pieces)).astype(np.float32)
-    found = cuts(pieces, logprobs, stop, SegmentSettings(cut=cut, least=least, most=most))
+    found = segment_boundaries(pieces, logprobs, stop, SegmentSettings(cut=cut, least=least, most=most))
     assert found == sorted(set(found))
     assert all(0 < place <= stop and place < len(pieces) for place in found)
     assert len(found) < most

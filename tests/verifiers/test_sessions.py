@@ -6,8 +6,8 @@ from itertools import islice
 import pytest
 from hostile_sessions import Echo
 
-from perilune.environments import Failure, Observation, SingleTurn, Tally, Transcript
-from perilune.verifiers import Limits, Scorer
+from perilune.environments import EpisodeTotals, Failure, Observation, SingleTurn, Transcript
+from perilune.verifiers import Scorer, ScorerLimits
 from perilune.verifiers.sessions import Sessions
 
 SPEC = {"id": "factory", "factory": "hostile_sessions:Echo"}
@@ -16,7 +16,7 @@ ECHO = Echo({})
 
 def found(live):
     """What a session led to, without the digest of the text that was judged."""
-    return live.found if isinstance(live.found, Failure) else replace(live.found, info={})
+    return live.result if isinstance(live.result, Failure) else replace(live.result, info={})
 
 
 TASKS = list(islice(ECHO.tasks("train", 0), 8))
@@ -24,7 +24,7 @@ TASKS = list(islice(ECHO.tasks("train", 0), 8))
 
 @pytest.fixture(scope="module")
 def scorer():
-    with Scorer(SPEC, Limits(item_seconds=0.5, answer_bytes=1 << 16)) as shared:
+    with Scorer(SPEC, ScorerLimits(item_seconds=0.5, answer_bytes=1 << 16)) as shared:
         yield shared
 
 
@@ -33,12 +33,12 @@ def test_a_session_gives_what_it_gives_in_this_process(scorer):
     (live,) = sessions.open([(TASKS[0], 5)])
     mine = ECHO.reset(TASKS[0], 5)
     assert found(live) == mine.observation
-    tally = Tally(1)
+    tally = EpisodeTotals(1)
     for action in ("a", "é\n", "end"):
         sessions.step([(live, action, True)])
         assert found(live) == mine.step(action)
-        tally.add(live.found)
-    assert live.found.done
+        tally.add(live.result)
+    assert live.result.done
     sessions.close([live])
     transcript = Transcript("end", earlier=("a", "é\n"), seed=5)
     assert scorer.score([(TASKS[0], transcript)]) == [tally.score()] == [ECHO.score(TASKS[0], transcript)]
@@ -71,12 +71,12 @@ def test_one_that_misbehaves_fails_alone(scorer, action, boundary, said):
     lives = sessions.open([(task, 0) for task in TASKS[:3]])
     sessions.step([(live, "a", True) for live in lives])
     sessions.step([(lives[0], "b", True), (lives[1], action, True), (lives[2], "b", True)])
-    failure = lives[1].found
+    failure = lives[1].result
     assert isinstance(failure, Failure) and failure.boundary == boundary and said in failure.reason
     for live in (lives[0], lives[2]):
-        assert live.found.messages[0]["content"] == "2 after b"
+        assert live.result.messages[0]["content"] == "2 after b"
     sessions.step([(lives[0], "c", True), (lives[2], "end", True)])
-    assert lives[0].found.messages[0]["content"] == "3 after c"
+    assert lives[0].result.messages[0]["content"] == "3 after c"
     assert found(lives[2]) == Observation(rewards=(1.0,), terms={"turns": 2.0}, done=True)
     sessions.close(lives)
 
@@ -85,7 +85,7 @@ def test_what_a_session_prints_disturbs_nothing(scorer):
     sessions = Sessions(scorer, ECHO)
     (live,) = sessions.open([(TASKS[0], 0)])
     sessions.step([(live, "print", True)])
-    assert live.found.messages[0]["content"] == "1 after print"
+    assert live.result.messages[0]["content"] == "1 after print"
 
 
 def test_many_sessions_outlive_many_deaths(scorer):
@@ -97,12 +97,12 @@ def test_many_sessions_outlive_many_deaths(scorer):
     assert scorer.restarts == before + 3
     for i, live in enumerate(lives):
         if i % 40 == 0:
-            assert isinstance(live.found, Failure)
+            assert isinstance(live.result, Failure)
         else:
-            assert live.found.messages[0]["content"] == "2 after b"
-    alive = [live for live in lives if isinstance(live.found, Observation)]
+            assert live.result.messages[0]["content"] == "2 after b"
+    alive = [live for live in lives if isinstance(live.result, Observation)]
     sessions.step([(live, "end", True) for live in alive])
-    assert all(live.found.done and live.found.terms == {"turns": 2.0} for live in alive)
+    assert all(live.result.done and live.result.terms == {"turns": 2.0} for live in alive)
 
 
 def test_what_was_cut_off_is_not_played(scorer):
@@ -129,7 +129,7 @@ def test_a_session_of_one_turn_is_a_verdict(scorer):
     assert found(live) == Observation(rewards=(1.0,), terms={"turns": 0.0}, done=True)
     (live,) = sessions.open([(TASKS[0], 0)])
     sessions.step([(live, "nan", True)])
-    assert live.found.boundary == "verifier"
+    assert live.result.boundary == "verifier"
 
 
 def test_an_environment_that_contains_itself_is_not_confined():
@@ -138,6 +138,6 @@ def test_an_environment_that_contains_itself_is_not_confined():
         sessions = Sessions(own, Echo(spec))
         lives = sessions.open([(TASKS[0], 0), (TASKS[1], 0)])
         sessions.step([(live, "write", True) for live in lives])
-        assert [live.found.rewards for live in lives] == [(0.25, 0.25)] * 2
+        assert [live.result.rewards for live in lives] == [(0.25, 0.25)] * 2
         sessions.step([(lives[1], "end", True)])
-        assert lives[1].found.done
+        assert lives[1].result.done

@@ -120,9 +120,9 @@ def grades_of(recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def _files_of(section: Mapping[str, Any]) -> list[Path]:
-    from perilune.environments.core.registry import named_files
+    from perilune.environments.core.registry import file_fields
 
-    return [Path(path) for path in named_files(section).values()]
+    return [Path(path) for path in file_fields(section).values()]
 
 
 def _name_of(section: Mapping[str, Any]) -> str:

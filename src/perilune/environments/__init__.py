@@ -1,7 +1,8 @@
 """Where episodes happen: one protocol, adapters to the ecosystems."""
 
-from perilune.environments.core.chance import Chance
-from perilune.environments.core.multi_turn import MultiTurn, Play, ask, over
+from perilune.environments.core.episode_totals import EpisodeTotals
+from perilune.environments.core.keyed_random import KeyedRandom
+from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode
 from perilune.environments.core.protocol import (
     Environment,
     EpisodeFailedError,
@@ -17,27 +18,26 @@ from perilune.environments.core.protocol import (
 )
 from perilune.environments.core.registry import environment_ids, make_environment
 from perilune.environments.core.single_turn import SingleTurn
-from perilune.environments.core.tally import Tally
 
 __all__ = [
-    "Chance",
     "Environment",
     "EpisodeFailedError",
+    "EpisodeGenerator",
+    "EpisodeTotals",
     "Failure",
+    "KeyedRandom",
     "Message",
     "MultiTurn",
     "Observation",
     "Outcome",
-    "Play",
     "Score",
     "Session",
     "SingleTurn",
     "Split",
-    "Tally",
     "Task",
     "Transcript",
     "ask",
+    "end_episode",
     "environment_ids",
     "make_environment",
-    "over",
 ]

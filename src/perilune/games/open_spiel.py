@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from perilune.environments.core.chance import Chance
-from perilune.environments.core.multi_turn import MultiTurn, Play, ask, over
+from perilune.environments.core.keyed_random import KeyedRandom
+from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode
 from perilune.environments.core.protocol import Observation, Split, Task
 from perilune.environments.core.registry import did_you_mean
 from perilune.errors import RequestError
@@ -91,11 +91,11 @@ class OpenSpielEnvironment(MultiTurn):
             if (int(task_id[:8], 16) % HELD_OUT_PARTS == 0) == (split == "heldout"):
                 yield Task(task_id, prompt, {"seat": int(task_id[8:16], 16) % self.game.num_players()})
 
-    def play(self, task: Task, chance: Chance) -> Play:
+    def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
         """The game to its end, or to the first illegal move."""
-        match = Match(self.game, chance)
+        match = Match(self.game, rng)
         while not match.over:
-            action = self.opponent_move(match, task, chance)
+            action = self.opponent_move(match, task, rng)
             if action is None:
                 action = yield from self._choice(match)
             if action is None:
@@ -104,11 +104,11 @@ class OpenSpielEnvironment(MultiTurn):
             match.take(action)
         yield self._over(match.returns, task)
 
-    def opponent_move(self, match: Match, task: Task, chance: Chance) -> int | None:
+    def opponent_move(self, match: Match, task: Task, rng: KeyedRandom) -> int | None:
         """The move of a seat that the environment plays; None where the policy is asked."""
         if self._opponent is None or match.player == task.data["seat"]:
             return None
-        return choose(self._opponent, match, chance).action
+        return choose(self._opponent, match, rng).action
 
     def _choice(self, match: Match) -> Choice:
         """The action of the player who is asked; None for an illegal one."""
@@ -125,7 +125,7 @@ class OpenSpielEnvironment(MultiTurn):
 
     def _illegal(self, player: int, task: Task) -> Observation:
         if self.spec.illegal_move == "ends":
-            return over(metrics={"illegal": 1.0})
+            return end_episode(metrics={"illegal": 1.0})
         lost, others = self.game.min_utility(), self.game.num_players() - 1
         returns = [-lost / others if others else 0.0] * (others + 1)
         returns[player] = lost
@@ -133,10 +133,10 @@ class OpenSpielEnvironment(MultiTurn):
 
     def _over(self, returns: list[float], task: Task, illegal: float = 0.0) -> Observation:
         if self._opponent is None:
-            return over(*returns, metrics={"illegal": illegal})
+            return end_episode(*returns, metrics={"illegal": illegal})
         mine = returns[task.data["seat"]]
         figures = {"illegal": illegal, "won": float(mine > 0), "drawn": float(mine == 0)}
-        return over(mine, metrics=figures)
+        return end_episode(mine, metrics=figures)
 
 
 def _loaded(spec: OpenSpielSpec) -> Any:

@@ -8,7 +8,7 @@ from importlib import import_module
 from itertools import accumulate
 from typing import Any
 
-from perilune.environments.core.chance import Chance
+from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.errors import RequestError
 
 
@@ -40,9 +40,9 @@ class Match:
         state: of pyspiel; the moves that are not made yet are not in it.
     """
 
-    def __init__(self, game: Any, chance: Chance) -> None:
+    def __init__(self, game: Any, rng: KeyedRandom) -> None:
         self.state = game.new_initial_state()
-        self._chance = chance
+        self._rng = rng
         self._chosen: list[int] = []
         self._let_chance_move()
 
@@ -81,7 +81,7 @@ class Match:
     def _let_chance_move(self) -> None:
         while self.state.is_chance_node():
             actions, probabilities = zip(*self.state.chance_outcomes(), strict=True)
-            point = self._chance.uniform("chance", len(self.state.full_history()))
+            point = self._rng.uniform("chance", len(self.state.full_history()))
             self.state.apply_action(drawn(actions, probabilities, point))
 
 

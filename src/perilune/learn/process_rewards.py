@@ -1,7 +1,7 @@
 """Process rewards beside an algorithm's own advantages: what each segment of an answer has earned.
 
 An episode that has them holds, at the last token of each segment, Phi(after) - Phi(before), with Phi = 0 at
-the end (`verifiers.trace`): Phi is what somebody thinks a prefix is worth. Algorithms that take rewards a
+the end (`verifiers.step_rewards`): Phi estimates the value of a prefix. Algorithms that take rewards a
 token (`ppo`, `reinforce_pp`) use them as they are. For those that compare whole answers, `with_process`
 changes the weights that they have given, in one of three ways; neither they nor the trainer know.
 """
@@ -22,8 +22,8 @@ from perilune.data.episode import Episode
 from perilune.learn.advantages import DEAD_STD, STD_EPSILON
 from perilune.learn.algorithms.base import Algorithm, PolicyGradient, StepContext
 from perilune.learn.weights import Component, WeightedGroup
-from perilune.verifiers.segments import SegmentSettings, spread
-from perilune.verifiers.trace import PASSES, against_own_mean
+from perilune.verifiers.segments import SegmentSettings, spread_over_tokens
+from perilune.verifiers.step_rewards import PASS_THRESHOLD, centered_returns
 
 Tokens = NDArray[np.float64]
 Segments = tuple[list[int], NDArray[np.float64]]
@@ -160,7 +160,7 @@ def _bonus(episodes: Sequence[Episode], parts: Parts, settings: ProcessSettings)
 
     def of(part: Segments) -> Tokens:
         ends, earned = part
-        return spread(ends, np.append((earned[:-1] - mean) * factor, 0.0))
+        return spread_over_tokens(ends, np.append((earned[:-1] - mean) * factor, 0.0))
 
     return [None if part is None else of(part) for part in parts]
 
@@ -174,7 +174,7 @@ def _with_outcome(episode: Episode, part: Segments) -> NDArray[np.float64]:
 
 def _advantage(episodes: Sequence[Episode], parts: Parts, settings: ProcessSettings) -> Scale:
     return [
-        None if part is None else spread(part[0], _with_outcome(one, part))
+        None if part is None else spread_over_tokens(part[0], _with_outcome(one, part))
         for one, part in zip(episodes, parts, strict=True)
     ]
 
@@ -184,7 +184,9 @@ _CLIP = 4.0  # largest weight of a step, either way
 
 def _trace(episodes: Sequence[Episode], parts: Parts, settings: ProcessSettings) -> Scale:
     return [
-        None if part is None else spread(part[0], against_own_mean(_with_outcome(one, part), clip=_CLIP))
+        None
+        if part is None
+        else spread_over_tokens(part[0], centered_returns(_with_outcome(one, part), clip=_CLIP))
         for one, part in zip(episodes, parts, strict=True)
     ]
 
@@ -215,8 +217,8 @@ def _figures(episodes: Sequence[Episode], parts: Parts) -> dict[str, float]:
         "process/segments": float(np.mean([len(part[1]) for _, part in having])),
         "process/std": float(inner.std(ddof=1)) if len(inner) > 1 else 0.0,
     }
-    right = [part for one, part in having if (one.reward or 0.0) >= PASSES]
-    wrong = [part for one, part in having if (one.reward or 0.0) < PASSES]
+    right = [part for one, part in having if (one.reward or 0.0) >= PASS_THRESHOLD]
+    wrong = [part for one, part in having if (one.reward or 0.0) < PASS_THRESHOLD]
     if right and wrong:
         gap = np.subtract.outer([-part[1][-1] for part in right], [-part[1][-1] for part in wrong])
         figures["process/agreement"] = float(np.mean((gap > 0) + (gap == 0) / 2))

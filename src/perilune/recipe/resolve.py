@@ -142,7 +142,7 @@ def _environment(
     try:
         if known and (model := registry.environment_spec(value["id"])) is not None:
             checked = validate(model, value, where, label).model_dump(mode="json")
-            checked = registry.located(checked, lambda key: base((*where, *key.split("."))))
+            checked = registry.with_absolute_paths(checked, lambda key: base((*where, *key.split("."))))
         registry.make_environment(checked)
     except RequestError as error:
         section, *keys = error.where.split(".")

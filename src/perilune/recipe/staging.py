@@ -30,7 +30,7 @@ def _environment(job: Job) -> tuple[Job, dict[str, Path]]:
     registry = import_module("perilune.environments.core.registry")  # the planes know nothing of environments
     section, references = job.environment, list(job.inputs)
     found: dict[str, Path] = {}
-    for key, path in registry.named_files(section).items():
+    for key, path in registry.file_fields(section).items():
         name = f"environment.{key}"
         reference = InputReference(name=name, path=f"inputs/{name}", digest="", kind="tasks")
         section = with_field(section, key, reference.path)

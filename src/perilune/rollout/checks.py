@@ -11,7 +11,7 @@ from perilune.engine.request import SamplingParams
 from perilune.environments.core.protocol import Failure
 from perilune.errors import REPORT_BUG, WorkFailedError
 from perilune.rollout.rollout import Rollout, Seat
-from perilune.verifiers.hosting import JUDGED, checksum_of
+from perilune.verifiers.hosting import TEXT_CHECKSUM, text_checksum
 
 ROUNDING = 1e-5  # nats by which a log-prob may be above 0
 
@@ -52,8 +52,8 @@ def check_judged(game: Rollout, text: str) -> None:
     Raises:
         WorkFailedError: when the answer is about another text.
     """
-    found = game.session.found
-    if not isinstance(found, Failure) and found.info.get(JUDGED) != checksum_of(text):
+    found = game.session.result
+    if not isinstance(found, Failure) and found.info.get(TEXT_CHECKSUM) != text_checksum(text):
         step = "/".join(map(str, (*game.key[1:], game.sample)))
         raise WorkFailedError(
             f"episode {step} was judged by another text than it sampled: was it another answer's?",

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from perilune.data.episode import Episode
-from perilune.environments.core.settings import EpisodeSettings
+from perilune.environments.core.episode_settings import EpisodeSettings
 from perilune.errors import WorkFailedError
 
 BOUNDARY = "failures/"  # before the name of a boundary, among the figures of a step

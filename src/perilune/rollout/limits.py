@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from perilune.environments.core.episode_settings import EpisodeSettings
 from perilune.environments.core.protocol import Environment
-from perilune.environments.core.settings import EpisodeSettings
 
 
 def episode_tokens(environment: Environment, settings: EpisodeSettings, max_tokens: int) -> int:

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from perilune.data.episode import FinishReason
 from perilune.engine.request import Completion
+from perilune.environments.core.episode_totals import EpisodeTotals
 from perilune.environments.core.protocol import Failure, Message, Observation, Outcome, Task
-from perilune.environments.core.tally import Tally
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.models.text.turns import continuation
-from perilune.verifiers.sessions import LiveSession
+from perilune.verifiers.sessions import RemoteSession
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,10 +102,10 @@ class Rollout:
     task: Task
     key: tuple[int, int, int]
     sample: int
-    session: LiveSession
+    session: RemoteSession
     players: int
     seats: list[Seat] = field(init=False)
-    tally: Tally = field(init=False)
+    tally: EpisodeTotals = field(init=False)
     others: frozenset[int] = frozenset()
     finish_reason: FinishReason = "stop"
     failure: Failure | None = None
@@ -113,19 +113,19 @@ class Rollout:
 
     def __post_init__(self) -> None:
         self.seats = [Seat() for _ in range(self.players)]
-        self.tally = Tally(self.players)
+        self.tally = EpisodeTotals(self.players)
 
     @property
     def seat(self) -> Seat:
         """Of the player to move."""
-        assert isinstance(self.session.found, Observation)
-        return self.seats[self.session.found.player]
+        assert isinstance(self.session.result, Observation)
+        return self.seats[self.session.result.player]
 
     @property
     def is_others_turn(self) -> bool:
         """Whether the player to move is not the policy."""
-        assert isinstance(self.session.found, Observation)
-        return self.session.found.player in self.others
+        assert isinstance(self.session.result, Observation)
+        return self.session.result.player in self.others
 
     @property
     def own(self) -> list[int]:
@@ -135,8 +135,8 @@ class Rollout:
     @property
     def news(self) -> tuple[Message, ...]:
         """What the player to move has not seen yet."""
-        assert isinstance(self.session.found, Observation)
-        return self.session.found.messages
+        assert isinstance(self.session.result, Observation)
+        return self.session.result.messages
 
     @property
     def actions(self) -> list[str]:
@@ -176,7 +176,7 @@ class Rollout:
 
     def advance(self) -> None:
         """Count what the session's last step led to."""
-        found = self.session.found
+        found = self.session.result
         if isinstance(found, Failure):
             self.fail(found.boundary, found.reason)
             return

@@ -28,7 +28,7 @@ from perilune.sandbox.wire import HEADER, frame
 _START = """
 import json, sys
 sys.path.append(sys.argv[1])
-from perilune.sandbox.keeper import main
+from perilune.sandbox.supervisor import main
 main()
 """
 _GRACE = 20.0  # seconds beyond the limit until the keeper itself is given up

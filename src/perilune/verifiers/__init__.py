@@ -1,6 +1,6 @@
 """What an episode is worth, judged in a process of its own."""
 
-from perilune.verifiers.confinement import Limits
+from perilune.verifiers.confinement import ScorerLimits
 from perilune.verifiers.scorer import Scorer
 
-__all__ = ["Limits", "Scorer"]
+__all__ = ["Scorer", "ScorerLimits"]

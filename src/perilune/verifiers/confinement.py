@@ -27,7 +27,7 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ScorerLimits:
     """What one scorer process may use.
 
     Attributes:
@@ -56,7 +56,7 @@ class Confinement:
         missing: walls that the kernel of this machine doesn't offer.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ScorerLimits) -> None:
         self.armed = False
         self._limits = limits
         self.missing = confine(memory_bytes=limits.memory_bytes, open_files=limits.open_files)

@@ -16,7 +16,8 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from perilune.environments.core.chance import Chance
+from perilune.environments.core.episode_totals import EpisodeTotals
+from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.protocol import (
     Environment,
     Failure,
@@ -27,8 +28,7 @@ from perilune.environments.core.protocol import (
     Transcript,
 )
 from perilune.environments.core.registry import make_environment
-from perilune.environments.core.tally import Tally
-from perilune.verifiers.confinement import Limits
+from perilune.verifiers.confinement import ScorerLimits
 from perilune.verifiers.scorer import Scorer
 from perilune.verifiers.sessions import Sessions
 
@@ -80,7 +80,7 @@ class _Played:
 
 
 def check_environment(
-    section: Mapping[str, Any], *, tasks: int = 4, seed: int = 0, limits: Limits | None = None
+    section: Mapping[str, Any], *, tasks: int = 4, seed: int = 0, limits: ScorerLimits | None = None
 ) -> Conformance:
     """Play some training tasks of the environment that `section` describes, right, wrong and at random.
 
@@ -160,7 +160,7 @@ def _players(environment: Environment, task: Task, seed: int) -> Iterator[tuple[
     gold = None if state is None else state(task)
     if gold is not None:
         yield "gold", gold.seed, lambda _, turn: gold.actions[min(turn, len(gold.actions) - 1)]
-    chance = Chance(seed, task.task_id)
+    chance = KeyedRandom(seed, task.task_id)
 
     def at_random(observation: Observation, turn: int) -> str:
         legal = observation.legal
@@ -178,19 +178,19 @@ def _always(text: str, observation: Observation, turn: int) -> str:
 def _play(sessions: Sessions, environment: Environment, task: Task, seed: int, player: Player) -> _Played:
     (live,) = sessions.open([(task, seed)])
     players, most = getattr(environment, "players", 1), getattr(environment, "max_turns", 1)
-    tally = Tally(players)
+    tally = EpisodeTotals(players)
     observations: list[Observation] = []
-    while isinstance(live.found, Observation):
-        observations.append(live.found)
-        tally.add(live.found)
-        if live.found.done or len(live.actions) > most:
+    while isinstance(live.result, Observation):
+        observations.append(live.result)
+        tally.add(live.result)
+        if live.result.done or len(live.actions) > most:
             break
-        sessions.step([(live, player(live.found, len(live.actions)), True)])
+        sessions.step([(live, player(live.result, len(live.actions)), True)])
     sessions.close([live])
     *earlier, last = live.actions or [""]
     transcript = Transcript(last, earlier=tuple(earlier), seed=seed)
-    outcome = live.found if isinstance(live.found, Failure) else tally.score()
-    done = isinstance(live.found, Failure) or live.found.done
+    outcome = live.result if isinstance(live.result, Failure) else tally.score()
+    done = isinstance(live.result, Failure) or live.result.done
     return _Played(transcript, observations, outcome, done, tuple(tally.rewards))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from perilune.errors import RequestError
 from perilune.sandbox.channel import BrokenChannelError, Channel, Line
-from perilune.verifiers.confinement import Limits
+from perilune.verifiers.confinement import ScorerLimits
 
 NAME = "the scorer's process"
 _END_SECONDS = 10.0  # for the kernel to end a process that was killed
@@ -24,7 +24,7 @@ _LOG = logging.getLogger(__name__)
 class ForkServer:
     """The server; it starts at once, and `open` waits until it has built the environment."""
 
-    def __init__(self, spec: Mapping[str, Any], limits: Limits) -> None:
+    def __init__(self, spec: Mapping[str, Any], limits: ScorerLimits) -> None:
         self._limits = limits
         self._is_confined: bool | None = None  # known once it has said that it is ready
         self._channel = Channel("perilune.verifiers.worker", NAME, limits.answer_bytes)

@@ -9,7 +9,7 @@ from typing import Any
 from perilune.environments.core.protocol import Environment, EpisodeFailedError, Observation, Session, Task
 
 _LONGEST_REASON = 300
-JUDGED = "judged"  # of an answer: the checksum of the text it is about
+TEXT_CHECKSUM = "judged"  # of an answer: the checksum of the text it is about
 
 
 class Host:
@@ -54,10 +54,10 @@ def judged_text(item: Mapping[str, Any]) -> int | None:
     """CRC-32 of the text that `item` gives the environment; None when it gives none."""
     text = item["transcript"]["text"] if "transcript" in item else (item.get("actions") or [None])[-1]
     text = item.get("action", text)
-    return None if text is None else checksum_of(text)
+    return None if text is None else text_checksum(text)
 
 
-def checksum_of(text: str) -> int:
+def text_checksum(text: str) -> int:
     """CRC-32 of a text that may hold anything."""
     return zlib.crc32(text.encode("utf-8", "surrogatepass"))
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from perilune.environments.core.protocol import Failure, Score
-from perilune.environments.core.registry import located
+from perilune.environments.core.registry import with_absolute_paths
 from perilune.errors import ProcessLostError, RequestError, WorkFailedError
 from perilune.sandbox.channel import BrokenChannelError, KilledError
-from perilune.verifiers.confinement import Limits
+from perilune.verifiers.confinement import ScorerLimits
 from perilune.verifiers.fork_server import NAME, ForkServer, Worker
 
 CHUNK = 64  # calls sent together
@@ -74,10 +74,10 @@ class EnvironmentProcess:
         judges_alone: whether every answer has a worker of its own.
     """
 
-    def __init__(self, spec: Mapping[str, Any], limits: Limits) -> None:
+    def __init__(self, spec: Mapping[str, Any], limits: ScorerLimits) -> None:
         self.generation = self.restarts = 0
         self.judges_alone = False
-        self._spec = located(spec, lambda _: Path.cwd())  # the process has a folder of its own
+        self._spec = with_absolute_paths(spec, lambda _: Path.cwd())  # the process has a folder of its own
         self._limits = limits
         self._server: ForkServer | None = ForkServer(self._spec, limits)
         self._holder: Worker | None = (

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from perilune.environments.core.episode_settings import episode_settings
 from perilune.environments.core.protocol import Failure, Outcome, Score, Task, Transcript
-from perilune.environments.core.settings import episode_settings
-from perilune.verifiers.confinement import Limits
+from perilune.verifiers.confinement import ScorerLimits
 from perilune.verifiers.process import EnvironmentProcess
 
 Item = tuple[Task, Transcript]
@@ -35,9 +35,9 @@ class Scorer:
         processes: one a worker; sessions run in them too (`perilune.verifiers.sessions`).
     """
 
-    def __init__(self, spec: Mapping[str, Any], limits: Limits | None = None, workers: int = 1) -> None:
+    def __init__(self, spec: Mapping[str, Any], limits: ScorerLimits | None = None, workers: int = 1) -> None:
         self.settings = episode_settings(spec)
-        self._limits = limits or Limits(item_seconds=self.settings.seconds)
+        self._limits = limits or ScorerLimits(item_seconds=self.settings.seconds)
         self.processes = [EnvironmentProcess(spec, self._limits) for _ in range(workers)]
 
     def __enter__(self) -> Scorer:

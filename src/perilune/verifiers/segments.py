@@ -36,7 +36,7 @@ class SegmentSettings(BaseModel):
     most: int = Field(24, ge=2, description="segments of an answer")
 
 
-def cuts(
+def segment_boundaries(
     pieces: Sequence[bytes], logprobs: NDArray[np.float32], stop: int, settings: SegmentSettings
 ) -> list[int]:
     """Where the working is cut: increasing token counts, 0 < cut <= `stop`, without the end of the answer.
@@ -56,7 +56,7 @@ def cuts(
     return sorted(_thinned(apart, settings.most - 1 - len(last), settings.cut)) + last
 
 
-def end_of_working(pieces: Sequence[bytes], opens: Sequence[str], forms: Sequence[str]) -> int:
+def end_of_reasoning(pieces: Sequence[bytes], opens: Sequence[str], forms: Sequence[str]) -> int:
     """Tokens before the answer begins or the right one is first written down; T when neither is.
 
     Args:
@@ -78,7 +78,9 @@ def end_of_working(pieces: Sequence[bytes], opens: Sequence[str], forms: Sequenc
     return int(np.searchsorted(ends, at, side="right"))
 
 
-def spread(ends: Sequence[int], values: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
+def spread_over_tokens(
+    ends: Sequence[int], values: Sequence[float] | NDArray[np.float64]
+) -> NDArray[np.float64]:
     """float64[T]: each token has the value of its segment; `ends` are counts of tokens, the last is T."""
     lengths = [after - before for before, after in pairwise([0, *ends])]
     return np.repeat(np.asarray(values, dtype=np.float64), lengths)

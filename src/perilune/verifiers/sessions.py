@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from perilune.environments.core.protocol import Environment, Failure, Message, Observation, Task, Transcript
-from perilune.verifiers.hosting import JUDGED
+from perilune.verifiers.hosting import TEXT_CHECKSUM
 from perilune.verifiers.process import Call, EnvironmentProcess
 from perilune.verifiers.scorer import Judging, Scorer, fields, figures
 
@@ -20,7 +20,7 @@ ROLES = frozenset({"system", "user", "tool"})
 
 
 @dataclass(slots=True, eq=False)
-class LiveSession:
+class RemoteSession:
     """A session that is held elsewhere.
 
     Attributes:
@@ -33,7 +33,7 @@ class LiveSession:
     seed: int
     process: EnvironmentProcess
     is_held: bool
-    found: Observation | Failure = field(default_factory=Observation)
+    result: Observation | Failure = field(default_factory=Observation)
     actions: list[str] = field(default_factory=list)
     generation: int = -1  # of the process that holds it
 
@@ -51,19 +51,19 @@ class Sessions:
         self._is_held = getattr(environment, "max_turns", 1) > 1
         self._count = 0
 
-    def open(self, games: Sequence[tuple[Task, int]]) -> list[LiveSession]:
+    def open(self, games: Sequence[tuple[Task, int]]) -> list[RemoteSession]:
         """Begin a session for each task and seed."""
         sessions = []
         for task, seed in games:
             process = self._scorer.processes[self._count % len(self._scorer.processes)]
-            sessions.append(LiveSession(self._count, task, seed, process, self._is_held))
+            sessions.append(RemoteSession(self._count, task, seed, process, self._is_held))
             self._count += 1
             process.begin_sessions(self._is_held)
         if self._is_held:
             self._ask([_Begin(one, self._players) for one in sessions], sessions)
         return sessions
 
-    def step(self, moves: Sequence[tuple[LiveSession, str, bool]]) -> None:
+    def step(self, moves: Sequence[tuple[RemoteSession, str, bool]]) -> None:
         """Take an action in each of these sessions; what it led to is then their `found`.
 
         Args:
@@ -78,26 +78,26 @@ class Sessions:
                 calls.append(_Answer(session.task, Transcript(action, finished, seed=session.seed)))
         self._ask(calls, [session for session, _, _ in moves])
 
-    def close(self, sessions: Sequence[LiveSession]) -> None:
+    def close(self, sessions: Sequence[RemoteSession]) -> None:
         """Let go of these sessions."""
         held = [one for one in sessions if one.generation == one.process.generation]
         for process in self._scorer.processes:
             process.ask([_Close(one) for one in held if one.process is process])
             process.end_sessions(sum(one.is_held for one in sessions if one.process is process))
 
-    def _ask(self, calls: Sequence[Call], sessions: Sequence[LiveSession]) -> None:
+    def _ask(self, calls: Sequence[Call], sessions: Sequence[RemoteSession]) -> None:
         for process in self._scorer.processes:
             mine = [(call, one) for call, one in zip(calls, sessions, strict=True) if one.process is process]
             found = process.ask([call for call, _ in mine])
             for (_, session), what in zip(mine, found, strict=True):
-                session.found = what
+                session.result = what
 
 
 @dataclass(frozen=True, slots=True)
 class _Begin:
     """Open a session, and take the actions it has had."""
 
-    session: LiveSession
+    session: RemoteSession
     players: int
     finished: bool = True
     boundary: str = "environment"
@@ -126,7 +126,7 @@ class _Begin:
 class _Move:
     """Take one action, in the process that holds the session, or after playing it again in a new one."""
 
-    session: LiveSession
+    session: RemoteSession
     players: int
     action: str
     finished: bool
@@ -150,12 +150,12 @@ class _Move:
         found = read_observation(answer["observation"], self.players)
         if isinstance(found, Failure):
             return found
-        return replace(found, info={**found.info, JUDGED: answer[JUDGED]})
+        return replace(found, info={**found.info, TEXT_CHECKSUM: answer[TEXT_CHECKSUM]})
 
 
 @dataclass(frozen=True, slots=True)
 class _Close:
-    session: LiveSession
+    session: RemoteSession
     boundary: str = "environment"
     is_verdict: bool = False
     steps: int = 1
@@ -178,7 +178,7 @@ class _Answer(Judging):
             return outcome
         return Observation(
             rewards=(outcome.reward,), terms=outcome.terms, metrics=outcome.metrics, done=True,
-            info={JUDGED: answer[JUDGED]},
+            info={TEXT_CHECKSUM: answer[TEXT_CHECKSUM]},
         )  # fmt: skip
 
 

@@ -23,8 +23,8 @@ from typing import Any, BinaryIO, NoReturn
 from perilune.environments.core.protocol import Environment, Failure, Score, Transcript
 from perilune.environments.core.registry import make_environment
 from perilune.errors import RequestError
-from perilune.verifiers.confinement import Confinement, Limits
-from perilune.verifiers.hosting import JUDGED, Host, judged_text, task_of
+from perilune.verifiers.confinement import Confinement, ScorerLimits
+from perilune.verifiers.hosting import TEXT_CHECKSUM, Host, judged_text, task_of
 
 _LONGEST_REASON = 300
 _COMMAND = 65536  # bytes read at a time
@@ -41,7 +41,7 @@ def main() -> None:
     opening, _ = next(commands)
     try:
         environment = make_environment(opening["spec"], checked=False)
-        confinement = _confined(environment, Limits(**opening["limits"]))
+        confinement = _confined(environment, ScorerLimits(**opening["limits"]))
     except RequestError as error:
         _tell(control, {"refused": [error.what, error.where, error.remedy]})
         return
@@ -62,7 +62,7 @@ def main() -> None:
         _tell(control, {"process": process})
 
 
-def _confined(environment: Environment, limits: Limits) -> Confinement | None:
+def _confined(environment: Environment, limits: ScorerLimits) -> Confinement | None:
     """Confine this process where the environment only computes, and load what may see no other.
 
     Raises:
@@ -97,7 +97,7 @@ def _work(environment: Environment, confinement: Confinement | None, answers: in
                 if confinement is not None:
                     confinement.allow_item()
                 found = host.answer(item) if "session" in item else _score(environment, item)
-                _answer(stream, {"item": index, JUDGED: judged_text(item)} | found)
+                _answer(stream, {"item": index, TEXT_CHECKSUM: judged_text(item)} | found)
     finally:
         os._exit(0)
 

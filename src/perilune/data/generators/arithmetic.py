@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from perilune.data.generators.scripted import ScriptedTeacher, drawn
 from perilune.environments.adapters import compact, scratchpad
-from perilune.environments.core.chance import Chance
+from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.protocol import Task
 from perilune.errors import RequestError
 
@@ -28,7 +28,7 @@ class ArithmeticTeacher(ScriptedTeacher):
     name = "arithmetic"
     strategies: ClassVar = {"scratchpad": 0.4, "brief": 0.0, "careless": 0.0, "direct": 0.6}
 
-    def script(self, task: Task, strategy: str, chance: Chance) -> Sequence[str]:
+    def script(self, task: Task, strategy: str, chance: KeyedRandom) -> Sequence[str]:
         """The answer.
 
         Raises:

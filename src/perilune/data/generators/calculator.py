@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from perilune.data.generators.scripted import ScriptedTeacher
-from perilune.environments.core.chance import Chance
+from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.protocol import Task
 from perilune.errors import RequestError
 
@@ -21,7 +21,7 @@ class CalculatorTeacher(ScriptedTeacher):
     name = "calculator"
     strategies: ClassVar = {"calculator": 0.3, "guess": 0.7}
 
-    def script(self, task: Task, strategy: str, chance: Chance) -> Sequence[str]:
+    def script(self, task: Task, strategy: str, chance: KeyedRandom) -> Sequence[str]:
         """Calls of the calculator, and the answer.
 
         Raises:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from perilune.data.generators.scripted import strategy_for
 from perilune.data.generators.teacher import Candidate
-from perilune.environments.core.chance import Chance
+from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.protocol import Environment, Task
 from perilune.errors import RequestError
 from perilune.games.open_spiel import OpenSpielEnvironment
@@ -119,7 +119,7 @@ class OpenSpielTeacher:
     def _played(self, task: Task, seed: int) -> Candidate | None:
         environment, seat = self._environment, task.data["seat"]
         facing = strategy_for(self.shares, seed, task.task_id)
-        luck, own_luck = Chance(seed, task.task_id), Chance(seed, f"{task.task_id}/teacher")
+        luck, own_luck = KeyedRandom(seed, task.task_id), KeyedRandom(seed, f"{task.task_id}/teacher")
         match = Match(environment.game, luck)
         actions: list[str] = []
         likely: list[float] = []

@@ -9,7 +9,7 @@ from perilune.data.generators.scripted import ScriptedTeacher
 from perilune.environments.builtin.planning.constraints import judge
 from perilune.environments.builtin.planning.tasks import answer, read_answer
 from perilune.environments.builtin.planning.trip import HOME, Plan, Trip, Visit, travel
-from perilune.environments.core.chance import Chance
+from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.protocol import Task
 from perilune.errors import RequestError
 
@@ -26,7 +26,7 @@ class PlanningTeacher(ScriptedTeacher):
     name = "planning"
     strategies: ClassVar = {"worked": 1.0, "direct": 0.0, "mended": 0.0}
 
-    def script(self, task: Task, strategy: str, chance: Chance) -> Sequence[str]:
+    def script(self, task: Task, strategy: str, chance: KeyedRandom) -> Sequence[str]:
         """The proposals.
 
         Raises:

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 import perilune
 from perilune.data.generators.teacher import Teacher
 from perilune.data.records import Provenance, settings_digest
-from perilune.environments.core.registry import did_you_mean, named_files
+from perilune.environments.core.registry import did_you_mean, file_fields
 from perilune.errors import RequestError
 from perilune.files import sha256_file, with_field
 
@@ -93,7 +93,7 @@ def provenance_of(teacher: Teacher, section: Mapping[str, Any], **told: Any) -> 
 
 def by_content(section: Mapping[str, Any]) -> Mapping[str, Any]:
     """An environment section that says of files what is in them (SHA-256), and not where they are."""
-    for key, path in named_files(section).items():
+    for key, path in file_fields(section).items():
         files = sorted(Path(path).rglob("*.jsonl")) if Path(path).is_dir() else [Path(path)]
         section = with_field(section, key, [sha256_file(file) for file in files])
     return section

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from perilune.data.generators.teacher import Candidate
-from perilune.environments.core.chance import Chance
+from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.protocol import Task
 
 
@@ -25,7 +25,7 @@ class ScriptedTeacher(ABC):
         self.shares = dict(shares)
 
     @abstractmethod
-    def script(self, task: Task, strategy: str, chance: Chance) -> Sequence[str]:
+    def script(self, task: Task, strategy: str, chance: KeyedRandom) -> Sequence[str]:
         """The actions of a whole episode, or an answer alone; none: the task is left out.
 
         Args:
@@ -43,7 +43,7 @@ class ScriptedTeacher(ABC):
         """
         for task in tasks:
             strategy = strategy_for(self.shares, seed, task.task_id)
-            actions = self.script(task, strategy, Chance(seed, task.task_id))
+            actions = self.script(task, strategy, KeyedRandom(seed, task.task_id))
             if actions:
                 *earlier, last = actions
                 yield Candidate(task, last, f"{self.name}/{strategy}", earlier=tuple(earlier))

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from perilune.environments.core.chance import Chance
-from perilune.environments.core.multi_turn import MultiTurn, Play, ask, over
+from perilune.environments.core.keyed_random import KeyedRandom
+from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode
 from perilune.environments.core.protocol import Split, Task
 from perilune.errors import RequestError
 
@@ -84,11 +84,11 @@ class GymnasiumEnvironment(MultiTurn):
             if (int(task_id[:8], 16) % HELD_OUT_PARTS == 0) == (split == "heldout"):
                 yield Task(task_id, prompt, {})
 
-    def play(self, task: Task, chance: Chance) -> Play:
+    def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
         """Moves until the game ends."""
         game = self._made()
         try:
-            seen, _ = game.reset(seed=chance.integer(1 << 31, "reset"))
+            seen, _ = game.reset(seed=rng.integer(1 << 31, "reset"))
             reward, ended, illegal = 0.0, False, 0
             while not ended:
                 said = yield ask(
@@ -102,7 +102,7 @@ class GymnasiumEnvironment(MultiTurn):
                     continue
                 seen, reward, terminated, truncated, _ = game.step(self._moves.index(said.strip()))
                 reward, ended = float(reward), terminated or truncated
-            yield over(reward, metrics={"illegal": float(illegal)})
+            yield end_episode(reward, metrics={"illegal": float(illegal)})
         finally:
             game.close()
 

@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from perilune.environments.adapters.openenv_connection import Connection, action_fields
-from perilune.environments.core.chance import Chance
-from perilune.environments.core.multi_turn import MultiTurn, Play, ask, over
+from perilune.environments.core.keyed_random import KeyedRandom
+from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode
 from perilune.environments.core.protocol import EpisodeFailedError, Split, Task
 from perilune.errors import RequestError
 
@@ -92,9 +92,9 @@ class OpenEnvEnvironment(MultiTurn):
             if (int(task_id[:8], 16) % HELD_OUT_PARTS == 0) == (split == "heldout"):
                 yield Task(task_id, prompt, {})
 
-    def play(self, task: Task, chance: Chance) -> Play:
+    def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
         """Actions until the server is done."""
-        reset = {**self.spec.config, "seed": chance.integer(1 << 31, "reset")}
+        reset = {**self.spec.config, "seed": rng.integer(1 << 31, "reset")}
         with Connection(self.spec.url, self.spec.seconds) as server:
             found, reward, done = _read(server.ask("reset", reset) or {})
             illegal = 0
@@ -108,7 +108,7 @@ class OpenEnvEnvironment(MultiTurn):
                     found = {"error": "that is no valid action"}
                 else:
                     found, reward, done = _read(answer)
-            yield over(reward, metrics={"illegal": float(illegal)})
+            yield end_episode(reward, metrics={"illegal": float(illegal)})
 
     def _action(self, said: str) -> Mapping[str, Any] | None:
         """The action as the server wants it; None for text that is none."""

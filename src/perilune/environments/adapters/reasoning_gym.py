@@ -23,9 +23,9 @@ from perilune.environments.adapters.answer_form import well_formed
 from perilune.environments.adapters.independent_checks import DOUBTED, is_right
 from perilune.environments.adapters.plotting import plotting_put_off
 from perilune.environments.core.protocol import Failure, Outcome, Score, Split, Task, Transcript
+from perilune.environments.core.reference_answer import ReferenceAnswer
 from perilune.environments.core.registry import did_you_mean
 from perilune.environments.core.single_turn import SingleTurn
-from perilune.environments.core.stated_answer import StatedAnswer
 from perilune.errors import RequestError
 
 HELD_OUT_PARTS = 10  # one tenth of all questions is held out
@@ -163,14 +163,14 @@ class ReasoningGymEnvironment(SingleTurn):
         facts = {"answer": task.data["answer"], "metadata": decode(task.data["metadata"])}
         return answer is not None and is_right(self.spec.task, answer, facts)
 
-    def stated_answer(self, task: Task) -> StatedAnswer | None:
+    def reference_answer(self, task: Task) -> ReferenceAnswer | None:
         """The answer that the family states, and how it is given; None where it states none."""
         answer = task.data["answer"]
         if answer is None:
             return None
         if self.spec.prompt == "compact":
-            return StatedAnswer(compact.ANSWER_MARK, (answer,), (compact.ANSWER_MARK,))
-        return StatedAnswer("\n<answer>", (answer,), ("<answer>", "</think>"))
+            return ReferenceAnswer(compact.ANSWER_MARK, (answer,), (compact.ANSWER_MARK,))
+        return ReferenceAnswer("\n<answer>", (answer,), ("<answer>", "</think>"))
 
     def _answer(self, text: str) -> str | None:
         if self.spec.prompt == "compact":

@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from perilune.environments.core.chance import Chance
-from perilune.environments.core.multi_turn import MultiTurn, Play
+from perilune.environments.core.keyed_random import KeyedRandom
+from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn
 from perilune.environments.core.protocol import Message, Observation, Split, Task
 from perilune.environments.core.registry import did_you_mean
 from perilune.errors import RequestError
@@ -77,9 +77,9 @@ class TextArenaEnvironment(MultiTurn):
             if (int(task_id[:8], 16) % HELD_OUT_PARTS == 0) == (split == "heldout"):
                 yield Task(task_id, prompt, {})
 
-    def play(self, task: Task, chance: Chance) -> Play:
+    def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
         """Moves until the game is over; what players see of it is TextArena's own words."""
-        seed = chance.integer(1 << 31, "reset")
+        seed = rng.integer(1 << 31, "reset")
         drawn = _global_random(seed)
         game = copy.deepcopy(self._game)
         with drawn.installed():

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from perilune.environments.core.chance import Chance
 from perilune.environments.core.dialogue import Dialogue
-from perilune.environments.core.multi_turn import MultiTurn, Play
+from perilune.environments.core.keyed_random import KeyedRandom
+from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn
 from perilune.environments.core.protocol import EpisodeFailedError, Message, Observation, Split, Task
 from perilune.errors import RequestError
 
@@ -66,11 +66,11 @@ class VerifiersEnvironment(MultiTurn):
         random.Random(f"{self.id}/{seed}").shuffle(rows)
         yield from rows
 
-    def play(self, task: Task, chance: Chance) -> Play:
+    def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
         """The package's own rollout, which waits wherever the policy is to speak."""
         from perilune.environments.adapters.global_random import GlobalRandom
 
-        drawn = GlobalRandom(chance.integer(1 << 31, "play"))
+        drawn = GlobalRandom(rng.integer(1 << 31, "play"))
         talk = Dialogue(self._loop, lambda ask: self._package.episode(task.data, ask), drawn.installed)
         seen: tuple[Message, ...] = task.prompt
         try:

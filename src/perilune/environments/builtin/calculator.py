@@ -14,8 +14,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from perilune.environments.core.chance import Chance
-from perilune.environments.core.multi_turn import MultiTurn, Play, ask, over
+from perilune.environments.core.keyed_random import KeyedRandom
+from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode
 from perilune.environments.core.protocol import Split, Task, Transcript
 
 HELD_OUT_PARTS = 10  # one tenth of all questions is held out
@@ -62,7 +62,7 @@ class CalculatorEnvironment(MultiTurn):
                 seen.add(question)
                 yield _task(question, digest)
 
-    def play(self, task: Task, chance: Chance) -> Play:
+    def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
         """Calls of the calculator until there is an answer."""
         calls = 0
         action = yield ask()
@@ -72,7 +72,7 @@ class CalculatorEnvironment(MultiTurn):
         right = float(action == ANSWER_MARK + task.data["answer"])
         formed = float(_ANSWER.fullmatch(action) is not None)
         strategy = "calculator" if calls else "guess"
-        yield over(
+        yield end_episode(
             right,
             terms={"right": right, "well_formed": formed},
             metrics={f"strategy/{strategy}": 1.0, "calls": float(calls)},

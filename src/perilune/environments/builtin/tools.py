@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from perilune.environments.builtin.tool_calls import ANSWER_MARK, Answer, Call, Misunderstood, read_action
 from perilune.environments.builtin.tool_tasks import FAMILIES, ToolTask, is_right
-from perilune.environments.core.chance import Chance
-from perilune.environments.core.multi_turn import MultiTurn, Play, ask, over
+from perilune.environments.core.keyed_random import KeyedRandom
+from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode
 from perilune.environments.core.protocol import EpisodeFailedError, Outcome, Score, Split, Task, Transcript
 from perilune.environments.core.replay import conversation
 from perilune.errors import PeriluneError
@@ -126,7 +126,7 @@ class ToolsEnvironment(MultiTurn):
                 seen.add(task.task_id)
                 yield task
 
-    def play(self, task: Task, chance: Chance) -> Play:
+    def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
         """Calls until there is an answer."""
         files: Mapping[str, bytes] = {name: text.encode() for name, text in task.data["files"].items()}
         counts: dict[str, float] = {"calls": 0.0}
@@ -136,7 +136,7 @@ class ToolsEnvironment(MultiTurn):
             asked = read_action((yield ask(said, role="tool")), compact=self._compact)
         right = float(self._is_right(task, asked.text, files))
         strategy = "tools" if counts["calls"] else "guess"
-        yield over(right, terms={"right": right}, metrics={f"strategy/{strategy}": 1.0, **counts})
+        yield end_episode(right, terms={"right": right}, metrics={f"strategy/{strategy}": 1.0, **counts})
 
     def score(self, task: Task, transcript: Transcript) -> Outcome:
         """Play it again; beside a conversation that was kept, tell whether it differs (`replay_differs`)."""

@@ -3,12 +3,12 @@
 class Guess(MultiTurn):
     id, max_turns = "guess", 4
 
-    def play(self, task, chance):
-        secret = str(chance.integer(10, "secret"))
+    def play(self, task, rng):
+        secret = str(rng.integer(10, "secret"))
         guess = yield ask()
         while guess != secret:
             guess = yield ask("higher" if guess < secret else "lower")
-        yield over(1.0)
+        yield end_episode(1.0)
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
-from perilune.environments.core.chance import Chance
+from perilune.environments.core.episode_totals import EpisodeTotals
+from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.protocol import (
     EpisodeFailedError,
     Failure,
@@ -28,10 +29,9 @@ from perilune.environments.core.protocol import (
     Task,
     Transcript,
 )
-from perilune.environments.core.tally import Tally
 
-Play = Generator[Observation, str, None]
-"""An episode: yields what the player to move sees, is sent that player's action, ends with `over`."""
+EpisodeGenerator = Generator[Observation, str, None]
+"""An episode: yields what the player to move sees, is sent that player's action, ends with `end_episode`."""
 
 
 class MultiTurn(ABC):
@@ -53,17 +53,17 @@ class MultiTurn(ABC):
         """Distinct tasks of a split in an order fixed by `seed`; may never end."""
 
     @abstractmethod
-    def play(self, task: Task, chance: Chance) -> Play:
+    def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
         """One episode. A `finally` in it runs when the session is closed, however it ends."""
 
     def reset(self, task: Task, seed: int) -> ScriptedSession:
         """Open a session: `play` up to its first observation."""
-        return ScriptedSession(self.play(task, Chance(seed, task.task_id)), self.max_turns, self.cut_off)
+        return ScriptedSession(self.play(task, KeyedRandom(seed, task.task_id)), self.max_turns, self.cut_off)
 
     def score(self, task: Task, transcript: Transcript) -> Outcome:
         """Play the transcript's actions again, and add up what they earned."""
         session = self.reset(task, transcript.seed)
-        tally = Tally(self.players)
+        tally = EpisodeTotals(self.players)
         try:
             for place, action in enumerate(transcript.actions):
                 if session.observation.done:
@@ -83,7 +83,7 @@ class MultiTurn(ABC):
 class ScriptedSession:
     """A session that a generator plays."""
 
-    def __init__(self, play: Play, max_turns: int, cut_off: str | None = None) -> None:
+    def __init__(self, play: EpisodeGenerator, max_turns: int, cut_off: str | None = None) -> None:
         self._play, self._left, self._cut_off = play, max_turns, cut_off
         self.observation = next(play)
 
@@ -122,7 +122,7 @@ def ask(content: str | None = None, *, player: int = 0, role: str = "user", **mo
     return Observation(messages, player, **more)
 
 
-def over(
+def end_episode(
     *rewards: float, terms: Mapping[str, float] | None = None, metrics: Mapping[str, float] | None = None
 ) -> Observation:
     """The end: what each player gets for the last move, the one of player 0 first."""

@@ -18,14 +18,14 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from perilune.environments.core.protocol import Environment
-from perilune.environments.core.settings import (
+from perilune.environments.core.episode_settings import (
     KEY,
     EpisodeSettings,
     episode_settings,
-    with_settings,
-    without_settings,
+    with_episode_settings,
+    without_episode_settings,
 )
+from perilune.environments.core.protocol import Environment
 from perilune.errors import RequestError
 from perilune.files import with_field
 
@@ -62,7 +62,7 @@ def environment_spec(name: str) -> type[BaseModel] | None:
     if name == FACTORY_ID:
         return None
     model: type[BaseModel] | None = getattr(_factory({"id": name}), "Spec", None)
-    return None if model is None else with_settings(model)
+    return None if model is None else with_episode_settings(model)
 
 
 def family_field(name: str) -> str:
@@ -98,7 +98,7 @@ def environment_notes(name: str) -> dict[str, dict[str, str]]:
     return notes
 
 
-def named_files(section: Mapping[str, Any]) -> dict[str, str]:
+def file_fields(section: Mapping[str, Any]) -> dict[str, str]:
     """Fields of an environment section that name files, dotted where they are nested, and their paths.
 
     The environment's class lists such fields as `files`; a bundle has to hold what they name.
@@ -113,10 +113,10 @@ def named_files(section: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def located(section: Mapping[str, Any], base: Callable[[str], Path]) -> dict[str, Any]:
+def with_absolute_paths(section: Mapping[str, Any], base: Callable[[str], Path]) -> dict[str, Any]:
     """The section with absolute paths; `base` says what the one in a field is relative to."""
     found = dict(section)
-    for key, path in named_files(section).items():
+    for key, path in file_fields(section).items():
         found = with_field(found, key, str((base(key) / Path(path).expanduser()).absolute()))
     return found
 
@@ -143,7 +143,7 @@ def make_environment(spec: Mapping[str, Any], *, checked: bool = True) -> Enviro
     """
     factory = _factory(spec)
     model: type[BaseModel] | None = getattr(factory, "Spec", None)
-    own = {name: value for name, value in without_settings(spec).items() if name != REWARDS}
+    own = {name: value for name, value in without_episode_settings(spec).items() if name != REWARDS}
     try:
         settings = episode_settings(spec)
     except ValidationError as error:
@@ -164,9 +164,9 @@ def make_environment(spec: Mapping[str, Any], *, checked: bool = True) -> Enviro
                 remedy="leave it out; max_tokens of a stage bounds an answer",
             )
     if spec.get(REWARDS):
-        from perilune.environments.core.rewards import WithRewards
+        from perilune.environments.core.rewards import WeightedRewards
 
-        return WithRewards(environment, spec[REWARDS])
+        return WeightedRewards(environment, spec[REWARDS])
     return environment
 
 

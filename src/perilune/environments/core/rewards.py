@@ -35,7 +35,7 @@ GOLD = "gold"  # the metric that keeps that, where something else is climbed
 Function = Callable[..., Any]
 
 
-class WithRewards(SingleTurn):
+class WeightedRewards(SingleTurn):
     """An environment whose reward is the weighted sum of the terms that `rewards` names, and of no others.
 
     What the environment itself says stays among the terms as "verifier", and is the metric "gold"; unless its

@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 
 from perilune.games.connect_four.board import Boards, legal, planes, plies
+from perilune.games.connect_four.learning_settings import LearningSettings
 from perilune.games.connect_four.network import Network, masked_logprobs
 from perilune.games.connect_four.self_play import SelfPlay, Stretch, advantages
-from perilune.games.connect_four.settings import LearningSettings
 from perilune.learn import checkpoints
 from perilune.learn.distributed import SINGLE_RANK
 from perilune.learn.optimizer import AdamW

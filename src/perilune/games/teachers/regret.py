@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from perilune.environments.core.chance import Chance
+from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.errors import RequestError
 from perilune.games.open_spiel_match import is_simultaneous, pyspiel
 from perilune.games.teachers.table import PolicyTable, solved
@@ -120,12 +120,12 @@ def tree_size(game: Any, seed: int = 0) -> float:
     """About how many histories a game has: Knuth's estimate (1975) from random games, unbiased."""
     total = 0.0
     for number in range(_PLAYOUTS):
-        chance, state, width = Chance(seed, f"{game}/{number}"), game.new_initial_state(), 1.0
+        rng, state, width = KeyedRandom(seed, f"{game}/{number}"), game.new_initial_state(), 1.0
         while not state.is_terminal() and width < _HOPELESS:
             turn = len(state.full_history())
             movers = range(state.num_players()) if state.is_simultaneous_node() else (None,)
             legal = [state.legal_actions() if who is None else state.legal_actions(who) for who in movers]
-            moves = [int(chance.choice(some, turn, who)) for who, some in enumerate(legal)]
+            moves = [int(rng.choice(some, turn, who)) for who, some in enumerate(legal)]
             for some in legal:
                 width *= len(some)
                 total += width

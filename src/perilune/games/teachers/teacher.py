@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
-from perilune.environments.core.chance import Chance
+from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.games.open_spiel_match import Match, drawn
 
 
@@ -35,13 +35,13 @@ class Move(NamedTuple):
     probability: float
 
 
-def choose(teacher: GameTeacher, match: Match, chance: Chance, *, greedy: bool = False) -> Move:
+def choose(teacher: GameTeacher, match: Match, rng: KeyedRandom, *, greedy: bool = False) -> Move:
     """The teacher's move for the player who is asked; the place in the game alone decides what is drawn.
 
     Args:
         greedy: take the likeliest move (the first of equal ones) instead of drawing one.
     """
-    point = chance.uniform(*match.turn)
+    point = rng.uniform(*match.turn)
     found = teacher.probabilities(match.state, match.player, int(point * (1 << 31)))
     actions = tuple(sorted(found))
     action = (

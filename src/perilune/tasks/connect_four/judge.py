@@ -55,7 +55,7 @@ class ConnectFourJudge:
 
     def run(self, workspace: Workspace) -> dict[str, Any]:
         """Judge with each number of simulations."""
-        from perilune.games.connect_four.judge import exam, grade, match, openings_against
+        from perilune.games.connect_four.evaluation import exam, grade, match, openings_against
         from perilune.games.connect_four.network import load_player
         from perilune.games.connect_four.players import opponent, playing
         from perilune.games.connect_four.solver import Solver

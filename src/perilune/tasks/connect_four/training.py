@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from perilune.bundle.job import Job
-from perilune.games.connect_four.settings import LearningSettings
+from perilune.games.connect_four.learning_settings import LearningSettings
 from perilune.tasks.stage.retention import Saving
 
 if TYPE_CHECKING:

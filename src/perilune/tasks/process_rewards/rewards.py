@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from perilune.data.episode import Episode
 from perilune.engine.request import SamplingParams
 from perilune.environments.core.protocol import Task
-from perilune.environments.core.stated_answer import StatedAnswer, stated_answer
+from perilune.environments.core.reference_answer import ReferenceAnswer, reference_answer
 from perilune.errors import RequestError
 from perilune.learn.prefix_values import Probe, prefix_values
 from perilune.learn.process_rewards import AnswerValues, MonteCarloValues, ProcessSettings
@@ -24,8 +24,8 @@ from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker
 from perilune.tasks.process_rewards.montecarlo import Position, play_on
 from perilune.tasks.stage.sampling import SamplingSpec
-from perilune.verifiers.segments import cuts, end_of_working
-from perilune.verifiers.trace import shaping
+from perilune.verifiers.segments import end_of_reasoning, segment_boundaries
+from perilune.verifiers.step_rewards import shaping
 from perilune.watchdog import Waiting
 
 Values = NDArray[np.float64]
@@ -43,7 +43,7 @@ class Walk:
     task: Task
     episode: Episode
     prefixes: tuple[int, ...]
-    stated: StatedAnswer | None
+    stated: ReferenceAnswer | None
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class ProcessRewards:
                 where="process",
                 remedy="leave process: montecarlo to environments of one turn",
             )
-        if isinstance(self.settings, AnswerValues) and not hasattr(environment, "stated_answer"):
+        if isinstance(self.settings, AnswerValues) and not hasattr(environment, "reference_answer"):
             raise RequestError(
                 f"{environment.id} states no right answer, whose likelihood could be asked for",
                 where="process",
@@ -118,7 +118,7 @@ class ProcessRewards:
 
     def walks(self, tasks: Sequence[Task], groups: Groups) -> list[Walk]:
         """The prefixes at which the judged episodes are looked at."""
-        of_id = {task.task_id: (task, stated_answer(self.rollouts.environment, task)) for task in tasks}
+        of_id = {task.task_id: (task, reference_answer(self.rollouts.environment, task)) for task in tasks}
         return [
             self._walk(*of_id[one.task_id], one)
             for group in groups
@@ -157,13 +157,13 @@ class ProcessRewards:
         verdicts = iter(play_on(self.rollouts, positions, count, params, step))
         return [np.array([next(verdicts) for _ in walk.prefixes]) for walk in walks]
 
-    def _walk(self, task: Task, stated: StatedAnswer | None, episode: Episode) -> Walk:
+    def _walk(self, task: Task, stated: ReferenceAnswer | None, episode: Episode) -> Walk:
         pieces = [self._bytes[token] or b"" for token in episode.token_ids.tolist()]
         opens = () if stated is None else stated.opens
         forms = stated.forms if stated is not None and isinstance(self.settings, AnswerValues) else ()
         assert self.settings is not None
-        stop = end_of_working(pieces, opens, forms)
-        places = cuts(pieces, episode.logprobs, stop, self.settings.segments)
+        stop = end_of_reasoning(pieces, opens, forms)
+        places = segment_boundaries(pieces, episode.logprobs, stop, self.settings.segments)
         return Walk(task, episode, (0, *_with_own_tokens(places, episode.loss_mask)), stated)
 
     def _probe(self, walk: Walk, settings: AnswerValues) -> Probe | None:

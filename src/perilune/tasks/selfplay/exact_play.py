@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from perilune.data.episode import Episode
-from perilune.games.best_reply import Bounds, best_reply
+from perilune.games.best_response import Bounds, best_response
 from perilune.games.exact_games import Decision, ExactGame
 from perilune.games.open_spiel import OpenSpielEnvironment
 from perilune.learn.signals import observe
@@ -53,7 +53,7 @@ def reply_bounds(
         RequestError: as `best_reply`.
     """
     chances = partial(move_probabilities, decoder=decoder, tokenizer=tokenizer, temperature=temperature)
-    return [best_reply(environment, seat, chances, least=least) for seat in (0, 1)]
+    return [best_response(environment, seat, chances, least=least) for seat in (0, 1)]
 
 
 def move_probabilities(

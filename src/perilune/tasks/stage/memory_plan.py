@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from perilune.bundle.job import Job
+from perilune.environments.core.episode_settings import episode_settings
 from perilune.environments.core.registry import make_environment
-from perilune.environments.core.settings import episode_settings
 from perilune.errors import RequestError
 from perilune.files import read_json
 from perilune.models.config.decoder_config import PRESETS, DecoderConfig

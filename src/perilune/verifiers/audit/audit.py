@@ -28,7 +28,7 @@ from perilune.verifiers.audit.known import implied
 from perilune.verifiers.audit.markers import halves
 from perilune.verifiers.audit.probes import GOLD, PROBES, Case, Output, Probe
 from perilune.verifiers.audit.search import search
-from perilune.verifiers.confinement import Limits
+from perilune.verifiers.confinement import ScorerLimits
 from perilune.verifiers.scorer import Scorer
 
 SEARCHED_TASKS = 3
@@ -108,7 +108,7 @@ def audit_reward(
     environment = make_environment(section)
     cases = _cases(environment, tasks, seed)
     opinion: Opinion = getattr(environment, "is_right", lambda task, transcript: None)
-    with Scorer(section, Limits(item_seconds=ITEM_SECONDS)) as scorer:
+    with Scorer(section, ScorerLimits(item_seconds=ITEM_SECONDS)) as scorer:
         bench = _Bench(cases, opinion, scorer, seed)
         golds = _judge_golds(bench)
         on_progress(f"{len(PROBES)} probes on {len(cases)} tasks")
@@ -139,7 +139,7 @@ def replay(audit: Audit) -> Iterator[tuple[Finding, float | str]]:
         RequestError: when the audit's environment cannot be built.
         WorkFailedError: when the scorer's process cannot start.
     """
-    with Scorer(audit.environment, Limits(item_seconds=ITEM_SECONDS)) as scorer:
+    with Scorer(audit.environment, ScorerLimits(item_seconds=ITEM_SECONDS)) as scorer:
         for finding in audit.findings:
             (outcome,) = scorer.score([(finding.example.task, finding.example.transcript)])
             yield finding, verdict(outcome)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from perilune.environments.builtin.planning.settings import TripDials
 from perilune.environments.builtin.planning.trip import HOME, Place, Trip, Visit, Window, travel
+from perilune.environments.builtin.planning.trip_settings import TripDials
 from perilune.errors import RequestError
 
 MOST_TRIES = 1000

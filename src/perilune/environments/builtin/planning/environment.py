@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from perilune.environments.builtin.planning.second_opinion import works
-from perilune.environments.builtin.planning.settings import PlanningSpec
 from perilune.environments.builtin.planning.tasks import trips, verdict
+from perilune.environments.builtin.planning.trip_settings import PlanningSpec
 from perilune.environments.core.protocol import Score, Split, Task, Transcript
 from perilune.environments.core.single_turn import SingleTurn
 

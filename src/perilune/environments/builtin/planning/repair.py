@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from perilune.environments.builtin.planning.constraints import TERMS
 from perilune.environments.builtin.planning.second_opinion import works
-from perilune.environments.builtin.planning.settings import PlanningRepairSpec
 from perilune.environments.builtin.planning.tasks import trips, verdict
-from perilune.environments.core.chance import Chance
-from perilune.environments.core.multi_turn import MultiTurn, Play, ask, over
+from perilune.environments.builtin.planning.trip_settings import PlanningRepairSpec
+from perilune.environments.core.keyed_random import KeyedRandom
+from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode
 from perilune.environments.core.protocol import Split, Task, Transcript
 
 
@@ -30,7 +30,7 @@ class PlanningRepairEnvironment(MultiTurn):
         """Trips without end, as long as there are new ones."""
         return trips(self.spec, split, seed, self.spec.proposals)
 
-    def play(self, task: Task, chance: Chance) -> Play:
+    def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
         """Proposals, until one works."""
         found = verdict(task, (yield ask()))
         proposals = 1
@@ -38,7 +38,9 @@ class PlanningRepairEnvironment(MultiTurn):
             broken = ",".join(name for name in TERMS if not found.terms[name])
             found = verdict(task, (yield ask(f"?{broken}\n", role="tool")))
             proposals += 1
-        yield over(found.reward, terms=found.terms, metrics={**found.metrics, "proposals": float(proposals)})
+        yield end_episode(
+            found.reward, terms=found.terms, metrics={**found.metrics, "proposals": float(proposals)}
+        )
 
     def gold(self, task: Task) -> Transcript:
         """The most interesting plan at once, or the best that was found."""

@@ -11,8 +11,8 @@ from perilune.environments.builtin.planning import compact, words
 from perilune.environments.builtin.planning.constraints import TERMS, interest, judge
 from perilune.environments.builtin.planning.draw import draw_trip
 from perilune.environments.builtin.planning.optimum import Optimum, best_plan
-from perilune.environments.builtin.planning.settings import TripDials
 from perilune.environments.builtin.planning.trip import HOME, Plan, Trip, travel
+from perilune.environments.builtin.planning.trip_settings import TripDials
 from perilune.environments.core.protocol import Score, Split, Task
 from perilune.files import canonical_json, sha256_bytes
 

@@ -8,7 +8,7 @@ from perilune.environments.core.protocol import Environment, Task
 
 
 @dataclass(frozen=True, slots=True)
-class StatedAnswer:
+class ReferenceAnswer:
     """The right answer to a task, and how it is given.
 
     Nothing of it is ever put where a policy that learns can read it.
@@ -24,8 +24,8 @@ class StatedAnswer:
     opens: tuple[str, ...]
 
 
-def stated_answer(environment: Environment, task: Task) -> StatedAnswer | None:
+def reference_answer(environment: Environment, task: Task) -> ReferenceAnswer | None:
     """The answer that `environment` states for `task`; None when it does not, or never does."""
-    of_task = getattr(environment, "stated_answer", None)
-    found: StatedAnswer | None = None if of_task is None else of_task(task)
+    of_task = getattr(environment, "reference_answer", None)
+    found: ReferenceAnswer | None = None if of_task is None else of_task(task)
     return found

@@ -11,7 +11,7 @@ from slow_game import SlowGame
 from perilune.errors import WorkFailedError
 from perilune.games.connect_four import solver as solver_module
 from perilune.games.connect_four.board import Boards, from_moves, joined, mirrored
-from perilune.games.connect_four.judge import positions
+from perilune.games.connect_four.evaluation import positions
 from perilune.games.connect_four.players import one_ply, random_player
 from perilune.games.connect_four.solver import NO_COLUMN, Solver, foreseen
 from perilune.models.native import build

@@ -19,13 +19,13 @@ from perilune.games.connect_four.board import (
     legal,
     play,
 )
-from perilune.games.connect_four.judge import match, openings, positions
+from perilune.games.connect_four.evaluation import match, openings, positions
 from perilune.games.connect_four.learning import Trainer
+from perilune.games.connect_four.learning_settings import LearningSettings
 from perilune.games.connect_four.network import Network, evaluate, load_player, save_player
 from perilune.games.connect_four.players import Intuition, Searching, TreeSearch, one_ply, random_player
 from perilune.games.connect_four.search import search
 from perilune.games.connect_four.self_play import SelfPlay, Stretch, advantages
-from perilune.games.connect_four.settings import LearningSettings
 from perilune.games.connect_four.solver import foreseen
 
 SMALL = LearningSettings(channels=16, hidden=32, games=64, moves=8, minibatch=128)

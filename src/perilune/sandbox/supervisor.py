@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from perilune.sandbox import kernel
-from perilune.sandbox.inside import MOST_DESCRIPTORS, Cell, porter
+from perilune.sandbox.isolation import MOST_DESCRIPTORS, Cell, porter
 from perilune.sandbox.landlock import landlock_version
 from perilune.sandbox.limits import SandboxLimits, lower
 from perilune.sandbox.mechanisms import Mechanisms

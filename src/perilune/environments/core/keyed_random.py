@@ -17,7 +17,7 @@ _BITS = 53  # of a float's fraction
 
 
 @dataclass(frozen=True, slots=True)
-class Chance:
+class KeyedRandom:
     """Random numbers of one session.
 
     Attributes:

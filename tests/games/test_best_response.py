@@ -5,7 +5,7 @@ import pytest
 
 from perilune.environments import make_environment
 from perilune.errors import RequestError
-from perilune.games.best_reply import best_reply
+from perilune.games.best_response import best_response
 
 HEX = make_environment({"id": "open_spiel", "game": "hex", "config": {"board_size": 2}})
 NOUGHTS = make_environment({"id": "open_spiel", "game": "tic_tac_toe"})
@@ -46,7 +46,7 @@ def perfect(decisions, known):
 
 
 def test_it_is_openspiel_s_own_figure():
-    exact = [best_reply(HEX, seat, uniform, least=0) for seat in (0, 1)]
+    exact = [best_response(HEX, seat, uniform, least=0) for seat in (0, 1)]
     assert all(one.low == one.high for one in exact)
     policy = pyspiel.UniformRandomPolicy(HEX.game)
     assert sum(one.low for one in exact) == pytest.approx(pyspiel.nash_conv(HEX.game, policy))
@@ -55,26 +55,26 @@ def test_it_is_openspiel_s_own_figure():
 def test_nothing_is_won_from_perfect_play():
     known = {}
     for seat in (0, 1):
-        assert best_reply(NOUGHTS, seat, lambda asked: perfect(asked, known)) == (0.0, 0.0)
+        assert best_response(NOUGHTS, seat, lambda asked: perfect(asked, known)) == (0.0, 0.0)
 
 
 def test_bounds_hold_the_figure_and_close_in():
-    exact = best_reply(HEX, 1, uniform, least=0).low
+    exact = best_response(HEX, 1, uniform, least=0).low
     widths = []
     for least in (0.4, 0.1, 0.01):
-        found = best_reply(HEX, 1, uniform, least=least)
+        found = best_response(HEX, 1, uniform, least=least)
         assert found.low <= exact <= found.high
         widths.append(found.high - found.low)
     assert widths[0] > widths[-1] == 0
 
 
 def test_an_illegal_move_loses():
-    least = best_reply(HEX, 0, uniform, least=0).low
-    assert best_reply(HEX, 0, spoilt, least=0).low > least
-    assert best_reply(HEX, 0, lambda asked: [[0.0] * len(one.moves) for one in asked]) == (1.0, 1.0)
+    least = best_response(HEX, 0, uniform, least=0).low
+    assert best_response(HEX, 0, spoilt, least=0).low > least
+    assert best_response(HEX, 0, lambda asked: [[0.0] * len(one.moves) for one in asked]) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("game", ["kuhn_poker", "goofspiel"])
 def test_games_with_cards_are_refused(game):
     with pytest.raises(RequestError, match="without cards"):
-        best_reply(make_environment({"id": "open_spiel", "game": game}), 0, uniform)
+        best_response(make_environment({"id": "open_spiel", "game": game}), 0, uniform)

@@ -45,13 +45,13 @@ def episode_settings(section: Mapping[str, Any]) -> EpisodeSettings:
     return EpisodeSettings.model_validate(dict(section.get(KEY) or {}))
 
 
-def without_settings(section: Mapping[str, Any]) -> dict[str, Any]:
+def without_episode_settings(section: Mapping[str, Any]) -> dict[str, Any]:
     """The section as the environment itself knows it."""
     return {key: value for key, value in section.items() if key != KEY}
 
 
 @cache
-def with_settings(model: type[BaseModel]) -> type[BaseModel]:
+def with_episode_settings(model: type[BaseModel]) -> type[BaseModel]:
     """The model of an environment's section, with the key that every environment has."""
     info = Field(default_factory=EpisodeSettings, description="bounds of an episode, and what failures do")
     fields: dict[str, Any] = {KEY: (EpisodeSettings, info)}

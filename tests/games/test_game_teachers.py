@@ -7,7 +7,7 @@ import numpy as np
 import pyspiel
 import pytest
 
-from perilune.environments import Chance
+from perilune.environments import KeyedRandom
 from perilune.errors import RequestError
 from perilune.games.open_spiel_match import Match
 from perilune.games.teachers import BEST, choose, make_game_teacher
@@ -34,7 +34,7 @@ def load(name, **config):
 
 def play(game, teachers, seed):
     """Moves and returns of one game."""
-    chance = Chance(seed, "a game")
+    chance = KeyedRandom(seed, "a game")
     match, moves = Match(game, chance), []
     while not match.over:
         moves.append(choose(teachers[match.player], match, chance))
@@ -96,7 +96,7 @@ def test_equilibrium_play_is_mixed_and_its_probabilities_are_told():
     teacher = make_game_teacher("cfr", game)
     told = {}
     for seed in range(300):
-        chance = Chance(seed, "deal")
+        chance = KeyedRandom(seed, "deal")
         match = Match(game, chance)
         knows = match.state.information_state_string(0)
         move = choose(teacher, match, chance)
@@ -133,7 +133,7 @@ def test_who_begins_wins_small_hex():
 def test_a_bid_is_not_seen_before_all_have_bid():
     game = load("goofspiel")
     teacher = make_game_teacher("cfr", game)
-    chance = Chance(0, "deal")
+    chance = KeyedRandom(0, "deal")
     match = Match(game, chance)
     before = teacher.probabilities(match.state, 1, 0)
     match.take(2)

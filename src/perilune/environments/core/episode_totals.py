@@ -8,7 +8,7 @@ from perilune.environments.core.protocol import Observation, Score
 
 
 @dataclass(slots=True)
-class Tally:
+class EpisodeTotals:
     """Rewards by player, and figures, of an episode so far."""
 
     players: int

@@ -4,7 +4,7 @@ from itertools import islice
 
 import pytest
 
-from perilune.environments import Chance, Transcript, make_environment
+from perilune.environments import KeyedRandom, Transcript, make_environment
 from perilune.errors import RequestError
 from perilune.verifiers.conformance import check_environment
 
@@ -20,11 +20,11 @@ def section(game, **more):
 def played(environment, task, seed=0, moves=()):
     """A game to its end: `moves` first, then at random; returns actions and what was observed."""
     session = environment.reset(task, seed)
-    chance, actions, seen = Chance(seed, task.task_id), [], [session.observation]
+    rng, actions, seen = KeyedRandom(seed, task.task_id), [], [session.observation]
     while not session.observation.done:
         turn = len(actions)
         legal = session.observation.legal
-        actions.append(moves[turn] if turn < len(moves) else chance.choice(legal, "play", turn))
+        actions.append(moves[turn] if turn < len(moves) else rng.choice(legal, "play", turn))
         seen.append(session.step(actions[-1]))
     return actions, seen
 

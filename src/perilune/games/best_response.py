@@ -39,7 +39,7 @@ class _Node:
     children: list[_Node] = field(default_factory=list)
 
 
-def best_reply(
+def best_response(
     environment: OpenSpielEnvironment, seat: int, probabilities: Probabilities, *, least: float = 0.01
 ) -> Bounds:
     """Bounds of what the best reply earns, on average, from a policy in `seat`, in the game's returns.

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 Steps = NDArray[np.float64]
 
-PASSES = 0.99
+PASS_THRESHOLD = 0.99
 """Utility from which an answer counts as right."""
 
 
@@ -26,7 +26,7 @@ def shaping(potentials: Steps, bounds: tuple[float, float], gamma: float = 1.0) 
     return np.asarray(gamma * phi[1:] - phi[:-1])
 
 
-def against_own_mean(rewards: Steps, gamma: float = 1.0, scale: float = 1.0, clip: float = math.inf) -> Steps:
+def centered_returns(rewards: Steps, gamma: float = 1.0, scale: float = 1.0, clip: float = math.inf) -> Steps:
     """float64[T]: clip((G - b) / scale) with G the return of each step, b their mean; b is 0 for one step."""
     returns = np.zeros(len(rewards))
     later = 0.0

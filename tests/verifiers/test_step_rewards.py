@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from perilune.environments.core.protocol import Score, Task, Transcript
 from perilune.environments.core.registry import make_environment
-from perilune.verifiers.trace import against_own_mean, shaping
+from perilune.verifiers.step_rewards import centered_returns, shaping
 
 ANY = (-np.inf, np.inf)
 figures = st.floats(-10, 10, allow_nan=False)
@@ -70,9 +70,9 @@ def test_shaping_leaves_the_order_of_actions_as_it_is(seed: int, depth: int, gam
 
 
 def test_a_step_against_the_mean_of_its_trace_is_clipped_and_a_single_one_has_no_mean() -> None:
-    np.testing.assert_allclose(against_own_mean(np.array([0.0, 20.0]), clip=4.0), [0, 0])
-    np.testing.assert_allclose(against_own_mean(np.array([30.0, -10.0]), clip=4.0), [4, -4])
-    np.testing.assert_allclose(against_own_mean(np.array([3.0]), scale=2.0), [1.5])
+    np.testing.assert_allclose(centered_returns(np.array([0.0, 20.0]), clip=4.0), [0, 0])
+    np.testing.assert_allclose(centered_returns(np.array([30.0, -10.0]), clip=4.0), [4, -4])
+    np.testing.assert_allclose(centered_returns(np.array([3.0]), scale=2.0), [1.5])
 
 
 HOSTILE = {
