@@ -35,7 +35,7 @@ from perilune.control.record.home import Home
 from perilune.control.record.ids import new_ulid
 from perilune.control.record.store import Attempt, Event, Experiment, Run, Stage, event_hash, verify_events
 from perilune.control.runs.experiments import Control
-from perilune.control.runs.submission import Wish, submit
+from perilune.control.runs.submission import Submission, submit
 from perilune.execution.claim import Claim
 from perilune.execution.processes import ProcessIdentity
 from perilune.files import write_json
@@ -155,7 +155,9 @@ def measure(runs: int, events: int, live: int, rounds: int) -> dict[str, Any]:
                 attempt_copy(bundle, destination)
                 return digest
 
-            run = submit(home, control.store, Wish(experiment, "stage0", "new_model", key=new_ulid()), copied)
+            run = submit(
+                home, control.store, Submission(experiment, "stage0", "new_model", key=new_ulid()), copied
+            )
             with control.store.transaction() as session:  # so that the next one is not joined to it
                 row = session.get_one(Run, run.id)
                 row.state, row.desired = "cancelled", "cancelled"

@@ -43,7 +43,7 @@ def arm(size: int, looks: int) -> dict[str, Any]:
 
     from perilune.execution.hosts.protocol import HostUnreachableError
     from perilune.execution.hosts.ssh import SshHost
-    from perilune.execution.limits import Limits
+    from perilune.execution.limits import AttemptLimits
     from perilune.execution.placements.remote import RemotePlacement, Site
 
     class Counting(NearbyHost):
@@ -68,7 +68,7 @@ def arm(size: int, looks: int) -> dict[str, Any]:
 
         def placement(host: Any, workspace: str) -> RemotePlacement:
             site = Site(python=str(python), installed=True, workspace=str(folder / workspace))
-            return RemotePlacement(host, site, Limits())
+            return RemotePlacement(host, site, AttemptLimits())
 
         near = Counting()
         there = placement(near, "near")

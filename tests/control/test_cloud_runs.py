@@ -18,7 +18,8 @@ from sqlalchemy import select
 from sshd_cases import Sshd, make_key, sshd
 
 from perilune.bundle.verify import verify
-from perilune.control.machines.lifecycle import Fleet, sweep
+from perilune.control.machines import sweep
+from perilune.control.machines.lifecycle import Fleet
 from perilune.control.machines.panic import panic
 from perilune.control.record.store import Attempt
 from perilune.control.record.transitions import MachineState
@@ -26,7 +27,7 @@ from perilune.control.runs.experiments import Control, StagePlan, advance
 from perilune.control.runs.progress import StageEvent, StageFinished, StageProgress
 from perilune.control.runs.requests import cancel
 from perilune.control.runs.templates import OnRented, Retry, Template
-from perilune.execution.limits import Limits
+from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements.remote import Site
 from perilune.execution.providers.protocol import MachineRequest
 from perilune.execution.providers.skypilot import client
@@ -63,7 +64,7 @@ def template(tmp_path: Path) -> Template:
     python, workspace = interpreter(tmp_path / "python"), tmp_path / "box"
     site = Site(python=str(python), installed=True, workspace=str(workspace))
     place = OnRented(name="rented", provider="sky", kind="spot", lease=LEASE, site=site)
-    return Template(placement=place, retry=Retry(base=0.01), limits=Limits(on_box_stop_after=60.0))
+    return Template(placement=place, retry=Retry(base=0.01), limits=AttemptLimits(on_box_stop_after=60.0))
 
 
 def go(control: Control, template: Template, plan: StagePlan) -> Iterator[StageEvent]:
@@ -137,7 +138,7 @@ def test_a_record_that_is_not_renewed_ends_nothing(control: Control, fleet: Flee
     sky.weather(cloudy=True)
     sky.change(key, alive=False, updated=stale())
     for _ in range(5):
-        machine = fleet.tend(key)
+        machine = fleet.reconcile(key)
         assert machine is not None and machine.state == MachineState.READY and not machine.missing_since
         time.sleep(0.15)
     sky.weather(cloudy=False)
@@ -150,7 +151,7 @@ def test_what_nothing_needs_is_called_off_or_found_and_ended(
     monkeypatch.setattr(client, "PATIENCE", 0.0)
     sky.weather(launch_seconds=0.5)
     key = rented(control, fleet, SPOT)
-    fleet.tend(key)
+    fleet.reconcile(key)
     end(control)
     tend_until(fleet, key, MachineState.GONE)
     time.sleep(0.5)

@@ -15,15 +15,15 @@ from drill_cases import begin, drill_plan, wait_for
 from perilune.bundle.freeze import freeze
 from perilune.control.record.transitions import RunState
 from perilune.control.runs.experiments import Control
-from perilune.control.runs.submission import Wish, submit
+from perilune.control.runs.submission import Submission, submit
 
 COMMAND = [sys.executable, "-m", "perilune.cli.main", "daemon", "--every", "0.2"]
 
 
 def submitted(control: Control, name: str) -> str:
     plan = drill_plan(name, steps=1)
-    wish = Wish(begin(control, [plan], name), name, "drill")
-    return submit(control.home, control.store, wish, partial(freeze, plan.job, {})).id
+    submission = Submission(begin(control, [plan], name), name, "drill")
+    return submit(control.home, control.store, submission, partial(freeze, plan.job, {})).id
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from perilune.control.runs.progress import StageEvent, StageFinished
 from perilune.control.runs.templates import OnRented, ResourcesChange, Retry, Template
 from perilune.errors import RequestError
 from perilune.execution.claim import Claim, read_claim
-from perilune.execution.limits import Limits
+from perilune.execution.limits import AttemptLimits
 from perilune.execution.observation import Observation
 from perilune.execution.placements.gang import together
 from perilune.execution.placements.remote import Site
@@ -54,7 +54,7 @@ def template(folder: Path, nodes: int = NODES) -> Template:
         placement=place,
         resources=ResourcesChange(nodes=nodes),
         retry=Retry(base=0.01),
-        limits=Limits(on_box_stop_after=60.0),
+        limits=AttemptLimits(on_box_stop_after=60.0),
     )
 
 
@@ -150,7 +150,9 @@ def test_all_machines_or_none(control: Control, fleet: Fleet, cloud: FakeCloud, 
     assert [one.rank for one in fleet.all()] == [0, 1]
     assert any("machine 1 of 2 is asked for" in fact for fact in explain(control, drill.run_id).because)
     cloud.befall(call="create", fault=Fault.ERROR_BEFORE, times=0)
-    control.reconciler.rentals.fleet.dismiss(fleet.key(drill.run_id, 1, rank=1), "a user wanted it")
+    control.reconciler.rentals.fleet.request_termination(
+        fleet.key(drill.run_id, 1, rank=1), "a user wanted it"
+    )
     drill.until("failed")
     drill.finish()
     assert [one.state for one in drill.attempts()] == ["failed", "succeeded"]

@@ -15,7 +15,7 @@ from sqlalchemy import func, select
 
 from perilune.control.machines.lifecycle import Fleet
 from perilune.control.machines.panic import panic
-from perilune.control.machines.sweep import sweep, tend_all
+from perilune.control.machines.sweep import reconcile_all, sweep
 from perilune.control.record.backup import back_up, restore
 from perilune.control.record.home import Home
 from perilune.control.record.identity import adopt, inherited
@@ -26,7 +26,7 @@ from perilune.control.runs.progress import StageFinished
 from perilune.control.runs.requests import request_cancel
 from perilune.errors import RequestError
 from perilune.execution.hosts.local import LocalHost
-from perilune.execution.limits import Limits
+from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements.remote import RemotePlacement, Site
 from perilune.execution.processes import ProcessIdentity
 from perilune.execution.providers.fake.client import FakeCloud
@@ -43,7 +43,7 @@ def test_a_copy_leaves_the_runs_of_the_original_alone_until_it_adopts_them(
     placement = control.reconciler.placements.local
     if where == "elsewhere":
         site = Site(python=sys.executable, installed=True, workspace=str(tmp_path / "there"))
-        placement = RemotePlacement(LocalHost(), site, Limits())
+        placement = RemotePlacement(LocalHost(), site, AttemptLimits())
         monkeypatch.setattr(control.reconciler.placements, "local", placement)
     events, attempt = hanging(control)
     run_id, worker = attempt.parents[1].name, worker_of(attempt)
@@ -89,16 +89,16 @@ def test_a_copy_neither_sees_nor_ends_machines_of_the_original(
     copy = drill_control(home.root)
     rent_from(home.root, cloud.folder)
     theirs = Fleet(copy.home, copy.store)
-    tend_all(theirs)
+    reconcile_all(theirs)
     assert sweep(theirs, grace=0.0) == [] and theirs.all() == []
     with pytest.raises(RequestError, match="another home rented this machine"):
-        theirs.dismiss(key, "not ours")
+        theirs.request_termination(key, "not ours")
     assert panic(home, patience=5.0).ended == ()
     found = theirs.machine(key)
     assert found is not None and found.state == MachineState.READY and bill(cloud)["alive"] == [key]
     assert adopt(home, copy.store).runs == {"01RUN"}
     theirs = Fleet(copy.home, copy.store)
-    theirs.dismiss(key, "the original is gone")
+    theirs.request_termination(key, "the original is gone")
     tend_until(theirs, key, MachineState.GONE)
     assert bill(cloud)["alive"] == []
     copy.store.close()

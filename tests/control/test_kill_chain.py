@@ -19,9 +19,9 @@ from kill_cases import killed_at_every_point
 from sqlalchemy import select
 
 from perilune.bundle.verify import verify
-from perilune.control.machines.lifecycle import lifecycle as machines
-from perilune.control.machines.lifecycle import listings
-from perilune.control.machines.lifecycle import planner as machine_planner
+from perilune.control.machines import lifecycle as machines
+from perilune.control.machines import listings
+from perilune.control.machines import planner as machine_planner
 from perilune.control.machines.rented import RentedPlacement
 from perilune.control.queries.lookup import attempts_of
 from perilune.control.record.faults import MACHINE_POINTS, POINTS, REMOTE_POINTS
@@ -29,7 +29,7 @@ from perilune.control.record.store import Event, Machine, Operation, Run, verify
 from perilune.control.runs import endings, reconcile
 from perilune.control.runs.experiments import Control, StagePlan, advance
 from perilune.control.runs.templates import OnRented, Retry, Template
-from perilune.execution.limits import Limits
+from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements import Capabilities
 from perilune.execution.placements.remote import Site
 from perilune.execution.providers.fake.client import FakeCloud
@@ -54,7 +54,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 def template(folder: Path) -> Template:
     site = Site(python=str(interpreter(folder / "python", grace=1.0)), installed=True)
     place = OnRented(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
-    return Template(placement=place, retry=Retry(base=0.01), limits=Limits(on_box_stop_after=60.0))
+    return Template(placement=place, retry=Retry(base=0.01), limits=AttemptLimits(on_box_stop_after=60.0))
 
 
 def idle(control: Control) -> bool:

@@ -21,8 +21,8 @@ GRACE = 30.0  # seconds that ending may take once the provider answers again
 NEXT = {
     Operation.READY: MachineState.READY,
     Operation.DRAIN: MachineState.DRAINING,
-    Operation.CONDEMN: MachineState.TERMINATING,
-    Operation.BURY: MachineState.GONE,
+    Operation.MARK_TERMINATING: MachineState.TERMINATING,
+    Operation.RECORD_GONE: MachineState.GONE,
 }
 
 
@@ -92,14 +92,14 @@ class Life:
     recorded: Recorded
     done: list[tuple[float, Operation, str]] = field(default_factory=list)
 
-    def tend(self, world: World, desire: Desire) -> None:
+    def reconcile(self, world: World, desire: Desire) -> None:
         now, seen = at(world.now), world.look()
         idle = self.recorded.idle_since
         idle = None if desire is Desire.HELD else idle or now
         self.recorded = replace(self.recorded, idle_since=idle)
         plan = plan_machine(desire, self.recorded, seen, now)
         if seen.presence is Presence.UNKNOWN:  # the rule of rules
-            assert set(plan.operations) <= {Operation.CONDEMN, Operation.TERMINATE, Operation.DRAIN}
+            assert set(plan.operations) <= {Operation.MARK_TERMINATING, Operation.TERMINATE, Operation.DRAIN}
             assert Operation.DRAIN not in plan.operations or desire is not Desire.HELD
             assert not set(plan.operations) - {Operation.DRAIN} or self.condemned(desire, now)
         for operation in plan.operations:
@@ -130,10 +130,10 @@ class Life:
             case Operation.TERMINATE:
                 assert self.recorded.state is MachineState.TERMINATING  # the intent comes first
                 world.terminate()
-            case Operation.MISS | Operation.CONDEMN:
-                missing = now if operation is Operation.MISS else None
+            case Operation.RECORD_MISSING | Operation.MARK_TERMINATING:
+                missing = now if operation is Operation.RECORD_MISSING else None
                 self.recorded = replace(self.recorded, missing_since=missing)
-            case Operation.SIGHT:
+            case Operation.RECORD_FOUND:
                 self.recorded = replace(self.recorded, missing_since=None)
 
 
@@ -160,7 +160,7 @@ def test_every_machine_is_gone_in_the_end_and_costs_no_more_than_it_may(
     collected = work + chance.uniform(0, 100)
     while world.now < 1500.0:
         desire = Desire.HELD if world.now < work else Desire.COLLECTED
-        life.tend(world, Desire.RELEASED if world.now >= collected else desire)
+        life.reconcile(world, Desire.RELEASED if world.now >= collected else desire)
         world.now += chance.choice([0.5, 1.0, 5.0, 20.0])
         if preempted and world.alive() and chance.random() < 0.05:
             if world.notice:
@@ -172,8 +172,8 @@ def test_every_machine_is_gone_in_the_end_and_costs_no_more_than_it_may(
         # The end of trouble may come after the end of the lease; nobody can end a machine through a dead API.
         latest = max(LEASE.max_cost / PRICE * 3600, stormy_until) + visibility + 20.0 + GRACE
         assert cost(PRICE, world.ended - world.born) <= cost(PRICE, latest)
-    buried = [moment for moment, operation, _ in life.done if operation is Operation.BURY]
-    missed = [moment for moment, operation, _ in life.done if operation is Operation.MISS]
+    buried = [moment for moment, operation, _ in life.done if operation is Operation.RECORD_GONE]
+    missed = [moment for moment, operation, _ in life.done if operation is Operation.RECORD_MISSING]
     assert buried[-1] - missed[-1] >= max(visibility, LEAST_GAP)  # two looks, some time apart
 
 
@@ -186,10 +186,10 @@ def test_nothing_that_is_needed_is_ended_before_its_lease_is(
     life = begun(visibility)
     life.recorded = replace(life.recorded, lease=LEASE.model_copy(update={"ready_within": 190.0}))
     while world.now < 190.0:
-        life.tend(world, Desire.HELD)
+        life.reconcile(world, Desire.HELD)
         world.now += world.chance.choice([0.5, 1.0, 5.0])
     assert {operation for _, operation, _ in life.done} <= {
-        Operation.CREATE, Operation.READY, Operation.MISS, Operation.SIGHT
+        Operation.CREATE, Operation.READY, Operation.RECORD_MISSING, Operation.RECORD_FOUND
     }  # fmt: skip
     assert world.ended is None
 
@@ -209,7 +209,7 @@ def test_what_is_seen_again_had_not_been_gone() -> None:
     recorded = replace(begun().recorded, state=MachineState.GONE)
     seen = World(random.Random(0), 0.0, 0.0, 0.0).sighting(MachineStatus.RUNNING)
     plan = plan_machine(Desire.RELEASED, recorded, seen, at(50.0))
-    assert plan.operations == (Operation.CONDEMN, Operation.TERMINATE)
+    assert plan.operations == (Operation.MARK_TERMINATING, Operation.TERMINATE)
     for quiet in (Sighting(Presence.UNKNOWN), Sighting(Presence.ABSENT)):
         assert plan_machine(Desire.RELEASED, recorded, quiet, at(50.0)).operations == ()
 
@@ -227,7 +227,7 @@ def test_a_machine_is_asked_for_again_with_its_key_and_not_in_a_hurry() -> None:
 def test_a_refusal_ends_it_and_a_silent_provider_is_asked_to_end_it_all_the_same() -> None:
     refused = replace(begun().recorded, asked=at(0.0), refused=True)
     plan = plan_machine(Desire.HELD, refused, Sighting(Presence.ABSENT), at(1.0))
-    assert plan.operations == (Operation.CONDEMN,)
+    assert plan.operations == (Operation.MARK_TERMINATING,)
     going = replace(begun().recorded, state=MachineState.TERMINATING)
     plan = plan_machine(Desire.HELD, going, Sighting(Presence.UNKNOWN), at(5000.0))
     assert plan.operations == (Operation.TERMINATE,)

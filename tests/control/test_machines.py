@@ -20,7 +20,7 @@ from perilune.control.machines.budget import accrued, over_the_cap, price_of, to
 from perilune.control.machines.lifecycle import Fleet
 from perilune.control.machines.panic import panic
 from perilune.control.machines.providers import cluster_id
-from perilune.control.machines.sweep import sweep, tend_all
+from perilune.control.machines.sweep import reconcile_all, sweep
 from perilune.control.record import clock
 from perilune.control.record.clock import Instant
 from perilune.control.record.faults import KILL_AT, MACHINE_POINTS
@@ -58,8 +58,8 @@ def test_from_the_wish_to_the_proof(control: Control, fleet: Fleet, cloud: FakeC
     assert gone.cost == pytest.approx(bill(cloud)["costs"][key], abs=1e-4)
     assert [kind for kind in kinds(control) if kind.startswith(("machine", "create", "terminate"))] == [
         "machine.requested", "create.intended", "create.done", "machine.created", "machine.ready",
-        "machine.draining", "machine.terminating", "terminate.intended", "machine.terminate_asked",
-        "machine.missed", "machine.gone", "terminate.done",
+        "machine.draining", "machine.terminating", "terminate.intended", "machine.terminate_requested",
+        "machine.missing", "machine.gone", "terminate.done",
     ]  # fmt: skip
     with control.store.snapshot() as session:
         assert {operation.status for operation in session.scalars(select(Operation))} == {"done"}
@@ -84,7 +84,7 @@ def test_a_creation_whose_answer_is_lost_is_adopted(
 def test_a_creation_that_happens_late(control: Control, fleet: Fleet, cloud: FakeCloud, needed: bool) -> None:
     cloud.befall(call="create", fault=Fault.LATE_EFFECT, times=1)
     key = rented(control, fleet)
-    fleet.tend(key)
+    fleet.reconcile(key)
     if needed:
         tend_until(fleet, key, READY)
         end(control)
@@ -108,7 +108,7 @@ def test_an_end_that_is_not_proven_is_asked_for_again_and_again(
     cloud.befall(call="terminate", fault=Fault.ERROR_BEFORE, times=5)
     end(control)
     deadline = time.monotonic() + 20
-    while (machine := fleet.tend(key)) and machine.terminate_calls < 5:
+    while (machine := fleet.reconcile(key)) and machine.terminate_calls < 5:
         assert machine.state == TERMINATING and bill(cloud)["alive"] == [key] and accrued(machine) > 0
         assert time.monotonic() < deadline
         time.sleep(0.06)
@@ -120,11 +120,11 @@ def test_cancelled_in_every_state_on_the_way(control: Control, fleet: Fleet, clo
     untouched = rented(control, fleet, number=1)
     end(control, number=1)
     asked = rented(control, fleet, number=2)
-    fleet.tend(asked)
+    fleet.reconcile(asked)
     end(control, number=2)
     unanswered = rented(control, fleet, number=3)
     cloud.befall(call="create", fault=Fault.LOST_ANSWER, times=1)
-    fleet.tend(unanswered)
+    fleet.reconcile(unanswered)
     end(control, number=3)
     ready = rented(control, fleet, number=4)
     tend_until(fleet, ready, READY)
@@ -156,7 +156,7 @@ def test_a_machine_that_dies_is_gone_after_two_looks(
     cloud.befall(key=key, fault=Fault.HOST_DEATH)
     with pytest.raises(PeriluneError, match="cannot be reached"):
         host.run(["true"])
-    machine = fleet.tend(key)
+    machine = fleet.reconcile(key)
     assert machine is not None and machine.state == READY and machine.missing_since
     assert tend_until(fleet, key, GONE).reason == "host failure"
 
@@ -171,7 +171,7 @@ def test_a_provider_that_is_not_configured_any_more_is_silent(
     providers.write_text("daily_cap: 1.0\nproviders: {}\n")
     stranger = Fleet(control.home, control.store)
     end(control)
-    machine = stranger.tend(key)
+    machine = stranger.reconcile(key)
     assert machine is not None and machine.state == TERMINATING and machine.unseen_since
     providers.write_text(whole)
     tend_until(Fleet(control.home, control.store), key, GONE)
@@ -182,12 +182,12 @@ def test_a_silent_provider_is_a_condition(control: Control, fleet: Fleet, cloud:
     tend_until(fleet, key, READY)
     cloud.befall(call="list", fault=Fault.ERROR_BEFORE, times=3)
     for _ in range(3):
-        machine = fleet.tend(key)
+        machine = fleet.reconcile(key)
         assert machine is not None and machine.state == READY and machine.unseen_since
-    machine = fleet.tend(key)
+    machine = fleet.reconcile(key)
     assert machine is not None and machine.unseen_since is None and bill(cloud)["alive"] == [key]
-    told = [kind for kind in kinds(control) if kind in {"machine.unseen", "machine.seen"}]
-    assert told == ["machine.unseen", "machine.seen"]
+    told = [kind for kind in kinds(control) if kind in {"machine.unreachable", "machine.reachable"}]
+    assert told == ["machine.unreachable", "machine.reachable"]
 
 
 def test_the_end_of_a_lease_ends_the_machine_whatever_runs_there(
@@ -199,7 +199,7 @@ def test_the_end_of_a_lease_ends_the_machine_whatever_runs_there(
     wall = time.time
     for days in (1, -1):  # a wrong wall clock changes nothing
         monkeypatch.setattr(clock.time, "time", lambda days=days: wall() + days * 86400.0)
-        machine = fleet.tend(key)
+        machine = fleet.reconcile(key)
         assert machine is not None and machine.state == READY
     monkeypatch.setattr(clock.time, "time", wall)
     gone = tend_until(fleet, key, GONE)
@@ -351,7 +351,7 @@ def test_tending_all_tends_every_machine(control: Control, fleet: Fleet) -> None
     deadline = time.monotonic() + 20
     while fleet.all():
         assert time.monotonic() < deadline
-        tend_all(fleet)
+        reconcile_all(fleet)
         time.sleep(0.02)
     machine = fleet.machine(key)
     assert machine is not None and machine.state == GONE

@@ -26,7 +26,7 @@ from perilune.execution import limits
 from perilune.execution.claim import MARK, read_claim
 from perilune.execution.hosts import HostUnreachableError, ssh
 from perilune.execution.hosts.ssh import SshHost, SshSettings
-from perilune.execution.limits import Limits
+from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements import Capabilities
 from perilune.execution.placements.remote import RemotePlacement, Site
 from perilune.execution.processes import marked
@@ -159,7 +159,7 @@ def test_what_a_link_hid_for_too_long_has_ended_and_is_not_taken(
 ) -> None:
     monkeypatch.setattr(limits, "MARGIN", 2.0)
     monkeypatch.setattr(limits, "STOP_GRACE", 1.0)
-    bounds = Limits(on_box_stop_after=5.0, lost_after=8.0)
+    bounds = AttemptLimits(on_box_stop_after=5.0, lost_after=8.0)
     far.template = far.template.model_copy(update={"limits": bounds})
     ends = far.submit(drill_plan("ends", steps=2, noise=True, gate=str(tmp_path / "gate")))
     hangs = far.hanging("hangs")

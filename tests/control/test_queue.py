@@ -12,15 +12,15 @@ from perilune.control.queries.explanation import explain
 from perilune.control.record.store import Event
 from perilune.control.record.transitions import RunState
 from perilune.control.runs.experiments import Control, StagePlan
-from perilune.control.runs.submission import Wish, submit
+from perilune.control.runs.submission import Submission, submit
 from perilune.control.runs.templates import Template
 
 
 def submitted(control: Control, name: str, template: Template, **spec: object) -> str:
     plan: StagePlan = drill_plan(name, **spec)
     experiment = begin(control, [plan], name)
-    wish = Wish(experiment, name, "drill", template=template)
-    return submit(control.home, control.store, wish, partial(freeze, plan.job, {})).id
+    submission = Submission(experiment, name, "drill", template=template)
+    return submit(control.home, control.store, submission, partial(freeze, plan.job, {})).id
 
 
 def states(control: Control, runs: list[str]) -> list[str]:

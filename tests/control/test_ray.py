@@ -30,7 +30,7 @@ from perilune.control.runs.progress import StageFinished, StageProgress
 from perilune.control.runs.templates import OnRented, ResourcesChange, Retry, Template
 from perilune.errors import RequestError
 from perilune.execution.hosts import Host, HostRefusedError, HostUnreachableError
-from perilune.execution.limits import Limits
+from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements import Assignment, Placement
 from perilune.execution.placements.remote import RemotePlacement, Site
 from perilune.execution.processes import Presence
@@ -92,7 +92,7 @@ def has_ended(provider: RayCluster, key: str) -> str:
 
 def on(host: Host, folder: Path, workspace: str = "~/.perilune/attempts") -> RemotePlacement:
     site = Site(python=str(interpreter(folder)), installed=True, workspace=workspace)
-    return RemotePlacement(host, site, Limits())
+    return RemotePlacement(host, site, AttemptLimits())
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +232,7 @@ def rents_from(
         placement=OnRented(name="rented", provider="mine", kind="small", lease=LEASE, site=site),
         resources=ResourcesChange(nodes=nodes),
         retry=Retry(base=0.01),
-        limits=Limits(on_box_stop_after=60.0),
+        limits=AttemptLimits(on_box_stop_after=60.0),
     )
 
 

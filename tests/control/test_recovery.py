@@ -286,7 +286,7 @@ def test_what_cannot_be_seen_is_cancelled_only_by_force_and_stopped_when_it_is_s
         kinds = list(session.scalars(select(Event.kind).where(Event.run_id == run_id).order_by(Event.seq)))
     assert kinds[-6:] == [
         "run.cancel_requested", "attempt.unreachable", "run.cancel_forced",
-        "attempt.unclean", "attempt.lost", "run.cancelled",
+        "attempt.cleanup_pending", "attempt.lost", "run.cancelled",
     ]  # fmt: skip
     with pytest.raises(RequestError, match="been cancelled already"):
         cancel(control, run_id, force=True)

@@ -32,7 +32,7 @@ from perilune.control.runs.progress import StageEvent, StageFailed, StageFinishe
 from perilune.control.runs.requests import cancel
 from perilune.control.runs.templates import OverSsh, Retry, Template
 from perilune.execution.claim import MARK, read_claim
-from perilune.execution.limits import Limits
+from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements import Capabilities
 from perilune.execution.placements.remote import RemotePlacement, Site
 from perilune.execution.processes import marked
@@ -52,7 +52,7 @@ class Elsewhere:
         self.template = Template(placement=there, retry=Retry(base=0.01))
 
     def limited(self, **bounds: Any) -> None:
-        self.template = self.template.model_copy(update={"limits": Limits(**bounds)})
+        self.template = self.template.model_copy(update={"limits": AttemptLimits(**bounds)})
 
     def cut(self, when: str = "before") -> None:
         self.host.cut = lambda verb: when
@@ -349,7 +349,7 @@ def test_the_template_is_recorded_with_the_run(control: Control, box: Elsewhere)
     run = only_run(control)
     again = drill_control(control.home.root)
     assert again.reconciler.placements.of(run.id).name == "nearby"
-    assert again.reconciler.placements.policy_of(run.id).lost_after == Limits().given_up_after
+    assert again.reconciler.placements.policy_of(run.id).lost_after == AttemptLimits().given_up_after
     assert cancel(control, run.id).state == "cancelled"
 
 

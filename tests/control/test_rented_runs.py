@@ -28,7 +28,7 @@ from perilune.control.runs.progress import StageEvent, StageFailed, StageFinishe
 from perilune.control.runs.requests import cancel, request_cancel
 from perilune.control.runs.templates import OnRented, Retry, Template
 from perilune.execution.claim import read_claim
-from perilune.execution.limits import Limits
+from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements.remote import Site
 from perilune.execution.providers.fake.client import FakeCloud
 from perilune.execution.providers.fake.weather import Fault, Weather
@@ -38,7 +38,7 @@ from perilune.execution.providers.fake.weather import Fault, Weather
 def template(tmp_path: Path) -> Template:
     site = Site(python=str(interpreter(tmp_path / "python")), installed=True)
     place = OnRented(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
-    return Template(placement=place, retry=Retry(base=0.01), limits=Limits(on_box_stop_after=60.0))
+    return Template(placement=place, retry=Retry(base=0.01), limits=AttemptLimits(on_box_stop_after=60.0))
 
 
 def go(control: Control, template: Template, plan: StagePlan) -> Iterator[StageEvent]:

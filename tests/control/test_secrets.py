@@ -27,7 +27,7 @@ from perilune.control.runs.planner import RetryPolicy
 from perilune.control.runs.progress import StageFailed, StageFinished
 from perilune.errors import RequestError
 from perilune.execution.hosts.local import LocalHost
-from perilune.execution.limits import Limits
+from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements.remote import RemotePlacement, Site
 
 CANARY = "canary-7f3a91c4e5"
@@ -153,8 +153,8 @@ def test_a_task_that_prints_and_raises_a_secret_leaves_it_nowhere(
         if "before" in where:
             (tmp_path / "early").mkdir()
             (tmp_path / "early" / "sitecustomize.py").write_text(EARLY)
-            site = site.telling({"PYTHONPATH": str(tmp_path / "early")})
-        other = RemotePlacement(LocalHost(), site, Limits())
+            site = site.with_environment({"PYTHONPATH": str(tmp_path / "early")})
+        other = RemotePlacement(LocalHost(), site, AttemptLimits())
         monkeypatch.setattr(control.reconciler.placements, "local", other)
     monkeypatch.setattr(control.reconciler.placements, "policy", RetryPolicy(infrastructure=0))
     *_, last = advance(control, begin(control, [plan]), [plan], poll=0.02)
@@ -200,7 +200,7 @@ def test_what_is_recorded_is_redacted(control: Control, monkeypatch: pytest.Monk
     with control.store.transaction() as session:
         run = session.scalars(select(Run)).one()
         run.message = f"provider says {CANARY}"
-        record(session, "machine.not_made", run_id=run.id, refused=f"bad token {CANARY.encode().hex()}")
+        record(session, "machine.not_created", run_id=run.id, refused=f"bad token {CANARY.encode().hex()}")
     control.store.close()
     database = control.home.database.read_bytes()
     assert b"[JUDGE_KEY]" in database and CANARY.encode() not in database

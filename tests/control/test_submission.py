@@ -20,7 +20,7 @@ from perilune.control.record.faults import KILL_AT, POINTS
 from perilune.control.record.store import Attempt, Operation, Run, verify_events
 from perilune.control.runs.experiments import Control, advance
 from perilune.control.runs.progress import StageFinished, StageReused
-from perilune.control.runs.submission import Wish, submit
+from perilune.control.runs.submission import Submission, submit
 from perilune.errors import RequestError
 
 pytestmark = pytest.mark.xdist_group("crash sweep")  # one module fixture serves them all
@@ -53,7 +53,7 @@ def submit_drill(control: Control, key: str | None = None, **spec: object) -> Ru
     experiment = begin(control, [drill_plan()])
     job = drill_job(**spec)
     return submit(
-        control.home, control.store, Wish(experiment, "drill", "drill", key), partial(freeze, job, {})
+        control.home, control.store, Submission(experiment, "drill", "drill", key), partial(freeze, job, {})
     )
 
 
@@ -89,7 +89,7 @@ def test_a_job_that_cannot_be_frozen_leaves_nothing(control: Control, tmp_path: 
     experiment = begin(control, [drill_plan()])
     missing = partial(freeze, drill_job(), {"data": tmp_path / "absent"})
     with pytest.raises(RequestError):
-        submit(control.home, control.store, Wish(experiment, "drill", "drill"), missing)
+        submit(control.home, control.store, Submission(experiment, "drill", "drill"), missing)
     assert run_directories(control) == list(control.home.temporary.iterdir()) == []
 
 

@@ -21,7 +21,7 @@ from perilune.control.runs.experiments import Control
 from perilune.control.runs.placements import Placements
 from perilune.control.runs.planner import RetryPolicy
 from perilune.control.runs.requests import retry
-from perilune.control.runs.submission import Wish, submit
+from perilune.control.runs.submission import Submission, submit
 from perilune.control.runs.templates import (
     OverSsh,
     Template,
@@ -186,8 +186,8 @@ def test_a_retry_goes_by_the_host_key_that_the_template_has_now(control: Control
     path.with_name("broken.yaml").write_text("placement: {name: nowhere}\n")
     plan = drill_plan("one", steps=1)
     template = load_template(control.home, "box")
-    wish = Wish(begin(control, [plan]), "one", "drill", template=template)
-    run = submit(control.home, control.store, wish, partial(freeze, plan.job, {}))
+    submission = Submission(begin(control, [plan]), "one", "drill", template=template)
+    run = submit(control.home, control.store, submission, partial(freeze, plan.job, {}))
     with control.store.transaction() as session:
         row = session.get_one(Run, run.id)
         move_run(session, row, RunState.FAILED, cause=Cause.HOST_REFUSED.value, message="another host key")

@@ -10,10 +10,11 @@ import pytest
 import yaml
 from drill_cases import begin, drill_control, drill_plan
 
+from perilune.control.machines import lifecycle as machines
+from perilune.control.machines import listings, panic
+from perilune.control.machines import planner as machine_planner
 from perilune.control.machines.leases import Lease, Rental
-from perilune.control.machines.lifecycle import Fleet, listings, panic
-from perilune.control.machines.lifecycle import lifecycle as machines
-from perilune.control.machines.lifecycle import planner as machine_planner
+from perilune.control.machines.lifecycle import Fleet
 from perilune.control.record.faults import reached
 from perilune.control.record.store import Attempt, Machine, Run, move_attempt
 from perilune.control.record.transitions import AttemptState, Cleanup, MachineState, RunState
@@ -91,7 +92,7 @@ def end(control: Control, *, collected: bool = True, number: int = 1) -> None:
 def tend_until(fleet: Fleet, key: str, state: MachineState, seconds: float = 20.0) -> Machine:
     """Tend a machine until it is in that state."""
     deadline = time.monotonic() + seconds
-    while (machine := fleet.tend(key)) is None or machine.state != state:
+    while (machine := fleet.reconcile(key)) is None or machine.state != state:
         assert time.monotonic() < deadline, f"{machine and (machine.state, machine.reason)} is not {state}"
         time.sleep(0.02)
     return machine
@@ -114,13 +115,13 @@ def life_of_a_machine(home: Path) -> None:
         with control.store.transaction() as session:
             fleet.rent(session, attempt, SMALL, 0.4)
         reached("rent.committed")
-    while fleet.tend(key).state == MachineState.REQUESTED:
+    while fleet.reconcile(key).state == MachineState.REQUESTED:
         time.sleep(0.02)
     with control.store.snapshot() as session:
         ended = session.get_one(Attempt, ("01RUN", 1)).ended
     if ended is None:
         end(control, collected=False)
-    fleet.tend(key)
+    fleet.reconcile(key)
     with control.store.transaction() as session:
         session.get_one(Attempt, ("01RUN", 1)).cleanup = Cleanup.DONE.value
     tend_until(fleet, key, MachineState.GONE)

@@ -69,4 +69,4 @@ def nothing_left_running(tmp_path: Path) -> Iterator[None]:
         if claim is not None and claim.pid != os.getpid():
             if claim.process.presence() is Presence.PRESENT:
                 claim.process.send(signal.SIGKILL)
-            claim.end_leftovers(grace=0.0)
+            claim.end_remaining_processes(grace=0.0)

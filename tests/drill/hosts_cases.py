@@ -14,7 +14,7 @@ from drill_cases import INSTALLED
 
 import perilune
 from perilune.execution.hosts import Answer, HostRefusedError, HostUnreachableError
-from perilune.execution.limits import Limits
+from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements.remote import RemotePlacement, Site
 
 
@@ -86,10 +86,12 @@ def interpreter(folder: Path, grace: float | None = None) -> Path:
     return found / "python"
 
 
-def nearby(folder: Path, host: NearbyHost | None = None, limits: Limits | None = None) -> RemotePlacement:
+def nearby(
+    folder: Path, host: NearbyHost | None = None, limits: AttemptLimits | None = None
+) -> RemotePlacement:
     """A placement on this machine over a host, with its workspace in `folder`."""
     python = folder / "python" / "bin" / "python"
     if not python.exists():
         interpreter(folder / "python")
     site = Site(python=str(python), installed=True, workspace=str(folder / "workspace"))
-    return RemotePlacement(host or NearbyHost(), site, limits or Limits())
+    return RemotePlacement(host or NearbyHost(), site, limits or AttemptLimits())

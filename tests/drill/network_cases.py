@@ -115,13 +115,13 @@ class Server(Machine):
         config.write_text(f"Port 22\nListenAddress {address}\nLogLevel INFO\n{keys}{CONFIG}")
         own = self.inside("--net", "--pid", "--mount", "--uts")
         subprocess.run([*own, program, "-E", str(self._log), "-f", str(config)], check=True)
-        wait_for(lambda: self._told("Server listening") == 2, "its sshd")  # on the loopback too
+        wait_for(lambda: self._record_event("Server listening") == 2, "its sshd")  # on the loopback too
         children = psutil.Process(self.first).children()
         (self._sshd,) = (one for one in children if one.name() == "sshd")
 
     def connections(self) -> int:
         """How many it has let in so far."""
-        return self._told("Accepted publickey")
+        return self._record_event("Accepted publickey")
 
     def cut_sessions(self) -> None:
         """End every connection; what was begun through one goes on."""
@@ -139,13 +139,13 @@ class Server(Machine):
             self._show("own")
 
     def _show(self, key: str) -> None:
-        before = self._told("Server listening")
+        before = self._record_event("Server listening")
         shutil.copy(self.folder / key, self.folder / "host_key")
         self._sshd.send_signal(signal.SIGHUP)
-        wait_for(lambda: self._told("Server listening") == before + 2, "its sshd")
+        wait_for(lambda: self._record_event("Server listening") == before + 2, "its sshd")
         self.cut_sessions()
 
-    def _told(self, words: str) -> int:
+    def _record_event(self, words: str) -> int:
         return self._log.read_text().count(words) if self._log.exists() else 0
 
 

@@ -21,7 +21,7 @@ from drill_cases import wait_for
 from perilune.errors import PeriluneError
 from perilune.execution.processes import kill_all
 from perilune.execution.providers.ray.client import RayCluster
-from perilune.execution.providers.ray.settings import RaySettings
+from perilune.execution.providers.ray.ray_settings import RaySettings
 
 TOKEN = "PERILUNE_TEST_RAY_TOKEN"  # a secret of ours: what lets us into the cluster
 MARK = "PERILUNE_TEST_RAY"  # variable of all processes of a cluster

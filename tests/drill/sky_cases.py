@@ -16,7 +16,7 @@ import yaml
 
 from perilune.control.machines.leases import Lease, Rental
 from perilune.execution.providers.skypilot.client import SkyPilot
-from perilune.execution.providers.skypilot.settings import SkyPilotSettings
+from perilune.execution.providers.skypilot.skypilot_settings import SkyPilotSettings
 
 PACKAGE = Path(__file__).parent / "fake_sky"
 LEASE = Lease(max_lifetime=600.0, idle=300.0, max_cost=1.0, ready_within=300.0)

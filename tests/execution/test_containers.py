@@ -30,7 +30,7 @@ from perilune.errors import WorkFailedError
 from perilune.execution.hosts.local import LocalHost
 from perilune.execution.hosts.ssh import SshHost
 from perilune.execution.launchers.docker import container_of
-from perilune.execution.limits import Limits
+from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements import Assignment, Placement
 from perilune.execution.placements.remote import RemotePlacement, Site
 from perilune.execution.processes import Presence
@@ -58,7 +58,7 @@ only_docker = pytest.mark.parametrize("program", ["docker"], indirect=True)
 def placed(program: Program, tmp_path: Path, **settings: Any) -> RemotePlacement:
     environment = {"PYTHONPATH": f"{INSTALLED}{os.pathsep}{SOURCE}", "OMP_NUM_THREADS": "1"}
     site = Site(installed=True, workspace=str(tmp_path / "workspace"), environment=environment)
-    return RemotePlacement(LocalHost(), site, Limits(), program.container(tmp_path, **settings))
+    return RemotePlacement(LocalHost(), site, AttemptLimits(), program.container(tmp_path, **settings))
 
 
 def left(program: Program) -> list[str]:
@@ -186,7 +186,7 @@ def test_a_start_that_fails_is_told_and_leaves_nothing(program: Program, tmp_pat
     uv = placement.site.model_copy(
         update={"installed": False, "environment": {"PERILUNE_INSTALLER": "uv", "PATH": "/bin"}}
     )
-    bare = verdict(6, RemotePlacement(LocalHost(), uv, Limits(), placement.container))
+    bare = verdict(6, RemotePlacement(LocalHost(), uv, AttemptLimits(), placement.container))
     assert bare.cause == "request_error" and "uv is not on PATH" in bare.message
     kept = tmp_path / "workspace" / ".environments" / program.image.removeprefix("sha256:")[:16]
     assert list(kept.glob("environments/*/bin/python"))  # the next attempt finds what this one has made

@@ -15,7 +15,7 @@ from sshd_cases import Sshd, sshd
 
 from perilune.errors import RequestError, WorkFailedError
 from perilune.execution.hosts.ssh import SshHost
-from perilune.execution.limits import Limits
+from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements import Placement
 from perilune.execution.placements.local import LocalPlacement
 from perilune.execution.placements.remote import RemotePlacement, Site
@@ -43,7 +43,7 @@ class TestSsh(PlacementConformance):
         host = SshHost(server.settings(), tmp_path / "keys")
         python = interpreter(tmp_path / "python")
         site = Site(python=str(python), installed=True, workspace=str(tmp_path / "a workspace"))
-        yield RemotePlacement(host, site, Limits())
+        yield RemotePlacement(host, site, AttemptLimits())
         host.disconnect()
 
 
@@ -101,5 +101,5 @@ def test_a_full_disk_there_is_named_and_leaves_nothing(tmp_path: Path) -> None:
 def test_no_python_there_is_a_refusal_not_an_outage(tmp_path: Path) -> None:
     site = Site(python=str(tmp_path / "nowhere"), workspace=str(tmp_path))
     host = NearbyHost(["env"])
-    seen = RemotePlacement(host, site, Limits()).observe(assigned(tmp_path))
+    seen = RemotePlacement(host, site, AttemptLimits()).observe(assigned(tmp_path))
     assert seen.refused and "it has no" in seen.unseen

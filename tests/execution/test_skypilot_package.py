@@ -17,7 +17,7 @@ from perilune.execution.providers.protocol import MachineKey, ProviderRefusedErr
 from perilune.execution.providers.skypilot import bridge
 from perilune.execution.providers.skypilot.client import SkyPilot
 from perilune.execution.providers.skypilot.clusters import LOST_NODES
-from perilune.execution.providers.skypilot.settings import SkyPilotSettings
+from perilune.execution.providers.skypilot.skypilot_settings import SkyPilotSettings
 
 PACKAGE = Path(sys.prefix) / "skypilot"  # where the Makefile puts it
 CATALOGS = {

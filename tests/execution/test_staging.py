@@ -38,7 +38,7 @@ from perilune.bundle.scripts import remote_source
 from perilune.errors import RequestError, WorkFailedError
 from perilune.execution.hosts import Answer, HostUnreachableError
 from perilune.execution.hosts.ssh import SshHost
-from perilune.execution.limits import Limits
+from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements import remote
 from perilune.execution.placements.mirror import mirror
 from perilune.execution.placements.remote import RemotePlacement
@@ -448,7 +448,7 @@ def test_a_line_that_is_cut_under_ssh_goes_on_where_it_was(tmp_path: Path) -> No
         line.bend = through
         host = SshHost(server.settings(line.port), tmp_path / "keys")
         site = nearby(tmp_path / "box").site
-        placement = RemotePlacement(host, site, Limits())
+        placement = RemotePlacement(host, site, AttemptLimits())
         with pytest.raises(HostUnreachableError):
             stage(placement, assigned(tmp_path), bundle)
         had, sent[0] = arrived(tmp_path / "box"), 0

@@ -233,7 +233,7 @@ def test_a_daemon_does_not_outlive_a_killed_worker(tmp_path: Path) -> None:
     daemon = int((bundle / "runtime" / "daemon.pid").read_text())
     claim = read_claim(bundle / "runtime")
     assert claim is not None and daemon in family(bundle)
-    assert claim.end_leftovers(grace=0.1)
+    assert claim.end_remaining_processes(grace=0.1)
     assert not family(bundle)
 
 

@@ -20,7 +20,7 @@ from perilune.bundle.freeze import freeze
 from perilune.bundle.plugin import load_plugin
 from perilune.bundle.workspace import FollowerWorkspace
 from perilune.cli.plan import derive
-from perilune.execution.placements.local import carry_over
+from perilune.execution.placements.local import restore_outputs
 from perilune.files import sha256_file
 from perilune.recipe.load import bundled_recipe, load_recipe
 from perilune.recipe.schema import job_for
@@ -108,7 +108,7 @@ def test_a_stage_goes_on_in_more_processes(tmp_path: Path) -> None:
     job = make_job("rl", kl=0.05, keep={"last": 9})
     whole = run_in(make_bundle(tmp_path / "whole", job))
     rest = make_bundle(tmp_path / "rest", job)
-    carry_over(whole / "artifacts", rest / "artifacts")
+    restore_outputs(whole / "artifacts", rest / "artifacts")
     for later in ("final", "step-000003"):
         shutil.rmtree(rest / "artifacts" / "checkpoints" / later)
     assert compare_artifacts(whole, in_two(rest)) == []
@@ -135,7 +135,7 @@ def test_one_killed_process_ends_all_and_the_run_goes_on_in_fewer(tmp_path: Path
     assert "process 0 of 2" in (tmp_path / "1" / "artifacts" / "task.log").read_text()
 
     rest = make_bundle(tmp_path / "2", alone)
-    carry_over(tmp_path / "1" / "artifacts", rest / "artifacts")
+    restore_outputs(tmp_path / "1" / "artifacts", rest / "artifacts")
     whole = run_in(make_bundle(tmp_path / "whole", alone))
     assert compare_artifacts(whole, run_in(rest)) == []
     assert weights(whole) == weights(rest)

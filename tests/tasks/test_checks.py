@@ -131,12 +131,12 @@ def test_a_reward_is_audited_once(tmp_path: Path) -> None:
     from task_cases import make_bundle, make_job
 
     from perilune.bundle.workspace import Workspace
-    from perilune.execution.placements.local import carry_over
+    from perilune.execution.placements.local import restore_outputs
     from perilune.tasks.checks.reward import FILE, check_reward
 
     first, second = (Workspace(make_bundle(tmp_path / name, make_job("rl"))) for name in ("a", "b"))
     check_reward(first)
-    carry_over(first.artifacts, second.artifacts)
+    restore_outputs(first.artifacts, second.artifacts)
     made = (second.artifacts / FILE).stat().st_mtime_ns
     check_reward(second)
     assert (second.artifacts / FILE).stat().st_mtime_ns == made

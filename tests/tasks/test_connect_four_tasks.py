@@ -10,7 +10,7 @@ from task_cases import make_bundle, make_job, metrics, run_in, run_task, summary
 
 from perilune.cli.plan import derive
 from perilune.errors import RequestError
-from perilune.execution.placements.local import carry_over
+from perilune.execution.placements.local import restore_outputs
 from perilune.files import read_json_lines, sha256_file
 from perilune.games.connect_four.learning import Trainer
 from perilune.recipe.load import load_recipe
@@ -40,7 +40,7 @@ def test_a_kill_between_steps_changes_nothing(
     monkeypatch.undo()
     assert len(metrics(broken)) == 3
     again = make_bundle(tmp_path / "again", make_job("connect_four"))
-    carry_over(broken / "artifacts", again / "artifacts")
+    restore_outputs(broken / "artifacts", again / "artifacts")
     run_in(again)
     events = list(read_json_lines(again / "runtime/events.jsonl"))
     assert [one["step"] for one in events if one["kind"] == "resumed"] == [2]

@@ -10,7 +10,7 @@ from task_cases import DIGITS, make_bundle, make_job, metrics, run_in, run_task,
 
 from perilune.data.records import read_records
 from perilune.errors import WorkFailedError
-from perilune.execution.placements.local import carry_over
+from perilune.execution.placements.local import restore_outputs
 from perilune.files import sha256_file
 from perilune.tasks.flywheel.loop import Rounds
 
@@ -59,7 +59,7 @@ def test_a_kill_between_rounds_changes_nothing(
         patch.setattr(Rounds, "judge", dies)
         run_in(broken)
     again = make_bundle(tmp_path / "two", job)
-    carry_over(broken / "artifacts", again / "artifacts")
+    restore_outputs(broken / "artifacts", again / "artifacts")
     run_in(again)
     assert (again / "artifacts/metrics.jsonl").read_bytes() == (
         turned / "artifacts/metrics.jsonl"

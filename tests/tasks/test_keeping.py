@@ -14,7 +14,7 @@ from task_cases import make_bundle, make_job, metrics, run_in, run_task, summary
 
 from perilune.bundle.plugin import load_plugin
 from perilune.bundle.workspace import Workspace
-from perilune.execution.placements.local import carry_over
+from perilune.execution.placements.local import restore_outputs
 from perilune.files import read_json_lines
 from perilune.learn.checkpoints import is_complete
 from perilune.tasks.stage import retention as keeping
@@ -123,7 +123,7 @@ def test_a_kill_while_one_is_removed_leaves_whole_ones(
         assert [path.name for path in visible] == ["step-000004"]
         assert all(map(is_complete, visible))
         again = make_bundle(tmp_path / f"again{died_at}", make_job("rl", **OPTIONS))
-        carry_over(bundle / "artifacts", again / "artifacts")
+        restore_outputs(bundle / "artifacts", again / "artifacts")
         run_in(again)
         assert names(again) == {"final"}
         assert (again / "artifacts/metrics.jsonl").read_bytes() == (
@@ -137,7 +137,7 @@ def test_one_that_is_damaged_does_not_push_out_the_one_to_resume_from(
     """Or the next kill would begin from nothing."""
     bundle = run_task(tmp_path / "1", "rl", **OPTIONS, keep={"last": 4})
     again = make_bundle(tmp_path / "2", make_job("rl", **OPTIONS))
-    carry_over(bundle / "artifacts", again / "artifacts")
+    restore_outputs(bundle / "artifacts", again / "artifacts")
     made = again / "artifacts" / "checkpoints"
     shutil.rmtree(made / "final")
     shutil.rmtree(made / "step-000004")

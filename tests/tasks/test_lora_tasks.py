@@ -15,7 +15,7 @@ from task_cases import SFT, make_bundle, make_job, metrics, run_in, run_task, su
 
 from perilune.bundle.compare import compare_artifacts
 from perilune.bundle.plugin import load_plugin
-from perilune.execution.placements.local import carry_over
+from perilune.execution.placements.local import restore_outputs
 from perilune.files import read_json, sha256_file
 from perilune.models.adapters.files import Adapter
 from perilune.models.checkpoints.loading import load_decoder
@@ -54,7 +54,7 @@ def test_killed_it_ends_as_if_never_killed(tmp_path: Path) -> None:
     assert process.exitcode == -signal.SIGKILL
     assert (attempt / "artifacts" / "checkpoints" / "step-000002").is_dir()
     again = make_bundle(tmp_path / "2", make_job("rl", **FRUGAL))
-    carry_over(attempt / "artifacts", again / "artifacts")
+    restore_outputs(attempt / "artifacts", again / "artifacts")
     run_in(again)
     assert compare_artifacts(whole, again) == []
     files = {file.relative_to(final(whole)) for file in final(whole).rglob("*") if file.is_file()}

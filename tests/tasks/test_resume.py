@@ -27,7 +27,7 @@ from task_cases import (
 from perilune.bundle.compare import compare_artifacts
 from perilune.bundle.job import Job
 from perilune.errors import WorkFailedError
-from perilune.execution.placements.local import carry_over
+from perilune.execution.placements.local import restore_outputs
 from perilune.files import read_json_lines, sha256_file
 
 STEPS = 30
@@ -76,7 +76,7 @@ def next_attempt(job: Job, inputs: dict[str, Path], previous: Path | None, folde
     number = int(previous.name) + 1 if previous else 1
     bundle = make_bundle(folder / str(number), job, inputs)
     if previous:
-        carry_over(previous / "artifacts", bundle / "artifacts")
+        restore_outputs(previous / "artifacts", bundle / "artifacts")
     return bundle
 
 
@@ -147,7 +147,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(climb: Path,
 def test_what_is_finished_is_not_done_again(climb: Path, tmp_path: Path) -> None:
     """Killed between the final checkpoint and the summary."""
     bundle = make_bundle(tmp_path / "bundle", make_job("rl", kl=0.05, keep=KEEP))
-    carry_over(climb / "artifacts", bundle / "artifacts")
+    restore_outputs(climb / "artifacts", bundle / "artifacts")
     for name in ("timings.jsonl", "summary.json"):
         (bundle / "artifacts" / name).unlink()
     run_in(bundle)
@@ -163,7 +163,7 @@ def test_an_attempt_after_the_summary_does_nothing(tmp_path: Path) -> None:
     whole = run_task(tmp_path / "whole", "rl", kl=0.05)
     assert "optimizer/state.json" not in checkpoint_bytes(whole)
     bundle = make_bundle(tmp_path / "bundle", make_job("rl", kl=0.05))
-    carry_over(whole / "artifacts", bundle / "artifacts")
+    restore_outputs(whole / "artifacts", bundle / "artifacts")
     run_in(bundle)
     assert not (bundle / "runtime" / "events.jsonl").exists()
     assert compare_artifacts(whole, bundle) == []
@@ -172,7 +172,7 @@ def test_an_attempt_after_the_summary_does_nothing(tmp_path: Path) -> None:
 
 def test_a_damaged_final_checkpoint_is_made_again(climb: Path, tmp_path: Path) -> None:
     bundle = make_bundle(tmp_path / "bundle", make_job("rl", kl=0.05, keep=KEEP))
-    carry_over(climb / "artifacts", bundle / "artifacts")
+    restore_outputs(climb / "artifacts", bundle / "artifacts")
     damaged = bundle / "artifacts" / "checkpoints" / "final" / "optimizer" / "first_moments.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     (bundle / "artifacts" / "summary.json").unlink()
@@ -194,7 +194,7 @@ def test_what_was_being_written_is_removed(climb: Path, tmp_path: Path) -> None:
 def test_a_task_without_steps_begins_anew(task: str, tmp_path: Path) -> None:
     first = run_task(tmp_path / "first", task)
     second = make_bundle(tmp_path / "second", make_job(task))
-    carry_over(first / "artifacts", second / "artifacts")
+    restore_outputs(first / "artifacts", second / "artifacts")
     assert compare_artifacts(first, run_in(second)) == []
 
 
@@ -207,7 +207,7 @@ def test_dead_steps_of_an_earlier_attempt_count(tmp_path: Path, monkeypatch: pyt
         run_in(first)
     assert len(metrics(first)) == 3
     second = make_bundle(tmp_path / "2", job)
-    carry_over(first / "artifacts", second / "artifacts")
+    restore_outputs(first / "artifacts", second / "artifacts")
     shutil.rmtree(second / "artifacts" / "checkpoints" / "step-000003", ignore_errors=True)
     with pytest.raises(WorkFailedError, match=r"step 3: .* for 3 steps"):
         run_in(second)

@@ -14,7 +14,7 @@ from perilune.bundle.compare import compare_artifacts
 from perilune.data.records import make_record, write_records
 from perilune.engine.engine import Engine
 from perilune.errors import RequestError, WorkFailedError
-from perilune.execution.placements.local import carry_over
+from perilune.execution.placements.local import restore_outputs
 from perilune.files import sha256_file
 from perilune.learn import checkpoints
 from perilune.models.checkpoints.checksum import checksum
@@ -136,7 +136,7 @@ def test_a_kill_changes_nothing_league_included(
         patch.setattr(Observer, "record", dies)
         run_in(broken)
     again = make_bundle(tmp_path / "two", job, inputs)
-    carry_over(broken / "artifacts", again / "artifacts")
+    restore_outputs(broken / "artifacts", again / "artifacts")
     run_in(again)
     assert compare_artifacts(played, again) == []
     assert metrics(played) == metrics(again) and summary(played)["league"] == summary(again)["league"]

@@ -44,7 +44,10 @@ class Window:
             lambda message: message.type in ("error", "warning") and self.errors.append(message.text),
         )
         page.on("pageerror", lambda error: self.errors.append(str(error)))
-        page.on("dialog", lambda dialog: (self.errors.append(f"dialog {dialog.message}"), dialog.dismiss()))
+        page.on(
+            "dialog",
+            lambda dialog: (self.errors.append(f"dialog {dialog.message}"), dialog.request_termination()),
+        )
         page.on("request", lambda request: self.requests.append(request.url))
         page.goto(report.as_uri())
         page.wait_for_selector(".chart svg")

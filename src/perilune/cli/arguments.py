@@ -82,11 +82,11 @@ def open_control(*, look: bool = True) -> Control:
 
 def look_around(control: Control) -> None:
     """Take a look at all that lives, no longer than people wait for a list."""
-    from perilune.control.queries.glance import glance
+    from perilune.control.queries.quick_refresh import quick_refresh
     from perilune.errors import PeriluneError
 
     try:
-        unseen = glance(control.reconciler)
+        unseen = quick_refresh(control.reconciler)
     except PeriluneError as error:  # nothing can be recorded now, but what is recorded can be told
         echo(f"warning: showing the last known state: {error}", err=True)
         return

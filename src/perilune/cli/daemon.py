@@ -17,7 +17,7 @@ from perilune.errors import PeriluneError, RequestError
 if TYPE_CHECKING:
     from perilune.control.record.store import Experiment
     from perilune.control.runs.experiments import Control
-    from perilune.control.runs.next_stage import Succession
+    from perilune.control.runs.next_stage import StageStarter
     from perilune.control.runs.progress import StageStarted
 
 LOCK_TRIES = 3
@@ -61,12 +61,12 @@ def daemon(
 
 
 def _look_after(control: Control, every: float) -> None:
-    from perilune.control.runs.next_stage import Succession
+    from perilune.control.runs.next_stage import StageStarter
 
     seen: dict[str, str] = {}
     failures = 0
     beginning: Thread | None = None
-    succession = Succession(control)
+    starter = StageStarter(control)
     while True:
         try:
             live = control.reconciler.all()
@@ -80,14 +80,14 @@ def _look_after(control: Control, every: float) -> None:
                     echo(f"{run.id} {run.stage}: {run.state}{because(brief(run))}")
             seen = {run.id: run.state for run in live}
         if beginning is None or not beginning.is_alive():  # beside the passes: a large input takes a while
-            beginning = Thread(target=_carry_on, args=(succession,), daemon=True)
+            beginning = Thread(target=_start_next_stages, args=(starter,), daemon=True)
             beginning.start()
         time.sleep(min(LONGEST_PAUSE, every * 2.0**failures))
 
 
-def _carry_on(succession: Succession) -> None:
+def _start_next_stages(starter: StageStarter) -> None:
     try:
-        for experiment, what in succession.carry_on():
+        for experiment, what in starter.start_next_stages():
             tell(experiment, what)
     except PeriluneError as error:
         echo(f"no stage could be begun, trying again: {error}", err=True)

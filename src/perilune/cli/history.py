@@ -15,7 +15,7 @@ from perilune.errors import RequestError
 
 if TYPE_CHECKING:
     from perilune.control.record.store import Event
-    from perilune.control.runs.next_stage import Succession
+    from perilune.control.runs.next_stage import StageStarter
 
 LOOK_SECONDS = 0.5  # between two looks of `events --follow`
 CANCELLED, TIMED_OUT = 3, 124  # exit codes of `wait`; the latter as of timeout(1)
@@ -109,17 +109,17 @@ def wait(
     from perilune.control.queries.lookup import find_run_or_experiment
     from perilune.control.record.store import Experiment
     from perilune.control.runs.experiments import POLL_SECONDS
-    from perilune.control.runs.next_stage import Succession
+    from perilune.control.runs.next_stage import StageStarter
     from perilune.control.runs.stage_failures import REQUEST_CAUSES
 
     control = open_control()
     found = find_run_or_experiment(control, what)
-    succession, named = Succession(control), f"{found.name}/" if isinstance(found, Experiment) else ""
+    starter, named = StageStarter(control), f"{found.name}/" if isinstance(found, Experiment) else ""
     until = None if timeout is None else time.monotonic() + timeout
     while True:
         if named:
-            _carry_on(succession, found.id)
-        run, outcome = succession.experiment(found.id) if named else succession.run(found.id)
+            _start_next_stages(starter, found.id)
+        run, outcome = starter.experiment(found.id) if named else starter.run(found.id)
         if outcome is not None or (until is not None and time.monotonic() >= until):
             break
         time.sleep(POLL_SECONDS)
@@ -134,12 +134,12 @@ def wait(
     raise typer.Exit(codes[outcome])
 
 
-def _carry_on(succession: Succession, experiment_id: str) -> None:
+def _start_next_stages(starter: StageStarter, experiment_id: str) -> None:
     """Begin the experiment's next stage, if that is what it waits for; say on stderr why that cannot be."""
     from perilune.cli.daemon import tell
     from perilune.errors import PeriluneError
 
-    for experiment, what in succession.carry_on(experiment_id):
+    for experiment, what in starter.start_next_stages(experiment_id):
         if isinstance(what, PeriluneError):
             tell(experiment, what)
 

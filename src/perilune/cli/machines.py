@@ -131,13 +131,13 @@ def machines_reap(
     perilune machines reap
     perilune machines reap --grace 0 --wait 60
     """
-    from perilune.control.machines.sweep import sweep, tend_all
+    from perilune.control.machines.sweep import reconcile_all, sweep
 
     control = open_control()
     found = sweep(_fleet(control), grace)
     until = time.monotonic() + wait
     while True:
-        tend_all(_fleet(control))
+        reconcile_all(_fleet(control))
         going = [machine for machine in _fleet(control).all() if machine.state == "terminating"]
         if not going or time.monotonic() >= until:
             break
@@ -171,8 +171,8 @@ def machines_rm(
             where=found.key,
             remedy=f"perilune cancel {found.run_id}, or add --force",
         )
-    _fleet(control).dismiss(found.key, "it was asked for")
-    ended = _fleet(control).tend(found.key)
+    _fleet(control).request_termination(found.key, "it was asked for")
+    ended = _fleet(control).reconcile(found.key)
     assert ended is not None
     if as_json:
         print_json(document(ended))

@@ -230,17 +230,17 @@ def reconcile(
     perilune reconcile --watch
     """
     from perilune.cli.daemon import tell
-    from perilune.control.runs.next_stage import Succession
+    from perilune.control.runs.next_stage import StageStarter
 
     control = open_control(look=False)
     _check_record(control)
     seen: dict[str, str] = {}
-    succession = Succession(control)
+    starter = StageStarter(control)
     while True:
         begun: list[tuple[Experiment, StageStarted | PeriluneError]] = []
         try:
             live = control.reconciler.all()
-            begun = list(succession.carry_on())
+            begun = list(starter.start_next_stages())
             if begun:
                 live += control.reconciler.all()
         except PeriluneError as error:  # of the database: it may be mended

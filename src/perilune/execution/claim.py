@@ -18,7 +18,7 @@ from perilune.execution.processes import Presence, ProcessIdentity, kill_all, ma
 from perilune.files import canonical_json, fsync_directory, read_json
 
 MARK = "PERILUNE_CLAIM"  # environment variable: every process of an attempt carries its claim's nonce
-LEFTOVER_GRACE = 2.0  # seconds between TERM and KILL for processes of an attempt whose worker is dead
+REMAINING_GRACE = 2.0  # seconds between TERM and KILL for processes of an attempt whose worker is dead
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Claim:
         """The worker that claimed it."""
         return ProcessIdentity(self.host, self.boot_id, self.pid, self.starttime)
 
-    def end_leftovers(self, grace: float = LEFTOVER_GRACE) -> bool:
+    def end_remaining_processes(self, grace: float = REMAINING_GRACE) -> bool:
         """End every process started under this claim; False when one cannot be ended.
 
         For use once the worker itself is dead: it does not carry the mark.
@@ -128,7 +128,7 @@ def _busy(bundle: Path, holder: Claim | None) -> RequestError:
 
 def _retire(bundle: Path, previous: Claim) -> None:
     """Make room for a newer attempt: what is left of the older one ends, its verdict is kept aside."""
-    if previous.process.presence() is not Presence.UNKNOWN and not previous.end_leftovers():
+    if previous.process.presence() is not Presence.UNKNOWN and not previous.end_remaining_processes():
         raise RequestError(
             f"processes of attempt {previous.epoch} cannot be ended",
             where=str(bundle),

@@ -10,7 +10,7 @@ DAY = 86_400.0
 MARGIN = 60.0  # seconds in which an attempt that is stopped has proven to be
 
 
-class Limits(BaseModel):
+class AttemptLimits(BaseModel):
     """Bounds of an attempt on another machine, all counted by clocks that nobody can set.
 
     The one rule: an attempt has fallen silent before it is given up, so that two never work at once. What
@@ -44,7 +44,7 @@ class Limits(BaseModel):
         return self.lost_after or self.silent_after
 
     @model_validator(mode="after")
-    def _silent_first(self) -> Limits:
+    def _silent_first(self) -> AttemptLimits:
         if self.lost_after is not None and self.lost_after < self.silent_after:
             raise ValueError(
                 f"lost_after must be at least {self.silent_after:.0f}: until then the old attempt may still"

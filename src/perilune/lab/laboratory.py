@@ -31,10 +31,10 @@ from perilune.control.record.home import Home
 from perilune.control.record.store import Attempt, Machine, Run
 from perilune.control.record.transitions import RunState
 from perilune.control.runs.experiments import Control, register_experiment
-from perilune.control.runs.submission import Wish, submit
+from perilune.control.runs.submission import Submission, submit
 from perilune.control.runs.templates import OnRented, Retry, Template
 from perilune.errors import PeriluneError
-from perilune.execution.limits import Limits
+from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements.remote import Site
 from perilune.execution.providers.fake import process as server
 from perilune.execution.providers.fake.client import FakeCloud
@@ -176,8 +176,8 @@ class Laboratory:
             resources=Resources(device="cpu", threads=1),
             secrets=(CANARY,),
         )
-        wish = Wish(self.experiment, str(seed), "rehearse", template=self.template())
-        run = submit(self.control.home, self.control.store, wish, partial(freeze, job, {}))
+        submission = Submission(self.experiment, str(seed), "rehearse", template=self.template())
+        run = submit(self.control.home, self.control.store, submission, partial(freeze, job, {}))
         self.submitted[run.id] = seed
 
     def template(self) -> Template:
@@ -189,7 +189,7 @@ class Laboratory:
         site = Site(python=sys.executable, installed=True, environment=environment)
         place = OnRented(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
         retry = Retry(infrastructure=1000, lost=1000, base=0.05, cap=2.0)
-        return Template(placement=place, retry=retry, limits=Limits(on_box_stop_after=60.0))
+        return Template(placement=place, retry=retry, limits=AttemptLimits(on_box_stop_after=60.0))
 
     def _throw(self) -> None:
         """Kill the control process, or the cloud's, as chance says; start again what is dead."""

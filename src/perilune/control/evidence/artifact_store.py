@@ -73,7 +73,7 @@ class ArtifactStore:
 
     def runs(self) -> list[str]:
         """Ids of the runs that are there, sorted."""
-        with self._told():
+        with self._store_errors():
             folder = f"{self._root}/runs"
             names = self._fs.ls(folder, detail=False) if self._fs.exists(folder) else []
         return sorted(Path(name).stem for name in names if name.endswith(".json"))
@@ -91,7 +91,7 @@ class ArtifactStore:
             files = dict(_described(folder, hashes_of(folder / "bundle")))
             sent = sum(self._each(lambda name: self._put(folder / name, files[name]), files, progress))
             index = canonical_json({"run": run.id, "stage": run.stage, "files": files})
-            with self._told():
+            with self._store_errors():
                 self._write(f"{self._root}/runs/{run.id}.json", lambda file: file.write(index))
         return sent
 
@@ -110,7 +110,7 @@ class ArtifactStore:
     def _index(self, run_id: str) -> dict[str, dict[str, Any]]:
         import json
 
-        with self._told():
+        with self._store_errors():
             path = f"{self._root}/runs/{run_id}.json"
             if not run_id.isalnum() or not self._fs.exists(path):
                 raise RequestError(
@@ -133,7 +133,7 @@ class ArtifactStore:
     def _each(
         self, work: Callable[[str], int], files: Mapping[str, Any], progress: Progress
     ) -> Iterator[int]:
-        with ThreadPoolExecutor(WORKERS) as workers, self._told():
+        with ThreadPoolExecutor(WORKERS) as workers, self._store_errors():
             for done, result in enumerate(workers.map(work, files), start=1):
                 progress(done, len(files))
                 yield result
@@ -187,7 +187,7 @@ class ArtifactStore:
         return size
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _store_errors(self) -> Iterator[None]:
         try:
             yield
         except (OSError, TimeoutError) as error:

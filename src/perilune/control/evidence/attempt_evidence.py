@@ -28,7 +28,7 @@ def evidence_problem(attempt: Path, verdict: Verdict, removed: Collection[str] =
     return ""
 
 
-def worker_said(attempt: Path, lines: int = 3) -> str:
+def worker_output(attempt: Path, lines: int = 3) -> str:
     """The last lines of what the worker itself said; "" when it said nothing."""
     try:
         return last_lines((attempt / "runtime" / "worker.log").read_bytes(), lines)

@@ -107,10 +107,10 @@ class Fleet:
         session.add_all(machines)
         session.flush()
         for machine in machines:
-            _told(session, machine, "machine.requested", offer=rental.kind, price=price)
+            _record_event(session, machine, "machine.requested", offer=rental.kind, price=price)
         return machines
 
-    def tend(self, key: str) -> Machine | None:
+    def reconcile(self, key: str) -> Machine | None:
         """Look at one machine and do what is to be done about it now; returns it as recorded then.
 
         An error is recorded as its condition, and does not raise.
@@ -119,12 +119,12 @@ class Fleet:
         if machine is None or not owns_machine(self.home, key):
             return machine
         with self.conditions.of(machine.run_id, f"machine {key}"):
-            self._tend(machine)
+            self._reconcile(machine)
         return self.machine(key)
 
-    def _tend(self, machine: Machine) -> None:
+    def _reconcile(self, machine: Machine) -> None:
         if renting_is_stopped(self.home):
-            self.dismiss(machine.key, PANIC)
+            self.request_termination(machine.key, PANIC)
         listing = self.listings.of(machine.provider)
         seen = listing.sighting(machine.key)
         desire = self._note(machine.key, seen, listing.at)
@@ -137,7 +137,7 @@ class Fleet:
         if seen.presence is Presence.UNKNOWN and machine.state != MachineState.GONE:
             raise ProviderUnreachableError(f"{machine.provider} does not say whether it exists: {seen.why}")
 
-    def dismiss(self, key: str, reason: str) -> None:
+    def request_termination(self, key: str, reason: str) -> None:
         """Record that a machine is to go, whatever runs there: the user wants it.
 
         Raises:
@@ -147,7 +147,7 @@ class Fleet:
             raise RequestError("another home rented this machine", where=f"machine {key}", remedy=REMEDY)
         machine = self.machine(key)
         if machine is not None and machine.state not in {MachineState.TERMINATING, MachineState.GONE}:
-            self._condemn(machine, reason)
+            self._mark_terminating(machine, reason)
 
     def _recorded(self, machine: Machine) -> Recorded:
         try:
@@ -183,9 +183,13 @@ class Fleet:
             with self.store.transaction() as session:
                 row = session.get_one(Machine, key)
                 if noticed and not row.notice:
-                    _told(session, row, "machine.notice", reason="its provider takes it away")
+                    _record_event(
+                        session, row, "machine.preemption_notice", reason="its provider takes it away"
+                    )
                 if silent != (row.unseen_since is not None):
-                    _told(session, row, "machine.unseen" if silent else "machine.seen", why=seen.why)
+                    _record_event(
+                        session, row, "machine.unreachable" if silent else "machine.reachable", why=seen.why
+                    )
                 row.notice = row.notice or noticed
                 row.unseen_since = (row.unseen_since or now.asdict()) if silent else None
                 row.idle_since = (row.idle_since or now.asdict()) if idle else None
@@ -199,20 +203,20 @@ class Fleet:
                 self._move(now, MachineState.READY, "")
             case Operation.DRAIN:
                 self._move(now, MachineState.DRAINING, plan.reason)
-            case Operation.CONDEMN:
-                self._condemn(now.machine, plan.reason)
+            case Operation.MARK_TERMINATING:
+                self._mark_terminating(now.machine, plan.reason)
             case Operation.TERMINATE:
                 self._terminate(now.machine)
-            case Operation.MISS | Operation.SIGHT:
-                self._miss(now, operation is Operation.MISS)
-            case Operation.BURY:
-                self._bury(now, plan.reason)
+            case Operation.RECORD_MISSING | Operation.RECORD_FOUND:
+                self._record_missing(now, operation is Operation.RECORD_MISSING)
+            case Operation.RECORD_GONE:
+                self._record_gone(now, plan.reason)
 
-    def _miss(self, now: _Situation, missing: bool) -> None:
+    def _record_missing(self, now: _Situation, missing: bool) -> None:
         with self.store.transaction() as session:
             row = session.get_one(Machine, now.machine.key)
             row.missing_since = (row.missing_since or now.at.asdict()) if missing else None
-            _told(session, row, "machine.missed" if missing else "machine.sighted")
+            _record_event(session, row, "machine.missing" if missing else "machine.found")
 
     def _create(self, machine: Machine, recorded: Recorded) -> None:
         """Ask for the machine, under its key: the one that an earlier request made is found, not doubled."""
@@ -234,7 +238,7 @@ class Fleet:
             made = provider.create(machine.key, MachineRequest(machine.kind, lifetime, nodes))
         except ProviderUnreachableError as error:
             with self.store.transaction() as session:
-                _told(session, machine, "machine.create_unanswered", why=str(error))
+                _record_event(session, machine, "machine.create_unanswered", why=str(error))
             return
         except NoCapacityError as error:
             made, said = None, {"none": str(error)}
@@ -248,10 +252,10 @@ class Fleet:
             row = session.get_one(Machine, machine.key)
             row.remote_id = made.id if made else row.remote_id
             row.refused = said.get("refused", "")
-            _told(session, row, "machine.created" if made else "machine.not_made", **said)
+            _record_event(session, row, "machine.created" if made else "machine.not_created", **said)
         reached("create.committed")
 
-    def _condemn(self, machine: Machine, reason: str) -> None:
+    def _mark_terminating(self, machine: Machine, reason: str) -> None:
         """The intent to end it, durable before anybody is asked to."""
         with self.store.transaction() as session:
             row = session.get_one(Machine, machine.key)
@@ -281,9 +285,9 @@ class Fleet:
             row = session.get_one(Machine, machine.key)
             row.terminate_calls += 1
             if why or row.terminate_calls == 1:
-                _told(session, row, "machine.terminate_asked", why=why)
+                _record_event(session, row, "machine.terminate_requested", why=why)
 
-    def _bury(self, now: _Situation, reason: str) -> None:
+    def _record_gone(self, now: _Situation, reason: str) -> None:
         """It is proven gone: what it cost is final, and nothing of its attempt can be left on it."""
         told = now.seen.machine
         with self.store.transaction() as session:
@@ -301,9 +305,9 @@ class Fleet:
                 if attempt.cleanup == Cleanup.PENDING:
                     attempt.cleanup = Cleanup.DONE.value
                     clear_condition(session, row.run_id, cleanup_of(row.epoch))
-                    record(session, "attempt.clean", run_id=row.run_id, epoch=row.epoch)
+                    record(session, "attempt.cleaned_up", run_id=row.run_id, epoch=row.epoch)
         self._asked.pop(now.machine.key, None)
-        reached("bury.committed")
+        reached("gone.committed")
 
     def _move(self, now: _Situation, state: MachineState, reason: str) -> None:
         with self.store.transaction() as session:
@@ -339,10 +343,10 @@ def _was_last(session: Session, machine: Machine) -> bool:
 def _move(session: Session, row: Machine, state: MachineState, reason: str) -> None:
     row.state = state.value
     row.reason = reason or row.reason
-    _told(session, row, f"machine.{state.value}", **({"reason": reason} if reason else {}))
+    _record_event(session, row, f"machine.{state.value}", **({"reason": reason} if reason else {}))
 
 
-def _told(session: Session, row: Machine, kind: str, **detail: Any) -> None:
+def _record_event(session: Session, row: Machine, kind: str, **detail: Any) -> None:
     record(session, kind, run_id=row.run_id, epoch=row.epoch, machine=row.key, **detail)
 
 

@@ -33,11 +33,11 @@ class Operation(StrEnum):
     CREATE = "create"  # with the same key as every time before
     READY = "ready"
     DRAIN = "drain"
-    CONDEMN = "condemn"  # from now on it is to go, and nothing changes that
+    MARK_TERMINATING = "mark_terminating"  # from now on it is to go, and nothing changes that
     TERMINATE = "terminate"  # ask the provider to end it
-    MISS = "miss"  # the first look that did not find it alive
-    SIGHT = "sight"  # it is there after all
-    BURY = "bury"  # it is gone
+    RECORD_MISSING = "record_missing"  # the first look that did not find it alive
+    RECORD_FOUND = "record_found"  # it is there after all
+    RECORD_GONE = "record_gone"  # it is gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +89,13 @@ def plan_machine(  # noqa: PLR0911 - one return a row of the table
     """
     absent = _absent(seen)
     if recorded.state is MachineState.GONE:
-        again = Plan((Operation.CONDEMN, Operation.TERMINATE), "it was seen again after it was gone")
+        again = Plan((Operation.MARK_TERMINATING, Operation.TERMINATE), "it was seen again after it was gone")
         return Plan() if absent is not False else again
     evidence = _evidence(recorded, absent, now)
     if recorded.state is MachineState.TERMINATING:
         return _terminating(seen, evidence)
     if why := _condemned(desire, recorded, now):
-        return Plan((Operation.CONDEMN, Operation.TERMINATE), why)
+        return Plan((Operation.MARK_TERMINATING, Operation.TERMINATE), why)
     if recorded.state is MachineState.REQUESTED:
         return _requested(recorded, seen, absent, evidence, now)
     if absent is not None and absent:
@@ -133,14 +133,14 @@ def _requested(
     if status is MachineStatus.ENDED:
         return Plan(evidence, _why_gone(seen))
     if absent and recorded.refused:
-        return Plan((Operation.CONDEMN,), "its provider made nothing")
+        return Plan((Operation.MARK_TERMINATING,), "its provider made nothing")
     late = recorded.asked is None or now.since(recorded.asked) > max(recorded.visibility, ASK_GAP)
     return Plan((Operation.CREATE,)) if absent and late else Plan()
 
 
 def _terminating(seen: Sighting, evidence: tuple[Operation, ...]) -> Plan:
     """Ask again at every look until it is proven; once is also asked of what was never seen."""
-    if Operation.BURY in evidence:
+    if Operation.RECORD_GONE in evidence:
         return Plan(evidence)
     ended = seen.machine is not None and seen.machine.status is MachineStatus.ENDED
     return Plan(evidence if ended else (*evidence, Operation.TERMINATE))
@@ -158,12 +158,12 @@ def _evidence(recorded: Recorded, absent: bool | None, now: Instant) -> tuple[Op
     if absent is None:
         return ()
     if not absent:
-        return (Operation.SIGHT,) if recorded.missing_since is not None else ()
+        return (Operation.RECORD_FOUND,) if recorded.missing_since is not None else ()
     if recorded.missing_since is None:
-        return (Operation.MISS,)
+        return (Operation.RECORD_MISSING,)
     gap = max(recorded.visibility, LEAST_GAP)
     settled = recorded.asked is None or now.since(recorded.asked) > gap
-    return (Operation.BURY,) if now.since(recorded.missing_since) >= gap and settled else ()
+    return (Operation.RECORD_GONE,) if now.since(recorded.missing_since) >= gap and settled else ()
 
 
 def _leaves(seen: Sighting) -> bool:

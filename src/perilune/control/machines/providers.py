@@ -16,8 +16,8 @@ from perilune.control.record.home import Home
 from perilune.control.record.ids import new_ulid
 from perilune.errors import RequestError
 from perilune.execution.providers.protocol import Provider
-from perilune.execution.providers.ray.settings import RaySettings
-from perilune.execution.providers.skypilot.settings import SkyPilotSettings
+from perilune.execution.providers.ray.ray_settings import RaySettings
+from perilune.execution.providers.skypilot.skypilot_settings import SkyPilotSettings
 from perilune.files import write_atomic
 from perilune.recipe.problems import ProblemsError, raise_first, validate
 from perilune.recipe.source import Document, parse_yaml

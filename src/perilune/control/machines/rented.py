@@ -19,7 +19,7 @@ from perilune.control.machines.leases import Rental
 from perilune.control.machines.lifecycle import Fleet
 from perilune.control.machines.panic import REASON as PANIC
 from perilune.control.machines.panic import STOPPED, renting_is_stopped
-from perilune.control.machines.sweep import SWEEP_SECONDS, sweep, tend_all
+from perilune.control.machines.sweep import SWEEP_SECONDS, reconcile_all, sweep
 from perilune.control.record.clock import Instant
 from perilune.control.record.faults import reached
 from perilune.control.record.ledger import current
@@ -162,7 +162,7 @@ class Rentals:
         if not isinstance(placement, RentedPlacement):
             return True
         self._provided.add(run.id)
-        machines = self._tend(attempt)
+        machines = self._reconcile(attempt)
         gone = [one for one in machines if one.state in {MachineState.TERMINATING, MachineState.GONE}]
         if gone:
             self._without(attempt, gone[0])
@@ -171,20 +171,20 @@ class Rentals:
             if run.desired == RunState.CANCELLED:
                 self._end(attempt, AttemptState.CANCELLED, Cause.STOPPED, "cancelled")
             elif not machines and act and self._rent(placement.rental, attempt):
-                self._tend(attempt)
+                self._reconcile(attempt)
             return False
         self._hand_over(attempt)
         staying = all(one.state == MachineState.READY for one in machines)
         return staying or self._leave(placement, attempt, there)
 
-    def _tend(self, attempt: Attempt) -> list[Machine]:
+    def _reconcile(self, attempt: Attempt) -> list[Machine]:
         """Take each of the attempt's machines one step on, the leading one first."""
         rows = self.fleet.machines_of(attempt.run_id, attempt.number)
-        return [machine for row in rows if (machine := self.fleet.tend(row.key)) is not None]
+        return [machine for row in rows if (machine := self.fleet.reconcile(row.key)) is not None]
 
-    def tend_all(self) -> None:
+    def reconcile_all(self) -> None:
         """Take every machine one step on; now and then, look for those that nothing knows of."""
-        tend_all(self.fleet)
+        reconcile_all(self.fleet)
         now = Instant.now()
         if self._swept is None or now.since(self._swept) >= SWEEP_SECONDS:
             self._swept = now
@@ -203,7 +203,7 @@ class Rentals:
         with self.fleet.store.snapshot() as session:
             ended = [machine for machine in session.scalars(query) if not _held(session, machine)]
         for machine in ended:
-            self.fleet.tend(machine.key)
+            self.fleet.reconcile(machine.key)
         return ended
 
     def newest_epoch(self, placement: Placement, run: Run) -> int | None:
@@ -246,7 +246,7 @@ class Rentals:
             if why := why or over_the_cap(session, cap, rental, price, nodes):
                 if row.message != why:
                     row.message = why
-                    record(session, "machine.not_afforded", run_id=row.run_id, epoch=row.number, why=why)
+                    record(session, "machine.not_rented", run_id=row.run_id, epoch=row.number, why=why)
                 return False
             row.message = ""
             self.fleet.rent(session, row, rental, price, nodes)

@@ -18,10 +18,10 @@ OVER = Lease(
 )  # of a machine that nobody asked for
 
 
-def tend_all(fleet: Fleet) -> None:
+def reconcile_all(fleet: Fleet) -> None:
     """Take every machine that is not proven gone one step on."""
     for machine in fleet.all():
-        fleet.tend(machine.key)
+        fleet.reconcile(machine.key)
 
 
 def sweep(fleet: Fleet, grace: float = GRACE_SECONDS) -> list[str]:
@@ -44,7 +44,7 @@ def sweep(fleet: Fleet, grace: float = GRACE_SECONDS) -> list[str]:
                     continue
                 _adopt(fleet, provider, machine, listing.at)
             found.append(machine.key)
-            fleet.tend(machine.key)
+            fleet.reconcile(machine.key)
     return found
 
 

@@ -12,10 +12,10 @@ from perilune.control.record.home import has_daemon
 from perilune.control.record.identity import Inherited, inherited
 from perilune.control.record.store import Attempt, Run
 from perilune.control.record.transitions import AttemptState, Cleanup, RunState
+from perilune.control.runs.current_submission import BLOCKED, next_stages
 from perilune.control.runs.experiments import Control, read_progress
 from perilune.control.runs.planner import Step, retry_class
 from perilune.control.runs.queue import Turn, pause_left, turn_of
-from perilune.control.runs.wanted import WAITS, next_stages
 from perilune.execution.observation import Observation
 from perilune.execution.placements.upload import SENT
 from perilune.execution.processes import Presence
@@ -68,8 +68,8 @@ def explain(control: Control, run_id: str) -> Explanation:
         following = next_stages(session, run)
     if not following:
         return told
-    experiment, stage, wanted = following[-1]
-    if not wanted:
+    experiment, stage, requested = following[-1]
+    if not requested:
         again = f"stage {stage} of {experiment.name} begins when `perilune run` asks for it again"
         return replace(told, next=f"{told.next}; {again}")
     if run.state != RunState.SUCCEEDED:
@@ -96,7 +96,7 @@ def _of_another_home(run: Run, others: Inherited) -> Explanation:
 
 def _why_it_waits(control: Control, run: Run) -> list[str]:
     """Why the stage after a run could not be begun when that was tried last."""
-    said = [row.detail["message"] for row in events_after(control, run_id=run.id) if row.kind == WAITS]
+    said = [row.detail["message"] for row in events_after(control, run_id=run.id) if row.kind == BLOCKED]
     return [f"the next stage could not be begun: {said[-1]}"] if said else []
 
 

@@ -53,13 +53,13 @@ class StageStatus:
     seconds: float | None
     retry_of: str | None
     summary: dict[str, Any]
-    wanted: bool = False
+    requested: bool = False
     conditions: tuple[str, ...] = ()
 
     @property
     def shown(self) -> str:
         """Its state for people: a stage that nobody wants does not wait."""
-        return "not begun" if self.state == WAITING and not self.wanted else self.state
+        return "not begun" if self.state == WAITING and not self.requested else self.state
 
     def document(self) -> dict[str, Any]:
         """As one flat JSON object: an evaluation carries its "pass@1" beside its stage's name."""
@@ -236,7 +236,7 @@ def _status(
         seconds=round(run.ended - run.created, 3) if run and run.ended else None,
         retry_of=run.retry_of if run else None,
         summary=summary,
-        wanted=experiment.wanted,
+        requested=experiment.requested,
         conditions=tuple(found),
     )
 

@@ -21,7 +21,7 @@ from perilune.control.record.identity import ADOPTED, INHERITED, Inherited, inhe
 from perilune.control.record.migrations import LATEST
 from perilune.control.record.store import Attempt, Base, Experiment, Machine, Run, Store, record
 from perilune.control.record.transitions import Cleanup
-from perilune.control.runs.wanted import LIVE, end_wish
+from perilune.control.runs.current_submission import LIVE, end_submission
 from perilune.errors import RequestError
 
 SMALL = ("keys", "experiments", "templates", "providers.yaml", INHERITED, ADOPTED)  # beside the database
@@ -97,8 +97,8 @@ def _rebuild(copy: Sqlite, home: Home) -> Inherited:
                 _lay_out(database, written)
                 _copy(source, written)
                 with Session(written) as session:
-                    for experiment in session.scalars(select(Experiment).where(Experiment.wanted)):
-                        end_wish(session, experiment, "restored")  # or both homes would go on with it
+                    for experiment in session.scalars(select(Experiment).where(Experiment.requested)):
+                        end_submission(session, experiment, "restored")  # or both homes would go on with it
                     record(
                         session, "store.restored", backup=copy.home.root.name, inherited=sorted(found.runs)
                     )

@@ -34,7 +34,7 @@ MACHINE_POINTS = (  # further ones, of runs that have rented a machine
     "machine.draining",
     "terminate.intended",
     "terminate.done",
-    "bury.committed",
+    "gone.committed",
 )
 
 

@@ -9,8 +9,8 @@ from sqlalchemy.orm import Session
 
 from perilune.control.record.store import Attempt, Operation, Run, move_attempt, move_run, record
 from perilune.control.record.transitions import AttemptState, Cleanup, RunState
+from perilune.control.runs.current_submission import end_submissions_of
 from perilune.control.runs.planner import RetryPolicy
-from perilune.control.runs.wanted import stop_wanting
 from perilune.errors import WorkFailedError
 from perilune.execution.verdict import Cause, Verdict
 
@@ -49,7 +49,7 @@ def end_attempt(
     row = current(session, attempt)
     row.cleanup = cleanup.value
     if cleanup is Cleanup.PENDING:
-        record(session, "attempt.unclean", run_id=row.run_id, epoch=row.number)
+        record(session, "attempt.cleanup_pending", run_id=row.run_id, epoch=row.number)
     if verdict is not None:
         row.exit_code, row.signal = verdict.exit_code, verdict.signal
         row.manifest_digest = verdict.manifest_digest
@@ -66,7 +66,7 @@ def end_attempt(
         move_run(session, run, RunState.QUEUED, cause=cause.value, message=message)
     else:
         move_run(session, run, RunState.FAILED, cause=cause.value, message=message)
-        stop_wanting(session, run, "failed")
+        end_submissions_of(session, run, "failed")
     return row
 
 

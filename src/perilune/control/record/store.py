@@ -49,8 +49,12 @@ class Experiment(Base):
     recipe_digest: Mapped[str] = mapped_column(unique=True)
     created: Mapped[float]
     used: Mapped[float]  # when it was last submitted: the latest experiment is the largest
-    wanted: Mapped[bool] = mapped_column(default=False, server_default=text("FALSE"))  # are stages to be run?
-    wish: Mapped[int] = mapped_column(default=0, server_default=text("0"))  # how often that was asked for
+    requested: Mapped[bool] = mapped_column(
+        "wanted", default=False, server_default=text("FALSE")
+    )  # are stages to be run?
+    submission: Mapped[int] = mapped_column(
+        "wish", default=0, server_default=text("0")
+    )  # how often that was asked for
     template: Mapped[dict[str, Any] | None] = mapped_column(JSON)  # where it was asked for; None is here
 
 
@@ -64,8 +68,8 @@ class Stage(Base):
     name: Mapped[str]
     task: Mapped[str]
     run_id: Mapped[str | None] = mapped_column(ForeignKey("runs.id"))
-    wish: Mapped[int] = mapped_column(
-        default=0, server_default=text("0")
+    submission: Mapped[int] = mapped_column(
+        "wish", default=0, server_default=text("0")
     )  # of its experiment, that it fulfils
 
 

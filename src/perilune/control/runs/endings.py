@@ -23,7 +23,7 @@ from perilune.execution.observation import Observation
 from perilune.execution.placements.protocol import Assignment
 from perilune.execution.verdict import Cause, Verdict
 
-CUT = (HostUnreachableError, HostRefusedError)
+CONNECTION_ERRORS = (HostUnreachableError, HostRefusedError)
 
 
 def assignment(home: Home, attempt: Attempt) -> Assignment:
@@ -52,7 +52,7 @@ class Endings:
         placement.pull(there, whole=True)
         return self.end(attempt, AttemptState.CANCELLED, Cause.STOPPED, "cancelled")
 
-    def bury(self, attempt: Attempt, seen: Observation) -> bool:
+    def finalize_dead_attempt(self, attempt: Attempt, seen: Observation) -> bool:
         """End an attempt whose worker is positively dead."""
         placement, there = self.placements.of(attempt.run_id), assignment(self.home, attempt)
         again = placement.observe(there)  # its last words may have come just now
@@ -77,7 +77,7 @@ class Endings:
             why, cleanup = f"not seen for {waited:.0f} s", Cleanup.PENDING
         return self.end(attempt, AttemptState.LOST, Cause.UNREACHABLE, why, cleanup=cleanup)
 
-    def out_of_the_way(self, ended: Attempt) -> bool:
+    def may_be_replaced(self, ended: Attempt) -> bool:
         """Whether another attempt may begin. A lost one is not waited for: it was fenced then."""
         return ended.cleanup != Cleanup.PENDING or ended.state == AttemptState.LOST or self.clean(ended)
 
@@ -104,7 +104,7 @@ class Endings:
         with self.store.transaction() as session:
             row = session.get_one(Attempt, (attempt.run_id, attempt.number))
             row.cleanup = Cleanup.DONE.value
-            record(session, "attempt.clean", run_id=attempt.run_id, epoch=attempt.number)
+            record(session, "attempt.cleaned_up", run_id=attempt.run_id, epoch=attempt.number)
         return True
 
     def finalize(self, attempt: Attempt, verdict: Verdict) -> bool:

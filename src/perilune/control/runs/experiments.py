@@ -25,6 +25,7 @@ from perilune.control.record.home import Home
 from perilune.control.record.ids import new_ulid
 from perilune.control.record.store import Attempt, Experiment, Run, Stage, Store, record
 from perilune.control.record.transitions import RunState
+from perilune.control.runs.current_submission import complete_submission, run_of_stage
 from perilune.control.runs.planner import RetryPolicy
 from perilune.control.runs.progress import (
     StageEvent,
@@ -36,9 +37,8 @@ from perilune.control.runs.progress import (
     StageStarted,
 )
 from perilune.control.runs.reconcile import Reconciler
-from perilune.control.runs.submission import Wish, submit
+from perilune.control.runs.submission import Submission, submit
 from perilune.control.runs.templates import BUILT_IN, LOCAL, Template
-from perilune.control.runs.wanted import fulfil, stands_for
 from perilune.errors import RequestError
 from perilune.execution.log import log_tail
 from perilune.execution.placements.upload import read_sent
@@ -167,11 +167,13 @@ def advance(
     done: dict[str, Run] = {}
     for position, plan in enumerate(plans, start=1):
         part: Literal["first", "later"] = "first" if asked and position == 1 else "later"
-        run = _standing(control, experiment_id, plan) if part == "later" else None
+        run = _run_of_stage(control, experiment_id, plan) if part == "later" else None
         if run is None:
-            wish = Wish(experiment_id, plan.name, plan.job.task, template=template, part=part)
+            submission = Submission(experiment_id, plan.name, plan.job.task, template=template, part=part)
             job, inputs = with_inputs(control, plan, plans, done)
-            run = submit(control.home, control.store, wish, partial(freeze, job, inputs), control.intact)
+            run = submit(
+                control.home, control.store, submission, partial(freeze, job, inputs), control.intact
+            )
         if run.state == RunState.SUCCEEDED:
             yield StageReused(plan.name, run.id, control.summary(run))
         else:
@@ -182,12 +184,12 @@ def advance(
             if run.state != RunState.SUCCEEDED:
                 return
         done[plan.name] = run
-    fulfil(control.store, experiment_id)
+    complete_submission(control.store, experiment_id)
 
 
-def _standing(control: Control, experiment_id: str, plan: StagePlan) -> Run | None:
+def _run_of_stage(control: Control, experiment_id: str, plan: StagePlan) -> Run | None:
     with control.store.snapshot() as session:
-        return stands_for(session, experiment_id, plan.name)
+        return run_of_stage(session, experiment_id, plan.name)
 
 
 def with_inputs(

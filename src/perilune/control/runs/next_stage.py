@@ -13,10 +13,16 @@ from perilune.control.queries.lookup import stage_at
 from perilune.control.record.identity import require_own_run
 from perilune.control.record.store import Experiment, Run, Stage, record
 from perilune.control.record.transitions import RunState
+from perilune.control.runs.current_submission import (
+    BLOCKED,
+    ExperimentCancelledError,
+    experiments_to_advance,
+    latest_run,
+    runs_under_way,
+)
 from perilune.control.runs.experiments import Control, advance, stage_plans
 from perilune.control.runs.progress import StageStarted
 from perilune.control.runs.templates import Template
-from perilune.control.runs.wanted import WAITS, NotWantedError, last_run, runs_under_way, wanted_and_idle
 from perilune.errors import PeriluneError, RequestError, WorkFailedError
 from perilune.files import read_json
 from perilune.recipe.schema import Recipe
@@ -48,14 +54,16 @@ class _Trouble:
     again: float  # on the monotonic clock
 
 
-class Succession:
+class StageStarter:
     """Begins later stages. Several may do so at once: a stage that has its run is not submitted again."""
 
     def __init__(self, control: Control) -> None:
         self.control = control
         self._troubled: dict[str, _Trouble] = {}
 
-    def carry_on(self, only: str | None = None) -> Iterator[tuple[Experiment, StageStarted | PeriluneError]]:
+    def start_next_stages(
+        self, only: str | None = None
+    ) -> Iterator[tuple[Experiment, StageStarted | PeriluneError]]:
         """Begin the next stage of every experiment that is wanted and of which nothing is under way.
 
         Args:
@@ -65,7 +73,7 @@ class Succession:
             What came of it: the stage that begins, or why none can. That is tried again later, with growing
             pauses, and told again when it has become another reason.
         """
-        for experiment in wanted_and_idle(self.control.store):
+        for experiment in experiments_to_advance(self.control.store):
             trouble = self._troubled.get(experiment.id)
             if only not in {None, experiment.id}:
                 continue
@@ -109,7 +117,7 @@ class Succession:
             at = stage_at(session, experiment_id)
             waiting = select(Stage).where(Stage.experiment_id == experiment_id, Stage.run_id.is_(None))
             more = session.scalars(waiting.limit(1)).first() is not None
-            over = not experiment.wanted and not runs_under_way(session, experiment_id)
+            over = not experiment.requested and not runs_under_way(session, experiment_id)
         if at is None:
             raise RequestError("no stage of it has been begun", where=f"experiment {experiment.name}")
         if not over:
@@ -120,7 +128,7 @@ class Succession:
     def _begin_next(self, experiment: Experiment) -> StageStarted | None:
         template = template_of(experiment)
         plans = stage_plans(recorded_recipe(self.control, experiment.id), template)
-        with suppress(NotWantedError):
+        with suppress(ExperimentCancelledError):
             for event in advance(self.control, experiment.id, plans, template=template, asked=False):
                 if isinstance(event, StageStarted):
                     return event
@@ -135,6 +143,6 @@ class Succession:
         if before is not None and before.said == str(error):
             return False
         with self.control.store.transaction() as session:
-            after = last_run(session, experiment)
-            record(session, WAITS, run_id=after, experiment=experiment.id, message=str(error))
+            after = latest_run(session, experiment)
+            record(session, BLOCKED, run_id=after, experiment=experiment.id, message=str(error))
         return True

@@ -63,7 +63,9 @@ class Placements:
                 return RentedPlacement(
                     self.fleet,
                     rental,
-                    lambda host, told: RemotePlacement(host, rental.site.telling(told), limits, container),
+                    lambda host, told: RemotePlacement(
+                        host, rental.site.with_environment(told), limits, container
+                    ),
                     process.NAME if container is None else container.name,
                 )
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from sqlalchemy import select
 
-from perilune.control.evidence.attempt_evidence import worker_said
-from perilune.control.evidence.leftovers import remove_leftovers
+from perilune.control.evidence.attempt_evidence import worker_output
+from perilune.control.evidence.stale_folders import remove_stale_folders
 from perilune.control.machines.lifecycle import Fleet
 from perilune.control.machines.rented import Rentals
 from perilune.control.record.conditions import HOME, Conditions, describe
@@ -26,7 +26,7 @@ from perilune.control.record.ledger import begun, current, done, intend, operati
 from perilune.control.record.store import RUN, Attempt, Run, Store, move_attempt, move_run
 from perilune.control.record.transitions import AttemptState, Cleanup, RunState
 from perilune.control.runs.admission import Admission
-from perilune.control.runs.endings import CUT, Endings, assignment
+from perilune.control.runs.endings import CONNECTION_ERRORS, Endings, assignment
 from perilune.control.runs.placements import Placements
 from perilune.control.runs.planner import RetryPolicy, Step, next_step
 from perilune.control.runs.queue import pause_left
@@ -94,12 +94,12 @@ class Reconciler:
                 if mine:
                     self.endings.clean(attempt)
         with self.conditions.of(HOME, "rented machines"):
-            self.rentals.tend_all()
+            self.rentals.reconcile_all()
 
     def sweep(self) -> None:
         """Remove what killed commands left in the home."""
         with self.conditions.of(HOME, "sweep"):
-            remove_leftovers(self.home, self.store)
+            remove_stale_folders(self.home, self.store)
 
     def unclean(self) -> list[Attempt]:
         """Ended attempts that are not proven to have stopped, oldest first. They are never forgotten."""
@@ -121,7 +121,7 @@ class Reconciler:
         if self._take_on(run_id, act):
             self.rentals.follow()
         error = self._errors.get(run_id)
-        if act and error is not None and not isinstance(error, CUT):
+        if act and error is not None and not isinstance(error, CONNECTION_ERRORS):
             raise error
         return self.run(run_id)
 
@@ -207,12 +207,12 @@ class Reconciler:
                 return self.endings.finalize(attempt, seen.verdict)
             case Step.START_FAILED:
                 placement.stop(there)
-                said = worker_said(there.directory) or "it said nothing"
+                said = worker_output(there.directory) or "it said nothing"
                 return self.endings.end(
                     attempt, AttemptState.FAILED, Cause.START_FAILED, f"no worker came up: {said}"
                 )
             case Step.DIED:
-                return self.endings.bury(attempt, seen)
+                return self.endings.finalize_dead_attempt(attempt, seen)
             case Step.LOSE:
                 self._misses.pop(run.id, None)  # where the next one goes may well be seen
                 return self.endings.lose(run, attempt, seen)
@@ -268,7 +268,7 @@ class Reconciler:
             return True
         if not act or pause_left(self.placements, run):
             return False
-        if previous is not None and not self.endings.out_of_the_way(previous):
+        if previous is not None and not self.endings.may_be_replaced(previous):
             return False
         turn = self.admission.turn(run)
         if not turn.has_come:
@@ -288,10 +288,10 @@ class Reconciler:
             "epoch": attempt.number,
             "bundle_digest": run.bundle_digest,
         }
-        bundle, previous = self.home.bundle(run.id), self._carried_from(run)
+        bundle, previous = self.home.bundle(run.id), self._restored_from(run)
         try:
             self.placements.of(attempt.run_id).stage(assignment(self.home, attempt), bundle, order, previous)
-        except CUT:
+        except CONNECTION_ERRORS:
             raise
         except PeriluneError as error:
             damaged = Cause.TRANSFER_FAILED if isinstance(error, WorkFailedError) else Cause.BUNDLE_REJECTED
@@ -304,7 +304,7 @@ class Reconciler:
         reached("stage.committed")
         return True
 
-    def _carried_from(self, run: Run) -> Path | None:
+    def _restored_from(self, run: Run) -> Path | None:
         """The attempt whose complete checkpoints the next one starts from."""
         if run.current_epoch > 1:
             owner, number = run.id, run.current_epoch - 1
@@ -322,7 +322,7 @@ class Reconciler:
         reached("start.intended")
         try:
             placement.start(assignment(self.home, attempt))
-        except CUT:
+        except CONNECTION_ERRORS:
             raise
         except PeriluneError as error:
             cause = Cause.START_FAILED if isinstance(error, WorkFailedError) else cause_of(error)

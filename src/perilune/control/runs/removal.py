@@ -1,7 +1,7 @@
 """Removing an experiment: from the record, then from the disk.
 
 One transaction records which runs go and deletes their rows. Their folders are then renamed away and deleted.
-After a kill in between, `perilune.control.evidence.leftovers` removes the folders that the event names.
+After a kill in between, `perilune.control.evidence.stale_folders` removes the folders that the event names.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
 from perilune.control.evidence.disk import size_of
-from perilune.control.evidence.leftovers import REMOVED
+from perilune.control.evidence.stale_folders import REMOVED
 from perilune.control.record.faults import reached
 from perilune.control.record.home import Home, locked
 from perilune.control.record.store import (
@@ -146,7 +146,7 @@ def _blockers(session: Session, experiment: Experiment, own: list[Run]) -> list[
         for run in own
         if not RunState(run.state).terminal
     ]
-    if experiment.wanted and not found:
+    if experiment.requested and not found:
         found.append(("stages of it are still to be run", f"perilune cancel {experiment.id}"))
     ids = [run.id for run in own]
     pending = select(Attempt).where(Attempt.run_id.in_(ids), Attempt.cleanup == Cleanup.PENDING.value)

@@ -12,7 +12,7 @@ from perilune.bundle.compare import compare_artifacts
 from perilune.bundle.freeze import attempt_copy
 from perilune.bundle.storage import remove_tree
 from perilune.bundle.verify import Difference, require_verified
-from perilune.control.evidence.attempt_evidence import worker_said
+from perilune.control.evidence.attempt_evidence import worker_output
 from perilune.control.evidence.attestation import removed_from
 from perilune.control.record.ids import new_ulid
 from perilune.control.record.transitions import RunState
@@ -62,7 +62,7 @@ def reproduce(control: Control, run_id: str) -> Iterator[StageEvent]:
             worker.wait()
     verdict = read_verdict(again / "runtime", 1)
     if verdict is None or not verdict.succeeded:
-        said = verdict.message if verdict else worker_said(again)
+        said = verdict.message if verdict else worker_output(again)
         raise WorkFailedError(f"the second run failed: {said}", where=str(again))
     differences = tuple(compare_artifacts(first, again))
     if not differences:

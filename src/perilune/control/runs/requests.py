@@ -11,15 +11,20 @@ from perilune.bundle.digest import recorded_digest
 from perilune.bundle.freeze import attempt_copy
 from perilune.bundle.storage import new_folder, place
 from perilune.bundle.verify import verify
-from perilune.control.evidence.attempt_evidence import worker_said
+from perilune.control.evidence.attempt_evidence import worker_output
 from perilune.control.evidence.attestation import removed_from
 from perilune.control.record.identity import require_own_run
 from perilune.control.record.store import Attempt, Experiment, Run, record
 from perilune.control.record.transitions import Reachability, RunState
+from perilune.control.runs.current_submission import (
+    end_submission,
+    end_submissions_of,
+    requested_elsewhere,
+    runs_under_way,
+)
 from perilune.control.runs.experiments import POLL_SECONDS, Control
-from perilune.control.runs.submission import Wish, submit
+from perilune.control.runs.submission import Submission, submit
 from perilune.control.runs.templates import recorded_template, with_present_host_key
-from perilune.control.runs.wanted import end_wish, runs_under_way, stop_wanting, wanted_elsewhere
 from perilune.errors import RequestError, WorkFailedError
 from perilune.execution.log import LogReader, log_pieces
 
@@ -83,7 +88,7 @@ def request_cancel(control: Control, run_id: str, *, force: bool = False) -> Non
         if run.desired != RunState.CANCELLED:
             run.desired = RunState.CANCELLED.value
             record(session, "run.cancel_requested", run_id=run_id, epoch=run.current_epoch)
-        stop_wanting(session, run, "cancelled")
+        end_submissions_of(session, run, "cancelled")
         if force and not run.forced:
             run.forced = True
             record(session, "run.cancel_forced", run_id=run_id, epoch=run.current_epoch)
@@ -116,14 +121,14 @@ def request_experiment_cancel(control: Control, experiment_id: str) -> list[str]
         under_way = runs_under_way(session, experiment_id)
         for run in under_way:
             require_own_run(control.home, run.id)
-        if not under_way and not experiment.wanted:
+        if not under_way and not experiment.requested:
             raise RequestError(
                 "nothing of the experiment is under way",
                 where=f"experiment {experiment.name}",
                 remedy=f"perilune runs -e {experiment_id}",
             )
-        end_wish(session, experiment, "cancelled")
-        return [run.id for run in under_way if not wanted_elsewhere(session, run)]
+        end_submission(session, experiment, "cancelled")
+        return [run.id for run in under_way if not requested_elsewhere(session, run)]
 
 
 def left_running(control: Control, experiment_id: str) -> Sequence[Run]:
@@ -156,13 +161,13 @@ def retry(control: Control, run_id: str) -> Run:
     template = recorded_template(control.home, run_id)
     if template is not None:
         template = with_present_host_key(control.home, template)
-    wish = Wish(run.experiment_id, run.stage, run.task, retry_of=run_id, template=template)
+    submission = Submission(run.experiment_id, run.stage, run.task, retry_of=run_id, template=template)
 
     def copy(destination: Path) -> str:
         attempt_copy(control.home.bundle(run_id), destination)
         return recorded_digest(destination)
 
-    return submit(control.home, control.store, wish, copy, control.intact)
+    return submit(control.home, control.store, submission, copy, control.intact)
 
 
 def logs(control: Control, run_id: str, *, follow: bool = False) -> Iterator[str]:
@@ -186,7 +191,7 @@ def logs(control: Control, run_id: str, *, follow: bool = False) -> Iterator[str
                 break
             time.sleep(POLL_SECONDS)
         if not log_pieces(runtime):
-            yield worker_said(runtime.parent, WORKER_LINES)  # there was never a task
+            yield worker_output(runtime.parent, WORKER_LINES)  # there was never a task
         if run.current_epoch == attempt:
             return
         attempt += 1

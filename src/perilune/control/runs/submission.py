@@ -19,9 +19,9 @@ from perilune.control.record.identity import inherited
 from perilune.control.record.ids import new_ulid
 from perilune.control.record.store import Experiment, Run, Stage, Store, record
 from perilune.control.record.transitions import RunState
+from perilune.control.runs.current_submission import open_submission, run_of_stage
 from perilune.control.runs.reconcile import LIVE_RUNS
 from perilune.control.runs.templates import TEMPLATE, Template
-from perilune.control.runs.wanted import stands_for, want
 from perilune.control.runs.wheels import share_wheel
 from perilune.errors import RequestError
 from perilune.files import fsync_directory, write_json
@@ -32,7 +32,7 @@ SUBMISSION = (
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class Submission:
     """What a submission asks for: a stage of an experiment, and optionally the run it repeats.
 
     Attributes:
@@ -55,7 +55,7 @@ class Wish:
 def submit(
     home: Home,
     store: Store,
-    wish: Wish,
+    submission: Submission,
     freeze: Callable[[Path], str],
     reusable: Callable[[Run], bool] = lambda run: False,
 ) -> Run:
@@ -78,17 +78,21 @@ def submit(
         reached("submit.frozen")
         run_id = new_ulid()
         attest_bundle(home, scratch, run_id)
-        told = {"experiment": wish.experiment_id, "key": wish.key, "retry_of": wish.retry_of}
+        told = {
+            "experiment": submission.experiment_id,
+            "key": submission.key,
+            "retry_of": submission.retry_of,
+        }
         write_json(scratch / SUBMISSION, told)
-        if wish.template is not None:
-            write_json(scratch / TEMPLATE, wish.template.model_dump(mode="json"))
+        if submission.template is not None:
+            write_json(scratch / TEMPLATE, submission.template.model_dump(mode="json"))
         with storage_errors("keep the bundle", home.runs):
             scratch.rename(home.run(run_id))
             fsync_directory(home.runs)
         reached("submit.published")
         try:
             with store.transaction() as session:
-                run = _fulfil(session, home, wish, digest, reusable, run_id=run_id)
+                run = _find_or_accept(session, home, submission, digest, reusable, run_id=run_id)
         except BaseException:
             home.run(run_id).rename(scratch)  # is removed with the block
             raise
@@ -98,27 +102,37 @@ def submit(
         return run
 
 
-def _fulfil(
-    session: Session, home: Home, wish: Wish, digest: str, reusable: Callable[[Run], bool], *, run_id: str
+def _find_or_accept(
+    session: Session,
+    home: Home,
+    submission: Submission,
+    digest: str,
+    reusable: Callable[[Run], bool],
+    *,
+    run_id: str,
 ) -> Run:
-    if wish.part == "first":
-        want(session, wish.experiment_id, wish.template)
-    if wish.part == "later" and (standing := stands_for(session, wish.experiment_id, wish.stage)):
+    if submission.part == "first":
+        open_submission(session, submission.experiment_id, submission.template)
+    if submission.part == "later" and (
+        standing := run_of_stage(session, submission.experiment_id, submission.stage)
+    ):
         return standing
-    run = _existing(session, home, wish, digest, reusable) or _accept(session, wish, digest, run_id)
-    _link(session, wish, run.id)
+    run = _existing(session, home, submission, digest, reusable) or _accept(
+        session, submission, digest, run_id
+    )
+    _link(session, submission, run.id)
     return run
 
 
 def _existing(
-    session: Session, home: Home, wish: Wish, digest: str, reusable: Callable[[Run], bool]
+    session: Session, home: Home, submission: Submission, digest: str, reusable: Callable[[Run], bool]
 ) -> Run | None:
-    if wish.key is not None:
-        run = session.scalars(select(Run).where(Run.submit_key == wish.key)).one_or_none()
+    if submission.key is not None:
+        run = session.scalars(select(Run).where(Run.submit_key == submission.key)).one_or_none()
         if run is not None and run.bundle_digest != digest:
             raise RequestError(
-                f"the key '{wish.key}' was used for another bundle (run {run.id})",
-                where=f"stage {wish.stage}",
+                f"the key '{submission.key}' was used for another bundle (run {run.id})",
+                where=f"stage {submission.stage}",
                 remedy="use a new key, or submit exactly what was submitted before",
             )
         return run
@@ -135,31 +149,39 @@ def same_work(session: Session, home: Home, digest: str, reusable: Callable[[Run
     return next((run for run in same if run.state == RunState.SUCCEEDED and reusable(run)), None)
 
 
-def _accept(session: Session, wish: Wish, digest: str, run_id: str) -> Run:
-    mine = select(Run).where(Run.bundle_digest == digest, Run.experiment_id == wish.experiment_id)
-    before = list(session.scalars(mine.where(Run.stage == wish.stage).order_by(Run.id)))
+def _accept(session: Session, submission: Submission, digest: str, run_id: str) -> Run:
+    mine = select(Run).where(Run.bundle_digest == digest, Run.experiment_id == submission.experiment_id)
+    before = list(session.scalars(mine.where(Run.stage == submission.stage).order_by(Run.id)))
     run = Run(
         id=run_id,
-        submit_key=wish.key or f"{wish.experiment_id}/{wish.stage}/{digest}/{len(before)}",
-        experiment_id=wish.experiment_id,
-        stage=wish.stage,
-        task=wish.task,
+        submit_key=submission.key or f"{submission.experiment_id}/{submission.stage}/{digest}/{len(before)}",
+        experiment_id=submission.experiment_id,
+        stage=submission.stage,
+        task=submission.task,
         bundle_digest=digest,
-        retry_of=wish.retry_of or (before[-1].id if before else None),
+        retry_of=submission.retry_of or (before[-1].id if before else None),
         created=time.time(),
     )
     session.add(run)
     session.flush()
-    record(session, "run.queued", run_id=run_id, stage=wish.stage, digest=digest, key=run.submit_key)
+    record(session, "run.queued", run_id=run_id, stage=submission.stage, digest=digest, key=run.submit_key)
     return run
 
 
-def _link(session: Session, wish: Wish, run_id: str) -> None:
+def _link(session: Session, submission: Submission, run_id: str) -> None:
     """From now on `run_id` stands for the stage of the experiment."""
-    query = select(Stage).where(Stage.experiment_id == wish.experiment_id, Stage.name == wish.stage)
+    query = select(Stage).where(
+        Stage.experiment_id == submission.experiment_id, Stage.name == submission.stage
+    )
     stage = session.scalars(query).one()
-    if wish.part != "alone":
-        stage.wish = session.get_one(Experiment, wish.experiment_id).wish
+    if submission.part != "alone":
+        stage.submission = session.get_one(Experiment, submission.experiment_id).submission
     if stage.run_id != run_id:
         stage.run_id = run_id
-        record(session, "stage.linked", run_id=run_id, experiment=wish.experiment_id, stage=wish.stage)
+        record(
+            session,
+            "stage.linked",
+            run_id=run_id,
+            experiment=submission.experiment_id,
+            stage=submission.stage,
+        )

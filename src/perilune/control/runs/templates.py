@@ -21,7 +21,7 @@ from perilune.control.runs.planner import RetryPolicy
 from perilune.errors import RequestError
 from perilune.execution.hosts.ssh import SshSettings
 from perilune.execution.launchers.docker import Container
-from perilune.execution.limits import Limits
+from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements.remote import Site
 from perilune.files import read_regular
 from perilune.recipe.problems import ProblemsError, nearest, raise_first, validate
@@ -102,7 +102,7 @@ class Template(_Section):
     )
     resources: ResourcesChange = Field(ResourcesChange(), description="what the machine has")
     retry: Retry = Field(Retry(), description="how often it is tried again")
-    limits: Limits = Field(Limits(), description="how long an attempt may go on elsewhere")
+    limits: AttemptLimits = Field(AttemptLimits(), description="how long an attempt may go on elsewhere")
     slots: int | None = Field(None, ge=1, description="most runs at this placement at once; others wait")
     priority: int = Field(0, description="of waiting runs: the highest first, then first come, first served")
     allowed_overrides: tuple[str, ...] = Field(

@@ -26,7 +26,7 @@ NAME = "local"
 START_TIMEOUT = 120.0  # seconds from a worker's start to its claim
 EXIT_MARGIN = 10.0  # seconds a stopping worker may take beyond its task's grace, to hash what is there
 # What the next attempt is given.
-CARRIED = (
+RESTORED = (
     "checkpoints", "episodes", "traces", "metrics.jsonl", "timings.jsonl", "reward_audit.json",
     "summary.json",
 )  # fmt: skip
@@ -82,7 +82,7 @@ class LocalPlacement:
     def stop(self, attempt: Assignment) -> bool:
         """As `Placement.stop`."""
         child = self._started.pop(attempt, None)
-        claim = observe_files(attempt.directory, attempt.epoch).claim or _burn(
+        claim = observe_files(attempt.directory, attempt.epoch).claim or invalidate_claim(
             attempt.directory, attempt.epoch
         )
         if claim is None:
@@ -101,7 +101,7 @@ class LocalPlacement:
             worker.send(signal.SIGKILL)
             if not _within(EXIT_MARGIN, gone):
                 return False
-        return claim.end_leftovers()
+        return claim.end_remaining_processes()
 
 
 def working_copy(bundle: Path, directory: Path, order: Mapping[str, Any], previous: Path | None) -> None:
@@ -120,17 +120,17 @@ def working_copy(bundle: Path, directory: Path, order: Mapping[str, Any], previo
                 remove_tree(leftover)
         attempt_copy(bundle, directory)
         if previous is not None:
-            carry_over(previous / "artifacts", directory / "artifacts")
+            restore_outputs(previous / "artifacts", directory / "artifacts")
         write_json(directory / "runtime" / "run.json", order)
 
 
-def carry_over(previous: Path, artifacts: Path) -> None:
+def restore_outputs(previous: Path, artifacts: Path) -> None:
     """Copy what a dead attempt had finished: complete checkpoints, episodes and figures.
 
     What is being written has a name that begins with a dot or ends in ".tmp", and stays behind.
     """
     unfinished = shutil.ignore_patterns(".*", "*.tmp")
-    for name in CARRIED:
+    for name in RESTORED:
         source = previous / name
         if source.is_dir():
             shutil.copytree(source, artifacts / name, ignore=unfinished, dirs_exist_ok=True)
@@ -138,7 +138,7 @@ def carry_over(previous: Path, artifacts: Path) -> None:
             shutil.copyfile(source, artifacts / name)
 
 
-def _burn(attempt: Path, epoch: int) -> Claim | None:
+def invalidate_claim(attempt: Path, epoch: int) -> Claim | None:
     """Claim an attempt that no worker has claimed, so that none ever can; or the claim that came first."""
     if not attempt.is_dir():
         return None

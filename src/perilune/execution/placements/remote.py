@@ -25,7 +25,7 @@ from perilune.errors import RequestError, WorkFailedError
 from perilune.execution.hosts.protocol import Host, HostRefusedError, HostUnreachableError
 from perilune.execution.launchers import process
 from perilune.execution.launchers.docker import Container
-from perilune.execution.limits import Limits
+from perilune.execution.limits import AttemptLimits
 from perilune.execution.observation import Observation
 from perilune.execution.placements.answers import MESSAGE, last_document, observation, seen_first
 from perilune.execution.placements.local import working_copy
@@ -79,7 +79,7 @@ class Site(BaseModel):
         0.25, ge=0, le=1, description="share of its disk for uploaded files, which are then sent only once"
     )
 
-    def telling(self, variables: Mapping[str, str]) -> Site:
+    def with_environment(self, variables: Mapping[str, str]) -> Site:
         """The same with further variables of the worker."""
         return self.model_copy(update={"environment": {**self.environment, **variables}})
 
@@ -103,7 +103,9 @@ class RemotePlacement:
 
     capabilities = Capabilities(elsewhere=True, look_every=1.0)
 
-    def __init__(self, host: Host, site: Site, limits: Limits, container: Container | None = None) -> None:
+    def __init__(
+        self, host: Host, site: Site, limits: AttemptLimits, container: Container | None = None
+    ) -> None:
         self.host, self.site, self.limits, self.container = host, site, limits, container
         self.launcher = process.NAME if container is None else container.name
         self.name = host.name

@@ -29,7 +29,7 @@ from perilune.execution.providers.protocol import (
 )
 from perilune.execution.providers.ray.host import RayHost
 from perilune.execution.providers.ray.jobs import PACKAGE, Job, Jobs
-from perilune.execution.providers.ray.settings import RaySettings
+from perilune.execution.providers.ray.ray_settings import RaySettings
 
 READY = "perilune-ready "  # begins the line in which a job tells of its machines
 MOST = 4096  # machines of one attempt

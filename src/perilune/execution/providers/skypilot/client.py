@@ -24,7 +24,7 @@ from perilune.execution.providers.protocol import (
 )
 from perilune.execution.providers.skypilot.clusters import Clusters, cluster_of, rank_of
 from perilune.execution.providers.skypilot.connection import Bridge
-from perilune.execution.providers.skypilot.settings import SkyPilotSettings
+from perilune.execution.providers.skypilot.skypilot_settings import SkyPilotSettings
 
 PATIENCE = 5.0  # seconds for which a launch may fail at once; a slower failure is told at the next request
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from perilune.execution.providers.protocol import MachineKey, MachineRequest, MachineStatus, RentedMachine
-from perilune.execution.providers.skypilot.settings import Kind
+from perilune.execution.providers.skypilot.skypilot_settings import Kind
 
 LOST_NODES = "nodes terminated"  # SkyPilot's words for a cluster of which some machines are gone
 MINUTE = 60.0

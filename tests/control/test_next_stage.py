@@ -18,13 +18,13 @@ from perilune.bundle.freeze import freeze, job_document
 from perilune.control.queries.explanation import explain
 from perilune.control.record.store import Event, Experiment, Run
 from perilune.control.record.transitions import RunState
-from perilune.control.runs import next_stage as succession_of
+from perilune.control.runs import next_stage as next_stage_module
+from perilune.control.runs.current_submission import BLOCKED, ExperimentCancelledError, experiments_to_advance
 from perilune.control.runs.experiments import Control, advance, open_experiment, stage_plans
-from perilune.control.runs.next_stage import Succession, recorded_recipe
+from perilune.control.runs.next_stage import StageStarter, recorded_recipe
 from perilune.control.runs.progress import StageFailed, StageFinished, StageStarted
 from perilune.control.runs.requests import cancel, cancel_experiment
-from perilune.control.runs.submission import Wish, submit
-from perilune.control.runs.wanted import WAITS, NotWantedError, wanted_and_idle
+from perilune.control.runs.submission import Submission, submit
 from perilune.errors import PeriluneError, RequestError
 from perilune.recipe.load import bundled_recipe, bundled_recipes, load_recipe
 from perilune.recipe.schema import Recipe
@@ -129,9 +129,9 @@ def test_later_stages_begin_once_whoever_dies_and_whoever_else_is_at_it(
         (stage, "succeeded", 1) for stage in STAGES
     ]
     assert control.summary(runs(control)[-1])["total"] == 3
-    wait_for(lambda: kinds(control)[-1] == "fulfilled", "the wish's end")
+    wait_for(lambda: kinds(control)[-1] == "completed", "the wish's end")
     assert kinds(control) in (  # the command that was given again may have asked again
-        ["created", "wanted", "fulfilled"], ["created", "wanted", "wanted", "fulfilled"],
+        ["created", "submitted", "completed"], ["created", "submitted", "submitted", "completed"],
     )  # fmt: skip
 
 
@@ -142,19 +142,19 @@ def test_what_was_cancelled_or_failed_is_followed_by_nothing_until_it_is_asked_f
     (tmp_path / "gates" / "third").touch()
     experiment, plans = open_experiment(control, read), stage_plans(read)
     assert [plan.job for plan in stage_plans(recorded_recipe(control, experiment))] == [p.job for p in plans]
-    succession = Succession(control)
+    starter = StageStarter(control)
 
     def going_on() -> list[object]:
-        return [what for _, what in succession.carry_on()]
+        return [what for _, what in starter.start_next_stages()]
 
     first = next(advance(control, experiment, plans)).run_id
     assert going_on() == []  # it is under way
     control.reconciler.one(first)
     (tmp_path / "gates" / "first").touch()
-    wait_for(lambda: succession.run(first)[1])
+    wait_for(lambda: starter.run(first)[1])
     assert explain(control, first).next == "stage second begins, by whatever command goes on with runs"
     assert cancel_experiment(control, experiment) == []  # between two stages
-    assert going_on() == [] and succession.experiment(experiment)[1] == RunState.CANCELLED
+    assert going_on() == [] and starter.experiment(experiment)[1] == RunState.CANCELLED
     assert "asks for it again" in explain(control, first).next
     with pytest.raises(RequestError, match="nothing of the experiment is under way"):
         cancel_experiment(control, experiment)
@@ -167,23 +167,23 @@ def test_what_was_cancelled_or_failed_is_followed_by_nothing_until_it_is_asked_f
     assert joined.run_id == begun.run_id and not joined.attached
 
     def newer_code(stage: str) -> str:  # another digest, as a daemon of another version would have it
-        wish = Wish(experiment, stage, "drill", part="later")
+        submission = Submission(experiment, stage, "drill", part="later")
         return submit(
-            control.home, control.store, wish, partial(freeze, drill_job(stage, say="newer"), {})
+            control.home, control.store, submission, partial(freeze, drill_job(stage, say="newer"), {})
         ).id
 
     assert newer_code("second") == begun.run_id
     cancel(control, begun.run_id)
     assert going_on() == []
-    with pytest.raises(NotWantedError):
+    with pytest.raises(ExperimentCancelledError):
         newer_code("third")  # by whoever was about to begin it just then
     assert len(runs(control)) == 2
 
     (tmp_path / "gates" / "second").touch()
     last = list(advance(control, experiment, plans))[-1]
     assert isinstance(last, StageFailed) and (last.stage, last.cause) == ("third", "work_failed")
-    assert going_on() == [] and succession.experiment(experiment)[1] == RunState.FAILED
-    assert kinds(control) == ["created", *["wanted", "cancelled"] * 2, "wanted", "failed"]
+    assert going_on() == [] and starter.experiment(experiment)[1] == RunState.FAILED
+    assert kinds(control) == ["created", *["submitted", "cancelled"] * 2, "submitted", "failed"]
 
 
 def test_what_stands_in_the_way_of_the_next_stage_is_told_once_and_may_be_mended(
@@ -198,20 +198,20 @@ def test_what_stands_in_the_way_of_the_next_stage_is_told_once_and_may_be_mended
     del events  # as if killed
     output = control.directory(control.run(first)) / "artifacts" / "data"
     output.rename(tmp_path / "aside")
-    succession = Succession(control)
-    ((_, told),) = succession.carry_on()
+    starter = StageStarter(control)
+    ((_, told),) = starter.start_next_stages()
     assert isinstance(told, PeriluneError) and "left no data" in str(told)
-    assert list(succession.carry_on()) == []  # a while later
+    assert list(starter.start_next_stages()) == []  # a while later
     assert any("left no data" in fact for fact in explain(control, first).because)
-    ((_, again),) = Succession(control).carry_on()  # another process says it too
+    ((_, again),) = StageStarter(control).start_next_stages()  # another process says it too
     assert str(again) == str(told)
     with monkeypatch.context() as patch:  # another version, or a plugin that is broken
-        patch.setattr(succession_of, "recorded_recipe", lambda *_: {}["stages"])
-        ((_, broken),) = Succession(control).carry_on()
+        patch.setattr(next_stage_module, "recorded_recipe", lambda *_: {}["stages"])
+        ((_, broken),) = StageStarter(control).start_next_stages()
     assert "KeyError" in str(broken)
     (tmp_path / "aside").rename(output)
-    assert [type(what) for _, what in Succession(control).carry_on()] == [StageStarted]
+    assert [type(what) for _, what in StageStarter(control).start_next_stages()] == [StageStarted]
     with control.store.snapshot() as session:
-        assert len(list(session.scalars(select(Event).where(Event.kind == WAITS)))) == 3
-        assert session.get_one(Experiment, experiment).wanted
-    assert not wanted_and_idle(control.store)
+        assert len(list(session.scalars(select(Event).where(Event.kind == BLOCKED)))) == 3
+        assert session.get_one(Experiment, experiment).requested
+    assert not experiments_to_advance(control.store)

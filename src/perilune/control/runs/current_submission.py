@@ -17,35 +17,35 @@ from perilune.control.record.transitions import RunState
 from perilune.control.runs.templates import Template
 from perilune.errors import WorkFailedError
 
-WAITS = "experiment.waits"  # event: its next stage could not be begun
+BLOCKED = "experiment.blocked"  # event: its next stage could not be begun
 LIVE = (RunState.QUEUED.value, RunState.ACTIVE.value)
 
 
-class NotWantedError(WorkFailedError):
+class ExperimentCancelledError(WorkFailedError):
     """The experiment was cancelled while nothing of it was under way."""
 
 
-def want(session: Session, experiment_id: str, template: Template | None) -> None:
+def open_submission(session: Session, experiment_id: str, template: Template | None) -> None:
     """A user asks for the experiment: from its first stage, at that place."""
     experiment = session.get_one(Experiment, experiment_id)
-    experiment.wish += 1
-    experiment.wanted = True
+    experiment.submission += 1
+    experiment.requested = True
     experiment.template = None if template is None else template.model_dump(mode="json")
-    record(session, "experiment.wanted", experiment=experiment_id, wish=experiment.wish)
+    record(session, "experiment.submitted", experiment=experiment_id, submission=experiment.submission)
 
 
-def stands_for(session: Session, experiment_id: str, stage: str) -> Run | None:
+def run_of_stage(session: Session, experiment_id: str, stage: str) -> Run | None:
     """The run that a stage has under the present wish.
 
     Raises:
         NotWantedError: when it has none, and the experiment is not wanted any more.
     """
     experiment = session.get_one(Experiment, experiment_id)
-    mine = (Stage.experiment_id == experiment_id) & (Stage.wish == experiment.wish)
+    mine = (Stage.experiment_id == experiment_id) & (Stage.submission == experiment.submission)
     query = select(Run).join(Stage, Stage.run_id == Run.id).where(mine, Stage.name == stage)
     run = session.scalars(query).one_or_none()
-    if run is None and not experiment.wanted:
-        raise NotWantedError(
+    if run is None and not experiment.requested:
+        raise ExperimentCancelledError(
             "the experiment was cancelled",
             where=f"stage {stage}",
             remedy="the same command takes it up again",
@@ -53,16 +53,16 @@ def stands_for(session: Session, experiment_id: str, stage: str) -> Run | None:
     return run
 
 
-def stop_wanting(session: Session, run: Run, why: str) -> None:
+def end_submissions_of(session: Session, run: Run, why: str) -> None:
     """End the wishes of all experiments for whose stage this run stands: no further stage is begun."""
-    for experiment in session.scalars(_wanting(run)):
-        end_wish(session, experiment, why, run)
+    for experiment in session.scalars(_requesting(run)):
+        end_submission(session, experiment, why, run)
 
 
-def end_wish(session: Session, experiment: Experiment, why: str, run: Run | None = None) -> None:
+def end_submission(session: Session, experiment: Experiment, why: str, run: Run | None = None) -> None:
     """No further stage of the experiment is begun from now on."""
-    if experiment.wanted:
-        experiment.wanted = False
+    if experiment.requested:
+        experiment.requested = False
         record(session, f"experiment.{why}", experiment=experiment.id, by="" if run is None else run.id)
 
 
@@ -73,19 +73,19 @@ def runs_under_way(session: Session, experiment_id: str) -> Sequence[Run]:
     return session.scalars(select(Run).where(mine, Run.state.in_(LIVE)).order_by(Run.id)).all()
 
 
-def wanted_elsewhere(session: Session, run: Run) -> bool:
+def requested_elsewhere(session: Session, run: Run) -> bool:
     """Whether an experiment is wanted for whose stage this run stands."""
-    return session.scalars(_wanting(run)).first() is not None
+    return session.scalars(_requesting(run)).first() is not None
 
 
-def _wanting(run: Run) -> Select[Experiment]:
-    standing = (Stage.experiment_id == Experiment.id) & (Stage.wish == Experiment.wish)
-    return select(Experiment).join(Stage, standing).where(Stage.run_id == run.id, Experiment.wanted)
+def _requesting(run: Run) -> Select[Experiment]:
+    standing = (Stage.experiment_id == Experiment.id) & (Stage.submission == Experiment.submission)
+    return select(Experiment).join(Stage, standing).where(Stage.run_id == run.id, Experiment.requested)
 
 
-def last_run(session: Session, experiment: Experiment) -> str | None:
+def latest_run(session: Session, experiment: Experiment) -> str | None:
     """Id of the run that the last of its stages has which have one under the present wish."""
-    mine = (Stage.experiment_id == experiment.id) & (Stage.wish == experiment.wish)
+    mine = (Stage.experiment_id == experiment.id) & (Stage.submission == experiment.submission)
     return session.scalars(select(Stage.run_id).where(mine).order_by(Stage.position.desc())).first()
 
 
@@ -97,28 +97,36 @@ def next_stages(session: Session, run: Run) -> list[tuple[Experiment, str, bool]
     for experiment, stage in session.execute(query.order_by(Experiment.used)):
         later = (Stage.experiment_id == experiment.id) & (Stage.position > stage.position)
         after = session.scalars(select(Stage).where(later).order_by(Stage.position)).first()
-        if after is not None and (after.run_id is None or after.wish != experiment.wish):
-            found.append((experiment, after.name, experiment.wanted and stage.wish == experiment.wish))
+        if after is not None and (after.run_id is None or after.submission != experiment.submission):
+            found.append(
+                (experiment, after.name, experiment.requested and stage.submission == experiment.submission)
+            )
     return found
 
 
-def fulfil(store: Store, experiment_id: str) -> None:
+def complete_submission(store: Store, experiment_id: str) -> None:
     """End the wish if every stage has succeeded under it."""
     with store.transaction() as session:
         experiment = session.get_one(Experiment, experiment_id)
         stages = session.scalars(select(Stage).where(Stage.experiment_id == experiment_id)).all()
-        runs = [session.get(Run, stage.run_id) for stage in stages if stage.wish == experiment.wish]
+        runs = [
+            session.get(Run, stage.run_id) for stage in stages if stage.submission == experiment.submission
+        ]
         if len(runs) == len(stages) and all(run and run.state == RunState.SUCCEEDED for run in runs):
-            end_wish(session, experiment, "fulfilled")
+            end_submission(session, experiment, "completed")
 
 
-def wanted_and_idle(store: Store) -> Sequence[Experiment]:
+def experiments_to_advance(store: Store) -> Sequence[Experiment]:
     """Experiments that are wanted, and of which nothing is under way: their next stage may begin."""
     under_way = (
         select(Stage)
         .join(Run, Run.id == Stage.run_id)
-        .where(Stage.experiment_id == Experiment.id, Stage.wish == Experiment.wish, Run.state.in_(LIVE))
+        .where(
+            Stage.experiment_id == Experiment.id,
+            Stage.submission == Experiment.submission,
+            Run.state.in_(LIVE),
+        )
     )
     with store.snapshot() as session:
-        query = select(Experiment).where(Experiment.wanted, ~under_way.exists())
+        query = select(Experiment).where(Experiment.requested, ~under_way.exists())
         return session.scalars(query.order_by(Experiment.used)).all()

@@ -12,7 +12,7 @@ from perilune.control.runs.wheels import remove_unused_wheels
 REMOVED = "experiment.removed"  # event of `perilune rm`: the experiment and the runs that go
 
 
-def remove_leftovers(home: Home, store: Store) -> None:
+def remove_stale_folders(home: Home, store: Store) -> None:
     """Remove scratch directories, and the folders of runs and experiments that are not in the record.
 
     A run that has attempts and is not in the record, as after an older database was restored, is evidence.

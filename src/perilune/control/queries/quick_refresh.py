@@ -19,7 +19,7 @@ PATIENCE = 3.0  # seconds for machines elsewhere, together
 SHORT = 1.0  # for those that could not be seen the last time
 
 
-def glance(reconciler: Reconciler, seconds: float = PATIENCE) -> list[Run]:
+def quick_refresh(reconciler: Reconciler, seconds: float = PATIENCE) -> list[Run]:
     """Look at every live run, finish what has ended, and begin nothing.
 
     Runs of this machine are looked at in any case. Those elsewhere, and providers, are given `seconds`, or
