@@ -9,7 +9,7 @@ from learning_cases import episode
 from perilune.data.episode import Episode
 from perilune.learn.advantages import token_rewards
 from perilune.learn.algorithms import RL_ALGORITHMS, StepContext, algorithm
-from perilune.learn.process_rewards import AnswerValues, MonteCarloValues, segments_of, with_process
+from perilune.learn.process_rewards import AnswerValues, MonteCarloValues, apply_process_rewards, segments_of
 from perilune.learn.weights import WeightedGroup, step_figures
 
 CONTEXT = StepContext(max_tokens=8)
@@ -32,7 +32,7 @@ def pair() -> list[Episode]:
 
 def weighted(group: list[Episode], settings, name: str = "dr_grpo", **options) -> WeightedGroup:
     chosen = algorithm(name, **{"aggregation": "token-mean", **options})
-    (found,) = with_process(chosen.weight_groups([group], CONTEXT), chosen, CONTEXT, settings)
+    (found,) = apply_process_rewards(chosen.weight_groups([group], CONTEXT), chosen, CONTEXT, settings)
     return found
 
 
@@ -127,7 +127,7 @@ def test_every_algorithm_that_compares_answers_can_have_it(name: str) -> None:
     chosen = algorithm(name)
     group = pair()
     before = chosen.weight_groups([group], replace(context, memory={}))
-    (after,) = with_process(before, chosen, replace(context, memory={}), AnswerValues())
+    (after,) = apply_process_rewards(before, chosen, replace(context, memory={}), AnswerValues())
     assert after.policy_gradient is not None and before[0].policy_gradient is not None
     assert after.policy_gradient.counts == before[0].policy_gradient.counts
     assert after.surrogate == before[0].surrogate

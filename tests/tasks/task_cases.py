@@ -39,7 +39,7 @@ RL: Mapping[str, Any] = {
 EVALUATE: Mapping[str, Any] = {"checkpoint": "model", "tasks": 6, "samples": 4, "max_tokens": 6}
 CALIBRATE: Mapping[str, Any] = {
     "checkpoint": "model", "tasks": 3, "samples": 2, "continuations": 4, "max_tokens": 8,
-    "process": {"name": "answer", "guessable": 1.0, "segments": {"cut": "length", "least": 2}},
+    "process_rewards": {"name": "answer", "guessable": 1.0, "segments": {"cut": "length", "least": 2}},
 }  # fmt: skip
 
 PAIRS: Mapping[str, Any] = {

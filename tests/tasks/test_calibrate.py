@@ -85,4 +85,4 @@ def test_the_plan_and_what_is_refused() -> None:
     assert plan["answers"] == "3 held-out tasks x 2 = 6"
     for process in ("montecarlo", None):
         with pytest.raises(ValidationError, match="give answer"):
-            CalibrateSpec(checkpoint="sft", process=process)
+            CalibrateSpec(checkpoint="sft", process_rewards=process)

@@ -135,7 +135,7 @@ def test_values_are_the_sampling_policys_and_of_its_own_tokens(policy) -> None:
             ends = np.flatnonzero(~np.isnan(one.step_rewards))
             assert ends.tolist() == [*(prefix - 1 for prefix in walk.prefixes[1:]), len(one.token_ids) - 1]
             np.testing.assert_allclose(one.step_rewards[ends], np.diff([*value, 0.0]), atol=1e-6)
-    assert how["watch"].process > 0
+    assert how["watch"].process_rewards > 0
 
 
 def test_writing_the_answer_down_again_earns_nothing(policy) -> None:
@@ -232,13 +232,13 @@ def test_a_prefix_without_a_verdict_has_no_value() -> None:
 def test_climbs_with_process_rewards(tmp_path, algorithm: str, settings: dict) -> None:
     made = run_task(
         tmp_path / "b", "rl", environment=STATED, algorithm=algorithm, steps=2,
-        process={**settings, "segments": SHORT}, prompts=3, samples=3,
+        process_rewards={**settings, "segments": SHORT}, prompts=3, samples=3,
     )  # fmt: skip
     assert all(line["process/segments"] > 1 for line in metrics(made))
     table = episodes(made)
     assert table["step_rewards"].notna().any()
     timings = list(read_json_lines(made / "artifacts" / "timings.jsonl"))
-    assert all(0 < line["process"] <= line["other"] for line in timings)
+    assert all(0 < line["process_rewards"] <= line["other"] for line in timings)
 
 
 def test_values_are_frozen_while_a_batch_is_learned_from(tmp_path) -> None:
@@ -247,7 +247,7 @@ def test_values_are_frozen_while_a_batch_is_learned_from(tmp_path) -> None:
     for updates in (1, 3):
         made = run_task(
             tmp_path / str(updates), "rl", environment=STATED, steps=1, warmup=0, lr=0.1,
-            process={"name": "answer", "segments": SHORT}, updates_per_batch=updates,
+            process_rewards={"name": "answer", "segments": SHORT}, updates_per_batch=updates,
         )  # fmt: skip
         seen[updates] = [row.tolist() for row in episodes(made)["step_rewards"]]
     np.testing.assert_array_equal(np.concatenate(seen[1]), np.concatenate(seen[3]))
@@ -256,11 +256,11 @@ def test_values_are_frozen_while_a_batch_is_learned_from(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"algorithm": "ppo", "process": "answer"}, "takes process rewards as reward"),
-        ({"process": {"name": "answer", "role": "reward"}}, "bonus, advantage or trace"),
-        ({"process": "montecarlo", "reward_model": "judge"}, "plays for the verifier's verdict"),
-        ({"process": "oracle"}, "answer"),
-        ({"process": {"name": "answer", "continuations": 3}}, "continuations"),
+        ({"algorithm": "ppo", "process_rewards": "answer"}, "takes process rewards as reward"),
+        ({"process_rewards": {"name": "answer", "role": "reward"}}, "bonus, advantage or trace"),
+        ({"process_rewards": "montecarlo", "reward_model": "judge"}, "plays for the verifier's verdict"),
+        ({"process_rewards": "oracle"}, "answer"),
+        ({"process_rewards": {"name": "answer", "continuations": 3}}, "continuations"),
     ],
 )
 def test_what_does_not_fit_is_refused(fields: dict, said: str) -> None:
@@ -269,7 +269,7 @@ def test_what_does_not_fit_is_refused(fields: dict, said: str) -> None:
 
 
 def test_the_plan_says_what_play_takes() -> None:
-    job = make_job("rl", environment=STATED, process={"name": "montecarlo"})
+    job = make_job("rl", environment=STATED, process_rewards={"name": "montecarlo"})
     plan = load_plugin("rl").plan(job)
     told = "as advantage, at most 24 segments an answer, 9 continuations from the beginning of each"
     assert plan["process rewards"] == told
@@ -281,10 +281,9 @@ def test_the_bundled_recipe(tmp_path) -> None:
     small = {"tasks": 3, "samples": 2, "continuations": 2}
     for stage in recipe.stages:
         if stage.task == "calibrate":
-            made = run_task(
-                tmp_path / stage.name, "calibrate", environment=recipe.environment,
-                **stage.spec | small | {"process": stage.spec["process"] | {"guessable": 1.0}},
-            )  # fmt: skip
+            process_rewards = stage.spec["process_rewards"] | {"guessable": 1.0}
+            spec = stage.spec | small | {"process_rewards": process_rewards}
+            made = run_task(tmp_path / stage.name, "calibrate", environment=recipe.environment, **spec)
             assert summary(made)["said"]
         if stage.task == "rl":
             made = run_task(

@@ -30,7 +30,7 @@ Segments = tuple[list[int], NDArray[np.float64]]
 """Where segments end, in tokens, and what each earned."""
 
 
-class ProcessSettings(BaseModel):
+class ProcessRewardSettings(BaseModel):
     """What process rewards do, whoever gives the values that they are made of."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -49,7 +49,7 @@ class ProcessSettings(BaseModel):
         return f"as {self.role}, at most {self.segments.most} segments an answer"
 
 
-class AnswerValues(ProcessSettings):
+class AnswerValues(ProcessRewardSettings):
     """Values from one forward pass: how likely the policy thinks the right answer after each segment."""
 
     name: Literal["answer"] = Field("answer", description="who says what a prefix is worth")
@@ -66,7 +66,7 @@ class AnswerValues(ProcessSettings):
     )
 
 
-class MonteCarloValues(ProcessSettings):
+class MonteCarloValues(ProcessRewardSettings):
     """Values from play: the mean verdict on continuations of each prefix (VinePPO, arXiv 2410.01679)."""
 
     name: Literal["montecarlo"] = Field("montecarlo", description="who says what a prefix is worth")
@@ -89,7 +89,7 @@ def _section(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
-Process = Annotated[
+ProcessRewardField = Annotated[
     Annotated[AnswerValues | MonteCarloValues | None, Field(discriminator="name")],
     BeforeValidator(_section),
     _OrName(),
@@ -106,11 +106,11 @@ def segments_of(episode: Episode) -> Segments | None:
     return [*ends[:-1].tolist(), len(episode.token_ids)], earned
 
 
-def with_process(
+def apply_process_rewards(
     groups: Sequence[WeightedGroup],
     algorithm: Algorithm,
     context: StepContext,
-    settings: ProcessSettings | None,
+    settings: ProcessRewardSettings | None,
 ) -> list[WeightedGroup]:
     """The weights of a step's groups with what their process rewards do to them.
 
@@ -129,7 +129,7 @@ def with_process(
 
 
 def _of_group(
-    group: WeightedGroup, algorithm: PolicyGradient, context: StepContext, settings: ProcessSettings
+    group: WeightedGroup, algorithm: PolicyGradient, context: StepContext, settings: ProcessRewardSettings
 ) -> WeightedGroup:
     parts = [None if one.failure else segments_of(one) for one in group.episodes]
     group = replace(group, figures={**group.figures, **_figures(group.episodes, parts)})
@@ -152,7 +152,7 @@ Scale = Sequence[Tokens | None]
 Parts = Sequence[Segments | None]
 
 
-def _bonus(episodes: Sequence[Episode], parts: Parts, settings: ProcessSettings) -> Scale:
+def _bonus(episodes: Sequence[Episode], parts: Parts, settings: ProcessRewardSettings) -> Scale:
     inner = np.concatenate([np.zeros(0), *(part[1][:-1] for part in parts if part is not None)])
     std = float(inner.std(ddof=1)) if len(inner) > 1 else 0.0
     mean = float(inner.mean()) if len(inner) else 0.0
@@ -172,7 +172,7 @@ def _with_outcome(episode: Episode, part: Segments) -> NDArray[np.float64]:
     return earned
 
 
-def _advantage(episodes: Sequence[Episode], parts: Parts, settings: ProcessSettings) -> Scale:
+def _advantage(episodes: Sequence[Episode], parts: Parts, settings: ProcessRewardSettings) -> Scale:
     return [
         None if part is None else spread_over_tokens(part[0], _with_outcome(one, part))
         for one, part in zip(episodes, parts, strict=True)
@@ -182,7 +182,7 @@ def _advantage(episodes: Sequence[Episode], parts: Parts, settings: ProcessSetti
 _CLIP = 4.0  # largest weight of a step, either way
 
 
-def _trace(episodes: Sequence[Episode], parts: Parts, settings: ProcessSettings) -> Scale:
+def _trace(episodes: Sequence[Episode], parts: Parts, settings: ProcessRewardSettings) -> Scale:
     return [
         None
         if part is None
@@ -191,7 +191,7 @@ def _trace(episodes: Sequence[Episode], parts: Parts, settings: ProcessSettings)
     ]
 
 
-_SCALES: Mapping[str, Callable[[Sequence[Episode], Parts, ProcessSettings], Scale]] = {
+_SCALES: Mapping[str, Callable[[Sequence[Episode], Parts, ProcessRewardSettings], Scale]] = {
     "bonus": _bonus,
     "advantage": _advantage,
     "trace": _trace,

@@ -13,7 +13,7 @@ class Stopwatch:
     sampling: float = 0.0
     scoring: float = 0.0
     learning: float = 0.0
-    process: float = 0.0
+    process_rewards: float = 0.0
     tokens: int = 0
     started: float = field(default_factory=time.perf_counter)
     _processor_began: float = field(default_factory=time.process_time)
@@ -37,7 +37,7 @@ class Stopwatch:
 
         `processor` is what this process had of its processors, which other load on the machine does not
         change: the figure to compare arms of an experiment by. Judging is in a process of its own.
-        `process`, where there is any, is the part of `other` that process rewards took.
+        `process_rewards`, where there is any, is the part of `other` that process rewards took.
         """
         busy = self.sampling + self.scoring + self.learning
         return {
@@ -45,7 +45,7 @@ class Stopwatch:
             "scoring": self.scoring,
             "learning": self.learning,
             "other": max(self.elapsed - busy, 0.0),
-            **({"process": self.process} if self.process else {}),
+            **({"process_rewards": self.process_rewards} if self.process_rewards else {}),
             "processor": time.process_time() - self._processor_began,
             "tokens_per_second": self.tokens / self.sampling if self.sampling else 0.0,
         }

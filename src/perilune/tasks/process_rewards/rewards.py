@@ -16,7 +16,7 @@ from perilune.environments.core.protocol import Task
 from perilune.environments.core.reference_answer import ReferenceAnswer, reference_answer
 from perilune.errors import RequestError
 from perilune.learn.prefix_values import Probe, prefix_values
-from perilune.learn.process_rewards import AnswerValues, MonteCarloValues, ProcessSettings
+from perilune.learn.process_rewards import AnswerValues, MonteCarloValues, ProcessRewardSettings
 from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.rollout.groups import Groups
@@ -51,7 +51,7 @@ class ProcessRewards:
     """Gives episodes their `step_rewards`; does nothing without settings.
 
     Args:
-        settings: of the recipe's `process` section.
+        settings: of the recipe's `process_rewards` section.
         decoder: the policy as it sampled, for values from a forward pass.
         rollouts: who samples and judges, for values from play.
         sampling: how the episodes were sampled.
@@ -62,7 +62,7 @@ class ProcessRewards:
             the right answer where the environment states none.
     """
 
-    settings: ProcessSettings | None
+    settings: ProcessRewardSettings | None
     decoder: Decoder
     rollouts: RolloutWorker
     sampling: SamplingSpec
@@ -73,14 +73,14 @@ class ProcessRewards:
         if isinstance(self.settings, MonteCarloValues) and getattr(environment, "max_turns", 1) > 1:
             raise RequestError(
                 f"an episode of {environment.id} has several turns, and play goes on within one",
-                where="process",
-                remedy="leave process: montecarlo to environments of one turn",
+                where="process_rewards",
+                remedy="leave process_rewards: montecarlo to environments of one turn",
             )
         if isinstance(self.settings, AnswerValues) and not hasattr(environment, "reference_answer"):
             raise RequestError(
                 f"{environment.id} states no right answer, whose likelihood could be asked for",
-                where="process",
-                remedy="process: montecarlo, or none",
+                where="process_rewards",
+                remedy="process_rewards: montecarlo, or none",
             )
 
     def play(
@@ -111,7 +111,7 @@ class ProcessRewards:
             for walk, found in zip(walks, potentials, strict=True)
             if found is not None
         }
-        watch.process += time.perf_counter() - begun
+        watch.process_rewards += time.perf_counter() - begun
         return [
             tuple(replace(one, step_rewards=earned.get(one.episode_id)) for one in group) for group in groups
         ]

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes
-from perilune.learn.process_rewards import AnswerValues, Process
+from perilune.learn.process_rewards import AnswerValues, ProcessRewardField
 from perilune.tasks.stage.sampling import SamplingSpec
 
 if TYPE_CHECKING:
@@ -23,18 +23,20 @@ class CalibrateSpec(SamplingSpec):
     tasks: int = Field(64, ge=2, description="held-out tasks")
     samples: int = Field(4, ge=1, description="answers a task")
     continuations: int = Field(16, ge=2, description="played from each prefix of an answer")
-    process: Process = Field(AnswerValues(), description="what is calibrated: `answer`, or its section")
+    process_rewards: ProcessRewardField = Field(
+        AnswerValues(), description="what is calibrated: `answer`, or its section"
+    )
     token_budget: int = Field(4096, ge=1, description="tokens in one forward pass, a matter of memory")
 
     @model_validator(mode="after")
     def _cheap(self) -> CalibrateSpec:
-        if self.process is None or self.process.name != "answer":
+        if self.process_rewards is None or self.process_rewards.name != "answer":
             raise ValueError("process is what is compared with play: give answer, or a section of that name")
         return self
 
 
 class Calibrate:
-    """Compares the values of prefixes with play from them, as an rl stage with this `process` would have."""
+    """Compares the process rewards of an rl stage with Monte Carlo values of the same prefixes."""
 
     name = "calibrate"
     spec = CalibrateSpec
@@ -47,7 +49,7 @@ class Calibrate:
 
         spec = CalibrateSpec.model_validate(job.spec)
         answers = spec.tasks * spec.samples
-        most = spec.process.segments.most if spec.process else 0
+        most = spec.process_rewards.segments.most if spec.process_rewards else 0
         memory = stage_memory(
             model_config(job), samples=answers, max_tokens=spec.max_tokens, device=job.resources.device
         )
@@ -72,13 +74,13 @@ class Calibrate:
         from perilune.tasks.stage.policy import heldout_tasks
 
         spec = CalibrateSpec.model_validate(workspace.job.spec)
-        assert isinstance(spec.process, AnswerValues)
+        assert isinstance(spec.process_rewards, AnswerValues)
         workspace.rewind(-1)  # what an earlier attempt left
         total, seed = spec.tasks * spec.samples, workspace.job.seed
         watch = Stopwatch()
         with open_player(workspace, spec.max_tokens) as player:
             process = ProcessRewards(
-                spec.process, player.policy.decoder, player.rollouts, spec, spec.token_budget
+                spec.process_rewards, player.policy.decoder, player.rollouts, spec, spec.token_budget
             )
             tasks = heldout_tasks(player.environment, spec.tasks, seed)
             groups = player.play(
@@ -86,7 +88,7 @@ class Calibrate:
             )
             walks = process.walks(tasks, groups)
             begun = time.perf_counter()
-            values = process.answered(walks, spec.process)
+            values = process.answered(walks, spec.process_rewards)
             valued = time.perf_counter()
             verdicts = process.played(walks, 0, spec.continuations)
             played = time.perf_counter()
@@ -100,7 +102,7 @@ class Calibrate:
             raise WorkFailedError(
                 "no answer could be given values: none is stated, it is guessed too easily, or nobody judged",
                 where=player.environment.id,
-                remedy="choose an environment that states its answers, or raise process.guessable",
+                remedy="choose an environment that states its answers, or raise process_rewards.guessable",
             )
         summary = {
             "kind": "calibration",

@@ -13,7 +13,7 @@ from perilune.bundle.machine import require_memory
 from perilune.bundle.plugin import Consumes
 from perilune.environments.core.registry import REWARDS
 from perilune.errors import RequestError
-from perilune.learn.process_rewards import Process
+from perilune.learn.process_rewards import ProcessRewardField
 from perilune.learn.training_settings import AlgorithmSettings, LearnerSettings
 from perilune.tasks.stage.learning_rates import describe_learning_rate, read_spec
 from perilune.tasks.stage.retention import Saving, planned
@@ -49,7 +49,7 @@ class RLSpec(Saving, AlgorithmSettings, LearnerSettings, SamplingSpec):
     verifier_weight: float = Field(
         0.0, ge=0, description="of the verdict beside a reward model; above 0 it is trained on too"
     )
-    process: Process = Field(
+    process_rewards: ProcessRewardField = Field(
         None, description="process rewards: a name, or a section of a name and its options"
     )
 
@@ -73,17 +73,17 @@ class RLSpec(Saving, AlgorithmSettings, LearnerSettings, SamplingSpec):
 
     @model_validator(mode="after")
     def _takes_process_rewards(self) -> RLSpec:
-        if self.process is None:
+        if self.process_rewards is None:
             return self
-        if self.algorithm.takes_step_rewards != (self.process.role == "reward"):
+        if self.algorithm.takes_step_rewards != (self.process_rewards.role == "reward"):
             right = "reward" if self.algorithm.takes_step_rewards else "bonus, advantage or trace"
             raise ValueError(
-                f"process.role is {self.process.role}, and {self.algorithm.name} takes process rewards as"
-                f" {right}"
+                f"process_rewards.role is {self.process_rewards.role}, and {self.algorithm.name} takes"
+                f" process rewards as {right}"
             )
-        if self.reward_model and self.process.name == "montecarlo":
+        if self.reward_model and self.process_rewards.name == "montecarlo":
             raise ValueError(
-                "process: montecarlo plays for the verifier's verdict, and a reward model is climbed"
+                "process_rewards: montecarlo plays for the verifier's verdict, and a reward model is climbed"
             )
         return self
 
@@ -126,7 +126,7 @@ class RL:
             "tokens at most": f"{episodes * (1 + most) * longest:,}",
             "algorithm": f"{_told(spec.algorithm)}, updates a step"
             f" {spec.updates_per_batch * spec.epochs_per_batch}, KL {spec.kl:g}",
-            **({"process rewards": spec.process.told()} if spec.process else {}),
+            **({"process rewards": spec.process_rewards.told()} if spec.process_rewards else {}),
             "learning rate": describe_learning_rate(spec, job),
             "checkpoints": planned(spec, memory),
             **spec.planned(),
@@ -175,7 +175,9 @@ class RL:
                 learner.ranks,
             )  # fmt: skip
             league = self.league(workspace, learner, rollouts)
-            process = ProcessRewards(spec.process, policy.decoder, league.rollouts, spec, spec.token_budget)
+            process = ProcessRewards(
+                spec.process_rewards, policy.decoder, league.rollouts, spec, spec.token_budget
+            )
 
             first = resume(workspace, learner)
             run_preflight(workspace, spec, config, device, first)

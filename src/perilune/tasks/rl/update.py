@@ -10,7 +10,7 @@ from perilune.learn.batch import pack
 from perilune.learn.checks import check_packed, check_weights
 from perilune.learn.kl_reward import weight_groups
 from perilune.learn.off_policy import correct, learning_rate_scale
-from perilune.learn.process_rewards import with_process
+from perilune.learn.process_rewards import apply_process_rewards
 from perilune.learn.schedules import learning_rate
 from perilune.learn.signals import observe
 from perilune.learn.trainer import Learner, with_reference
@@ -86,7 +86,7 @@ class PolicyUpdates:
         weighted = weight_groups(algorithm, groups, context)
         centred = algorithm.centred and algorithm.compares == "group"
         check_weights(weighted, centred=centred, sparse=algorithm.sparse)
-        weighted = with_process(weighted, algorithm, context, spec.process)
+        weighted = apply_process_rewards(weighted, algorithm, context, spec.process_rewards)
         learned = kept(weighted, spec.prompts, algorithm.refills)
         corrected, measured = correct(learned, signals.get("logprobs", {}), off_policy, learner.version)
         lr = learning_rate(spec, step, spec.steps) * learning_rate_scale(measured, off_policy)
