@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from perilune.errors import RequestError
 from perilune.models.config.decoder_config import PRESETS, DecoderConfig
-from perilune.models.config.families import FAMILIES, Architecture
+from perilune.models.config.families import DECODER_FAMILIES, Architecture
 from perilune.models.config.layer_kinds import Experts
 from perilune.models.config.rope import LinearScaling, Llama3Scaling, Rope
 
@@ -23,8 +23,8 @@ def raw(**changes: Any) -> dict[str, Any]:
 
 @st.composite
 def configs(draw: st.DrawFn) -> DecoderConfig:
-    architecture = draw(st.sampled_from(list(FAMILIES)))
-    options = FAMILIES[architecture].options
+    architecture = draw(st.sampled_from(list(DECODER_FAMILIES)))
+    options = DECODER_FAMILIES[architecture].options
     kv_heads, layers = draw(st.integers(1, 4)), draw(st.integers(1, 50))
 
     def option(key: str, values: st.SearchStrategy[Any], default: Any = None) -> Any:
@@ -58,7 +58,7 @@ def configs(draw: st.DrawFn) -> DecoderConfig:
 
 @st.composite
 def windows(draw: st.DrawFn, architecture: Architecture, layers: int) -> tuple[int | None, ...]:
-    kind, size = FAMILIES[architecture].windows, draw(st.sampled_from([None, 1, 4096]))
+    kind, size = DECODER_FAMILIES[architecture].windows, draw(st.sampled_from([None, 1, 4096]))
     if kind == "none" or size is None:
         return ()
     some = draw(st.lists(st.booleans(), min_size=layers, max_size=layers).filter(any))

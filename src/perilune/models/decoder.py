@@ -39,8 +39,8 @@ class SelfAttention(nn.Module):
         self.k_proj = nn.Linear(hidden, keys, bias=config.qkv_bias)
         self.v_proj = nn.Linear(hidden, keys, bias=config.qkv_bias)
         self.o_proj = nn.Linear(queries, hidden, bias=config.attention_bias)
-        self.qk_norm = config.qk_norm
-        if self.qk_norm is not None:
+        self.qk_norm = config.family.qk_norm
+        if self.qk_norm:
             full, offset = self.qk_norm == "full", config.family.norm_offset
             self.q_norm = RMSNorm(queries if full else self.size, config.rms_norm_eps, offset)
             self.k_norm = RMSNorm(keys if full else self.size, config.rms_norm_eps, offset)

@@ -164,7 +164,7 @@ class ReferenceDecoder:
     def _prepare(self, head: Matrix, norm: str) -> tuple[Matrix, Pullback]:
         """A head's queries or keys: normalised (Qwen3 only, it keeps scores from exploding), then rotated."""
         back_norm: Pullback = _identity
-        if self.config.qk_norm:
+        if self.config.family.qk_norm:
             head, back_norm = self._rms_norm(head, norm)
         frequencies = rope_frequencies(self.config)
         rotated = [rotate(row, t, frequencies) for t, row in enumerate(head)]
@@ -400,7 +400,7 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"{name}.weight"] = shape
             if config.mlp_bias if name.startswith(mlp) else config.attention_bias:
                 shapes[f"{name}.bias"] = shape[:1]
-        for norm in ("q_norm", "k_norm") if config.qk_norm else ():
+        for norm in ("q_norm", "k_norm") if config.family.qk_norm else ():
             shapes[f"{attention}.{norm}.weight"] = (D,)
         for norm in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"model.layers.{layer}.{norm}.weight"] = (d,)

@@ -1,4 +1,4 @@
-"""DecoderConfig: what makes one decoder differ from another, and its two-way mapping to config.json."""
+"""DecoderConfig: the shape of a decoder, read from config.json and written to it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from perilune.errors import RequestError
-from perilune.models.config.families import FAMILIES, Architecture, Family
+from perilune.models.config.families import DECODER_FAMILIES, Architecture, Family
 from perilune.models.config.layer_kinds import Experts, read_experts, read_windows
 from perilune.models.config.reader import Reader
 from perilune.models.config.rope import Rope, read_ropes, scaling_to_hf
@@ -19,19 +19,22 @@ _ROPE = Rope(1e4)
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """Shape of a decoder-only transformer of one of the `FAMILIES`.
+    """Shape of a decoder-only transformer of one of the `DECODER_FAMILIES`.
 
     Attributes:
-        architecture: the family, by its `model_type`; what all its models share is `family`.
-        rope: the rotary embedding; `local_rope` that of layers with a window, where it is another.
-        windows: of each layer, how many tokens its queries see, or None for all; empty if all see all.
-        query_pre_attn_scalar: attention scores are divided by its square root; the head size if None.
-        attention_bias: biases on the q, k, v and o projections; `mlp_bias`: on the feed-forward ones.
+        architecture: `model_type` of the family.
+        rope: rotary embedding.
+        local_rope: rotary embedding of layers with a window; None when it is `rope`.
+        windows: for each layer, how many tokens its queries see, or None for all; empty when no layer has a
+            window.
+        query_pre_attn_scalar: attention scores are divided by its square root; None means the head size.
+        attention_bias: the q, k, v and o projections have biases.
+        mlp_bias: the feed-forward projections have biases.
         logit_softcap: bound c on logits, which become c tanh(logits / c).
-        experts: of a mixture of experts.
+        experts: the mixture of experts, if any.
 
     Raises:
-        RequestError: when the figures cannot make a model.
+        RequestError: when the values do not describe a possible model.
     """
 
     architecture: Architecture
@@ -58,14 +61,14 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in _POSITIVE:
+        for name in (*_SIZES, *_HEADS):
             _positive(name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
             raise _impossible(
                 f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads evenly"
             )
         if self.head_dim % 2:
-            raise _impossible(f"head_dim is {self.head_dim}, and rotary embeddings need an even one")
+            raise _impossible(f"head_dim is {self.head_dim}, but rotary embeddings need an even head size")
         for name, key in _OPTIONS.items():
             if getattr(self, name) and key not in self.family.options:
                 raise _impossible(f"a {self.architecture} model has no {name}")
@@ -91,38 +94,32 @@ class DecoderConfig:
 
     @property
     def family(self) -> Family:
-        """What all models of the architecture share."""
-        return FAMILIES[self.architecture]
-
-    @property
-    def qk_norm(self) -> Literal["head", "full"] | None:
-        """How queries and keys are normalised before the rotary embedding."""
-        return self.family.qk_norm
+        """Properties that all models of the architecture share."""
+        return DECODER_FAMILIES[self.architecture]
 
     @property
     def qkv_bias(self) -> bool:
         """Whether the q, k and v projections have biases."""
-        return self.attention_bias or self.family.qkv_bias
+        return self.attention_bias or self.family.qkv_bias is True
 
     @property
     def sliding_window(self) -> int | None:
-        """The one size of the layers that have a window."""
+        """The window size, which all layers with a window share."""
         return next((window for window in self.windows if window is not None), None)
 
     @property
     def distinct_windows(self) -> tuple[int | None, ...]:
-        """What layers see, each once: None for all before it first, then the size of a window."""
+        """The different windows among the layers: None (no window) first, then the window size."""
         distinct = set(self.windows or (None,))
         return tuple(sorted(distinct, key=lambda window: window or 0))
 
     def window(self, layer: int) -> int | None:
-        """How many tokens a query of that layer sees, its own included; None for all."""
+        """How many tokens a query of that layer sees, including its own; None for all."""
         return self.windows[layer] if self.windows else None
 
     def rope_of(self, layer: int) -> Rope:
         """Rotary embedding of that layer."""
-        local = self.local_rope is not None and self.window(layer) is not None
-        return self.local_rope if local and self.local_rope else self.rope
+        return self.rope if self.local_rope is None or self.window(layer) is None else self.local_rope
 
     def is_sparse(self, layer: int) -> bool:
         """Whether that layer has experts."""
@@ -134,13 +131,13 @@ class DecoderConfig:
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], *, where: str = "config.json") -> DecoderConfig:
-        """Read the content of a Hugging Face config.json, of transformers 4 or 5.
+        """Read the content of a Hugging Face config.json, written by transformers 4 or 5.
 
         Raises:
-            RequestError: on an architecture, option or value this decoder does not implement.
+            RequestError: on an architecture, option or value that the decoder does not implement.
         """
         architecture = Reader(raw, where).architecture()
-        family = FAMILIES[architecture]
+        family = DECODER_FAMILIES[architecture]
         read = Reader({**family.defaults, **raw}, where)
         _reject_unimplemented(read, family)
         hidden_size, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
@@ -212,7 +209,7 @@ class DecoderConfig:
         }
 
     def _options(self) -> dict[str, Any]:
-        """Keys of config.json that only some families know."""
+        """Keys of config.json that only some families have."""
         raw: dict[str, Any] = {
             "attention_bias": self.attention_bias,
             "mlp_bias": self.mlp_bias,
@@ -238,10 +235,8 @@ class DecoderConfig:
         return raw
 
 
-_POSITIVE = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
-    "max_position_embeddings",
-)  # fmt: skip
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "max_position_embeddings")
+_HEADS = ("num_heads", "num_kv_heads", "head_dim")
 
 _OPTIONS = {
     "local_rope": "rope_local_base_freq",
@@ -258,8 +253,8 @@ def _positive(name: str, value: object) -> None:
         raise _impossible(f"{name} is {value!r}, not a positive integer")
 
 
-def _impossible(what: str) -> RequestError:
-    return RequestError(what, where="model configuration")
+def _impossible(message: str) -> RequestError:
+    return RequestError(message, where="model configuration")
 
 
 def _one_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
@@ -275,7 +270,7 @@ def _activation_key(family: Family) -> str:
 def _reject_unimplemented(read: Reader, family: Family) -> None:
     read.reject(_activation_key(family), family.activation, f"only {family.activation} is implemented")
     read.reject("quantization_config", None, "use the unquantised checkpoint")
-    read.reject("attn_logit_softcapping", None, "a bound on attention scores is not implemented")
+    read.reject("attn_logit_softcapping", None, "soft-capped attention scores are not implemented")
     read.reject("use_bidirectional_attention", False, "only causal attention is implemented")
 
 
@@ -288,14 +283,15 @@ PRESETS = MappingProxyType(
             hidden_size=96,
             intermediate_size=256,
             num_layers=3,
-            # Four query heads on one key head: decoding computes four rows of scores a product in any case.
+            # Four query heads share a key head: the decoding kernel computes four rows of scores at a time.
             num_heads=4,
             num_kv_heads=1,
             head_dim=32,
-            # For short texts; at 10,000 the same cold start takes far more steps.
+            # For short texts: with the usual base of 10,000 the same cold start takes far more steps.
             rope=Rope(100.0),
             max_position_embeddings=4096,
-            # 1 / sqrt(hidden size). At the 0.02 of large models the same 300 steps end at 50 times the loss.
+            # 1 / sqrt(hidden size). With 0.02, as in large models, the loss after 300 steps is 50 times
+            # higher.
             initializer_range=0.1,
         ),
         # 0.7 million parameters: a larger teacher for the tiny one, in the same vocabulary.

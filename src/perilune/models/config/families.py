@@ -1,123 +1,264 @@
-"""Families of models that the one decoder computes, and what sets each of them apart.
+"""Model families: what all models of one `model_type` share.
 
-What differs between models of one family (sizes, windows, bases) is in their `DecoderConfig`; what all of a
-family share is here, so that a model is its family and its figures, and nothing else.
+Everything that differs between models of a family (sizes, windows, rotary bases) is read from config.json.
+The decoder computes the families in `DECODER_FAMILIES`. For the others, the table has what a `ModelCard`
+needs to count parameters, cache and compute; tests compare each count with the model that transformers
+builds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Architecture = Literal["qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "olmo2", "gemma3_text"]
-"""A family, by its `model_type` in config.json."""
+"""The `model_type` of a family that the decoder computes."""
+
+Bias = bool | str
+"""Whether there is a bias, or the key of config.json that says so."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What all models of a family share. The defaults are Llama's.
+    """Properties that all models of a family share. The defaults are Llama's.
 
     Attributes:
-        hf_class: its class in transformers.
-        qkv_bias: whether q, k and v have biases whatever `attention_bias` says.
-        qk_norm: queries and keys are normalised before they are rotated: each "head" by itself, or the
-            "full" width of all heads.
-        pre_norm: whether attention and feed-forward see a normalised copy of the residual stream.
-        post_norm: whether what they add to it is normalised.
+        hf_class: the class in transformers, for config.json.
+        options: keys of config.json that the decoder reads and writes besides those of every family.
+        activation: the activation of the feed-forward gate.
         norm_offset: a norm weight w multiplies by 1 + w, so that zero is neutral.
-        activation: of the feed-forward gate.
-        scaled_embeddings: whether embeddings are multiplied by sqrt(hidden_size).
-        windows: which layers may have a sliding window.
-        options: keys of config.json beyond those of every family, that are read and written.
-        defaults: what transformers assumes where config.json is silent, if not the reader's own default.
+        scaled_embeddings: embeddings are multiplied by sqrt(hidden_size).
+        pre_norm: the input of attention and feed-forward is normalised.
+        post_norm: the output of attention and feed-forward is normalised before it is added.
+        parallel: attention and feed-forward share one norm and run side by side.
+        norm_vectors: learned vectors per norm: 1, 2 with a bias, or 0.
+        qkv_bias, out_bias, mlp_bias: biases of the attention inputs, attention output and feed-forward.
+        matrices: matrices of a feed-forward network; 3 when it has a gate.
+        qk_norm: queries and keys are normalised before rotation: "head" by head, over the "full" width of all
+            heads, or head by head when the key of this name is true.
+        output_gate: the attention output is gated by as many numbers as there are queries.
+        sinks: each head learns a logit for attending to nothing: in all layers, or in those with a window.
+        windows: layers with a sliding window when `layer_types` is missing: "all"; the "upper" ones, from
+            `max_window_layers` on; or "most", all but every n-th, n being `sliding_window_pattern`.
+        linear: kind of linear attention, in layers that `layer_types` or `full_attention_interval` select.
+        expert_bias: experts and their router have biases.
+        shared_gate: the shared expert has a gate.
+        positions: position embeddings are learned.
+        names: the family's own names for keys that other families call differently.
+        defaults: values that transformers assumes for missing keys, where they differ from the general ones.
     """
 
-    hf_class: str
-    qkv_bias: bool = False
-    qk_norm: Literal["head", "full"] | None = None
+    hf_class: str = ""
+    options: frozenset[str] = frozenset({"attention_bias"})
+    activation: Literal["silu", "gelu_pytorch_tanh"] = "silu"
+    norm_offset: bool = False
+    scaled_embeddings: bool = False
     pre_norm: bool = True
     post_norm: bool = False
-    norm_offset: bool = False
-    activation: Literal["silu", "gelu_pytorch_tanh"] = "silu"
-    scaled_embeddings: bool = False
-    windows: Literal["none", "all", "some"] = "none"
-    options: frozenset[str] = frozenset({"attention_bias"})
+    parallel: bool = False
+    norm_vectors: int = 1
+    qkv_bias: Bias = "attention_bias"
+    out_bias: Bias = "attention_bias"
+    mlp_bias: Bias = "mlp_bias"
+    matrices: int = 3
+    qk_norm: str = ""
+    output_gate: bool = False
+    sinks: Literal["", "all", "windows"] = ""
+    windows: Literal["none", "all", "upper", "most"] = "none"
+    linear: Literal["", "delta", "lightning", "kimi"] = ""
+    expert_bias: bool = False
+    shared_gate: bool = False
+    positions: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def norms(self) -> int:
+        """Norms over the hidden size in one layer."""
+        return 1 if self.parallel else 2 * (self.pre_norm + self.post_norm)
 
-_QWEN = frozenset({"use_sliding_window", "sliding_window", "layer_types"})
-_EXPERTS = frozenset(
-    {
-        "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
-        "decoder_sparse_step", "mlp_only_layers",
-    }
-)  # fmt: skip
 
-_GEMMA = frozenset(
-    {
-        "attention_bias", "sliding_window", "layer_types", "rope_local_base_freq", "query_pre_attn_scalar",
-        "final_logit_softcapping",
-    }
-)  # fmt: skip
+_WINDOW_OPTIONS = frozenset({"use_sliding_window", "sliding_window", "layer_types"})
+_EXPERT_OPTIONS = frozenset({"num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"})
+_SPARSE_OPTIONS = frozenset({"decoder_sparse_step", "mlp_only_layers"})
+_GEMMA_OPTIONS = frozenset({"rope_local_base_freq", "query_pre_attn_scalar", "final_logit_softcapping"})
+_NO_WINDOW = {"use_sliding_window": False, "sliding_window": 4096}
+_TIED = {"tie_word_embeddings": True}
 
-FAMILIES: Mapping[Architecture, Family] = MappingProxyType(
+_MISTRAL = Family(
+    hf_class="MistralForCausalLM",
+    options=frozenset({"sliding_window"}),
+    qkv_bias=False,
+    out_bias=False,
+    windows="all",
+    defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+)
+_DEEPSEEK = Family(
+    mlp_bias=False, defaults={"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+)
+_QWEN_NEXT = Family(
+    qk_norm="head",
+    output_gate=True,
+    linear="delta",
+    shared_gate=True,
+    defaults={
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "shared_expert_intermediate_size": 512,
+    },
+)
+_GPT = Family(
+    norm_vectors=2,
+    qkv_bias=True,
+    out_bias=True,
+    mlp_bias=True,
+    matrices=2,
+    positions=True,
+    names={
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "intermediate_size": "n_inner",
+        "max_position_embeddings": "n_positions",
+    },
+    defaults=_TIED,
+)
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "llama": Family("LlamaForCausalLM", options=frozenset({"attention_bias", "mlp_bias"})),
-        "mistral": Family(
-            "MistralForCausalLM",
-            windows="all",
-            options=frozenset({"sliding_window"}),
-            defaults={"num_key_value_heads": 8, "sliding_window": 4096},
-        ),
+        "granite": Family(),
+        "smollm3": Family(windows="upper", defaults=_TIED | {"use_sliding_window": False}),
+        "mistral": _MISTRAL,
+        "mixtral": replace(_MISTRAL, hf_class="", defaults={"num_key_value_heads": 8}),
+        "phi3": Family(qkv_bias=False, out_bias=False, windows="all"),
         "qwen2": Family(
             "Qwen2ForCausalLM",
+            options=_WINDOW_OPTIONS,
             qkv_bias=True,
-            windows="some",
-            options=_QWEN,
-            defaults={"sliding_window": 4096},
+            out_bias=False,
+            windows="upper",
+            defaults=_NO_WINDOW,
+        ),
+        "qwen2_moe": Family(
+            qkv_bias="qkv_bias",
+            out_bias=False,
+            windows="upper",
+            shared_gate=True,
+            defaults=_NO_WINDOW | {"qkv_bias": True, "shared_expert_intermediate_size": 5632},
         ),
         "qwen3": Family(
             "Qwen3ForCausalLM",
+            options=_WINDOW_OPTIONS | {"attention_bias"},
             qk_norm="head",
-            windows="some",
-            options=_QWEN | {"attention_bias"},
-            defaults={"head_dim": 128, "sliding_window": 4096},
+            windows="upper",
+            defaults=_NO_WINDOW | {"head_dim": 128},
         ),
         "qwen3_moe": Family(
             "Qwen3MoeForCausalLM",
+            options=_WINDOW_OPTIONS | _EXPERT_OPTIONS | _SPARSE_OPTIONS | {"attention_bias"},
             qk_norm="head",
             windows="all",
-            options=_QWEN | _EXPERTS | {"attention_bias"},
-            defaults={"sliding_window": 4096},
+            defaults=_NO_WINDOW,
         ),
-        "olmo2": Family(
-            "Olmo2ForCausalLM",
-            qk_norm="full",
-            pre_norm=False,
+        "qwen3_next": _QWEN_NEXT,
+        "qwen3_5_text": _QWEN_NEXT,
+        "qwen3_5_moe_text": _QWEN_NEXT,
+        "gemma": Family(defaults=_TIED | {"head_dim": 256}),
+        "gemma2": Family(
             post_norm=True,
-            defaults={"rms_norm_eps": 1e-5},
+            windows="most",
+            defaults=_TIED | {"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
         ),
         "gemma3_text": Family(
             "Gemma3ForCausalLM",
-            qk_norm="head",
-            post_norm=True,
-            norm_offset=True,
+            options=_GEMMA_OPTIONS | {"attention_bias", "sliding_window", "layer_types"},
             activation="gelu_pytorch_tanh",
+            norm_offset=True,
             scaled_embeddings=True,
-            windows="some",
-            options=_GEMMA,
-            defaults={
-                "head_dim": 256,
+            post_norm=True,
+            qk_norm="head",
+            windows="most",
+            defaults=_TIED
+            | {
+                "vocab_size": 262208,
+                "num_attention_heads": 8,
                 "num_key_value_heads": 4,
-                "tie_word_embeddings": True,
+                "head_dim": 256,
                 "query_pre_attn_scalar": 256,
                 "sliding_window": 4096,
                 "sliding_window_pattern": 6,
                 "rope_theta": 1e6,
                 "rope_local_base_freq": 1e4,
+                "max_position_embeddings": 131072,
+            },
+        ),
+        "olmo": Family(norm_vectors=0),
+        "olmo2": Family(
+            "Olmo2ForCausalLM",
+            pre_norm=False,
+            post_norm=True,
+            qk_norm="full",
+            defaults={"rms_norm_eps": 1e-5},
+        ),
+        "olmo3": Family(
+            pre_norm=False,
+            post_norm=True,
+            qk_norm="full",
+            windows="most",
+            defaults={"sliding_window": 4096, "sliding_window_pattern": 4},
+        ),
+        "olmoe": Family(qk_norm="full"),
+        "cohere2": Family(
+            parallel=True,
+            windows="most",
+            defaults=_TIED | {"sliding_window": 4096, "sliding_window_pattern": 4},
+        ),
+        "gpt2": _GPT,
+        "gpt_bigcode": replace(_GPT, defaults=_TIED | {"multi_query": True}),
+        "gpt_neox": Family(norm_vectors=2, mlp_bias=True, matrices=2, defaults={"attention_bias": True}),
+        "starcoder2": Family(
+            norm_vectors=2,
+            qkv_bias="use_bias",
+            out_bias="use_bias",
+            mlp_bias="use_bias",
+            matrices=2,
+            windows="all",
+            defaults=_TIED | {"use_bias": True},
+        ),
+        "deepseek_v2": _DEEPSEEK,
+        "deepseek_v3": _DEEPSEEK,
+        "kimi_k2": _DEEPSEEK,
+        "glm4_moe": Family(out_bias=False, mlp_bias=False, qk_norm="use_qk_norm"),
+        "gpt_oss": Family(
+            sinks="all",
+            windows="most",
+            expert_bias=True,
+            defaults={"attention_bias": True, "sliding_window": 128, "sliding_window_pattern": 2},
+        ),
+        "mimo_v2_flash": Family(out_bias=False, mlp_bias=False, sinks="windows"),
+        "minimax": Family(qkv_bias=False, out_bias=False, linear="lightning"),
+        "kimi_linear": Family(
+            mlp_bias=False,
+            linear="kimi",
+            names={
+                "max_position_embeddings": "model_max_length",
+                "num_experts_per_tok": "num_experts_per_token",
+                "n_shared_experts": "num_shared_experts",
             },
         ),
     }
 )
+"""By `model_type`."""
+
+DECODER_FAMILIES: Mapping[Architecture, Family] = MappingProxyType(
+    {name: FAMILIES[name] for name in get_args(Architecture)}
+)
+"""The families that the decoder computes."""

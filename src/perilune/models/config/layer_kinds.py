@@ -1,14 +1,14 @@
-"""In what the layers of one decoder differ: how far they look back, and whether they have experts."""
+"""Differences between the layers of one decoder: sliding windows and experts."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from perilune.models.config.families import Family
 from perilune.models.config.reader import Reader
 
-_MOST_LAYERS = 10_000  # that are listed one by one on a file's word
-_KINDS = {"all": ("sliding_attention",), "some": ("full_attention", "sliding_attention")}
+MOST_LAYERS = 10_000  # most layers that are listed one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +17,10 @@ class Experts:
 
     Attributes:
         count: experts of a layer.
-        per_token: experts that each token goes through.
+        per_token: experts that compute each token.
         intermediate_size: inner width of one expert.
-        normalised: whether the weights of the chosen experts are made to sum to one.
-        dense_layers: layers that have a plain feed-forward network nevertheless.
+        normalised: whether the weights of a token's experts are scaled to sum to one.
+        dense_layers: layers that have a plain feed-forward network instead.
     """
 
     count: int
@@ -30,49 +30,70 @@ class Experts:
     dense_layers: tuple[int, ...] = ()
 
 
-def read_windows(read: Reader, family: Family, layers: int) -> tuple[int | None, ...]:
-    """Of each layer, how many tokens a query sees, its own included, or None for all; empty when all see all.
+def layer_kinds(read: Reader, family: Family, layers: int) -> list[str]:
+    """The kind of attention of each layer: `layer_types`, or what the family means without that key.
 
     Raises:
-        RequestError: when `layer_types` names a kind of layer that the family has not.
+        RequestError: when `layer_types` does not have one entry per layer, or is needed and missing.
     """
-    size = _window_size(read, family)
+    if layers > MOST_LAYERS:
+        raise read.wrong("num_hidden_layers", f"give at most {MOST_LAYERS}")
     kinds = read.raw.get("layer_types") or None
     if kinds is not None:
-        possible = ["full_attention"] if size is None else list(_KINDS[family.windows])
-        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in possible for kind in kinds):
-            raise read.wrong("layer_types", f"one a layer, of: {', '.join(possible)}")
-    if size is None:
-        return ()
-    if layers > _MOST_LAYERS:
-        raise read.wrong("num_hidden_layers", f"at most {_MOST_LAYERS} with sliding windows")
-    if family.windows == "all":
-        return (size,) * layers
-    if kinds is not None:
-        windowed = [kind == "sliding_attention" for kind in kinds]
-    elif "sliding_window_pattern" in read.raw:
-        period = read.integer("sliding_window_pattern")
-        windowed = [(layer + 1) % max(period, 1) > 0 for layer in range(layers)]
-    else:
-        first = read.integer("max_window_layers", 28)
-        windowed = [layer >= first for layer in range(layers)]
-    return tuple(size if is_windowed else None for is_windowed in windowed) if any(windowed) else ()
+        if not isinstance(kinds, list) or len(kinds) != layers:
+            raise read.wrong("layer_types", "give one kind for each layer")
+        return kinds
+    listed = read.raw.get("linear_attn_config")
+    if isinstance(listed, Mapping):
+        full = Reader(listed, f"{read.where}:linear_attn_config").integers("full_attn_layers")
+        return ["full_attention" if i + 1 in full else "linear_attention" for i in range(layers)]
+    every = read.count("full_attention_interval", 0) or read.count("sliding_window_pattern", 0)
+    if family.linear and not every:
+        raise read.wrong("layer_types", "give the kind of attention of each layer")
+    if not family.linear and (family.windows == "none" or window_size(read, family) is None):
+        return ["full_attention"] * layers
+    if family.linear or family.windows == "most":
+        other = "linear_attention" if family.linear else "sliding_attention"
+        return [other if every and (i + 1) % every else "full_attention" for i in range(layers)]
+    first = read.count("max_window_layers", 28, least=0) if family.windows == "upper" else 0
+    return ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
 
 
-def _window_size(read: Reader, family: Family) -> int | None:
-    optional = "use_sliding_window" in family.options
-    if family.windows == "none" or (optional and not read.boolean("use_sliding_window", False)):
+def window_size(read: Reader, family: Family) -> int | None:
+    """Tokens that a query sees in a layer with a window, or None when there are no windows."""
+    if "use_sliding_window" in family.defaults and not read.boolean("use_sliding_window", False):
         return None
-    return None if read.raw.get("sliding_window") is None else read.integer("sliding_window")
+    return None if read.raw.get("sliding_window") is None else read.count("sliding_window")
+
+
+def read_windows(read: Reader, family: Family, layers: int) -> tuple[int | None, ...]:
+    """For each layer, how many tokens a query sees including its own, or None for all tokens.
+
+    Empty when no layer has a window.
+
+    Raises:
+        RequestError: when `layer_types` names a kind of layer that the family does not have.
+    """
+    size = None if family.windows == "none" else window_size(read, family)
+    if size is None and not read.raw.get("layer_types"):
+        return ()
+    kinds = layer_kinds(read, family, layers)
+    possible = ["full_attention", "sliding_attention"]
+    if size is None or family.windows == "all":
+        possible = possible[:1] if size is None else possible[1:]
+    if any(kind not in possible for kind in kinds):
+        raise read.wrong("layer_types", f"give one of {', '.join(possible)} for each layer")
+    windows = tuple(size if kind == "sliding_attention" else None for kind in kinds)
+    return windows if any(windows) else ()
 
 
 def read_experts(read: Reader, layers: int) -> Experts:
-    """The mixture of experts of a model of that many layers."""
-    # Transformers 5 also calls them local.
+    """The mixture of experts of a model with `layers` layers."""
+    # Transformers 5 also writes num_local_experts.
     count = read.integer("num_local_experts" if "num_local_experts" in read.raw else "num_experts", 128)
     step, dense = read.integer("decoder_sparse_step", 1), set(read.integers("mlp_only_layers"))
-    if layers > _MOST_LAYERS:
-        raise read.wrong("num_hidden_layers", f"at most {_MOST_LAYERS} with experts")
+    if layers > MOST_LAYERS:
+        raise read.wrong("num_hidden_layers", f"give at most {MOST_LAYERS} with experts")
     dense |= {layer for layer in range(layers) if (layer + 1) % max(step, 1)}
     return Experts(
         count=count,

@@ -1,4 +1,4 @@
-"""Typed look-ups in a config.json that comes from anywhere; every complaint names the file and the key."""
+"""Typed look-ups in an untrusted config.json. Every error names the file and the key."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from perilune.errors import RequestError
-from perilune.models.config.families import FAMILIES, Architecture
+from perilune.models.config.families import DECODER_FAMILIES, Architecture
+
+_LARGEST = 2**31
 
 
 class UnsupportedModelError(RequestError):
-    """A model that the decoder does not compute, as far as one can see well-formed. Transformers may."""
+    """The model looks well-formed, but Perilune's decoder does not compute it. Transformers may."""
 
 
 class Reader:
     """One JSON object.
 
     Raises:
-        RequestError: when it is none; and from every method, when a value is not what it must be.
+        RequestError: when `raw` is not an object, and from every method when a value is invalid.
     """
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
@@ -26,27 +28,27 @@ class Reader:
         self.raw, self.where = raw, where
 
     def wrong(self, key: str, remedy: str = "") -> RequestError:
-        """The error that says the value of `key`."""
+        """The error for an invalid value of `key`."""
         return RequestError(f"{key} is {self.raw.get(key)!r}", where=f"{self.where}:{key}", remedy=remedy)
 
     def unsupported(self, key: str, remedy: str) -> UnsupportedModelError:
-        """The error that says that the value of `key` is beyond the decoder."""
+        """The error for a valid value of `key` that the decoder does not implement."""
         message = f"{key} is {self.raw.get(key)!r}, which Perilune's decoder does not compute"
         return UnsupportedModelError(message, where=f"{self.where}:{key}", remedy=remedy)
 
     def architecture(self) -> Architecture:
         """The family that `model_type` names."""
         kind = self.raw.get("model_type")
-        for architecture in FAMILIES:
+        for architecture in DECODER_FAMILIES:
             if kind == architecture:
                 return architecture
         if not isinstance(kind, str):
             raise self.wrong("model_type", "give the name of an architecture")
-        known = ", ".join(FAMILIES)
+        known = ", ".join(DECODER_FAMILIES)
         raise self.unsupported("model_type", f"train a checkpoint of one of: {known}; others only sample")
 
     def reject(self, key: str, allowed: Any, remedy: str) -> None:
-        """Refuse a value that would change what is computed, and is not implemented."""
+        """Refuse a value other than `allowed` (or null) because it would change the computation."""
         if self.raw.get(key) not in (None, allowed):
             raise self.unsupported(key, remedy)
 
@@ -58,6 +60,13 @@ class Reader:
             raise RequestError(f"{key} is missing", where=f"{self.where}:{key}")
         if not isinstance(value, int) or isinstance(value, bool):
             raise self.wrong(key, "give an integer")
+        return value
+
+    def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """An integer from `least` to 2^31, or the default."""
+        value = self.integer(key, default)
+        if value != default and not least <= value <= _LARGEST:
+            raise self.wrong(key, f"give an integer from {least} on")
         return value
 
     def number(self, key: str, default: float) -> float:
@@ -79,16 +88,16 @@ class Reader:
         return value
 
     def inner(self, key: str, **defaults: Any) -> Reader:
-        """The object under `key`; what it leaves out is looked up in `defaults`."""
+        """The object under `key`, with `defaults` for missing keys."""
         value = self.raw.get(key)
         if not isinstance(value, Mapping):
             raise self.wrong(key, "give an object")
         return Reader({**defaults, **value}, f"{self.where}:{key}")
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """Integers from 0: a list, one alone, or none where the key is missing or null."""
+        """Non-negative integers: a list or a single one; empty where the key is missing or null."""
         value = self.raw.get(key)
-        found = [] if value is None else value if isinstance(value, list) else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in found):
+        values = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in values):
             raise self.wrong(key, "give an integer from 0, or a list of them")
-        return tuple(found)
+        return tuple(values)

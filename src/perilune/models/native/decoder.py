@@ -128,7 +128,7 @@ class NativeDecoder:
             experts_per_token=experts.per_token if experts else 0,
             expert_inner=experts.intermediate_size if experts else 0,
             normalised=experts.normalised if experts else False,
-            qk_norm_whole=config.qk_norm == "full",
+            qk_norm_whole=config.family.qk_norm == "full",
             activation=ops.ACTIVATIONS["silu" if family.activation == "silu" else "gelu_tanh"],
             embedding_kind=ops.KINDS[table],
             layer=addressof(self._layers),
