@@ -23,7 +23,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from perilune.engine.runners import fastest_runner
+from perilune.engine.select_runner import fastest_runner
 from perilune.engine.step import StepBatch
 from perilune.models.attention import PackedAttention
 from perilune.models.checkpoints.loading import load_decoder

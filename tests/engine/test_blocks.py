@@ -49,7 +49,7 @@ def test_fifty_thousand_random_operations(count: int) -> None:
     for operation in range(50_000):
         kind = rng.random()
         if kind < 0.35 and pool.available:
-            blocks = pool.take(rng.randint(1, min(8, pool.available)))
+            blocks = pool.allocate(rng.randint(1, min(8, pool.available)))
             assert NULL_BLOCK not in blocks
             for block in blocks.tolist():
                 content.pop(block, None)
@@ -89,23 +89,23 @@ def test_fifty_thousand_random_operations(count: int) -> None:
 
 def test_the_longest_unused_goes_first_and_the_end_of_a_sequence_before_its_beginning() -> None:
     pool = BlockPool(7)
-    first, second = pool.take(3), pool.take(3)
+    first, second = pool.allocate(3), pool.allocate(3)
     names = digests(list(range(6 * BLOCK)))
     pool.record(dict(zip([*first.tolist(), *second.tolist()], names, strict=True)))
     pool.release(second)
     pool.release(first)
-    assert set(pool.take(4).tolist()) == {*second.tolist(), int(first[-1])}
+    assert set(pool.allocate(4).tolist()) == {*second.tolist(), int(first[-1])}
     assert pool.known(names[:3]) == (2, 2)
 
 
 def test_a_block_that_was_found_again_is_not_given_away() -> None:
     pool = BlockPool(3)
-    blocks = pool.take(2)
+    blocks = pool.allocate(2)
     names = digests(list(range(2 * BLOCK)))
     pool.record(dict(zip(blocks.tolist(), names, strict=True)))
     pool.release(blocks)
     assert pool.find(names[:1]).tolist() == [blocks[0]]
-    assert pool.take(1).tolist() == [blocks[1]]
+    assert pool.allocate(1).tolist() == [blocks[1]]
     assert pool.available == 0
 
 

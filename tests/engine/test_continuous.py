@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from perilune.engine.engine import Engine
 from perilune.engine.request import Completion, Delta, Prompt, Request, SamplingParams
 from perilune.engine.runner import TorchRunner
-from perilune.engine.runners import fastest_runner
+from perilune.engine.select_runner import fastest_runner
 from perilune.errors import RequestError
 from perilune.models import kernels
 from perilune.models.attention import PackedAttention
@@ -445,5 +445,5 @@ def test_a_cache_of_half_the_size_rounds_everybody_alike() -> None:
 
 def _remembers(engine: Engine) -> bool:
     """Whether anything is kept of requests that are gone."""
-    kept = vars(engine._deliveries)
+    kept = vars(engine._outputs)
     return any(kept[name] for name in ("entries", "_following", "_followed", "_collections"))

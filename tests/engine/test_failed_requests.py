@@ -16,7 +16,7 @@ from torch import Tensor
 
 from perilune.engine.engine import Engine
 from perilune.engine.request import Delta, Prompt, Request, SamplingParams
-from perilune.engine.runners import fastest_runner
+from perilune.engine.select_runner import fastest_runner
 from perilune.engine.step import StepBatch
 from perilune.errors import RequestError, WorkFailedError
 from perilune.models.config.decoder_config import PRESETS

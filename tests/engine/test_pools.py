@@ -41,7 +41,7 @@ def test_twenty_five_thousand_random_operations(windows: tuple[Any, ...], count:
         elif kind < 0.6 and samples and pools.available:
             index = rng.randrange(len(samples))
             text, table, _ = samples[index]
-            table = np.concatenate([table, pools.take(1)], axis=1)
+            table = np.concatenate([table, pools.allocate(1)], axis=1)
             columns = table.shape[1]
             for of_window, pool, behind, its in zip(
                 table, pools.pools, pools.behind(columns * BLOCK), content, strict=True
@@ -55,11 +55,11 @@ def test_twenty_five_thousand_random_operations(windows: tuple[Any, ...], count:
             text, table, columns = rng.choice(samples)
             pools.share(table, 1)
             samples.append((text, table.copy(), columns))
-        elif kind < 0.75 and (blocks := pools.lend(rng.randrange(1, 2 * count))) is not None:
+        elif kind < 0.75 and (blocks := pools.allocate_temporarily(rng.randrange(1, 2 * count))) is not None:
             for of_window, its in zip(blocks.tolist(), content, strict=True):
                 for block in of_window:
                     its[block] = b"lent"
-            pools.take_back(blocks)
+            pools.free_temporary(blocks)
         elif kind < 0.999 and samples:
             index = rng.randrange(len(samples))
             samples[index], samples[-1] = samples[-1], samples[index]
@@ -87,12 +87,12 @@ def check(pools: BlockPools, samples: list[tuple[int, Blocks, int]]) -> None:
 
 def test_a_beginning_is_found_where_its_last_window_is_left() -> None:
     pools = BlockPools([20, 20], [None, WINDOW])
-    table = pools.take(8)
+    table = pools.allocate(8)
     chain = [name(column) for column in range(8)]
     pools.record(table, chain)
     pools.pools[1].release(table[1, :3])
     while pools.pools[1].available > 1:  # what was let go of is given to others
-        pools.pools[1].take(1)
+        pools.pools[1].allocate(1)
     assert [pools.pools[1].has(digest) for digest in chain[:4]] == [True, False, False, True]
     # After the sixth block a query sees 39 tokens before it, in blocks 3, 4 and 5.
     assert [pools.find(chain[:length]).shape[1] for length in range(9)] == [0, 1, 1, 1, 1, 1, 6, 7, 8]

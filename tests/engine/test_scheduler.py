@@ -122,7 +122,7 @@ def test_random_lives(rows: int, blocks: int, budget: int, windows: tuple[int | 
         elif kind < 0.29:
             life.scheduler.new_weights(turn, recompute=rng.random() < 0.5)
         elif kind < 0.30:
-            life.pools.take_back(life.scheduler.lend(rng.randint(1, blocks)))
+            life.pools.free_temporary(life.scheduler.allocate_temporarily(rng.randint(1, blocks)))
         else:
             life.step()
         life.check()

@@ -12,7 +12,7 @@ import torch
 from perilune.engine.engine import Engine
 from perilune.engine.request import Prompt, SamplingParams
 from perilune.engine.runner import TorchRunner
-from perilune.engine.runners import fastest_runner
+from perilune.engine.select_runner import fastest_runner
 from perilune.errors import RequestError
 from perilune.models.adapters.files import Adapter
 from perilune.models.checkpoints.checksum import checksum

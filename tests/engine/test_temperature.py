@@ -13,7 +13,7 @@ from perilune.engine.request import Prompt, SamplingParams
 from perilune.models.attention import PackedAttention
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
-from perilune.models.logprobs import log_distribution, tempered, token_logprobs
+from perilune.models.logprobs import apply_temperature, log_distribution, token_logprobs
 
 PROMPTS = [Prompt([5, 6, 7, last], (1, 2, last)) for last in range(4)]
 FEW = torch.tensor([[30.0, 29.9, -50.0, 30.0]])
@@ -73,4 +73,4 @@ def test_tokens_that_tie_share_the_probability_at_the_smallest_temperature() -> 
     picked = torch.tensor([0])
     assert token_logprobs(FEW, picked, 1e-30)[0].item() == pytest.approx(np.log(0.5))
     assert log_distribution(FEW, 1e-30).exp().tolist() == [[0.5, 0.0, 0.0, 0.5]]
-    assert tempered(FEW, 1.0) is FEW  # bits at temperature 1 are those of the logits as they are
+    assert apply_temperature(FEW, 1.0) is FEW  # bits at temperature 1 are those of the logits as they are

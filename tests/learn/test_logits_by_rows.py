@@ -66,7 +66,7 @@ def test_any_function_of_rows_is_cut_anywhere(count: int, rows: int, learning: b
 
     with pytest.MonkeyPatch.context() as patched, torch.set_grad_enabled(learning):
         patched.setattr(logprobs, "LOGITS_AT_ONCE", 10 * rows + 9)
-        sums, ids = logprobs.by_rows(of_rows, hidden, tokens, 10)
+        sums, ids = logprobs.in_row_chunks(of_rows, hidden, tokens, 10)
         assert max(seen) <= rows or count <= rows
         assert sum(seen) == count
     assert torch.equal(sums.detach(), hidden.detach().sum(1) * 2)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from perilune.engine.runners import fastest_runner
+from perilune.engine.select_runner import fastest_runner
 from perilune.engine.step import StepBatch
 from perilune.models.attention import PackedAttention
 from perilune.models.checkpoints.loading import load_decoder, save_checkpoint

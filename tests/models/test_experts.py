@@ -11,7 +11,7 @@ from torch import Tensor
 
 from perilune.engine.native_runner import NativeRunner
 from perilune.engine.runner import Runner, TorchRunner
-from perilune.engine.runners import fastest_runner
+from perilune.engine.select_runner import fastest_runner
 from perilune.engine.step import StepBatch
 from perilune.models.attention import PackedAttention
 from perilune.models.config.decoder_config import DecoderConfig
@@ -146,7 +146,7 @@ def test_experts_take_new_weights() -> None:
     decoder = made(MIXTURES["some dense"])
     runner = NativeRunner(decoder, blocks(decoder, 9))
     decoder.initialize(1)
-    runner.take_weights(decoder)
+    runner.load_weights(decoder)
     assert torch.equal(runner.run(first_tokens(9)), learned_logits(decoder, 9))
 
 

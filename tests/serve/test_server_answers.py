@@ -72,16 +72,16 @@ def test_a_completion_is_what_the_engine_samples(client: openai.OpenAI, direct: 
         assert choice.finish_reason == one.finish_reason
         assert choice.logprobs is not None
         assert np.array_equal(np.float32(choice.logprobs.token_logprobs), one.logprobs)  # to the last bit
-        assert choice.logprobs.tokens == [direct.tokenizer.spell(int(token)) for token in one.token_ids]
+        assert choice.logprobs.tokens == [direct.tokenizer.token_text(int(token)) for token in one.token_ids]
         assert choice.logprobs.text_offset == [
             len(direct.tokenizer.decode(one.token_ids[:place])) for place in range(len(one.token_ids))
         ]
         for row, likely, token in zip(
             choice.logprobs.top_logprobs or [], one.top_logprobs or [], one.token_ids, strict=True
         ):
-            wanted = {direct.tokenizer.spell(id): logprob for id, logprob in likely}
+            wanted = {direct.tokenizer.token_text(id): logprob for id, logprob in likely}
             assert {text: row[text] for text in wanted} == pytest.approx(wanted, abs=1e-6)
-            assert direct.tokenizer.spell(int(token)) in row
+            assert direct.tokenizer.token_text(int(token)) in row
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == 6
     assert answer.usage.completion_tokens == sum(len(one.token_ids) for one in expected)
@@ -117,7 +117,7 @@ def test_a_chat_goes_through_the_template(client: openai.OpenAI, direct: Direct)
     for row, likely in zip(rows, one.top_logprobs or [], strict=True):
         assert row.bytes == list(row.token.encode())
         assert [(top.token, top.logprob) for top in row.top_logprobs] == [
-            (direct.tokenizer.spell(id), logprob) for id, logprob in likely
+            (direct.tokenizer.token_text(id), logprob) for id, logprob in likely
         ]
     # Without a limit the answer may take the rest of the context.
     whole = client.chat.completions.create(

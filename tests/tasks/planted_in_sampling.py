@@ -58,25 +58,25 @@ def engine_of_another_model(patch: Patch) -> None:
 def weights_stop_at_the_runner(patch: Patch) -> None:
     """As a merged adapter that does not reach the kernels: all but what computes has the new weights."""
     for runner in (NativeRunner, TorchRunner):
-        right = runner.take_weights
+        right = runner.load_weights
 
         def once(self: Any, decoder: Decoder, right: Callable[..., None] = right) -> None:
             if not hasattr(self, "taken"):
                 self.taken = True
                 right(self, decoder)
 
-        patch.setattr(runner, "take_weights", once)
+        patch.setattr(runner, "load_weights", once)
 
 
 def adapter_stays_behind(patch: Patch) -> None:
     """The engine copies the frozen matrices, and not what is learned beside them."""
     for runner in (NativeRunner, TorchRunner):
-        right = runner.take_weights
+        right = runner.load_weights
 
         def alone(self: Any, decoder: Decoder, right: Callable[..., None] = right) -> None:
             right(self, base_of(decoder))
 
-        patch.setattr(runner, "take_weights", alone)
+        patch.setattr(runner, "load_weights", alone)
 
 
 def versions_relabelled(patch: Patch) -> None:

@@ -81,11 +81,11 @@ def test_the_cache_is_what_was_planned(config: DecoderConfig) -> None:
 def test_only_the_largest_of_what_passes_counts() -> None:
     plan = plan_memory(TINY, sampling=(256, 64), learning=(4096, 64), reference=True)
     weights = 4 * card_of(TINY).parameters
-    assert plan.standing["weights"] == plan.standing["reference"] == weights
-    assert plan.standing["moments"] == 2 * weights
-    assert plan.standing["engine"] == weights + 4 * 98 * 96  # the embedding twice: it is the head too
-    assert plan.total == sum(plan.standing.values()) + max(plan.passing.values())
-    assert plan_memory(TINY, sampling=(256, 64)).passing.keys() == {"sampling"}
+    assert plan.persistent["weights"] == plan.persistent["reference"] == weights
+    assert plan.persistent["moments"] == 2 * weights
+    assert plan.persistent["engine"] == weights + 4 * 98 * 96  # the embedding twice: it is the head too
+    assert plan.total == sum(plan.persistent.values()) + max(plan.transient.values())
+    assert plan_memory(TINY, sampling=(256, 64)).transient.keys() == {"sampling"}
     assert str(plan).startswith(f"about {plan.total / 2**20:.0f} MiB: process ")
 
 

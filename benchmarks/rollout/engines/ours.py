@@ -18,7 +18,7 @@ from perilune.engine.engine import Engine
 from perilune.engine.native_runner import NativeRunner
 from perilune.engine.request import Request as EngineRequest
 from perilune.engine.request import SamplingParams
-from perilune.engine.runners import fastest_runner
+from perilune.engine.select_runner import fastest_runner
 from perilune.models.checkpoints.stored import open_decoder
 
 from ..outcome import Outcome

@@ -93,9 +93,9 @@ def card_text(document: Mapping[str, Any]) -> str:
     lines += ["", f"memory for {memory['batch']:,} x {memory['tokens']:,} tokens"]
     for use in ("sampling", "training"):
         plan = memory[use]
-        standing = ", ".join(f"{name} {size(value)}" for name, value in plan["standing"].items())
-        passing = " or ".join(f"{name} {size(value)}" for name, value in plan["at_a_time"].items())
-        lines.append(f"  {use:9} {size(plan['total'])}: {standing}; then {passing}")
+        persistent = ", ".join(f"{name} {size(value)}" for name, value in plan["persistent"].items())
+        transient = " or ".join(f"{name} {size(value)}" for name, value in plan["transient"].items())
+        lines.append(f"  {use:9} {size(plan['total'])}: {persistent}; then {transient}")
     lines += [f"note: {note}" for note in document["notes"]]
     return "\n".join(lines)
 

@@ -51,7 +51,7 @@ class BlockPool:
         """Blocks that are referenced."""
         return self.count - 1 - self.available
 
-    def take(self, count: int) -> Blocks:
+    def allocate(self, count: int) -> Blocks:
         """`count` blocks with one reference each and arbitrary content; the caller checked `available`."""
         assert count <= self.available, "blocks taken without asking whether there are any"
         while len(self._free) < count:

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from perilune.engine.blocks import blocks_for
 from perilune.engine.constraints import Constraint
-from perilune.engine.deliveries import Collection, Deliveries
-from perilune.engine.limits import Limits, check_state, default_cache_tokens
+from perilune.engine.limits import EngineLimits, check_state, default_cache_tokens
+from perilune.engine.outputs import Collection, OutputProcessor
 from perilune.engine.pools import BlockPools
 from perilune.engine.request import Completion, Delta, Prompt, Request, SamplingParams
 from perilune.engine.runner import AdaptingRunner, Runner
-from perilune.engine.runners import fastest_runner
 from perilune.engine.sampler import Sampler
 from perilune.engine.scheduler import Scheduler
 from perilune.engine.scoring import MOST_LOGITS, Bounds, Pair, in_batches, lay_out
+from perilune.engine.select_runner import fastest_runner
 from perilune.engine.sequences import Entry, Sequences
 from perilune.engine.step import Counters
 from perilune.errors import RequestError, WorkFailedError
@@ -86,7 +86,7 @@ class Engine:
             for window in decoder.config.distinct_windows
         )
         self._runner = runner(decoder, self._num_blocks)
-        self._limits = Limits(
+        self._limits = EngineLimits(
             decoder.config.vocab_size,
             decoder.config.max_position_embeddings,
             num_blocks,
@@ -108,7 +108,7 @@ class Engine:
         self._scheduler = Scheduler(self._sequences, self._pools, self._token_budget, self.counters)
         self._scheduler.version = self.version
         self._sampler = Sampler(self._sequences)
-        self._deliveries = Deliveries(self._sequences, self._tokenizer)
+        self._outputs = OutputProcessor(self._sequences, self._tokenizer)
 
     def _enter(
         self, request: Request, collection: Collection | None = None, *, stream: bool = False
@@ -116,7 +116,7 @@ class Engine:
         adapter = self._adapter_number(request.adapter, "request")
         entry = Entry(self._next_id, request, np.array(request.token_ids, dtype=np.int32), request.n, adapter)
         self._next_id += 1
-        self._deliveries.expect(entry, collection, stream=stream)
+        self._outputs.expect(entry, collection, stream=stream)
         self._scheduler.add(entry)
         return entry
 
@@ -143,7 +143,7 @@ class Engine:
         `failure`; others go on. An error of the whole step is raised, and everything in flight is gone then.
         """
         self._advance()
-        deltas, self._deliveries.undelivered = self._deliveries.undelivered, []
+        deltas, self._outputs.pending = self._outputs.pending, []
         return deltas
 
     def abort(self, request_id: int) -> list[Completion]:
@@ -152,13 +152,13 @@ class Engine:
         Returns what its unfinished samples had so far, in order, with the finish reason "aborted". No further
         deltas of it come out of `step`. An unknown or finished request is no error: nothing is returned.
         """
-        entry = self._deliveries.entries.get(request_id)
+        entry = self._outputs.entries.get(request_id)
         if entry is None:
             return []
         rows = sorted(self._scheduler.rows_of(entry), key=self._sequences.sample.__getitem__)
-        partial = [self._deliveries.completion(row, "aborted") for row in rows]
+        partial = [self._outputs.completion(row, "aborted") for row in rows]
         self._scheduler.remove(entry)
-        self._deliveries.drop(entry, rows)
+        self._outputs.drop(entry, rows)
         return partial
 
     def stream(self, request: Request) -> Iterator[Delta]:
@@ -168,9 +168,9 @@ class Engine:
         """
         request_id = self.add(request)
         try:
-            while request_id in self._deliveries.entries:
+            while request_id in self._outputs.entries:
                 deltas = self.step()
-                self._deliveries.undelivered = [one for one in deltas if one.request_id != request_id]
+                self._outputs.pending = [one for one in deltas if one.request_id != request_id]
                 for one in (delta for delta in deltas if delta.request_id == request_id):
                     if one.failure is not None:
                         raise one.failure
@@ -181,7 +181,7 @@ class Engine:
     @property
     def unfinished(self) -> bool:
         """Whether `step` has something to do or to return."""
-        return self._scheduler.unfinished or bool(self._deliveries.undelivered)
+        return self._scheduler.unfinished or bool(self._outputs.pending)
 
     @property
     def positions(self) -> int:
@@ -275,7 +275,7 @@ class Engine:
         bounds = Bounds(self._score_tokens, min(self._num_blocks) - 1, rows, self._token_budget)
         scores: list[NDArray[np.float32]] = []
         for batch in in_batches(pairs, bounds):
-            blocks = self._scheduler.lend(sum(blocks_for(len(pair.tokens)) for pair in batch))
+            blocks = self._scheduler.allocate_temporarily(sum(blocks_for(len(pair.tokens)) for pair in batch))
             logprobs = []
             try:
                 for step, targets in lay_out(batch, blocks, number, bounds):
@@ -283,7 +283,7 @@ class Engine:
                     of_targets = torch.from_numpy(targets).to(logits.device)
                     logprobs.append(token_logprobs(logits, of_targets, temperature)[0].cpu().numpy())
             finally:
-                self._pools.take_back(blocks)
+                self._pools.free_temporary(blocks)
             scores += np.split(np.concatenate(logprobs), np.cumsum([pair.answer for pair in batch])[:-1])
         return scores
 
@@ -308,8 +308,8 @@ class Engine:
         if state is not None:
             check_state(state, self._source)
             self._source.load_state_dict(state)
-        with self._source.present():
-            self._runner.take_weights(self._source)
+        with self._source.in_memory():
+            self._runner.load_weights(self._source)
             self.checksum = checksum(self._source.state_dict())
         self.version = version
         self._scheduler.new_weights(version, recompute=recompute)
@@ -322,9 +322,9 @@ class Engine:
         """
         if not isinstance(self._runner, AdaptingRunner):
             raise RequestError(f"{type(self._runner).__name__} cannot apply adapters", where=name)
-        with self._source.present():
+        with self._source.in_memory():
             adapter.check(self._source)
-            self._runner.take_adapters([*self._adapters, adapter], self._source)
+            self._runner.load_adapters([*self._adapters, adapter], self._source)
         self._adapters.append(adapter)
         self._adapter_numbers[name] = len(self._adapters) - 1
 
@@ -345,17 +345,17 @@ class Engine:
             if step is None:
                 return
             logits = self._runner.run(step.batch)
-            masks = self._deliveries.masks(step.rows)
+            masks = self._outputs.masks(step.rows)
             drawn = self._sampler.draw(logits, step.rows, step.logits_of, masks)
             sources, targets = self._scheduler.commit(step, drawn.token_ids, drawn.logprobs, self.version)
             if sources.size:
                 self._runner.copy_blocks(sources, targets)
             finite = np.isfinite(drawn.logprobs)
             if not finite.all():
-                self._deliveries.failures |= dict.fromkeys(step.rows[~finite].tolist(), self._not_finite())
-            for row in self._deliveries.take_note(step.rows, drawn, self.version):
+                self._outputs.failures |= dict.fromkeys(step.rows[~finite].tolist(), self._not_finite())
+            for row in self._outputs.process(step.rows, drawn, self.version):
                 self._scheduler.release(row, record=True)
-            if self._deliveries.failures:
+            if self._outputs.failures:
                 self._drop_failed()
             if not finite.all():
                 # Keys and values that are not finite would spoil whoever is given these blocks next.
@@ -367,11 +367,11 @@ class Engine:
 
     def _drop_failed(self) -> None:
         """Give up each request that one of its samples failed."""
-        failures, self._deliveries.failures = self._deliveries.failures, {}
+        failures, self._outputs.failures = self._outputs.failures, {}
         for row, failure in failures.items():
             entry = self._sequences.entries[row]
             if entry is not None:  # not dropped for another of its samples
-                self._deliveries.fail(entry, row, self._scheduler.rows_of(entry), failure)
+                self._outputs.fail(entry, row, self._scheduler.rows_of(entry), failure)
                 self._scheduler.remove(entry)
 
     def _not_finite(self) -> WorkFailedError:

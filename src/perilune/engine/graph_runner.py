@@ -34,7 +34,7 @@ class GraphRunner(TorchRunner):
     LoRA adapter, and all of a mixture of experts, whose products have shapes that depend on the tokens.
 
     Args:
-        decoder: whose weights are copied, and copied over at every `take_weights`: graphs stay valid.
+        decoder: whose weights are copied, and copied over at every `load_weights`: graphs stay valid.
         num_blocks: of the cache for each of the `distinct_windows`, the null block included.
         weights: how matrices are kept; by default so that products have the decoder's precision. In int8
             they are widened for each product, which saves memory and no time.

@@ -24,7 +24,7 @@ CACHE_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineLimits:
     """Of one engine.
 
     Attributes:

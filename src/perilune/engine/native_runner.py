@@ -60,15 +60,15 @@ class NativeRunner:
     def copy_blocks(self, sources: Blocks, targets: Blocks) -> None:
         self.cache.copy(sources, targets)
 
-    def take_weights(self, decoder: Decoder) -> None:
+    def load_weights(self, decoder: Decoder) -> None:
         self._decoder.take(decoder)
         if self._adapting is not None:
-            self._adapting.take_weights(decoder)
+            self._adapting.load_weights(decoder)
 
-    def take_adapters(self, adapters: Sequence[Adapter], decoder: Decoder) -> None:
+    def load_adapters(self, adapters: Sequence[Adapter], decoder: Decoder) -> None:
         if self._adapting is None:
             self._adapting = TorchRunner(decoder, self.cache.num_blocks, cache=self.cache)
-        self._adapting.take_adapters(adapters, decoder)
+        self._adapting.load_adapters(adapters, decoder)
 
     def clear(self) -> None:
         self.cache.clear()

@@ -43,11 +43,11 @@ class BlockPools:
         """Share of the blocks that is referenced, of the window where it is largest."""
         return max(pool.used / (pool.count - 1) for pool in self.pools)
 
-    def take(self, count: int) -> Blocks:
+    def allocate(self, count: int) -> Blocks:
         """int32[W, count], with one reference each."""
-        return np.stack([pool.take(count) for pool in self.pools])
+        return np.stack([pool.allocate(count) for pool in self.pools])
 
-    def lend(self, count: int) -> Blocks | None:
+    def allocate_temporarily(self, count: int) -> Blocks | None:
         """int32[W, count] for a while, or None where they are not free now.
 
         Where a pool has fewer, its own in turn, again and again: behind a window they may be written anew.
@@ -55,10 +55,10 @@ class BlockPools:
         sizes = [min(count, pool.count - 1) for pool in self.pools]
         if any(size > pool.available for size, pool in zip(sizes, self.pools, strict=True)):
             return None
-        taken = (pool.take(size) for size, pool in zip(sizes, self.pools, strict=True))
+        taken = (pool.allocate(size) for size, pool in zip(sizes, self.pools, strict=True))
         return np.stack([np.resize(blocks, count) for blocks in taken])
 
-    def take_back(self, blocks: Blocks) -> None:
+    def free_temporary(self, blocks: Blocks) -> None:
         """What was lent."""
         for pool, of_window in zip(self.pools, blocks, strict=True):
             pool.release(np.unique(of_window))

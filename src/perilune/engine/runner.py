@@ -41,7 +41,7 @@ class Runner(Protocol):
     def copy_blocks(self, sources: Blocks, targets: Blocks) -> None:
         """Copy the content of blocks int32[W, C], for each window, over others."""
 
-    def take_weights(self, decoder: Decoder) -> None:
+    def load_weights(self, decoder: Decoder) -> None:
         """Compute with the present weights of `decoder` from now on; later changes to it are not seen."""
 
     def clear(self) -> None:
@@ -52,7 +52,7 @@ class Runner(Protocol):
 class AdaptingRunner(Runner, Protocol):
     """One that can apply LoRA adapters."""
 
-    def take_adapters(self, adapters: Sequence[Adapter], decoder: Decoder) -> None:
+    def load_adapters(self, adapters: Sequence[Adapter], decoder: Decoder) -> None:
         """Let `StepBatch.adapters` be indices of `adapters` from now on; `decoder` has the base's weights."""
 
 
@@ -113,10 +113,10 @@ class TorchRunner:
     def copy_blocks(self, sources: Blocks, targets: Blocks) -> None:
         self.cache.copy(sources, targets)
 
-    def take_weights(self, decoder: Decoder) -> None:
+    def load_weights(self, decoder: Decoder) -> None:
         self.decoder.refreeze(decoder, self._kind)
 
-    def take_adapters(self, adapters: Sequence[Adapter], decoder: Decoder) -> None:
+    def load_adapters(self, adapters: Sequence[Adapter], decoder: Decoder) -> None:
         self._adapted = AdaptedProjections(self.decoder, adapters)
 
     @torch.inference_mode()

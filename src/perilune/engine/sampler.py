@@ -18,7 +18,7 @@ from perilune.engine.constraints import forbid
 from perilune.engine.request import SamplingParams
 from perilune.engine.sequences import Rows, Sequences
 from perilune.models.kernels import is_native
-from perilune.models.logprobs import chosen, token_logprobs
+from perilune.models.logprobs import gather_logprobs, token_logprobs
 from perilune.models.native import ops
 
 _NUCLEUS = 256  # the most likely tokens among which top-p is looked for before all are sorted
@@ -180,7 +180,7 @@ def draw_plain(
         if not scale.all():
             greedy = torch.from_numpy(scale == 0).to(logits.device)
             picked = torch.where(greedy, distribution.argmax(-1), picked)
-    return _to_host(picked, chosen(distribution, picked))
+    return _to_host(picked, gather_logprobs(distribution, picked))
 
 
 def _to_host(tokens: Tensor, logprobs: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:

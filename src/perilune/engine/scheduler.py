@@ -130,7 +130,7 @@ class Scheduler:
                 break
             self._preempt(self._latest())
         if len(due):
-            sequences.add_blocks(due, self.pools.take(len(due)))
+            sequences.add_blocks(due, self.pools.allocate(len(due)))
 
     def _chunks(self) -> list[tuple[int, int]]:
         """Tokens to feed to samples that do not decode yet: those under way, then new ones."""
@@ -166,7 +166,7 @@ class Scheduler:
         need = min(need, self.pools.available)
         count = min(count, (held + need) * BLOCK - computed)
         if need:
-            sequences.blocks[:, row, held : held + need] = self.pools.take(need)
+            sequences.blocks[:, row, held : held + need] = self.pools.allocate(need)
             sequences.num_blocks[row] = held + need
         return count
 
@@ -335,7 +335,7 @@ class Scheduler:
         columns = table.shape[1]
         if full < columns:
             placed = followers[: self.pools.available]
-            targets = self.pools.take(len(placed))
+            targets = self.pools.allocate(len(placed))
             sequences.blocks[:, placed, full] = targets
             copies.append((np.repeat(table[:, full:], len(placed), axis=1), targets))
         else:
@@ -354,9 +354,9 @@ class Scheduler:
             return
         self.pools.record(self.sequences.table(row), self._chain(row, int(self.sequences.computed[row])))
 
-    def lend(self, count: int) -> Blocks:
+    def allocate_temporarily(self, count: int) -> Blocks:
         """int32[W, count], blocks for something else, which gives them back before the next step."""
-        while (blocks := self.pools.lend(count)) is None:
+        while (blocks := self.pools.allocate_temporarily(count)) is None:
             self._preempt(self._latest())
         return blocks
 

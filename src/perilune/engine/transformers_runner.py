@@ -118,7 +118,7 @@ class TransformersRunner:
         for part in chain.from_iterable(self._layers):
             part[to] = part[of]
 
-    def take_weights(self, model: Any) -> None:
+    def load_weights(self, model: Any) -> None:
         self._model = model
 
     def clear(self) -> None:

@@ -28,7 +28,7 @@ from perilune.learn.losses import MAX_LOG_RATIO
 from perilune.learn.packing import pack_each
 from perilune.learn.trainer import Learner, predicting_states
 from perilune.models.decoder import Decoder
-from perilune.models.logprobs import chosen, log_distribution
+from perilune.models.logprobs import gather_logprobs, log_distribution
 
 DistillationKind = Literal["reverse_kl", "reverse_topk", "forward_topk", "gkd"]
 
@@ -151,8 +151,8 @@ def token_losses(  # noqa: PLR0917
         return reverse_topk(p, q, loss.k)
     if loss.kind == "gkd":
         return generalised_jsd(p, q, loss.beta)
-    gain = advantages - loss.coefficient * (old_logprobs - chosen(q, targets))
-    ratio = (chosen(p, targets) - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    gain = advantages - loss.coefficient * (old_logprobs - gather_logprobs(q, targets))
+    ratio = (gather_logprobs(p, targets) - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return -ratio * gain.detach()
 
 
@@ -224,7 +224,7 @@ def diagnostics(p: Tensor, q: Tensor, targets: Tensor, k: int) -> dict[str, Tens
         "entropy": entropies[0].sum(),
         "entropy_gap": (entropies[1] - entropies[0]).abs().sum(),
         "entropy_gap_topk": (topk[1] - topk[0]).abs().sum(),
-        "reverse_kl": (chosen(p, targets) - chosen(q, targets)).sum(),
+        "reverse_kl": (gather_logprobs(p, targets) - gather_logprobs(q, targets)).sum(),
     }
 
 

@@ -28,7 +28,7 @@ from perilune.learn.optimizer import AdamW
 from perilune.learn.training_settings import OptimizerSettings
 from perilune.models.attention import PackedAttention
 from perilune.models.decoder import Decoder
-from perilune.models.logprobs import by_rows
+from perilune.models.logprobs import in_row_chunks
 from perilune.models.logprobs import token_logprobs as row_logprobs
 
 if TYPE_CHECKING:
@@ -333,7 +333,7 @@ def target_logprobs(
     learned = len(batch.targets)
     missing = round_up(learned) - learned
     states, targets = F.pad(states, (0, 0, 0, missing)), F.pad(batch.targets, (0, missing))
-    logprobs, entropy = by_rows(of_rows, states, targets, decoder.config.vocab_size)
+    logprobs, entropy = in_row_chunks(of_rows, states, targets, decoder.config.vocab_size)
     return logprobs[:learned], entropy[:learned]
 
 

@@ -22,7 +22,7 @@ from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.config.rope import Rope
 from perilune.models.feed_forward import MLP, MixtureOfExperts
 from perilune.models.kernels import both_halves, rms_norm, rotate
-from perilune.models.layers import Projection, RMSNorm, settled
+from perilune.models.layers import Projection, RMSNorm, copied_in_place
 from perilune.models.narrow import NarrowKind, Precision
 from perilune.models.rotary import inverse_frequencies
 
@@ -190,7 +190,7 @@ class Decoder(nn.Module):
             projection.precision = "float32" if projection.exact else precision
 
     @contextmanager
-    def present(self, *parts: nn.Module) -> Iterator[None]:
+    def in_memory(self, *parts: nn.Module) -> Iterator[None]:
         """Have the weights of these parts, or of all, in memory meanwhile; here they always are."""
         yield
 
@@ -235,7 +235,7 @@ class Decoder(nn.Module):
         """
         if kind is None and source.precision == "bfloat16":
             kind = "bfloat16"
-        with source.present():
+        with source.in_memory():
             self._freeze(source, kind)
 
     def _freeze(self, source: Decoder, kind: NarrowKind | None) -> None:
@@ -243,14 +243,14 @@ class Decoder(nn.Module):
             its_projection.freeze(projection, kind)
         table = source.model.embed_tokens.weight.detach()
         table = table.clone() if kind is None else table.to(torch.bfloat16, copy=True)
-        table = settled(self.model.embed_tokens.weight.detach(), table)
+        table = copied_in_place(self.model.embed_tokens.weight.detach(), table)
         self.model.embed_tokens.weight = nn.Parameter(table, requires_grad=False)
         for name, its in self.named_modules():
             mine = source.get_submodule(name)
             if isinstance(mine, RMSNorm) and isinstance(its, RMSNorm):
                 its.freeze(mine)
             if isinstance(mine, SelfAttention) and isinstance(its, SelfAttention) and mine.qk_norm == "head":
-                its.frozen_qk_norm = settled(its.frozen_qk_norm, mine.qk_norm_weight())
+                its.frozen_qk_norm = copied_in_place(its.frozen_qk_norm, mine.qk_norm_weight())
 
     def projections(self) -> list[Projection]:
         """All linear maps, those of one input together."""

@@ -88,10 +88,10 @@ def product(x: Tensor, weight: Tensor, precision: Precision = "float32") -> Tens
     """x @ weight.T of float[N, I] and float[O, I]; each element is summed in one order where `is_exact`."""
     if precision == "bfloat16":
         if is_native(x) and weight.shape[1] % 2 == 0:
-            return ops.linear(x, ops.pack_weight(weight, None, "bfloat16", passing=True))
+            return ops.linear(x, ops.pack_weight(weight, None, "bfloat16", temporary=True))
         return narrowed(weight, "bfloat16").times(x)
     if is_native(x):
-        return ops.linear(x, ops.pack_weight(weight, passing=True))
+        return ops.linear(x, ops.pack_weight(weight, temporary=True))
     return _product(x, weight) if is_exact(x) else F.linear(x, weight)
 
 

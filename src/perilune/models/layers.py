@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
 
     def freeze(self, source: RMSNorm) -> None:
         """Take the present factor of `source`; no gradient reaches it."""
-        factor = settled(self.weight.detach(), source.factor().detach().clone())
+        factor = copied_in_place(self.weight.detach(), source.factor().detach().clone())
         self.weight, self.offset = nn.Parameter(factor, requires_grad=False), False
 
 
@@ -88,16 +88,18 @@ class Projection:
         weight, bias = source.joined()
         fresh = pack_weight(weight.detach(), bias, None if self.exact else kind)
         held = self.frozen or (None, None)
-        self.frozen = settled(held[0], fresh[0]), settled(held[1], fresh[1])
+        self.frozen = copied_in_place(held[0], fresh[0]), copied_in_place(held[1], fresh[1])
 
 
-Settled = TypeVar("Settled")
+CopiedT = TypeVar("CopiedT")
 
 
-def settled(held: object, fresh: Settled) -> Settled:
+def copied_in_place(held: object, fresh: CopiedT) -> CopiedT:
     """`fresh`, in the memory of what is `held` where both are alike: captured graphs read it there."""
     if isinstance(held, NarrowWeight) and isinstance(fresh, NarrowWeight):
-        return NarrowWeight(settled(held.values, fresh.values), settled(held.scales, fresh.scales))  # type: ignore[return-value]
+        return NarrowWeight(
+            copied_in_place(held.values, fresh.values), copied_in_place(held.scales, fresh.scales)
+        )  # type: ignore[return-value]
     if isinstance(held, Tensor) and isinstance(fresh, Tensor) and _alike(held, fresh):
         return held.copy_(fresh)  # type: ignore[return-value]
     return fresh

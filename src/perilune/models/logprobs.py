@@ -16,7 +16,7 @@ from perilune.models.memory import LOGITS_AT_ONCE
 from perilune.models.native import ops
 
 
-def tempered(logits: Tensor, temperature: float) -> Tensor:
+def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
     """Logits float[N, V] to take the softmax of, in float32 at least; temperature 0 (greedy) reads as 1.
 
     The largest logit is subtracted before the division. The other way round, a temperature of 1e-6 multiplies
@@ -30,10 +30,10 @@ def tempered(logits: Tensor, temperature: float) -> Tensor:
 
 def log_distribution(logits: Tensor, temperature: float) -> Tensor:
     """Log-probs of every token, [N, V], in float32 at least; temperature 0 (greedy) reads as 1."""
-    return F.log_softmax(tempered(logits, temperature), dim=-1)
+    return F.log_softmax(apply_temperature(logits, temperature), dim=-1)
 
 
-def chosen(logprobs: Tensor, token_ids: Tensor) -> Tensor:
+def gather_logprobs(logprobs: Tensor, token_ids: Tensor) -> Tensor:
     """float32[N]: the entry of each row of float32[N, V] that int64[N] names."""
     return logprobs.gather(-1, token_ids[:, None])[:, 0]
 
@@ -53,7 +53,7 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) ->
     if is_native(logits):
         of_native: tuple[Tensor, Tensor] = _Native.apply(logits, targets, temperature)  # type: ignore[no-untyped-call]
         return of_native
-    of_torch: tuple[Tensor, Tensor] = _Torch.apply(tempered(logits.float(), temperature), targets)  # type: ignore[no-untyped-call]
+    of_torch: tuple[Tensor, Tensor] = _Torch.apply(apply_temperature(logits.float(), temperature), targets)  # type: ignore[no-untyped-call]
     return of_torch
 
 
@@ -80,7 +80,7 @@ class _Torch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logprobs = torch.log_softmax(logits, dim=-1)
-        picked = chosen(logprobs, targets)
+        picked = gather_logprobs(logprobs, targets)
         probabilities = logprobs.exp()
         entropy = logprobs.mul_(probabilities).sum(1).neg_()
         ctx.save_for_backward(probabilities, targets)
@@ -96,7 +96,7 @@ class _Torch(torch.autograd.Function):
         return out, None
 
 
-def by_rows(
+def in_row_chunks(
     of_rows: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
     hidden: Tensor,
     token_ids: Tensor,

@@ -15,7 +15,7 @@ Besides, one of these at a time:
 * sampling: logits and what is drawn from them, 24 S V;
 * learning from N fed tokens in sequences of T: gradients b P; what each layer keeps of a token for its
   gradient, as the card says; logits, log-probs, probabilities and their gradient, 16 V for each row that is
-  computed at a time (`perilune.models.logprobs.by_rows`), with a gradient of the head of their own;
+  computed at a time (`perilune.models.logprobs.in_row_chunks`), with a gradient of the head of their own;
 * an update: three temporaries of the largest tensor.
 
 Where an adapter of A numbers learns beside frozen weights (`models.lora`), the weights take what their kind
@@ -71,18 +71,18 @@ class MemoryPlan:
         passing: held one at a time, so that only the largest counts.
     """
 
-    standing: Mapping[str, int]
-    passing: Mapping[str, int]
+    persistent: Mapping[str, int]
+    transient: Mapping[str, int]
 
     @property
     def total(self) -> int:
         """Bytes at the highest moment."""
-        return sum(self.standing.values()) + max(self.passing.values(), default=0)
+        return sum(self.persistent.values()) + max(self.transient.values(), default=0)
 
     def __str__(self) -> str:
         told = [
             separator.join(f"{name} {_readable(size)}" for name, size in parts.items() if self._tell(size))
-            for separator, parts in ((", ", self.standing), (" or ", self.passing))
+            for separator, parts in ((", ", self.persistent), (" or ", self.transient))
         ]
         return f"about {_readable(self.total)}: {'; then '.join(filter(None, told))}"
 
@@ -91,7 +91,7 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Frugality:
+class MemorySavings:
     """What is done for learning to take less.
 
     Attributes:
@@ -112,7 +112,7 @@ def plan_memory(
     learning: tuple[int, int] | None = None,
     reference: bool = False,
     item_bytes: int = _FLOAT,
-    frugality: Frugality = Frugality(),
+    savings: MemorySavings = MemorySavings(),
 ) -> MemoryPlan:
     """What a process takes that holds one model of this shape.
 
@@ -124,28 +124,28 @@ def plan_memory(
     """
     card = card_of(model)
     weights = item_bytes * card.parameters
-    process = PROCESS_BYTES + (RECOMPUTING_BYTES if frugality.recompute else 0)
-    standing = {"process": process, "weights": base_bytes(card, frugality.base, item_bytes)}
-    trained = card.parameters if frugality.adapter is None else frugality.adapter
-    passing = {}
+    process = PROCESS_BYTES + (RECOMPUTING_BYTES if savings.recompute else 0)
+    persistent = {"process": process, "weights": base_bytes(card, savings.base, item_bytes)}
+    trained = card.parameters if savings.adapter is None else savings.adapter
+    transient = {}
     if sampling:
-        standing["engine"] = weights + (item_bytes * card.table_parameters if card.tied else 0)
-        standing["cache"] = cache_bytes(card, *sampling, item_bytes)
-        passing["sampling"] = 24 * sampling[0] * card.vocab_size
-    if frugality.adapter is not None:
-        standing["adapter"] = _FLOAT * trained
-        passing["merging"] = weights
+        persistent["engine"] = weights + (item_bytes * card.table_parameters if card.tied else 0)
+        persistent["cache"] = cache_bytes(card, *sampling, item_bytes)
+        transient["sampling"] = 24 * sampling[0] * card.vocab_size
+    if savings.adapter is not None:
+        persistent["adapter"] = _FLOAT * trained
+        transient["merging"] = weights
     elif reference:
-        standing["reference"] = weights
+        persistent["reference"] = weights
     if learning:
-        standing["moments"] = 2 * _FLOAT * trained
-        passing["learning"] = item_bytes * trained + learning_bytes(
-            card, *learning, item_bytes, recompute=frugality.recompute
+        persistent["moments"] = 2 * _FLOAT * trained
+        transient["learning"] = item_bytes * trained + learning_bytes(
+            card, *learning, item_bytes, recompute=savings.recompute
         )
-        passing["update"] = 3 * _FLOAT * min(trained, _largest(card))
-        if frugality.adapter is not None:
-            passing["learning"] += weights
-    return MemoryPlan(standing, passing)
+        transient["update"] = 3 * _FLOAT * min(trained, _largest(card))
+        if savings.adapter is not None:
+            transient["learning"] += weights
+    return MemoryPlan(persistent, transient)
 
 
 @lru_cache(maxsize=64)

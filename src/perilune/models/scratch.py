@@ -17,7 +17,7 @@ from torch import Tensor
 _held = threading.local()
 
 
-def room_for(purpose: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def scratch_buffer(purpose: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of any content, whose memory this thread's next one for the same purpose has too."""
     rooms: dict[tuple[str, torch.device], Tensor] = _held.__dict__.setdefault("rooms", {})
     size = math.prod(shape) * dtype.itemsize

@@ -74,7 +74,7 @@ class TransformersModel:
         state: Mapping[str, Tensor] = self.module.state_dict()
         return state
 
-    def present(self) -> AbstractContextManager[None]:
+    def in_memory(self) -> AbstractContextManager[None]:
         """As of a decoder; weights are always in memory."""
         return nullcontext()
 

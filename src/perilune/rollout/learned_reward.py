@@ -34,7 +34,7 @@ class LearnedReward:
             RequestError: when its vocabulary differs from `tokenizer`, the policy's.
         """
         model, own_tokenizer = load_reward_model(path, device)
-        if not own_tokenizer.has_tokens_of(tokenizer):
+        if not own_tokenizer.has_same_tokens(tokenizer):
             raise RequestError(
                 "the reward model and the policy have different vocabularies",
                 where="reward_model",

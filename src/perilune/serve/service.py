@@ -86,7 +86,7 @@ class Service:
         self._entering = 0  # samples on their way to the engine
         self._lanes = Lanes()
         self._constraint = lru_cache(_KEPT_SCHEMAS)(self._make_constraint)
-        self._spelling = Spelling(model.tokenizer.spell, _token_bytes(model.tokenizer))
+        self._spelling = Spelling(model.tokenizer.token_text, _token_bytes(model.tokenizer))
 
     def close(self) -> None:
         """Let go of the lanes."""

@@ -30,7 +30,7 @@ from perilune.models.decoder import Decoder
 from perilune.models.kernels import gradient_product, linear, product
 from perilune.models.layers import Projection
 from perilune.models.narrow import narrowed
-from perilune.models.scratch import room_for
+from perilune.models.scratch import scratch_buffer
 
 BaseKind = Literal["float32", "bfloat16", "int8"]
 """How the frozen matrices are kept."""
@@ -55,18 +55,18 @@ class MergedProjection(Projection):
     def __call__(self, x: Tensor) -> Tensor:
         pairs = [tensor for part in self.parts for tensor in pair_of(part)]
         if not (torch.is_grad_enabled() and (x.requires_grad or any(t.requires_grad for t in pairs))):
-            return linear(x, self.passing_weight(), self.joined_bias(), self.precision)
+            return linear(x, self.temporary_weight(), self.joined_bias(), self.precision)
         out: Tensor = _Merged.apply(x, self, *pairs)  # type: ignore[no-untyped-call]
         bias = self.joined_bias()
         return out if bias is None else out + bias
 
     @torch.no_grad()
-    def passing_weight(self) -> Tensor:
+    def temporary_weight(self) -> Tensor:
         """float32[O, I] of all parts, in memory that the next such weight has too: for one product."""
         first = self.parts[0].weight
         rows = [part.weight.shape[0] for part in self.parts]
         dtype = torch.promote_types(torch.float32, first.dtype)
-        out = room_for("merged", [sum(rows), first.shape[1]], dtype, first.device)
+        out = scratch_buffer("merged", [sum(rows), first.shape[1]], dtype, first.device)
         for part, its in zip(self.parts, torch.split(out, rows), strict=True):
             self._write(part, its)
         return out
@@ -94,7 +94,7 @@ class _Merged(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, projection: MergedProjection, *pairs: Tensor) -> Tensor:
         ctx.save_for_backward(x, *pairs)
         ctx.projection = projection
-        return product(x, projection.passing_weight(), projection.precision)
+        return product(x, projection.temporary_weight(), projection.precision)
 
     @staticmethod
     @once_differentiable
@@ -103,7 +103,7 @@ class _Merged(torch.autograd.Function):
         projection: MergedProjection = ctx.projection
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = gradient_product(grad, projection.passing_weight().t(), projection.precision)
+            grad_x = gradient_product(grad, projection.temporary_weight().t(), projection.precision)
         gradients: list[Tensor] = []
         start = 0
         for part in projection.parts:
@@ -129,7 +129,7 @@ def attach(decoder: Decoder, targets: Collection[str], rank: int, alpha: float, 
             bound = 1 / math.sqrt(inner)
             drawn = random.uniform(-bound, bound, (rank, inner)).astype(np.float32)
             set_pair(part, torch.from_numpy(drawn), torch.zeros(out, rank))
-    lay_over(decoder, alpha / rank)
+    install_merged_projections(decoder, alpha / rank)
 
 
 def attach_pairs(decoder: Decoder, pairs: Mapping[str, tuple[Tensor, Tensor]], scale: float) -> None:
@@ -137,14 +137,14 @@ def attach_pairs(decoder: Decoder, pairs: Mapping[str, tuple[Tensor, Tensor]], s
     decoder.requires_grad_(False)
     for name, (a, b) in pairs.items():
         set_pair(decoder.get_submodule(name), a, b)
-    lay_over(decoder, scale)
+    install_merged_projections(decoder, scale)
 
 
 def narrow_part(decoder: Decoder, name: str, kind: BaseKind) -> None:
     """Keep the parameter called `name` in `kind` from now on, if it is a matrix that products are made with.
 
     Linear maps of layers become `kind`; embedding and head, whose rounding is felt most, bfloat16 at least.
-    Routers, norms and biases stay as they are. `lay_over` makes the decoder compute with it.
+    Routers, norms and biases stay as they are. `install_merged_projections` makes the decoder compute with it.
     """
     owner, _, attribute = name.rpartition(".")
     if kind == "float32" or attribute != "weight":
@@ -163,7 +163,7 @@ def narrow_base(decoder: Decoder, kind: BaseKind) -> None:
     """Keep all matrices of `decoder` in `kind` from now on, as `narrow_part`; no gradient reaches them."""
     for name, _ in list(decoder.named_parameters()):
         narrow_part(decoder, name, kind)
-    lay_over(decoder)
+    install_merged_projections(decoder)
 
 
 def widen(part: nn.Module, out: Tensor) -> None:
@@ -247,7 +247,7 @@ def merged(decoder: Decoder) -> Decoder:
     return plain
 
 
-def lay_over(decoder: Decoder, scale: float = 0.0) -> None:
+def install_merged_projections(decoder: Decoder, scale: float = 0.0) -> None:
     """Have products made with merged weights, wherever a matrix is narrow or has an A and a B."""
 
     def is_special(part: nn.Linear | nn.Embedding) -> bool:

@@ -63,4 +63,4 @@ def curve_tokens(context: int) -> list[int]:
 
 
 def _bytes(plan: MemoryPlan) -> dict[str, Any]:
-    return {"total": plan.total, "standing": dict(plan.standing), "at_a_time": dict(plan.passing)}
+    return {"total": plan.total, "persistent": dict(plan.persistent), "transient": dict(plan.transient)}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from perilune.errors import RequestError
 from perilune.files import fsync_directory, read_json, write_json
-from perilune.models.adapters.lora import BaseKind, lay_over, narrow_part
+from perilune.models.adapters.lora import BaseKind, install_merged_projections, narrow_part
 from perilune.models.checkpoints.folder import WEIGHTS, CheckpointFolder, pickle_error
 from perilune.models.config.decoder_config import PRESETS, DecoderConfig
 from perilune.models.decoder import Decoder
@@ -168,7 +168,7 @@ def load_as(
     for name, tensor in read_tensors([stored[name] for name in parameters]):
         parameters.pop(name).copy_(tensor)  # which is when memory is taken for it
         narrow_part(decoder, name, base)
-    lay_over(decoder)
+    install_merged_projections(decoder)
     if config.tie_word_embeddings and "lm_head.weight" in stored:
         check_tied(stored["lm_head.weight"], decoder.model.embed_tokens.weight)
     return decoder

@@ -52,7 +52,7 @@ class StoredDecoder(Decoder):
         self._read([place for place in _absent(self) if place[2].dim() == 1])
 
     @contextmanager
-    def present(self, *parts: nn.Module) -> Iterator[None]:
+    def in_memory(self, *parts: nn.Module) -> Iterator[None]:
         """Have the weights of these parts, or of all, in memory meanwhile."""
         places = [place for part in parts or (self,) for place in _absent(part)]
         self._read(places)
@@ -85,7 +85,7 @@ def open_decoder(
     config, stored = checked_headers(Decoder, path)
     decoder = StoredDecoder(config, stored, torch.device(device), dtype)
     if config.tie_word_embeddings and "lm_head.weight" in stored:
-        with decoder.present(decoder.model.embed_tokens):
+        with decoder.in_memory(decoder.model.embed_tokens):
             check_tied(stored["lm_head.weight"], decoder.model.embed_tokens.weight)
     return decoder
 

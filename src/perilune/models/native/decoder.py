@@ -92,9 +92,9 @@ class NativeDecoder:
         self._matrices, self._vectors = [], []
         self._experts: list[Array[_Expert]] = []  # of each sparse layer
         for index, block in enumerate(decoder.model.layers):
-            with decoder.present(block):
+            with decoder.in_memory(block):
                 self._layers[index] = self._layer(block)  # type: ignore[arg-type]
-        with decoder.present(decoder.model.embed_tokens, *decoder.head.parts):
+        with decoder.in_memory(decoder.model.embed_tokens, *decoder.head.parts):
             self._model = self._describe(decoder)
         self._reach = 0
         self._reserve(1)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from perilune.errors import WorkFailedError
 from perilune.models.native.build import native
-from perilune.models.scratch import room_for
+from perilune.models.scratch import scratch_buffer
 
 PANEL = 32
 LANES = 16
@@ -132,15 +132,15 @@ class PackedWeight:
 
 
 def pack_weight(
-    weight: Tensor, bias: Tensor | None = None, kind: WeightKind = "float32", *, passing: bool = False
+    weight: Tensor, bias: Tensor | None = None, kind: WeightKind = "float32", *, temporary: bool = False
 ) -> PackedWeight:
     """Lay out float[O, I]; `kind` is how it is kept. bfloat16 needs an even I.
 
     Args:
-        passing: whether it is used before this thread packs another such, whose memory it has (`room_for`).
+        passing: whether it is used before this thread packs another such, whose memory it has (`scratch_buffer`).
     """
     size = -(-len(weight) // PANEL) * PANEL * weight.shape[1]
-    room = room_for("panels", [size], _DTYPES[kind], weight.device) if passing else None
+    room = scratch_buffer("panels", [size], _DTYPES[kind], weight.device) if temporary else None
     return pack_parts([(weight, bias)], kind, room)
 
 

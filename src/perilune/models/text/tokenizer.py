@@ -159,7 +159,7 @@ class Tokenizer:
         """Token ids of texts that a chat template wrote: here, and only here, special tokens are tokens."""
         return self._encode(self._template_backend, texts)
 
-    def has_tokens_of(self, other: Tokenizer) -> bool:
+    def has_same_tokens(self, other: Tokenizer) -> bool:
         """Whether every token id is the same text in both, and ends an answer in both or neither."""
         return self._vocabulary() == other._vocabulary() and self.eos_token_id == other.eos_token_id
 
@@ -177,7 +177,7 @@ class Tokenizer:
         texts: list[str] = self._backend.decode_batch(ids, skip_special_tokens=True)
         return texts
 
-    def spell(self, token_id: int) -> str:
+    def token_text(self, token_id: int) -> str:
         """What one token says by itself, control tokens by their names."""
         text: str = self._backend.decode([token_id], skip_special_tokens=False)
         return text

@@ -122,7 +122,7 @@ def teacher_prompts(episodes: Sequence[Episode], teacher: Policy, system: str) -
 
 
 def _require_same_tokens(student: Policy, teacher: Policy) -> None:
-    if not student.tokenizer.has_tokens_of(teacher.tokenizer):
+    if not student.tokenizer.has_same_tokens(teacher.tokenizer):
         raise RequestError(
             "teacher and student have different tokens: a token of the one says nothing to the other",
             where="teacher",

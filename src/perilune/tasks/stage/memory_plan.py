@@ -18,8 +18,8 @@ from perilune.files import read_json
 from perilune.models.config.decoder_config import PRESETS, DecoderConfig
 from perilune.models.memory import (
     BLOCK,
-    Frugality,
     MemoryPlan,
+    MemorySavings,
     adapter_parameters,
     blocks_bytes,
     cache_bytes,
@@ -138,11 +138,11 @@ def stage_memory(
             sampling=(slots, length) if samples else None,
             learning=(budget, min(length, budget)) if budget else None,
             reference=reference,
-            frugality=_frugality(config, learner),
+            savings=_savings(config, learner),
         )
 
     found = planned(token_budget)
-    return StageMemory(found.standing, found.passing, token_budget, planned)
+    return StageMemory(found.persistent, found.transient, token_budget, planned)
 
 
 def sampling_memory(job: Job, max_tokens: int, samples: int) -> StageMemory:
@@ -152,13 +152,13 @@ def sampling_memory(job: Job, max_tokens: int, samples: int) -> StageMemory:
     return stage_memory(config, samples=samples, max_tokens=longest, device=job.resources.device)
 
 
-def _frugality(config: DecoderConfig, learner: LearnerSettings | None) -> Frugality:
+def _savings(config: DecoderConfig, learner: LearnerSettings | None) -> MemorySavings:
     if learner is None:
-        return Frugality()
+        return MemorySavings()
     lora = learner.lora
     adapter = None if lora is None else adapter_parameters(config, lora.rank, lora.targets)
     base = "float32" if lora is None else lora.base
-    return Frugality(adapter, base, learner.activation_checkpointing)
+    return MemorySavings(adapter, base, learner.activation_checkpointing)
 
 
 def _length(config: DecoderConfig, max_tokens: int) -> int:
@@ -188,7 +188,7 @@ def memory_figures(plan: MemoryPlan, device: torch.device) -> dict[str, int]:
     if device.type == "cuda":
         import torch
 
-        on_device = plan.total - plan.standing["process"]
+        on_device = plan.total - plan.persistent["process"]
         return {"planned_bytes": on_device, "peak_bytes": torch.cuda.max_memory_allocated(device)}
     return {"planned_bytes": plan.total, "peak_bytes": peak_resident()}
 

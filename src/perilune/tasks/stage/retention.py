@@ -70,7 +70,7 @@ def prune(workspace: Workspace, spec: Saving, *, beside: int = 0) -> None:
             forget(step_directory(workspace, step))
 
 
-def standing(workspace: Workspace, spec: Saving, step: int) -> Interval | None:
+def persistent(workspace: Workspace, spec: Saving, step: int) -> Interval | None:
     """The mean of the figure that decides, over the steps that led to a checkpoint, with its interval.
 
     Those steps are the last `save_every`; they are resampled. None when none of them has the figure.
@@ -91,7 +91,7 @@ def best_step(workspace: Workspace, spec: Saving, steps: Sequence[int]) -> int |
     if spec.keep.best is None:
         return None
     sign = 1 if spec.keep.best.endswith(LOWER_IS_BETTER) else -1
-    seen = [(sign * found.mean, step) for step in steps if (found := standing(workspace, spec, step))]
+    seen = [(sign * found.mean, step) for step in steps if (found := persistent(workspace, spec, step))]
     return min(seen)[1] if seen else None
 
 
@@ -103,8 +103,8 @@ def best_summary(workspace: Workspace, spec: Saving) -> dict[str, Any]:
     if spec.keep.best is None:
         return {}
     step = best_step(workspace, spec, [*saved_steps(workspace), spec.steps])
-    last = standing(workspace, spec, spec.steps)
-    found = None if step is None else standing(workspace, spec, step)
+    last = persistent(workspace, spec, spec.steps)
+    found = None if step is None else persistent(workspace, spec, step)
     return {
         "best": {
             "figure": spec.keep.best,
@@ -121,7 +121,7 @@ def planned(spec: Saving, memory: MemoryPlan) -> str:
 
     A checkpoint holds the weights and AdamW's two moments; one more is there while it is written.
     """
-    one = memory.standing.get("weights", 0) + memory.standing.get("moments", 0)
+    one = memory.persistent.get("weights", 0) + memory.persistent.get("moments", 0)
     kept = f"the newest {spec.keep.last}" if spec.keep.last > 1 else "the newest"
     best = f" and the best by {spec.keep.best}" if spec.keep.best else ""
     most = (spec.keep.last + 1 + (2 if best else 0)) * one

@@ -11,16 +11,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perilune.data.episode import FinishReason
-from perilune.engine.constraints import mask_words
-from perilune.engine.following import Followed, needs_following
-from perilune.engine.request import Completion, Delta
+from perilune.engine.constraints import ConstraintState, mask_words
+from perilune.engine.request import Completion, Delta, Request, TopLogprobs
 from perilune.engine.sampler import Drawn
 from perilune.engine.sequences import Entry, Rows, Sequences
+from perilune.engine.text import TextStream
 from perilune.errors import PeriluneError, WorkFailedError
 from perilune.models.text.tokenizer import Tokenizer
 
@@ -42,7 +43,50 @@ class Collection:
         self.failure: PeriluneError | None = None
 
 
-class Deliveries:
+@dataclass(slots=True, eq=False)
+class TrackedSample:
+    """What is kept of one such sample.
+
+    Attributes:
+        text: None without a tokenizer.
+        constraint: None without one.
+        raw_logprobs, top_logprobs: of all tokens so far; None when not asked for.
+    """
+
+    text: TextStream | None
+    constraint: ConstraintState | None
+    raw_logprobs: list[float] | None
+    top_logprobs: TopLogprobs | None
+
+    @classmethod
+    def begin(cls, request: Request, tokenizer: Tokenizer | None) -> TrackedSample:
+        """Before the first token that is to be sampled."""
+        params = request.params
+        own = request.token_ids[len(request.token_ids) - request.position :]
+        return cls(
+            text=None if tokenizer is None else TextStream(tokenizer, params.stop),
+            constraint=None if request.constraint is None else request.constraint.start(own),
+            raw_logprobs=[] if params.raw_logprobs else None,
+            top_logprobs=[] if params.top_logprobs else None,
+        )
+
+    def take(self, token: int, *, is_stop: bool, may_stop: bool) -> bool:
+        """Take the token that was drawn; whether its text ended the sample. Stop tokens are not text."""
+        if self.constraint is not None:
+            self.constraint.advance(token)
+        if self.text is None or is_stop:
+            return False
+        self.text.push(token, may_stop=may_stop)
+        return self.text.stopped
+
+
+def needs_tracking(request: Request) -> bool:
+    """Whether the samples of `request` cannot be left alone until they have ended."""
+    params = request.params
+    return bool(params.stop or params.raw_logprobs or params.top_logprobs or request.constraint)
+
+
+class OutputProcessor:
     """Of all requests in flight.
 
     Attributes:
@@ -54,11 +98,11 @@ class Deliveries:
     def __init__(self, sequences: Sequences, tokenizer: Tokenizer | None) -> None:
         self._sequences, self._tokenizer = sequences, tokenizer
         self.entries: dict[int, Entry] = {}
-        self.undelivered: list[Delta] = []
+        self.pending: list[Delta] = []
         self.failures: dict[int, PeriluneError] = {}
         self._collections: dict[int, Collection] = {}  # of requests whose samples are collected
         self._following: dict[int, bool] = {}  # of requests whose samples are followed: whether as a stream
-        self._followed: dict[int, Followed] = {}  # by row
+        self._followed: dict[int, TrackedSample] = {}  # by row
 
     def expect(self, entry: Entry, collection: Collection | None, *, stream: bool) -> None:
         """Somebody waits for `entry`, collecting it, or else in deltas."""
@@ -66,7 +110,7 @@ class Deliveries:
         if collection is not None:
             self._collections[entry.id] = collection
             collection.samples[entry.id] = {}
-        if stream or needs_following(entry.request):
+        if stream or needs_tracking(entry.request):
             self._following[entry.id] = stream
 
     def drop(self, entry: Entry, rows: list[int]) -> None:
@@ -76,7 +120,7 @@ class Deliveries:
             self._followed.pop(row, None)
         self._collections.pop(entry.id, None)
         self._following.pop(entry.id, None)
-        self.undelivered = [delta for delta in self.undelivered if delta.request_id != entry.id]
+        self.pending = [delta for delta in self.pending if delta.request_id != entry.id]
 
     def masks(self, rows: Rows) -> dict[int, NDArray[np.int32]]:
         """By row, the tokens that a constraint allows. Samples are followed from before their first token."""
@@ -85,7 +129,7 @@ class Deliveries:
             entry = self._sequences.entries[row]
             if row not in self._followed and entry is not None and entry.id in self._following:
                 with self._failing(row):
-                    self._followed[row] = Followed.begin(entry.request, self._tokenizer)
+                    self._followed[row] = TrackedSample.begin(entry.request, self._tokenizer)
             its = self._followed.get(row)
             if its is not None and its.constraint is not None:
                 mask = np.zeros(mask_words(self._sequences.vocab_size), dtype=np.int32)
@@ -94,7 +138,7 @@ class Deliveries:
                     masks[row] = mask
         return masks
 
-    def take_note(self, rows: Rows, drawn: Drawn, version: int) -> list[int]:
+    def process(self, rows: Rows, drawn: Drawn, version: int) -> list[int]:
         """Tell what samples have gained; returns the rows of those that have ended."""
         stopped = self._sequences.stopped(rows)
         ended = stopped | (self._sequences.length[rows] >= self._sequences.limit[rows])
@@ -119,9 +163,7 @@ class Deliveries:
             collection.failure = failure
         else:
             sample = int(self._sequences.sample[row])
-            self.undelivered.append(
-                Delta(entry.id, sample, [], [], [], finish_reason="aborted", failure=failure)
-            )
+            self.pending.append(Delta(entry.id, sample, [], [], [], finish_reason="aborted", failure=failure))
 
     @contextmanager
     def _failing(self, row: int) -> Iterator[None]:
@@ -157,7 +199,7 @@ class Deliveries:
         last = bool(ended[index])
         if last and its.text is not None:
             its.text.finish()
-        self.undelivered.append(
+        self.pending.append(
             Delta(
                 entry.id,
                 int(sequences.sample[row]),
@@ -188,7 +230,7 @@ class Deliveries:
             collection.samples[entry.id][int(self._sequences.sample[row])] = self.completion(row, reason)
             collection.unfinished -= 1
         elif not self._following.get(entry.id):
-            self.undelivered.append(self._whole(row, entry, self.completion(row, reason)))
+            self.pending.append(self._whole(row, entry, self.completion(row, reason)))
         self._followed.pop(row, None)
         entry.unfinished -= 1
         if not entry.unfinished:
