@@ -144,7 +144,8 @@ def narrow_part(decoder: Decoder, name: str, kind: BaseKind) -> None:
     """Keep the parameter called `name` in `kind` from now on, if it is a matrix that products are made with.
 
     Linear maps of layers become `kind`; embedding and head, whose rounding is felt most, bfloat16 at least.
-    Routers, norms and biases stay as they are. `install_merged_projections` makes the decoder compute with it.
+    Routers, norms and biases stay as they are. `install_merged_projections` makes the decoder compute with
+    it.
     """
     owner, _, attribute = name.rpartition(".")
     if kind == "float32" or attribute != "weight":

@@ -137,7 +137,8 @@ def pack_weight(
     """Lay out float[O, I]; `kind` is how it is kept. bfloat16 needs an even I.
 
     Args:
-        passing: whether it is used before this thread packs another such, whose memory it has (`scratch_buffer`).
+        passing: whether it is used before this thread packs another such, whose memory it has
+            (`scratch_buffer`).
     """
     size = -(-len(weight) // PANEL) * PANEL * weight.shape[1]
     room = scratch_buffer("panels", [size], _DTYPES[kind], weight.device) if temporary else None
