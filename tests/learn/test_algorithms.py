@@ -17,7 +17,7 @@ from perilune.errors import WorkFailedError
 from perilune.learn import losses
 from perilune.learn.advantages import generalised_advantages, leave_one_out, rewards_to_go, whitened
 from perilune.learn.algorithms import RL_ALGORITHMS, StepContext, algorithm
-from perilune.learn.algorithms.pkpo import worth
+from perilune.learn.algorithms.pass_at_k import worth
 from perilune.learn.signals import deviation_and_uncertainty
 from perilune.learn.weights import Surrogate, WeightedGroup
 
@@ -266,13 +266,13 @@ def test_dgpo_shares_are_bounded_and_sum_to_the_length(
     one = episode(1.0, tokens=range(len(pairs)))
     d, h = np.array(pairs, np.float32).T
     signals = {"deviation": {one.episode_id: d}, "uncertainty": {one.episode_id: h}}
-    shares = algorithm("dgpo", squared=squared).shares(one, StepContext(max_tokens=9, signals=signals))
+    shares = algorithm("dgpo", squared=squared).token_weights(one, StepContext(max_tokens=9, signals=signals))
     assert shares.sum() == pytest.approx(len(pairs))
     assert shares.max() / shares.min() <= math.exp(1 / 0.5) * (1 + 1e-6)
 
 
 def test_a_signal_that_is_missing_is_named() -> None:
-    with pytest.raises(ValueError, match=r"0/0/0 has no values"):
+    with pytest.raises(ValueError, match=r"0/0/0 lacks the signal values"):
         algorithm("ppo").weight_groups([group_of([1, 0])], StepContext(max_tokens=8))
 
 

@@ -16,7 +16,7 @@ from perilune.data.episode import Episode
 from perilune.learn import batch as packing
 from perilune.learn import losses, trainer
 from perilune.learn.algorithms import base, grpo
-from perilune.learn.algorithms.grpo import GRPO
+from perilune.learn.algorithms.group_relative import GRPO
 from perilune.learn.batch import PackedBatch
 from perilune.learn.optimizer import AdamW
 from perilune.learn.trainer import Learner
@@ -117,7 +117,7 @@ def reference_is_trained(patch: Patch) -> None:
 
 def group_baseline_forgotten(patch: Patch) -> None:
     """Rewards are taken for advantages."""
-    patch.setattr("perilune.learn.algorithms.grpo.standardised", lambda scores: scores)
+    patch.setattr("perilune.learn.algorithms.group_relative.standardised", lambda scores: scores)
 
 
 def micro_batch_twice(patch: Patch) -> None:
@@ -298,7 +298,7 @@ def baseline_of_the_batch(patch: Patch) -> None:
         patched = [np.array([next(white) for _ in values]) for values in scores]
         # centred in its group again, so that only the scale is of the batch
         return [
-            self.compared(group, values, advantages - advantages.mean(), context)
+            self.weight_tokens(group, values, advantages - advantages.mean(), context)
             for group, values, advantages in zip(groups, scores, patched, strict=True)
         ]
 

@@ -15,7 +15,7 @@ import pytest
 from task_cases import DIGITS, metrics, run_task
 
 from perilune.errors import WorkFailedError
-from perilune.learn.algorithms.grpo import GRPO
+from perilune.learn.algorithms.group_relative import GRPO
 
 Patch = pytest.MonkeyPatch
 

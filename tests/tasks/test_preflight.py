@@ -14,7 +14,7 @@ from task_cases import metrics, run_task
 from perilune.errors import WorkFailedError
 from perilune.learn import losses
 from perilune.learn.algorithms import RL_ALGORITHMS
-from perilune.learn.algorithms.grpo import GRPO
+from perilune.learn.algorithms.group_relative import GRPO
 from perilune.learn.batch import COMPONENTS
 from perilune.learn.trainer import Learner
 from perilune.models.config.decoder_config import PRESETS, DecoderConfig

@@ -1,104 +1,96 @@
-"""Process rewards beside an algorithm's own advantages: what each segment of an answer has earned.
+"""Process rewards beside an algorithm's own advantages: rewards for the segments of an answer.
 
-An episode that has them holds, at the last token of each segment, Phi(after) - Phi(before), with Phi = 0 at
-the end (`verifiers.step_rewards`): Phi estimates the value of a prefix. Algorithms that take rewards a
-token (`ppo`, `reinforce_pp`) use them as they are. For those that compare whole answers, `with_process`
-changes the weights that they have given, in one of three ways; neither they nor the trainer know.
+`Episode.step_rewards` holds, at the last token of each segment, V(after) - V(before), where V estimates the
+value of a prefix and is 0 at the end (`verifiers.step_rewards`). Algorithms with token-level rewards (`ppo`,
+`reinforce_pp`) use these numbers directly. For algorithms that compare whole answers, `apply_process_rewards`
+changes the token weights afterwards, in one of three ways.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import BaseModel, ConfigDict, Field
 
 from perilune.data.episode import Episode
 from perilune.learn.advantages import DEAD_STD, STD_EPSILON
 from perilune.learn.algorithms.base import Algorithm, PolicyGradient, StepContext
+from perilune.learn.name_or_section import NameOrSection
 from perilune.learn.weights import Component, WeightedGroup
 from perilune.verifiers.segments import SegmentSettings, spread_over_tokens
 from perilune.verifiers.step_rewards import PASS_THRESHOLD, centered_returns
 
 Tokens = NDArray[np.float64]
 Segments = tuple[list[int], NDArray[np.float64]]
-"""Where segments end, in tokens, and what each earned."""
+"""The end of each segment, in tokens, and the reward of each."""
 
 
 class ProcessRewardSettings(BaseModel):
-    """What process rewards do, whoever gives the values that they are made of."""
+    """What all kinds of process rewards have in common."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     role: Literal["bonus", "advantage", "trace", "reward"] = Field(
         "bonus",
-        description="beside the algorithm's advantage; in its place (VinePPO's r + V' - V, or each segment's"
-        " return against the mean of its answer); or, for ppo and reinforce_pp, as rewards",
+        description="bonus: add to the algorithm's advantage; advantage: replace it by VinePPO's r + V' - V;"
+        " trace: replace it by each segment's return minus the mean of its answer; reward: token-level"
+        " rewards, for ppo and reinforce_pp",
     )
-    weight: float = Field(0.2, gt=0, description="of a bonus, or of rewards, beside the outcome's")
-    dead_only: bool = Field(False, description="a bonus only where the rewards of a group are all alike")
-    segments: SegmentSettings = Field(SegmentSettings(), description="where answers are cut")
+    weight: float = Field(0.2, gt=0, description="coefficient of a bonus, or of rewards beside the outcome")
+    dead_only: bool = Field(False, description="add the bonus only to groups whose rewards are all equal")
+    segments: SegmentSettings = Field(SegmentSettings(), description="how answers are split into segments")
 
-    def told(self) -> str:
-        """What they are and what they take, in a line."""
+    def describe(self) -> str:
+        """The settings in one line, for the plan."""
         return f"as {self.role}, at most {self.segments.most} segments an answer"
 
 
 class AnswerValues(ProcessRewardSettings):
-    """Values from one forward pass: how likely the policy thinks the right answer after each segment."""
+    """Values from one forward pass: the policy's log-prob of the right answer after each segment."""
 
-    name: Literal["answer"] = Field("answer", description="who says what a prefix is worth")
+    name: Literal["answer"] = Field("answer", description="method that estimates the value of a prefix")
     lead: str | None = Field(
         None, description="text that makes the policy answer at once; by default the environment's"
     )
     floor: float | None = Field(
         None,
         lt=0,
-        description="mean log-prob below which a prefix is worth nothing, in place of its exponential",
+        description="use the mean log-prob, with this lower bound, in place of its exponential",
     )
     guessable: float = Field(
-        0.5, gt=0, le=1, description="no process rewards where the answer is likelier than this at the start"
+        0.5,
+        gt=0,
+        le=1,
+        description="no process rewards if the answer is more probable than this before the first segment",
     )
 
 
 class MonteCarloValues(ProcessRewardSettings):
-    """Values from play: the mean verdict on continuations of each prefix (VinePPO, arXiv 2410.01679)."""
+    """Monte Carlo values: the mean verdict on continuations of each prefix (VinePPO, arXiv 2410.01679)."""
 
-    name: Literal["montecarlo"] = Field("montecarlo", description="who says what a prefix is worth")
+    name: Literal["montecarlo"] = Field(
+        "montecarlo", description="method that estimates the value of a prefix"
+    )
     role: Literal["bonus", "advantage", "trace", "reward"] = Field("advantage", description="as for answer")
-    continuations: int = Field(9, ge=1, description="played from each prefix")
+    continuations: int = Field(9, ge=1, description="continuations sampled from each prefix")
 
-    def told(self) -> str:
-        return f"{super().told()}, {self.continuations} continuations from the beginning of each"
-
-
-class _OrName:
-    """In a recipe the bare name stands for the section that has nothing else in it."""
-
-    @staticmethod
-    def __get_pydantic_json_schema__(core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {"anyOf": [{"enum": ["answer", "montecarlo"]}, handler(core)]}
-
-
-def _section(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
+    def describe(self) -> str:
+        return f"{super().describe()}, {self.continuations} continuations from the beginning of each"
 
 
 ProcessRewardField = Annotated[
     Annotated[AnswerValues | MonteCarloValues | None, Field(discriminator="name")],
-    BeforeValidator(_section),
-    _OrName(),
+    NameOrSection(("answer", "montecarlo")),
 ]
 """Type of a field that holds process rewards: none, `answer`, or `{name: montecarlo, continuations: 4}`."""
 
 
 def segments_of(episode: Episode) -> Segments | None:
-    """Where the segments of an episode end and what they earned; None where it has no process rewards."""
+    """The segments of an episode with their rewards; None for an episode without process rewards."""
     if episode.step_rewards is None:
         return None
     ends = np.flatnonzero(~np.isnan(episode.step_rewards)) + 1
@@ -112,23 +104,24 @@ def apply_process_rewards(
     context: StepContext,
     settings: ProcessRewardSettings | None,
 ) -> list[WeightedGroup]:
-    """The weights of a step's groups with what their process rewards do to them.
+    """Change the weights of a step's groups by their process rewards.
 
-    An episode without process rewards keeps the weights it has.
+    Let x be the reward of a segment and r the reward of the answer. Episodes without process rewards keep
+    their weights.
 
-    * bonus: + weight * (x - mean) / std of all segments of the group before the last ones, where x is what a
-      segment earned. The last segment, which gives the answer, has the outcome alone.
-    * advantage: x, and at the last segment r + x, in place of the algorithm's advantage.
-    * trace: the return of each segment less the mean of its own answer's, clipped.
-    * reward: nothing; the algorithm has had them.
+    * bonus: adds weight * (x - mean) / std, with the mean and std of all segments of the group except the
+      last ones. The last segment contains the answer and gets no bonus.
+    * advantage: replaces the algorithm's advantage by x, and by r + x at the last segment.
+    * trace: replaces it by the return of each segment minus the mean of its answer, clipped.
+    * reward: changes nothing, because the algorithm has already used the rewards.
     """
     if settings is None:
         return list(groups)
     assert isinstance(algorithm, PolicyGradient)
-    return [_of_group(group, algorithm, context, settings) for group in groups]
+    return [_apply_to_group(group, algorithm, context, settings) for group in groups]
 
 
-def _of_group(
+def _apply_to_group(
     group: WeightedGroup, algorithm: PolicyGradient, context: StepContext, settings: ProcessRewardSettings
 ) -> WeightedGroup:
     parts = [None if one.failure else segments_of(one) for one in group.episodes]
@@ -137,14 +130,14 @@ def _of_group(
     if settings.role == "reward" or own is None or (settings.dead_only and not group.dead):
         return group
     scale = _SCALES[settings.role](group.episodes, parts, settings)
-    there = [found if count else None for found, count in zip(scale, own.counts, strict=True)]
-    nothing = [np.nan if found is None else found for found in there]
-    spread_over = algorithm.component(group.episodes, nothing, context).weights
+    used = [values if count else None for values, count in zip(scale, own.counts, strict=True)]
+    or_nan = [np.nan if values is None else values for values in used]
+    spread = algorithm.component(group.episodes, or_nan, context).weights
     weights = tuple(
-        old if found is None else (old + new if settings.role == "bonus" else new)
-        for old, new, found in zip(own.weights, spread_over, there, strict=True)
+        old if values is None else (old + new if settings.role == "bonus" else new)
+        for old, new, values in zip(own.weights, spread, used, strict=True)
     )
-    dead = group.dead and not any(found is not None and found.any() for found in there)
+    dead = group.dead and not any(values is not None and values.any() for values in used)
     return replace(group, policy_gradient=Component(weights, own.counts), dead=dead)
 
 
@@ -166,7 +159,7 @@ def _bonus(episodes: Sequence[Episode], parts: Parts, settings: ProcessRewardSet
 
 
 def _with_outcome(episode: Episode, part: Segments) -> NDArray[np.float64]:
-    """What each segment earned, the verdict on the whole at the last."""
+    """The rewards of the segments, with the answer's reward added to the last one."""
     earned = part[1].copy()
     earned[-1] += episode.reward or 0.0
     return earned
@@ -179,7 +172,7 @@ def _advantage(episodes: Sequence[Episode], parts: Parts, settings: ProcessRewar
     ]
 
 
-_CLIP = 4.0  # largest weight of a step, either way
+_CLIP = 4.0  # largest absolute value of a centred return
 
 
 def _trace(episodes: Sequence[Episode], parts: Parts, settings: ProcessRewardSettings) -> Scale:
@@ -199,13 +192,13 @@ _SCALES: Mapping[str, Callable[[Sequence[Episode], Parts, ProcessRewardSettings]
 
 
 def _figures(episodes: Sequence[Episode], parts: Parts) -> dict[str, float]:
-    """What a group's process rewards are like, where it has any; averaged over the groups of a step.
+    """Figures of one group; a step reports their mean over groups.
 
     Returns:
-        process/without: share of judged episodes that have none; and of those that have some:
-        process/segments: of an answer; process/std: of what segments before the last earned;
-        process/agreement: how often a right answer's last value is above a wrong one's (0.5 is chance);
-        process/setbacks: share of segments of right answers that lost value.
+        process/without: share of judged episodes without process rewards. Over the others:
+        process/segments: mean number of segments; process/std: standard deviation of the rewards of all
+        segments before the last; process/agreement: probability that a right answer's last value is above a
+        wrong answer's (0.5 is chance); process/setbacks: share of right answers' segments that lost value.
     """
     judged = [(one, part) for one, part in zip(episodes, parts, strict=True) if not one.failure]
     having = [(one, part) for one, part in judged if part is not None]

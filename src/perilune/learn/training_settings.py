@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from perilune.learn.algorithms import RLAlgorithm
-from perilune.learn.algorithms.grpo import GRPO
+from perilune.learn.algorithms.group_relative import GRPO
 from perilune.learn.learning_rates import with_default_lr
 from perilune.learn.off_policy import OffPolicySettings
 from perilune.learn.weights import KLEstimator

@@ -1,4 +1,4 @@
-"""What an algorithm is: typed options, and one function from the groups of a step to weights a token."""
+"""Base classes of algorithms: typed options, and a function from groups of episodes to token weights."""
 
 from __future__ import annotations
 
@@ -26,26 +26,30 @@ from perilune.learn.weights import (
 Group = Sequence[Episode]
 
 Signal = Literal["logprobs", "reference_logprobs", "values", "values_after", "deviation", "uncertainty"]
-"""A figure a token that takes a forward pass of the policy as it is when the step begins: its log-prob, and
-the reference's; the critic's value of the state before it, and of the state after the last token of an answer
-that was cut off (one number, no others); and of the distribution it was drawn from the squared Hellinger
-distance to the reference's and the entropy over log V."""
+"""A number per token from a forward pass, computed with the weights at the beginning of the step.
+
+- logprobs, reference_logprobs: log-prob of the token under the policy and under the reference.
+- values: the critic's value of the state before the token.
+- values_after: the critic's value of the state after the last token of a truncated answer; one number.
+- deviation: squared Hellinger distance between the policy's and the reference's distribution.
+- uncertainty: entropy of the policy's distribution, divided by log V.
+"""
 
 Signals = Mapping[Signal, Mapping[str, NDArray[np.float32]]]
-"""float32[T] by signal and episode_id, zero where nothing is learned."""
+"""float32[T] by signal and episode_id; 0 at masked tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What an algorithm may know of a step besides its groups.
+    """What an algorithm knows about a step besides its groups.
 
     Attributes:
-        max_tokens: the longest completion the run allows, a constant of the run.
-        kl: coefficient of the KL to the reference policy; 0 leaves the component out.
-        kl_estimator: how it is estimated.
-        step: steps done before this one.
-        signals: what the algorithm's `needs` asked for.
-        memory: what it wants to know again at the next step and after a resume: JSON values only.
+        max_tokens: token limit of a completion, constant within a run.
+        kl: coefficient of the KL to the reference policy; 0 omits the component.
+        kl_estimator: how the KL is estimated.
+        step: number of steps completed before this one.
+        signals: the signals that the algorithm's `needs` requested.
+        memory: the algorithm's state, kept between steps and in checkpoints; JSON values only.
     """
 
     max_tokens: int
@@ -56,31 +60,31 @@ class StepContext:
     memory: dict[str, Any] = field(default_factory=dict)
 
     def signal(self, name: Signal, episode: Episode) -> NDArray[np.float64]:
-        """float64[T] of one episode.
+        """A signal of one episode, float64[T].
 
         Raises:
-            ValueError: when there is none, or not one a token.
+            ValueError: when the signal is missing or does not have one value per token.
         """
-        found = self.signals.get(name, {}).get(episode.episode_id)
-        if found is None or len(found) != len(episode.token_ids):
-            raise ValueError(f"episode {episode.episode_id} has no {name} of its tokens")
-        return found.astype(np.float64)
+        values = self.signals.get(name, {}).get(episode.episode_id)
+        if values is None or len(values) != len(episode.token_ids):
+            raise ValueError(f"episode {episode.episode_id} lacks the signal {name}, one value per token")
+        return values.astype(np.float64)
 
     def value_after(self, episode: Episode) -> float:
-        """The critic's value of the state that an answer was cut off in; 0 of one that ended by itself."""
-        found = self.signals.get("values_after", {}).get(episode.episode_id)
-        return 0.0 if found is None else float(found[-1])
+        """The critic's value of the state after a truncated answer; 0 for an answer that ended by itself."""
+        values = self.signals.get("values_after", {}).get(episode.episode_id)
+        return 0.0 if values is None else float(values[-1])
 
 
 class Algorithm(BaseModel):
     """Base of all algorithms. Subclasses override `weight_group`, or `weight_groups` to compare groups.
 
     Attributes:
-        compares: with what a reward is compared, for the figures of the report.
-        centred: whether the advantages of a group that is compared within add up to 0; if not, a run stops.
-        takes_step_rewards: whether process rewards are among the rewards it makes advantages of.
-        sparse: whether an advantage may leave out most tokens of its answer; otherwise a run stops.
-        takes_any_reward: whether a reward may be any number, also below 0, rather than a verdict.
+        compares: the set of episodes that a reward is compared with; shown in the report.
+        centred: whether the advantages of a group must add up to 0; the run stops if they do not.
+        takes_step_rewards: whether the algorithm includes process rewards in its returns.
+        sparse: whether an advantage may leave out most tokens of its answer; if not, the run stops.
+        takes_any_reward: whether rewards may be arbitrary numbers, including negative ones.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -91,25 +95,25 @@ class Algorithm(BaseModel):
     takes_step_rewards: ClassVar[bool] = False
     takes_any_reward: ClassVar[bool] = True
 
-    name: str = Field(description="which algorithm this is")
+    name: str = Field(description="name of the algorithm")
 
     @property
     def needs(self) -> frozenset[Signal]:
-        """Signals it reads."""
+        """The signals that the algorithm reads."""
         return frozenset()
 
     @property
     def refills(self) -> int:
-        """How often a step's dead groups are replaced by new tasks before it makes do."""
+        """How many times a step may replace its dead groups by groups of new tasks."""
         return 0
 
     @property
     def least_samples(self) -> int:
-        """The smallest group that it can compare."""
+        """The smallest group that the algorithm can compare."""
         return 2
 
     def weight_groups(self, groups: Sequence[Group], context: StepContext) -> list[WeightedGroup]:
-        """Weights of all groups of one step, in order.
+        """Compute the token weights of all groups of one step, in order.
 
         Raises:
             WorkFailedError: naming an episode whose reward is NaN, infinite or missing without a failure.
@@ -117,32 +121,32 @@ class Algorithm(BaseModel):
         return [self.weight_group(group, context) for group in groups]
 
     def weight_group(self, group: Group, context: StepContext) -> WeightedGroup:
-        """Weights of a group that is compared with no other."""
-        (found,) = self.weight_groups([group], context)
-        return found
+        """Compute the token weights of a single group."""
+        (weighted,) = self.weight_groups([group], context)
+        return weighted
 
     def __call__(self, group: Group, *, max_tokens: int, kl: float = 0.0) -> WeightedGroup:
-        """Weigh a group that is all there is."""
+        """Weight a group that is the whole batch."""
         return self.weight_group(group, StepContext(max_tokens, kl))
 
 
 class PolicyGradient(Algorithm):
-    """Advantages, spread over tokens in a named way. A subclass says under which surrogate."""
+    """An algorithm that spreads advantages over tokens. Subclasses define the surrogate."""
 
-    aggregation: Aggregation = Field("token-mean", description="over what a token's loss is averaged")
+    aggregation: Aggregation = Field("token-mean", description="how token losses are averaged")
     mask_truncated: bool = Field(
-        False, description="cut-off answers count in their group's mean, but are not learned from"
+        False, description="do not learn from truncated answers; they still count in their group's mean"
     )
     entropy_bonus: float = Field(
-        0.0, ge=0, description="of the policy's entropy, mean over all tokens, added to what is climbed"
+        0.0, ge=0, description="coefficient of the policy's mean entropy per token in the objective"
     )
 
     @property
     @abstractmethod
     def surrogate(self) -> Surrogate:
-        """The token loss that the options name."""
+        """The token loss that the options define."""
 
-    def compared(
+    def weight_tokens(
         self,
         group: Group,
         scores: Rewards,
@@ -152,17 +156,17 @@ class PolicyGradient(Algorithm):
         dead: bool | None = None,
         figures: Mapping[str, float] | None = None,
     ) -> WeightedGroup:
-        """Weights that carry these advantages, beside the reference KL.
+        """Spread advantages over tokens, and add the reference KL and the entropy bonus.
 
         Args:
-            scores: [G], NaN for an episode that is left out.
-            advantages: [G], or float64[T] an episode.
-            dead: whether there is nothing to learn; by default, whether the scores are equal.
+            scores: [G], NaN for an episode to leave out.
+            advantages: [G], or float64[T] per episode.
+            dead: whether the group teaches nothing; by default, whether all scores are equal.
         """
         judged = ~np.isnan(scores)
         scale: Scale = [a if there else np.nan for a, there in zip(advantages, judged, strict=True)]
-        cut = [self.mask_truncated and episode.truncated for episode in group]
-        learned: Scale = [np.nan if out else a for a, out in zip(scale, cut, strict=True)]
+        masked = [self.mask_truncated and episode.truncated for episode in group]
+        learned: Scale = [np.nan if out else a for a, out in zip(scale, masked, strict=True)]
         kl = context.kl if context.kl_estimator != "k1_reward" else 0.0
         bonus = np.where(judged, self.entropy_bonus, np.nan)
         return WeightedGroup(
@@ -177,24 +181,24 @@ class PolicyGradient(Algorithm):
         )
 
     def component(self, group: Group, scale: Scale, context: StepContext) -> Component:
-        """`scale` spread over tokens as `aggregation` says."""
+        """Spread `scale` over tokens according to `aggregation`."""
         constant = context.max_tokens if self.aggregation == "seq-mean-token-sum-norm" else None
         return aggregate(group, scale, self.aggregation, constant=constant)
 
 
 def _mean(advantage: float | NDArray[np.float64], episode: Episode) -> float:
-    """Over the tokens that the policy chose, where there is one a token."""
-    chosen = advantage if np.ndim(advantage) == 0 else np.asarray(advantage)[episode.loss_mask]
-    return float(np.mean(chosen)) if np.size(chosen) else 0.0
+    """The advantage, or its mean over the tokens that the policy sampled."""
+    sampled = advantage if np.ndim(advantage) == 0 else np.asarray(advantage)[episode.loss_mask]
+    return float(np.mean(sampled)) if np.size(sampled) else 0.0
 
 
 class ClippedPolicyGradient(PolicyGradient):
     """Advantages under PPO's clipped objective."""
 
-    clip_low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped below 1 - clip_low")
-    clip_high: float = Field(0.28, gt=0, description="the ratio is clipped above 1 + clip_high")
+    clip_low: float = Field(0.2, gt=0, lt=1, description="clip ratios below 1 - clip_low")
+    clip_high: float = Field(0.28, gt=0, description="clip ratios above 1 + clip_high")
     dual_clip: float | None = Field(
-        None, gt=1, description="a bad token's ratio counts at most this much; null is off"
+        None, gt=1, description="upper bound of the ratio of tokens with a negative advantage; null is off"
     )
 
     @property

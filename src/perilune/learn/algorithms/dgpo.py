@@ -1,9 +1,10 @@
-"""DGPO: GRPO whose advantage goes, within an answer, to tokens that left the reference while in doubt.
+"""DGPO: GRPO that gives more of an answer's advantage to uncertain tokens far from the reference.
 
-arXiv 2605.03327, as independent implementations have it. A token's deviation d is the squared Hellinger
-distance of its distribution to the reference's, its uncertainty h the entropy over log V; the softmax of
-d h^kappa / tau over the answer, times its length, says what share each token has of the answer's advantage.
-Both are of the policy that begins the step, constants of the gradient. Weights have mean 1 in each answer.
+arXiv 2605.03327, following independent implementations. A token's deviation d is the squared Hellinger
+distance between its distribution and the reference's. Its uncertainty h is the entropy divided by log V. A
+token's weight is the softmax of d h^kappa / tau over the answer, times the answer's length, so the weights of
+an answer have mean 1. d and h are computed once a step, with the weights at its beginning, and carry no
+gradient.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from perilune.learn.weights import WeightedGroup, rewards
 
 
 class DGPO(ClippedPolicyGradient):
-    """A = GRPO's, times w. At a step where the policy is still the reference, w is 1 and this is GRPO."""
+    """A = w times GRPO's advantage. While the policy equals the reference, w is 1 and this is GRPO."""
 
-    name: Literal["dgpo"] = Field("dgpo", description="which algorithm this is")
-    clip_high: float = Field(0.2, gt=0, description="the ratio is clipped above 1 + clip_high")
-    tau: float = Field(0.5, gt=0, description="temperature of the shares; no two differ more than e^(1/tau)")
-    kappa: float = Field(1.0, ge=0, description="how much uncertainty counts; 0 is not at all")
-    squared: bool = Field(True, description="whether the Hellinger distance is taken squared")
+    name: Literal["dgpo"] = Field("dgpo", description="name of the algorithm")
+    clip_high: float = Field(0.2, gt=0, description="clip ratios above 1 + clip_high")
+    tau: float = Field(
+        0.5, gt=0, description="temperature of the weights; two weights differ by at most e^(1/tau)"
+    )
+    kappa: float = Field(1.0, ge=0, description="exponent of the uncertainty; 0 ignores it")
+    squared: bool = Field(True, description="use the squared Hellinger distance")
 
     @property
     def needs(self) -> frozenset[Signal]:
@@ -35,22 +38,20 @@ class DGPO(ClippedPolicyGradient):
     def weight_group(self, group: Group, context: StepContext) -> WeightedGroup:
         scores = rewards(group)
         advantages = standardised(scores)
-        shares = [
-            self.shares(episode, context) if advantage and not np.isnan(advantage) else np.zeros(0)
+        weights = [
+            self.token_weights(episode, context) if advantage and not np.isnan(advantage) else np.zeros(0)
             for episode, advantage in zip(group, advantages, strict=True)
         ]
-        scale = [a * w if len(w) else a for a, w in zip(advantages, shares, strict=True)]
-        every = np.concatenate([np.zeros(0), *shares])
+        scale = [a * w if len(w) else a for a, w in zip(advantages, weights, strict=True)]
+        every = np.concatenate([np.zeros(0), *weights])
         every = every[every > 0]
-        spread = (
-            {"dgpo_weight_std": float(every.std()), "dgpo_weight_max": float(every.max())}
-            if len(every)
-            else {}
-        )
-        return self.compared(group, scores, scale, context, figures=spread)
+        spread = {}
+        if len(every):
+            spread = {"dgpo_weight_std": float(every.std()), "dgpo_weight_max": float(every.max())}
+        return self.weight_tokens(group, scores, scale, context, figures=spread)
 
-    def shares(self, episode: Episode, context: StepContext) -> Tokens:
-        """float64[T] weights of an answer's tokens, 0 at masked ones, 1 on average at others."""
+    def token_weights(self, episode: Episode, context: StepContext) -> Tokens:
+        """Weights of an answer's tokens, float64[T]: 0 at masked tokens, mean 1 at the others."""
         mask = episode.loss_mask
         if not mask.any():
             return np.zeros(len(mask))

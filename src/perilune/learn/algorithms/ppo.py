@@ -1,7 +1,8 @@
-"""PPO with a critic: each token against what its state was worth.
+"""PPO with a critic: each token's return is compared with the value of its state.
 
-Schulman et al., arXiv 1707.06347 and 1506.02438. The value of a state is read off the decoder's hidden state
-(`learn.critic`); advantages are generalised ones, whitened over the batch; returns are taken before that.
+Schulman et al., arXiv 1707.06347 and 1506.02438. The critic (`learn.critic`) reads the value from the
+decoder's hidden state. Advantages are computed by GAE and whitened over the batch; the critic's targets are
+the returns before whitening.
 """
 
 from __future__ import annotations
@@ -19,21 +20,23 @@ from perilune.learn.weights import ValueTargets, WeightedGroup, rewards
 
 
 class PPO(ClippedPolicyGradient):
-    """A by GAE, whitened over the batch's tokens; the critic learns A + V."""
+    """A by GAE, whitened over the batch's tokens. The critic's target is A + V."""
 
     compares: ClassVar[Literal["group", "batch", "nothing"]] = "nothing"
     takes_step_rewards: ClassVar[bool] = True
 
-    name: Literal["ppo"] = Field("ppo", description="which algorithm this is")
-    gamma: float = Field(1.0, gt=0, le=1, description="discount of a reward, for each token before it")
-    lam: float = Field(0.95, ge=0, le=1, description="1 trusts rewards alone, 0 the critic alone")
-    value_clip: float = Field(0.2, gt=0, description="how far a prediction gains by moving in a step")
+    name: Literal["ppo"] = Field("ppo", description="name of the algorithm")
+    gamma: float = Field(1.0, gt=0, le=1, description="discount per token")
+    lam: float = Field(
+        0.95, ge=0, le=1, description="lambda of GAE: 1 uses rewards alone, 0 relies on the critic"
+    )
+    value_clip: float = Field(0.2, gt=0, description="clip range of the critic's predictions within a step")
     value_weight: float = Field(0.5, gt=0, description="coefficient of the critic's loss")
     critic_lr: float | None = Field(
-        None, gt=0, description="peak learning rate of the critic's own layer; by default the stage's"
+        None, gt=0, description="peak learning rate of the critic's layer; by default the stage's lr"
     )
     bootstrap_truncated: bool = Field(
-        False, description="a cut-off answer goes on with the critic's value, rather than end with nothing"
+        False, description="give a truncated answer the critic's value of its last state"
     )
 
     @property
@@ -52,15 +55,12 @@ class PPO(ClippedPolicyGradient):
             context.signal("values", episode) if mask.any() else np.zeros(len(mask))
             for episode, mask in zip(episodes, masks, strict=True)
         ]
-        raw = [
-            generalised_advantages(
-                token_rewards(e, e.reward or 0.0), v, m,
-                gamma=self.gamma, lam=self.lam, after=context.value_after(e),
-            )
-            for e, v, m in zip(episodes, values, masks, strict=True)
-        ]  # fmt: skip
+        raw = []
+        for e, v, m in zip(episodes, values, masks, strict=True):
+            earned, after = token_rewards(e, e.reward or 0.0), context.value_after(e)
+            raw.append(generalised_advantages(earned, v, m, gamma=self.gamma, lam=self.lam, after=after))
         white = whitened(raw, masks)
-        found: list[WeightedGroup] = []
+        weighted: list[WeightedGroup] = []
         start = 0
         for group, of_group in zip(groups, scores, strict=True):
             own = slice(start, start := start + len(group))
@@ -71,6 +71,6 @@ class PPO(ClippedPolicyGradient):
                 values=tuple(v.astype(np.float32) for v in values[own]),
                 clip=self.value_clip,
             )
-            weighted = self.compared(group, of_group, white[own], context, dead=False)
-            found.append(replace(weighted, value=targets))
-        return found
+            without_value = self.weight_tokens(group, of_group, white[own], context, dead=False)
+            weighted.append(replace(without_value, value=targets))
+        return weighted

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the mean cross-entropy of the tokens to imitate. Rewards are not looked at."""
+"""Supervised fine-tuning: the mean cross-entropy of the tokens to imitate. Rewards are ignored."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from perilune.learn.weights import WeightedGroup, aggregate
 
 
 class SFT(Algorithm):
-    """Weight 1 on every unmasked token, mean over the batch's tokens."""
+    """Weight 1 on every unmasked token, averaged over the batch's tokens."""
 
     compares: ClassVar[Literal["group", "batch", "nothing"]] = "nothing"
-    name: Literal["sft"] = Field("sft", description="which algorithm this is")
+    name: Literal["sft"] = Field("sft", description="name of the algorithm")
 
     def weight_group(self, group: Group, context: StepContext) -> WeightedGroup:
         scale = np.where([bool(episode.failure) for episode in group], np.nan, 1.0)

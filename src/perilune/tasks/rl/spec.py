@@ -126,7 +126,7 @@ class RL:
             "tokens at most": f"{episodes * (1 + most) * longest:,}",
             "algorithm": f"{_told(spec.algorithm)}, updates a step"
             f" {spec.updates_per_batch * spec.epochs_per_batch}, KL {spec.kl:g}",
-            **({"process rewards": spec.process_rewards.told()} if spec.process_rewards else {}),
+            **({"process rewards": spec.process_rewards.describe()} if spec.process_rewards else {}),
             "learning rate": describe_learning_rate(spec, job),
             "checkpoints": planned(spec, memory),
             **spec.planned(),
