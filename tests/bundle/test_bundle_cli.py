@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from perilune.bundle.digest import recorded_digest
 from perilune.bundle.inspection import read_job
 from perilune.bundle.verify import verify
-from perilune.cli.bundle import app
+from perilune.cli.inspect.bundle import app
 from perilune.errors import RequestError
 from perilune.recipe.load import bundled_recipe, load_recipe
 

@@ -38,5 +38,9 @@ def environment(home: Path) -> dict[str, str]:
     """The environment of a command whose state lies in `home`."""
     found = os.pathsep.join([str(ENVIRONMENTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     return os.environ | {
-        "PERILUNE_HOME": str(home), "OMP_NUM_THREADS": "1", "COLUMNS": "80", "PYTHONPATH": found,
-    }  # fmt: skip
+        "PERILUNE_HOME": str(home),
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "80",
+        "PYTHONPATH": found,
+        "PATH": os.pathsep.join([str(Path(SCRIPT).parent), os.environ["PATH"]]),  # an active environment
+    }

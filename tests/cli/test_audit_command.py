@@ -100,7 +100,7 @@ def test_rewards_can_be_given_on_the_command_line(folder, here):
         ("rewards={verifier: 1}", "no verdict of its own"), ("rewards={a: .nan}", "not a finite number"),
         ("a..b=1", "is not KEY=VALUE"), ("=3", "is not KEY=VALUE"), ("match", "is not KEY=VALUE"),
         ("path={1: 2", "not valid YAML"), ("path=1e400", "1e400 is not a finite number"),
-        ("path=!!python/name:os", "the tag"), ("path=&a x", ""), ("path.a=3", "'path' holds no fields"),
+        ("path=!!python/name:os", "the tag"), ("path=&a x", ""), ("path.a=3", "'path' is not a section"),
         ("id=[1]", "no environment called [1]"), ("id=none", "no environment called 'none'"),
         ("heldout=3", "heldout"), ("wrong=3", "no field 'wrong'"),
     ],

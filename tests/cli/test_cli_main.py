@@ -1,5 +1,6 @@
 """Help answers at once, every command can be loaded, and the reference page is what `--help` says."""
 
+import os
 import resource
 import subprocess
 import sys
@@ -8,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_cases import SCRIPT, environment
 
 from perilune import __version__
 from perilune.cli import reference
-from perilune.cli.main import COMMANDS, PANELS, load_command
+from perilune.cli.commands import COMMANDS, PANELS, with_program
+from perilune.cli.main import load_command
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "numpy", "pyarrow", "sqlalchemy", "pydantic", "rich", "yaml", "reasoning_gym")
@@ -92,7 +95,36 @@ def test_version(perilune) -> None:
 def test_an_unknown_command_is_answered_with_the_nearest(perilune) -> None:
     done = perilune("shwo")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: no command is called 'shwo'\n  try: perilune show\n"
+    assert done.stderr == "error: unknown command 'shwo'\n  try: perilune show\n"
+
+
+@pytest.mark.parametrize("active", [True, False], ids=["active", "not active"])
+def test_printed_commands_work_as_printed(perilune, tmp_path: Path, active: bool) -> None:
+    """In an environment that is not active, commands are printed with the path that the user typed."""
+    script = Path(SCRIPT)
+    (tmp_path / ".venv").symlink_to(script.parents[1])
+    paths = [path for path in os.environ["PATH"].split(os.pathsep) if Path(path) != script.parent]
+    env = environment(tmp_path / "home") | {"PATH": os.pathsep.join([str(script.parent)] * active + paths)}
+    called = ".venv/bin/perilune"
+
+    def run(command: str) -> tuple[str, str]:
+        done = subprocess.run(
+            ["sh", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+        )
+        return done.stdout, done.stderr
+
+    shown = "perilune" if active else called
+    assert run(f"{called} shwo")[1] == f"error: unknown command 'shwo'\n  try: {shown} show\n"
+    assert run(f"{called} runs")[0] == f"no runs yet; try: {shown} quickstart\n"
+    assert f"\n  {shown} runs --all\n" in run(f"{called} runs --help")[0]
+    assert run(f"{called} --help")[0].startswith(f"Usage: {shown} [OPTIONS]")
+    # Every command that a failure prints runs in the shell that printed it.
+    remedy = run(f"{called} show nothing")[1].partition("try: ")[2].strip()
+    assert run(remedy)[0] == f"no runs yet; try: {shown} quickstart\n"
+    # Text that is no command of this program stays as it is.
+    assert with_program("perilune is installed; see perilune.yaml and x/perilune runs") == (
+        "perilune is installed; see perilune.yaml and x/perilune runs"
+    )
 
 
 def test_debug_may_stand_anywhere_and_shows_the_traceback(perilune) -> None:

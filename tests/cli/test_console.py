@@ -4,7 +4,8 @@ import io
 
 import pytest
 
-from perilune.cli.console import LiveBars, PlainLines, duration, figure, figures_text, stage_progress
+from perilune.cli.console import LiveBars, PlainLines, figure, figures_text, stage_progress
+from perilune.cli.units import duration
 
 
 @pytest.mark.parametrize(

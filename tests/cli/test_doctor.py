@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 from perilune.bundle.machine import Gpu, Machine, observe_machine
-from perilune.cli.doctor import Diagnosis, RolloutWorker, _threads, diagnose, show
+from perilune.cli.start.doctor import Diagnosis, SamplingSpeed, _threads, diagnose, show
 from perilune.errors import WorkFailedError
 from perilune.execution import readiness
 from perilune.execution.readiness import Finding, examine, examine_home
@@ -173,7 +173,7 @@ def test_a_network_file_system_is_told(tmp_path, monkeypatch):
 
 
 def test_threads_that_get_in_each_others_way():
-    one, two = RolloutWorker("cpu", 1, 40000.0, 1, 1.0), RolloutWorker("cpu", 2, 10000.0, 1, 1.0)
+    one, two = SamplingSpeed("cpu", 1, 40000.0, 1, 1.0), SamplingSpeed("cpu", 2, 10000.0, 1, 1.0)
     assert "4.0 times slower on 2 threads" in next(_threads([one, two])).found
     assert not list(_threads([one, replace(two, tokens_per_second=60000.0)]))
     assert not list(_threads([one]))

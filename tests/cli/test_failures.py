@@ -24,17 +24,17 @@ from perilune.errors import RequestError, WorkFailedError
         (
             OSError(errno.ENOSPC, "No space left", "/disk/x"),
             2,
-            "error: /disk/x: cannot go on: the disk is full\n",
+            "error: /disk/x: cannot continue: the disk is full\n",
         ),
         (
             PermissionError(errno.EACCES, "Permission denied", "/disk/x"),
             2,
-            "error: /disk/x: cannot go on: no perm",
+            "error: /disk/x: cannot continue: no perm",
         ),
         (
             OSError(errno.EROFS, "Read-only", "/disk/x"),
             2,
-            "error: /disk/x: cannot go on: the file system is read-",
+            "error: /disk/x: cannot continue: the file system is read-",
         ),
     ],
 )

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from perilune.cli.curve import count, curve_lines, curve_svg, flops, size
+from perilune.cli.inspect.cache_curve import curve_lines, curve_svg
+from perilune.cli.units import count, flops, size
 from perilune.models.card.document import curve_tokens
 from perilune.models.card.from_config import model_card
 from perilune.models.memory import plan_memory
@@ -35,13 +36,13 @@ def config(tmp_path: Path):
 def test_the_card_in_words(perilune, config) -> None:
     said = perilune("model", "card", str(config(QWEN3_0_6B)), "--context", "1024", "--batch", "4")
     assert said.stdout.splitlines() == [
-        "qwen3: 596.0 million parameters, 596.0 million of them for each token, "
-        "155.6 million in embedding and head",
+        "qwen3: 596.0 million parameters, 596.0 million active for each token, "
+        "155.6 million in the embedding and the head",
         "",
         "layers",
         "    28 x GQA 16/8 heads of 128; feed-forward 3,072",
         "",
-        "cache and compute a token in bfloat16, by length of the sequence",
+        "KV cache and compute per token in bfloat16, by sequence length",
         "        tokens   cache/token         cache        generate           learn",
         "            64     112.0 KiB       7.0 MiB       1.2 GFLOP       3.6 GFLOP",
         "           128     112.0 KiB      14.0 MiB       1.2 GFLOP       3.6 GFLOP",
@@ -51,9 +52,9 @@ def test_the_card_in_words(perilune, config) -> None:
         "",
         "memory for 4 x 1,024 tokens",
         "  sampling  3.4 GiB: process 430.0 MiB, weights 1.1 GiB, engine 1.4 GiB, cache 449.8 MiB; "
-        "then sampling 13.9 MiB",
+        "temporarily sampling 13.9 MiB",
         "  training  15.0 GiB: process 430.0 MiB, weights 1.1 GiB, moments 4.4 GiB; "
-        "then learning 9.1 GiB or update 1.7 GiB",
+        "temporarily learning 9.1 GiB or update 1.7 GiB",
     ]
 
 
@@ -79,7 +80,7 @@ def test_a_curve_is_plotted_where_there_is_one(perilune, config, tmp_path: Path)
     drawing = tmp_path / "curve.svg"
     said = perilune("model", "card", str(config(WINDOWS)), "--context", "4096", "--svg", str(drawing))
     assert "(cache/token) ^" in said.stdout
-    assert f"the curve is in {drawing}" in said.stderr
+    assert f"wrote {drawing}" in said.stderr
     root = ET.fromstring(drawing.read_text())
     line = next(part for part in root if part.tag.endswith("polyline")).attrib["points"].split()
     heights = [float(pair.split(",")[1]) for pair in line]
@@ -90,7 +91,7 @@ def test_a_curve_is_plotted_where_there_is_one(perilune, config, tmp_path: Path)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("{config}", "--dtype", "int3"), "--dtype: 'int3' is no dtype"),
+        (("{config}", "--dtype", "int3"), "--dtype: unknown dtype 'int3'"),
         (("{config}", "--context", "-1"), "'--context'"),
         (("nowhere/to-be-found",), "no model nowhere/to-be-found in the Hugging Face cache"),
     ],

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from perilune.cli.results import next_steps, print_results, results_document
+from perilune.cli.train.results import next_steps, print_results, results_document
 from perilune.control.queries.lookup import StageStatus
 from perilune.recipe.load import load_recipe
 

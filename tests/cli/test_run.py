@@ -139,7 +139,7 @@ def test_one_ctrl_c_stops_the_stage_and_the_next_run_goes_on_from_its_checkpoint
 
     # Ctrl-C twice leaves at once; the stage is told to stop all the same.
     again.interrupt()
-    until(lambda: "Ctrl-C again leaves at once" in again.said, 240)
+    until(lambda: "press Ctrl-C again to exit now" in again.said, 240)
     again.interrupt()
     _, err = again.finish(2)
     assert err.endswith("error: interrupted\n")

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "drill"))
 from drill_cases import Command, drill_plan, has_event, only_run, start, wait_for
 from drill_fixtures import *  # noqa: F403
 
-from perilune.cli.top import COLUMNS, rows
+from perilune.cli.inspect.run_table import COLUMNS, live_stages
 from perilune.control.runs.experiments import Control
 
 PATIENCE = 60.0
@@ -81,7 +81,7 @@ def test_a_live_table_with_the_log_the_reason_the_clipboard_and_an_end(control: 
     terminal.press("e")
     terminal.wait_for(lambda shown: b"its worker lives" in shown)
     terminal.press("x")
-    terminal.wait_for(lambda shown: b"x again cancels one" in shown)
+    terminal.wait_for(lambda shown: b"press x again to cancel one" in shown)
     assert control.run(run).desired == "succeeded"
     terminal.press("x")
     terminal.wait_for(lambda shown: b"cancelled" in shown)
@@ -100,7 +100,7 @@ def test_without_a_terminal_it_is_text(perilune: Command, control: Control) -> N
     (document,) = json.loads(perilune("top", "--json")[1])["runs"]
     done = document["progress"]["done"]  # it tells of some steps only
     assert done in {1, 2} and document["elapsed"] > 0
-    (row,) = rows(control, 10, now=control.run(run).created + 10)
+    (row,) = live_stages(control, 10, now=control.run(run).created + 10)
     assert row.cells()[5] == {1: "0:40", 2: "0:15"}[done]
     assert perilune("cancel", run)[0] == 0
 

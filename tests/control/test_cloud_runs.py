@@ -172,10 +172,10 @@ def test_offers_are_listed_and_what_is_wrong_is_placed(
     perilune: Command, control: Control, sky: FakeSky
 ) -> None:
     code, out, _ = perilune("machines", "offers")
-    assert code == 0 and "nobody rents out machines" in out
+    assert code == 0 and "no machines are offered" in out
     sky.rent_to(control.home.root)
     code, out, err = perilune("machines", "offers")
-    assert code == 2 and "sky:spot  0.4 an hour  may be taken away\n" in out
+    assert code == 2 and "sky:spot  0.4 an hour  preemptible\n" in out
     path = control.home.root / "providers.yaml"
     lines = path.read_text().splitlines()
     (line,) = [number for number, text in enumerate(lines) if "acelerators" in text]  # of its section

@@ -38,7 +38,7 @@ def daemons() -> Iterator[list[subprocess.Popen[str]]]:
 def start(daemons: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
     one = subprocess.Popen(COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     daemons.append(one)
-    assert one.stdout is not None and "looking after" in one.stdout.readline()
+    assert one.stdout is not None and "watching" in one.stdout.readline()
     return one
 
 
@@ -54,7 +54,7 @@ def test_runs_are_carried_to_their_end_across_a_kill(
     for run in (one, two):
         wait_for(lambda run=run: control.run(run).state == RunState.SUCCEEDED)
     refused = subprocess.run(COMMAND, capture_output=True, text=True, check=False)
-    assert refused.returncode == 2 and "looks after this home already" in refused.stderr
+    assert refused.returncode == 2 and "is already running" in refused.stderr
     second.terminate()
     out, err = second.communicate(timeout=60)
-    assert second.returncode == 0 and "told to leave" in out and err == ""
+    assert second.returncode == 0 and "stopped by SIGTERM" in out and err == ""

@@ -49,7 +49,7 @@ def test_a_kill_at_any_point_leaves_things_whole_or_gone_and_all_of_it_verifies(
     steps = sorted(path.name for path in (second / "artifacts" / "checkpoints").iterdir())
     assert len(steps) == 4
     code, out, _ = perilune("gc")
-    assert code == 0 and "can be removed: perilune gc --yes" in out and "step-" not in out
+    assert code == 0 and "can be deleted: perilune gc --yes" in out and "step-" not in out
     assert f"attempt 1 of {run.id}" in out and first.is_dir()
 
     for point in REMOVAL_POINTS:
@@ -71,7 +71,7 @@ def test_a_kill_at_any_point_leaves_things_whole_or_gone_and_all_of_it_verifies(
     assert list(tampered(Evidence.exported(tmp_path / "handed", control.home.keys / PUBLIC))) == []
     assert collect(control, run.id)
     code, out, _ = perilune("bundle", "verify", str(second))
-    assert code == 0 and "but for 4 artifacts that were removed on purpose" in out
+    assert code == 0 and "4 artifacts were deleted by perilune gc" in out
     gone = read_json(second / "artifacts" / "manifest.json")["files"]
     assert {name for name in gone if not (second / "artifacts" / name).exists()} == {
         f"checkpoints/{step}/state.json" for step in steps

@@ -52,7 +52,7 @@ def test_a_copy_leaves_the_runs_of_the_original_alone_until_it_adopts_them(
     if where == "elsewhere":
         monkeypatch.setattr("perilune.control.runs.placements.LocalPlacement", lambda: placement)
     code, out, _ = perilune("restore", str(tmp_path / "backup"))
-    assert code == 0 and "the original keeps 1 run" in out and "perilune adopt" in out
+    assert code == 0 and "the original home keeps 1 live run" in out and "perilune adopt" in out
     name = (control.home.root / "cluster").read_text()
     assert (tmp_path / "copy" / "cluster").read_text() != name
     for words in (

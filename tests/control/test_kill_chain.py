@@ -116,7 +116,7 @@ def test_a_run_whose_every_command_is_killed_ends_as_if_nothing_had_happened(
     last = subprocess.run(
         end, check=False, env={**os.environ, "PERILUNE_HOME": str(home)}, capture_output=True, text=True
     )
-    assert (last.returncode, last.stdout) == (0, "nothing is under way\n"), last.stderr
+    assert (last.returncode, last.stdout) == (0, "no live runs\n"), last.stderr
     control = drill_control(home)
     run = only_run(control)
     ends = [(one.state, one.cleanup) for one in attempts_of(control, run.id)]

@@ -54,7 +54,7 @@ def test_what_is_not_proven_gone_comes_first_with_what_it_costs(
     costs = json.loads(perilune("cost", "--json")[1])
     assert costs["not_proven_gone"] == costs["alive"] == 1 and costs["per_hour"] == 0.4
     cloud.befall(call="terminate", fault=Fault.ERROR_BEFORE, times=0)
-    assert perilune("machines", "reap", "--wait", "20")[:2] == (0, "all that was to go is gone\n")
+    assert perilune("machines", "reap", "--wait", "20")[:2] == (0, "no machine is left to terminate\n")
     told = perilune("cost")[1]
     assert "0 an hour for 0" in told and f"run {'01RUN'}" in told
 
@@ -64,7 +64,7 @@ def test_reaping_finds_what_nothing_here_knows_of(
 ) -> None:
     stray = fleet.key("01LOST", 3)
     cloud.create(stray, MachineRequest("small", 600.0))
-    assert perilune("machines", "reap")[1] == "all that was to go is gone\n" and bill(cloud)["alive"]
+    assert perilune("machines", "reap")[1] == "no machine is left to terminate\n" and bill(cloud)["alive"]
     code, out, _ = perilune("machines", "reap", "--grace", "0", "--wait", "20")
     assert code == 0 and out.startswith(f"{stray}: nothing here knew of it") and not bill(cloud)["alive"]
 
@@ -98,7 +98,7 @@ def test_panic_ends_what_the_record_knows_and_names_what_it_cannot_reach(
         providers.write_text(text)
         code, out, _ = perilune("panic", "--patience", "0.3")
         assert code == 1 and name in out and bill(cloud)["alive"]
-        assert all(f"not reached: {key}" in out for key in keys)
+        assert all(f"unreachable: {key}" in out for key in keys)
     providers.write_text(rents)
     code, out, _ = perilune("panic")
     assert code == 0 and out.startswith("2 machines are proven gone") and not bill(cloud)["alive"]

@@ -68,7 +68,7 @@ def begin(processes: list[subprocess.Popen[str]], *arguments: str) -> subprocess
 
 def daemon(processes: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
     one = begin(processes, "daemon", "--every", "0.2")
-    assert one.stdout is not None and "looking after" in one.stdout.readline()
+    assert one.stdout is not None and "watching" in one.stdout.readline()
     return one
 
 

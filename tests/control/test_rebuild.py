@@ -55,7 +55,7 @@ def test_a_record_that_is_damaged_is_named_and_made_again(perilune: Command, con
         assert code == 1 and "perilune rebuild" in out + err
         code, out, err = perilune("rebuild")
         assert code == 0 and "runs: 1 active, 1 failed, 2 succeeded" in out and "not rebuilt" not in out, err
-        assert "kept: " in out and "state.damaged-" in out
+        assert "is kept: " in out and "state.damaged-" in out
         code, out, err = perilune("verify")
         assert code == 0, out + err
         assert runs() == told

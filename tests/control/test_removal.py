@@ -42,7 +42,7 @@ def test_an_experiment_goes_whole_and_shared_runs_stay_with_the_other(
 
     code, out, _ = perilune("rm", "first")
     assert code == 0 and "perilune rm first --yes" in out
-    assert f"goes   own, succeeded, run {gone.id}" in out and f"stays  run {kept.id}" in out
+    assert f"remove own, succeeded, run {gone.id}" in out and f"keep   run {kept.id}" in out
     assert runs_of(control).keys() == before.keys()  # it only said so
 
     code, out, _ = perilune("rm", "first", "--yes", "--json")

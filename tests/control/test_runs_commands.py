@@ -9,7 +9,7 @@ from pathlib import Path
 
 from drill_cases import Command, carry_out, drill_bundle, drill_plan, family, hanging, worker_of
 
-from perilune.cli.run_table import doubts
+from perilune.cli.inspect.run_table import doubts
 from perilune.control.queries.lookup import find_run
 from perilune.control.runs.experiments import Control
 from perilune.control.runs.progress import StageFinished
@@ -109,7 +109,7 @@ def test_what_is_not_proven_to_have_stopped_is_said_first(perilune: Command, con
         assert "not proven to have stopped" in out + err
     assert json.loads(perilune("runs", "--json")[1])["runs"][0]["cleanup"] == "pending"
     path.write_text(claim)
-    assert perilune("reconcile") == (0, "nothing is under way\n", "")
+    assert perilune("reconcile") == (0, "no live runs\n", "")
     assert not family(attempt)
 
 
@@ -121,7 +121,7 @@ def test_cancel_retry_and_reconcile(perilune: Command, control: Control) -> None
     assert perilune("cancel", "drill")[0] == 2
     code, out, _ = perilune("retry", "drill", "--json")
     assert code == 0 and json.loads(out)["state"] == "succeeded"
-    assert perilune("reconcile") == (0, "nothing is under way\n", "")
+    assert perilune("reconcile") == (0, "no live runs\n", "")
 
 
 def test_a_dead_worker_is_noticed_by_a_listing_which_starts_nothing(

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from perilune.cli.data import app
+from perilune.cli.data.records import app
 from perilune.data.chat_format import from_openai, from_sharegpt, to_openai, to_sharegpt
 from perilune.data.conversion import Unsaid, convert_files
 from perilune.data.records import Provenance, make_record, read_records, write_records

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from perilune.cli.data import app
+from perilune.cli.data.records import app
 from perilune.data.episode import Episode
 from perilune.data.episodes_file import write_episodes
 from perilune.data.records import make_record, read_records, write_records

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from perilune.cli.data import app
+from perilune.cli.data.records import app
 from perilune.data.filtering import FilterSettings, filter_files
 from perilune.data.records import make_record, read_records, write_records
 from perilune.data.similarity import Contamination, signature_of

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from perilune.cli.data import app
+from perilune.cli.data.records import app
 from perilune.data import generation
 from perilune.data.generation import Wanted, generate
 from perilune.data.generators import make_teacher

@@ -6,7 +6,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from perilune.cli.environments import app
+from perilune.cli.data.environments import app
 from perilune.errors import RequestError
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from perilune.cli.environments import app
+from perilune.cli.data.environments import app
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "environments.md"
 

@@ -19,7 +19,7 @@ from perilune.bundle.compare import compare_artifacts
 from perilune.bundle.freeze import freeze
 from perilune.bundle.plugin import load_plugin
 from perilune.bundle.workspace import FollowerWorkspace
-from perilune.cli.plan import derive
+from perilune.cli.train.plan import derive
 from perilune.execution.placements.local import restore_outputs
 from perilune.files import sha256_file
 from perilune.recipe.load import bundled_recipe, load_recipe

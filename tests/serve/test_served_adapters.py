@@ -10,7 +10,7 @@ import torch
 from fastapi.testclient import TestClient
 from served import make_checkpoint
 
-from perilune.cli.serve import _adapter
+from perilune.cli.inspect.serve import _adapter
 from perilune.engine.engine import Engine
 from perilune.engine.request import Delta, Prompt, SamplingParams
 from perilune.errors import RequestError

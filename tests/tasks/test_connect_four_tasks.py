@@ -8,7 +8,7 @@ import pytest
 import yaml
 from task_cases import make_bundle, make_job, metrics, run_in, run_task, summary
 
-from perilune.cli.plan import derive
+from perilune.cli.train.plan import derive
 from perilune.errors import RequestError
 from perilune.execution.placements.local import restore_outputs
 from perilune.files import read_json_lines, sha256_file

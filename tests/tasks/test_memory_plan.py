@@ -12,7 +12,7 @@ from task_cases import make_job
 
 from perilune.bundle import machine
 from perilune.bundle.plugin import MemoryNeed, load_plugin
-from perilune.cli.plan import derive
+from perilune.cli.train.plan import derive
 from perilune.engine.blocks import blocks_for
 from perilune.engine.cache import PagedCache
 from perilune.errors import RequestError

@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from perilune.cli.environments import app
+from perilune.cli.data.environments import app
 from perilune.errors import WorkFailedError
 from perilune.verifiers import ScorerLimits
 from perilune.verifiers.conformance import check_environment

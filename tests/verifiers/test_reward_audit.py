@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from perilune.cli.environments import app
+from perilune.cli.data.environments import app
 from perilune.environments import Transcript, make_environment
 from perilune.environments.adapters.independent_checks import is_right, same_answer
 from perilune.environments.adapters.reasoning_gym import decode

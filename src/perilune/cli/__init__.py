@@ -1,1 +1,1 @@
-"""Thin: parse, call, print."""
+"""The command line. Each package below is one panel of `perilune --help`."""

@@ -1,35 +1,34 @@
-"""What commands share: how groups are made, how a run is named, how its state is opened and told."""
+"""What commands share: their common arguments, and how they open the state of a home."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from perilune.cli.output import echo
+from perilune.errors import PeriluneError, RequestError
 
 if TYPE_CHECKING:
     from perilune.control.record.store import Run
     from perilune.control.runs.experiments import Control
-    from perilune.control.runs.progress import StageEvent
 
-COMPLETED = 5  # experiments whose runs are offered
-RUN_HELP = "Id of the run, a unique beginning of it, EXPERIMENT/STAGE, or a stage of the latest experiment."
+COMPLETED = 5  # experiments whose runs the shell completes
+RUN_HELP = "Run id or its first characters, EXPERIMENT/STAGE, or a stage of the latest experiment."
 
 
 def run_names(incomplete: str) -> list[tuple[str, str]]:
-    """For the shell's completion: stages of the latest experiment by name, others as EXPERIMENT/STAGE."""
+    """Completions for the shell: stages of the latest experiment, EXPERIMENT/STAGE, and run ids."""
     from perilune.control.queries.lookup import latest_experiments, stage_statuses
 
-    control = open_control(look=False)
+    control = open_control(refresh=False)
     latest = latest_experiments(control, COMPLETED)
-    found = [one for one in stage_statuses(control, latest) if one.run_id]
-    short = [(one.name, one.state) for one in found if one.experiment_id == latest[0]]
-    names = [*short, *((f"{one.experiment}/{one.name}", one.state) for one in found)]
-    ids = [(one.run_id, f"{one.experiment}/{one.name}, {one.state}") for one in found]
-    return [(name, told) for name, told in [*names, *ids] if name.startswith(incomplete)]
+    stages = [one for one in stage_statuses(control, latest) if one.run_id]
+    names = [(one.name, one.state) for one in stages if one.experiment_id == latest[0]]
+    names += [(f"{one.experiment}/{one.name}", one.state) for one in stages]
+    names += [(one.run_id, f"{one.experiment}/{one.name}, {one.state}") for one in stages]
+    return [(name, description) for name, description in names if name.startswith(incomplete)]
 
 
 RunArgument = Annotated[
@@ -39,7 +38,7 @@ RunOrExperiment = Annotated[
     str,
     typer.Argument(
         metavar="RUN|EXPERIMENT",
-        help=f"{RUN_HELP} Or an experiment: its name (the latest of it), or the beginning of its id.",
+        help=f"{RUN_HELP} Or an experiment: its name, or the first characters of its id.",
         autocompletion=run_names,
         show_default=False,
     ),
@@ -54,77 +53,71 @@ CheckpointArgument = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+EnvironmentFields = Annotated[
+    list[str],
+    typer.Option("--set", metavar="KEY=VALUE", help="Set a field of the environment: config.max_terms=2."),
+]
 
 
 def command_group(help: str) -> typer.Typer:
-    """A command that has commands of its own, which its module adds."""
-    return typer.Typer(
+    """A command with subcommands, which its module adds."""
+    group = typer.Typer(
         help=help,
         no_args_is_help=True,
         add_completion=False,
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
+    group.callback(help=help)(lambda: None)  # otherwise typer merges a group with one subcommand into it
+    return group
 
 
-def open_control(*, look: bool = True) -> Control:
-    """The control plane of this home, after a look at what has happened meanwhile.
-
-    What does not answer soon is told as it was seen last; stderr says which runs those are.
-    """
+def open_control(*, refresh: bool = True) -> Control:
+    """Open the control plane of this home. With `refresh`, first check the state of live runs."""
     from perilune.control.runs.experiments import Control
 
     control = Control()
-    if look:
-        look_around(control)
+    if refresh:
+        refresh_state(control)
     return control
 
 
-def look_around(control: Control) -> None:
-    """Take a look at all that lives, no longer than people wait for a list."""
+def refresh_state(control: Control) -> None:
+    """Check the state of live runs for a few seconds; warn on stderr about those that do not answer."""
     from perilune.control.queries.quick_refresh import quick_refresh
-    from perilune.errors import PeriluneError
 
     try:
-        unseen = quick_refresh(control.reconciler)
-    except PeriluneError as error:  # nothing can be recorded now, but what is recorded can be told
+        silent = quick_refresh(control.reconciler)
+    except PeriluneError as error:  # the state cannot be recorded now, but it can be shown
         echo(f"warning: showing the last known state: {error}", err=True)
         return
-    if unseen:
-        named = ", ".join(f"{run.stage} ({run.id})" for run in unseen[:3])
-        more = f" and {len(unseen) - 3} more" if len(unseen) > 3 else ""
-        echo(f"as seen last, not answering now: {named}{more}; perilune reconcile waits for them", err=True)
+    if silent:
+        named = ", ".join(f"{run.stage} ({run.id})" for run in silent[:3])
+        more = f" and {len(silent) - 3} more" if len(silent) > 3 else ""
+        echo(
+            f"warning: no answer from {named}{more}; showing the last known state."
+            " `perilune reconcile` waits for an answer",
+            err=True,
+        )
 
 
-def show_events(events: Iterable[StageEvent]) -> StageEvent | None:
-    """Show progress on stderr as events come; returns the last one."""
-    from perilune.cli.console import stage_progress
-    from perilune.cli.follow import show as show_event
-
-    last: StageEvent | None = None
-    with stage_progress() as view:
-        for event in events:
-            last = event
-            show_event(event, view)
-    return last
-
-
-def brief(run: Run) -> dict[str, Any]:
+def run_summary(run: Run) -> dict[str, Any]:
+    """The fields of a run that commands print as JSON."""
     names = ("id", "stage", "state", "cause", "message", "retry_of")
     return {name: getattr(run, name) for name in names} | {"attempts": run.current_epoch}
 
 
-def because(fields: dict[str, Any]) -> str:
-    """Why something is in its state, on one line."""
-    said = fields["message"].partition("\n")[0]
-    return f" ({fields['cause']}: {said})" if fields["cause"] else ""
+def reason(fields: dict[str, Any]) -> str:
+    """Why a run or an attempt is in its state, in parentheses on one line; "" without a cause."""
+    first = fields["message"].partition("\n")[0]
+    return f" ({fields['cause']}: {first})" if fields["cause"] else ""
 
 
 def checkpoint_folder(checkpoint: str) -> Path:
-    """The folder of a checkpoint that is named by its path or by its run.
+    """The folder of a checkpoint that is given by its path or by its run.
 
     Raises:
-        RequestError: when it is neither, or the run has no checkpoint.
+        RequestError: when `checkpoint` is neither, or the run has no checkpoint.
     """
     folder = Path(checkpoint).expanduser()
     if folder.is_dir() or checkpoint.startswith((".", "/", "~")):
@@ -132,7 +125,6 @@ def checkpoint_folder(checkpoint: str) -> Path:
     from perilune.bundle.plugin import load_plugin
     from perilune.control.queries.lookup import find_run
     from perilune.control.runs.experiments import Control
-    from perilune.errors import RequestError
 
     control = Control()
     run = find_run(control, checkpoint)

@@ -1,6 +1,6 @@
-"""How long work is shown: a live bar for each stage on a terminal, a line now and then elsewhere.
+"""The progress of stages: a live bar for each stage on a terminal, a line every few seconds elsewhere.
 
-Both write to stderr, so that stdout carries results alone.
+Both write to stderr, so that stdout has results only.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
+from perilune.cli.output import shown
+from perilune.cli.units import duration
 from perilune.terminal import printable
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-LINE_INTERVAL = 5.0  # seconds between two lines about one stage when there is no terminal
-LEADING = ("reward", "pass_rate", "pass@1", "loss", "tokens_per_second")  # figures that come first
+LINE_INTERVAL = 5.0  # seconds between two lines about one stage without a terminal
+LEADING = ("reward", "pass_rate", "pass@1", "loss", "tokens_per_second")  # metrics that come first
 
 
 class StageProgress(Protocol):
-    """Something that shows how a recipe's stages come along."""
+    """Shows the progress of the stages of a recipe."""
 
     def __enter__(self) -> Self: ...
 
@@ -30,26 +32,26 @@ class StageProgress(Protocol):
     ) -> None: ...
 
     def started(self, stage: str, note: str) -> None:
-        """A stage's run begins; `note` says which and where."""
+        """The run of a stage begins; `note` names the run."""
 
     def progressed(self, stage: str, done: int, total: int, unit: str, figures: Mapping[str, float]) -> None:
         """A stage has done `done` of `total` units of its work."""
 
     def ended(self, stage: str, mark: str, note: str) -> None:
-        """A stage is over: `mark` is one of "done", "reused", "failed"."""
+        """A stage has ended: `mark` is one of "done", "reused", "failed"."""
 
     def say(self, message: str) -> None:
-        """Say something that is no figure."""
+        """Print a message."""
 
 
 def stage_progress(out: TextIO | None = None) -> StageProgress:
-    """The view that suits `out` (default stderr)."""
+    """Live bars if `out` (default stderr) is a terminal, else plain lines."""
     chosen = out or sys.stderr
     return LiveBars(chosen) if chosen.isatty() else PlainLines(chosen)
 
 
 def figure(name: str, value: float) -> str:
-    """One figure in words: ("tokens_per_second", 1234.5) is "1,234 tokens/s"."""
+    """One metric with its unit: ("tokens_per_second", 1234.5) is "1,234 tokens/s"."""
     if name.endswith("_per_second"):
         return f"{value:,.0f} {name.removesuffix('_per_second')}/s"
     label = name.replace("_", " ")
@@ -59,26 +61,21 @@ def figure(name: str, value: float) -> str:
 
 
 def figures_text(figures: Mapping[str, float], separator: str = ", ") -> str:
-    """All figures in words, those that matter most first."""
+    """All metrics as text, the most important first."""
     order = {name: place for place, name in enumerate(LEADING)}
     names = sorted(figures, key=lambda name: order.get(name, len(order)))
     return printable(separator.join(figure(name, figures[name]) for name in names))
 
 
-def duration(seconds: float) -> str:
-    """Seconds as "m:ss" or "h:mm:ss"."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
-
-
 class PlainLines:
-    """Lines for a log file: the start, every few seconds the figures, the end."""
+    """Lines for a log file: the start, the metrics every few seconds, the end."""
 
     def __init__(self, out: TextIO, interval: float = LINE_INTERVAL) -> None:
         self._out = out
         self._interval = interval
-        self._first: dict[tuple[str, str], tuple[float, int]] = {}  # of a stage, in a unit: when, how far
+        self._first: dict[
+            tuple[str, str], tuple[float, int]
+        ] = {}  # by stage and unit: when it began, and how far
         self._last: dict[str, float] = {}
 
     def __enter__(self) -> Self:
@@ -93,15 +90,15 @@ class PlainLines:
         self.say(f"[{stage}] started{f', {note}' if note else ''}")
 
     def progressed(self, stage: str, done: int, total: int, unit: str, figures: Mapping[str, float]) -> None:
-        """Write the figures, at most every few seconds."""
+        """Write the metrics, at most every few seconds."""
         now = time.monotonic()
-        began, already = self._first.setdefault((stage, unit), (now, done))
+        began, first = self._first.setdefault((stage, unit), (now, done))
         if now - self._last.get(stage, now) < self._interval:
             return
         self._last[stage] = now
         parts = [f"{done:,}/{total:,} {unit}", *([figures_text(figures)] if figures else [])]
-        if done > already:
-            parts.append(f"{duration((now - began) / (done - already) * (total - done))} left")
+        if done > first:
+            parts.append(f"{duration((now - began) / (done - first) * (total - done))} left")
         self.say(f"[{stage}] {', '.join(parts)}")
 
     def ended(self, stage: str, mark: str, note: str) -> None:
@@ -110,12 +107,12 @@ class PlainLines:
 
     def say(self, message: str) -> None:
         """Write one line."""
-        self._out.write(printable(message) + "\n")
+        self._out.write(shown(message) + "\n")
         self._out.flush()
 
 
 class LiveBars:
-    """A bar a stage, redrawn in place."""
+    """One bar for each stage, redrawn in place."""
 
     def __init__(self, out: TextIO) -> None:
         from rich.console import Console
@@ -168,7 +165,7 @@ class LiveBars:
 
     def say(self, message: str) -> None:
         """Write a line above the bars."""
-        self._progress.console.print(printable(message), markup=False, highlight=False)
+        self._progress.console.print(shown(message), markup=False, highlight=False)
 
     def _bar(self, stage: str) -> TaskID:
         if stage not in self._bars:

@@ -1,4 +1,4 @@
-"""Whatever went wrong, as one message and an exit code."""
+"""Turns any exception into one message on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import time
 import traceback
 from pathlib import Path
 
+from perilune.cli.output import shown
 from perilune.errors import PeriluneError, RequestError
 from perilune.redaction import redact_text
-from perilune.terminal import printable
 
-STORAGE = frozenset({
-    errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR,
-})  # fmt: skip
+STORAGE_ERRORS = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS),
+    *(errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR),
+)
 
 
 def explain(error: BaseException, *, debug: bool) -> int:
-    """Tell the user about `error` on stderr; returns the exit code."""
+    """Print `error` to stderr and return the exit code."""
     if isinstance(error, BrokenPipeError):
         _detach_stdout()
         return 1
@@ -29,41 +30,41 @@ def explain(error: BaseException, *, debug: bool) -> int:
     if isinstance(error, KeyboardInterrupt):
         _say("error: interrupted")
         return 2
-    if isinstance(error, OSError) and error.errno in STORAGE:
-        error = _of_storage(error)
+    if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
+        error = _storage_error(error)
     if "pydantic" in sys.modules:
-        error = _of_validation(error)
+        error = _validation_error(error)
     if isinstance(error, PeriluneError):
         _say(f"error: {error}")
         return error.exit_code
-    saved = "" if debug else f"\n  the traceback is in {_save_traceback(error)}; --debug shows it here"
+    saved = "" if debug else f"\n  the traceback is in {_save_traceback(error)}; --debug prints it"
     _say(f"error: unexpected {type(error).__name__}: {error}{saved}")
     return 1
 
 
 def flush() -> int:
-    """Write out what stdout still holds; returns the exit code if that fails, else 0."""
+    """Flush stdout; returns the exit code if that fails, else 0."""
     try:
         sys.stdout.flush()
     except OSError as error:
         code = explain(error, debug=False)
-        _detach_stdout()  # or the interpreter tries again and complains in its own words
+        _detach_stdout()  # otherwise the interpreter flushes again and prints its own error
         return code
     return 0
 
 
-def _of_storage(error: OSError) -> PeriluneError:
+def _storage_error(error: OSError) -> PeriluneError:
     from perilune.bundle.storage import storage_errors
 
     try:
-        with storage_errors("go on", Path("a file or standard output")):
+        with storage_errors("continue", Path("a file or standard output")):
             raise error
-    except PeriluneError as told:
-        return told
+    except PeriluneError as explained:
+        return explained
 
 
-def _of_validation(error: BaseException) -> BaseException:
-    """A document that does not fit its model is a wrong request: which model, which key, what is wrong."""
+def _validation_error(error: BaseException) -> BaseException:
+    """A validation error of pydantic as a `RequestError` that names the model and the key."""
     from pydantic import ValidationError
 
     if not isinstance(error, ValidationError):
@@ -75,11 +76,11 @@ def _of_validation(error: BaseException) -> BaseException:
 
 
 def _say(message: str) -> None:
-    sys.stderr.write(printable(message) + "\n")
+    sys.stderr.write(shown(message) + "\n")
 
 
 def _save_traceback(error: BaseException) -> Path:
-    """Write the traceback where it survives the terminal, in a file only this user reads."""
+    """Write the traceback to a file that only this user can read."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     descriptor, name = tempfile.mkstemp(prefix=f"perilune-{stamp}-", suffix=".txt")
     with os.fdopen(descriptor, "w") as file:
@@ -88,5 +89,5 @@ def _save_traceback(error: BaseException) -> Path:
 
 
 def _detach_stdout() -> None:
-    """Point stdout at nothing, so that the interpreter's last flush is quiet."""
+    """Point stdout at /dev/null, so that the interpreter's last flush cannot fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""What commands print on stdout: text in which nothing commands the terminal, and JSON."""
+"""What commands print on stdout: text that cannot control the terminal, and JSON."""
 
 from __future__ import annotations
 
@@ -10,22 +10,28 @@ from typing import Any
 
 import typer
 
+from perilune.cli.commands import with_program
 from perilune.terminal import printable
 
 
+def shown(text: str) -> str:
+    """`text` as the terminal gets it: control characters escaped, commands with the path of this program."""
+    return with_program(printable(text))
+
+
 def echo(text: str, *, err: bool = False) -> None:
-    """Print a line, or lines, that may hold what a model, a task or a file says."""
-    typer.echo(printable(text), err=err)
+    """Print one or more lines. They may contain text of a model, a task or a file."""
+    typer.echo(shown(text), err=err)
 
 
 def write(text: str) -> None:
-    """As `echo`, for text that comes in pieces: nothing is added, and it is seen at once."""
+    """Print a piece of the text of a model or a log, without a newline, and flush it."""
     sys.stdout.write(printable(text))
     sys.stdout.flush()
 
 
 def wrapped(text: str, indent: int = 11) -> str:
-    """A long line broken between words where stdout is a terminal, further lines indented; else as it is."""
+    """`text` wrapped to the width of the terminal with a hanging indent; unchanged without a terminal."""
     if not sys.stdout.isatty():
         return text
     width, hang = shutil.get_terminal_size().columns, " " * indent
@@ -33,12 +39,20 @@ def wrapped(text: str, indent: int = 11) -> str:
 
 
 def as_markup(text: str) -> str:
-    """Rich markup that shows `text` and nothing else."""
+    """Rich markup that shows `text` literally."""
     from rich.markup import escape
 
-    return escape(printable(text))
+    return escape(shown(text))
 
 
 def print_json(document: Any) -> None:
-    """Print one JSON document, in ASCII; what JSON has no form for is told as text."""
+    """Print one JSON document in ASCII. Values that JSON cannot represent are printed as text."""
     typer.echo(json.dumps(document, indent=2, default=str))
+
+
+def table_console(width: int = 160) -> Any:
+    """A rich console for tables on stdout, `width` columns wide where stdout is no terminal."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=width)

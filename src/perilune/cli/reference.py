@@ -6,7 +6,8 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from perilune.cli.main import PANELS, load_command
+from perilune.cli.commands import PANELS
+from perilune.cli.main import load_command
 
 
 def markdown() -> str:

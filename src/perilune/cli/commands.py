@@ -1,0 +1,53 @@
+"""The table of commands, and the path that printed commands are shown with.
+
+Each package under `perilune.cli` is one panel of `perilune --help`. An entry maps the name of a command to
+"module:attribute" and its line of help. The attribute is a function that typer understands, or a
+`typer.Typer` with subcommands.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+from perilune.cli import data, inspect, machines, maintenance, start, train
+
+Command = tuple[str, str]  # module and attribute, line of help
+
+# The order of panels, and of commands in a panel, is the order of `perilune --help`.
+PANELS: dict[str, dict[str, Command]] = {
+    "Start": start.COMMANDS,
+    "Train": train.COMMANDS,
+    "Inspect": inspect.COMMANDS,
+    "Data and environments": data.COMMANDS,
+    "Machines": machines.COMMANDS,
+    "Maintenance": maintenance.COMMANDS,
+}
+COMMANDS = {name: command for panel in PANELS.values() for name, command in panel.items()}
+
+NAME = "perilune"
+_PRINTED = re.compile(rf"(?<![\w./-]){NAME}(?= (?:{'|'.join(COMMANDS)}|--help)\b)")
+
+
+def program() -> str:
+    """The words that call this program from the user's shell.
+
+    `perilune` if the shell finds this executable on PATH, else the path that it was called by, for example
+    `.venv/bin/perilune` in an environment that is not active.
+    """
+    called = Path(sys.argv[0])
+    if called.name != NAME or not called.exists():
+        return NAME
+    found = shutil.which(NAME)
+    if found is not None and Path(found).samefile(called):
+        return NAME
+    return shlex.quote(sys.argv[0])
+
+
+def with_program(text: str) -> str:
+    """`text` with `program()` in place of `perilune` in each command, so that users can paste the command."""
+    name = program()
+    return text if name == NAME else _PRINTED.sub(lambda _: name, text)

@@ -1,0 +1,207 @@
+"""`perilune environments audit` and `replay`: find outputs that a reward pays for wrongly."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from perilune.cli.arguments import Json
+from perilune.cli.output import as_markup, echo, print_json
+from perilune.errors import RequestError, WorkFailedError
+
+if TYPE_CHECKING:
+    from perilune.recipe.schema import Recipe
+    from perilune.verifiers.audit import Audit, Example
+
+SHOWN = 60  # characters of an example in the table
+
+
+def audit_environments(
+    sections: list[dict[str, Any]], *, tasks: int, search: int, seed: int, as_json: bool, out: Path | None
+) -> None:
+    """Audit each environment and print the findings, or a table of grades for several environments.
+
+    Raises:
+        RequestError: when a section is wrong, or its environment has no tasks.
+    """
+    from perilune.control.evidence.reward_grades import keep_grade
+    from perilune.control.record.home import Home
+    from perilune.files import write_json
+    from perilune.verifiers.audit import audit_reward
+
+    home = Home.open()
+    audits: list[Audit] = []
+    for section in sections:
+        name = _name_of(section)
+
+        def print_line(what: str, name: str = name) -> None:
+            echo(f"{name}: {what}", err=True)
+
+        try:
+            audit = audit_reward(
+                section, tasks=tasks, search_budget=search, seed=seed, on_progress=print_line
+            )
+            worst = audit.findings[0] if audit.findings else None
+            keep_grade(
+                home,
+                section,
+                _files_of(section),
+                audit.grade,
+                f"{worst.probe}: {worst.what}" if worst else "",
+            )
+            audits.append(audit)
+        except (RequestError, WorkFailedError) as error:
+            if len(sections) == 1:
+                raise
+            echo(f"{name}: not audited: {error}", err=True)
+    documents = [audit.to_json() for audit in audits]
+    document = documents[0] if len(sections) == 1 else documents
+    if out is not None:
+        write_json(out, document)
+    if as_json:
+        print_json(document)
+    elif len(sections) == 1:
+        _show(audits[0], out)
+    else:
+        _show_grades(audits)
+
+
+def recipe_sections(name: str, changes: Sequence[str]) -> list[dict[str, Any]]:
+    """The distinct environments of a recipe's stages, with the recipe's rewards.
+
+    Raises:
+        RequestError: when the recipe is wrong, or has no environment.
+    """
+    from perilune.recipe.load import load_recipe
+
+    sections = environments_of(load_recipe(name, changes))
+    if not sections:
+        raise RequestError("the recipe has no environment, so it has no reward to audit", where=name)
+    return sections
+
+
+def environments_of(recipe: Recipe) -> list[dict[str, Any]]:
+    """The distinct environment sections of the recipe's stages, as their jobs have them."""
+    from perilune.recipe.schema import with_rewards
+
+    sections: list[dict[str, Any]] = []
+    for stage in recipe.stages:
+        if environment := stage.environment or recipe.environment:
+            section = with_rewards(environment, recipe.rewards)
+            sections += [] if section in sections else [section]
+    return sections
+
+
+def print_grades(recipe: Recipe, command: str) -> None:
+    """Print the last audit of each reward of the recipe; `command` audits them."""
+    for row in grades_of(recipe):
+        if row["grade"] is None:
+            echo(f"  reward   not audited: {command}")
+        else:
+            day = time.strftime("%Y-%m-%d", time.gmtime(row["time"]))
+            echo(f"  reward   grade {row['grade']} on {day}: {row['worst'] or 'no findings'}")
+
+
+def grades_of(recipe: Recipe) -> list[dict[str, Any]]:
+    """The last audit of each reward of the recipe in this home; without one, its grade is None."""
+    from perilune.control.evidence.reward_grades import kept_grade
+    from perilune.control.record.home import Home
+
+    home = Home.open()
+    return [
+        {
+            "environment": _name_of(section),
+            **(kept_grade(home, section, _files_of(section)) or {"grade": None}),
+        }
+        for section in environments_of(recipe)
+    ]
+
+
+def _files_of(section: Mapping[str, Any]) -> list[Path]:
+    from perilune.environments.core.registry import file_fields
+
+    return [Path(path) for path in file_fields(section).values()]
+
+
+def _name_of(section: Mapping[str, Any]) -> str:
+    return "/".join(str(section[key]) for key in ("id", "task") if key in section)
+
+
+def replay(
+    file: Annotated[Path, typer.Argument(metavar="AUDIT.json", help="A file that `audit --out` wrote.")],
+    *,
+    as_json: Json = False,
+) -> None:
+    """Score the example of every finding again. Exits with 1 when a verdict has changed."""
+    from perilune.files import read_regular
+    from perilune.verifiers.audit import Audit
+    from perilune.verifiers.audit.audit import replay as judge_again
+
+    try:
+        raw = json.loads(read_regular(file))
+        audits = [Audit.from_json(one) for one in (raw if isinstance(raw, list) else [raw])]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RequestError(f"the file is not an audit: {error}", where=str(file)) from None
+    rows = [
+        {"probe": finding.probe, "what": finding.what, "then": finding.example.verdict, "now": now}
+        for audit in audits
+        for finding, now in judge_again(audit)
+    ]
+    if as_json:
+        print_json(rows)
+    else:
+        for row in rows:
+            same = "same" if row["then"] == row["now"] else "CHANGED"
+            echo(f"{same}  {row['probe']}: {row['then']} -> {row['now']}")
+    changed = sum(row["then"] != row["now"] for row in rows)
+    if changed:
+        raise WorkFailedError(f"{changed} of {len(rows)} verdicts have changed", where=str(file))
+
+
+def _show(audit: Audit, out: Path | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from perilune.verifiers.audit.findings import MEANING
+
+    echo(f"grade {audit.grade}: {MEANING[audit.grade]}")
+    echo(f"{audit.judged:,} outputs scored on {audit.tasks} tasks, {audit.searched:,} of them in the search")
+    if audit.form != "…":
+        echo(f"the reward accepts answers in the form {audit.form!r}, where … is the stated answer")
+    if audit.without_gold:
+        echo(f"{audit.without_gold} tasks state no answer, so no probe was made from it")
+    if not audit.searched:
+        echo("no search: --search is 0, or no output is known to be wrong without a second opinion")
+    if audit.unjudged:
+        echo(f"{audit.unjudged:,} rewarded outputs are unverified: only the scorer can judge them")
+    if not audit.findings:
+        return
+    table = Table("grade", "probe", "finding", "tasks", "for example", "verdict")
+    for finding in audit.findings:
+        example = (as_markup(_shown(finding.example)), as_markup(_verdict(finding.example)))
+        table.add_row(finding.grade, finding.probe, finding.what, str(finding.tasks), *example)
+    Console().print(table)
+    if out is None:
+        echo("--out FILE.json saves the full examples; `perilune environments replay` scores them again")
+
+
+def _show_grades(audits: list[Audit]) -> None:
+    for audit in sorted(audits, key=lambda audit: audit.grade, reverse=True):
+        name = _name_of(audit.environment)
+        worst = f"{audit.findings[0].probe}: {audit.findings[0].what}" if audit.findings else ""
+        echo(f"{audit.grade}  {name:45} {worst}")
+
+
+def _shown(example: Example) -> str:
+    text = repr(example.transcript.text)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}… ({len(example.transcript.text):,} characters)"
+
+
+def _verdict(example: Example) -> str:
+    verdict = example.verdict
+    return f"{verdict:.4g}" if isinstance(verdict, float) else verdict[:SHOWN]

@@ -1,0 +1,296 @@
+"""`perilune environments`: list environments, show their settings and tasks, check and audit them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from perilune.cli.arguments import Json, command_group
+from perilune.cli.data.audit import audit_environments, recipe_sections, replay
+from perilune.cli.output import echo, print_json
+from perilune.errors import RequestError, WorkFailedError
+
+if TYPE_CHECKING:
+    from perilune.environments import Environment, Split, Task
+
+app = command_group("List, show, sample, check and audit environments.")
+
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="An id, with a family or game: reasoning_gym/chain_sum.")
+]
+Settings = Annotated[
+    list[str],
+    typer.Option("--set", metavar="KEY=VALUE", help="Set a field: prompt=compact, config.max_terms=2."),
+]
+
+
+@app.command("list", epilog="Example: perilune environments list reasoning_gym")
+def list_environments(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="List the families or games of this environment.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List environments and the number of their families and games; with NAME or --json, list all of them."""
+    from perilune.environments.adapters.compact import PROMPTS
+    from perilune.environments.core.registry import environment_families, environment_ids, family_field
+
+    rows = []
+    for identifier in environment_ids() if name is None else (name,):
+        try:
+            families, missing = environment_families(identifier), None
+        except RequestError as error:  # unknown, or its package is not installed
+            if identifier not in environment_ids():
+                raise
+            families, missing = (), f"{error.what}: {error.remedy}"
+        names = [f"{identifier}/{family}" for family in families] or [identifier]
+        compact = [family in PROMPTS for family in families] or [False]
+        if as_json or name is not None:
+            rows += [
+                {"name": n, "compact_prompt": c, "missing": missing}
+                for n, c in zip(names, compact, strict=True)
+            ]
+        else:
+            short = f", {sum(compact)} with a compact prompt" if any(compact) else ""
+            counted = f"{len(families)} {family_field(identifier)}s{short}" if families else missing or ""
+            echo(f"{identifier:16} {counted}".rstrip())
+    if as_json:
+        print_json(rows)
+    elif name is None:
+        echo("to list the families or games: perilune environments list NAME")
+    else:
+        for row in rows:
+            echo(f"{row['name']}{'  (compact)' if row['compact_prompt'] else ''}")
+
+
+@app.command(epilog="Example: perilune environments show reasoning_gym/chain_sum")
+def show(name: Name, as_json: Json = False) -> None:
+    """Show the fields of an environment that a recipe can set, and the settings of its family."""
+    from pydantic import BaseModel
+
+    from perilune.environments.core.registry import environment_notes, environment_spec
+
+    section = section_of(name, [])
+    model = environment_spec(section["id"])
+    fields: dict[str, dict[str, Any]] = {}
+    for field, info in (model.model_fields if model else {}).items():
+        default = None if info.is_required() else info.get_default(call_default_factory=True)
+        fields[field] = {
+            "default": default.model_dump(mode="json") if isinstance(default, BaseModel) else default,
+            "required": info.is_required(),
+            "description": info.description or "",
+        }
+    missing = {field for field, facts in fields.items() if facts["required"]} - set(section)
+    environment = None if missing else _open(section)
+    settings = _settings(environment)
+    notes = environment_notes(section["id"])
+    players, turns = getattr(environment, "players", None), getattr(environment, "max_turns", None)
+    if as_json:
+        form = {"players": players, "max_turns": turns}
+        print_json({"name": name, **form, "fields": fields, "config": settings, "notes": notes})
+        return
+    echo(f"environment: {json.dumps(section)}")
+    if turns is not None and (turns > 1 or players != 1):
+        echo(f"  {players} player{'s' * (players != 1)}, at most {turns} turns")
+    for field, facts in fields.items():
+        shown = "required" if facts["required"] else json.dumps(facts["default"])
+        echo(f"  {field:10} {shown:14} {facts['description']}")
+    for setting, value in settings.items():
+        echo(f"  config.{setting}: {json.dumps(value, default=str)}")
+    for heading, lines in notes.items():
+        echo(f"  {heading}")
+        for what, line in lines.items():
+            echo(f"    {what:14} {line}")
+
+
+@app.command(
+    epilog="Example: perilune environments sample reasoning_gym/chain_sum "
+    "--set prompt=compact --set config.max_terms=2 -n 5"
+)
+def sample(
+    name: Name,
+    settings: Settings = [],  # noqa: B006  # typer reads the default and never changes it
+    *,
+    count: Annotated[int, typer.Option("-n", "--count", min=1, help="Number of tasks.")] = 5,
+    split: Annotated[str, typer.Option(help="train or heldout.")] = "train",
+    seed: Annotated[int, typer.Option(help="Selects the tasks and their order.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Print tasks with prompt, answer, difficulty and the score of that answer.
+
+    For an environment with several turns, prints the whole episode of a right answer.
+    """
+    if split not in ("train", "heldout"):
+        raise RequestError(f"unknown split '{split}'", where="--split", remedy="train or heldout")
+    environment = _open(section_of(name, settings))
+    chosen: Split = "heldout" if split == "heldout" else "train"
+    rows = [_row(environment, task) for task in islice(environment.tasks(chosen, seed), count)]
+    if as_json:
+        print_json({"environment": environment.id, "split": split, "seed": seed, "tasks": rows})
+        return
+    for row in rows:
+        difficulty = "" if row["difficulty"] is None else f", difficulty {row['difficulty']:g}"
+        echo(f"{row['task_id']}{difficulty}")
+        echo(f"  prompt  {_indented(row['prompt'])}")
+        for message in row["turns"]:
+            echo(f"  {message['role']:9} {_indented(message['content'].rstrip())}")
+        echo(f"  answer  {_indented(row['answer'])}   scores {row['score']}")
+
+
+@app.command(epilog="Example: perilune environments check calculator")
+def check(
+    name: Name,
+    settings: Settings = [],  # noqa: B006  # typer reads the default and never changes it
+    *,
+    tasks: Annotated[int, typer.Option(min=1, help="Number of tasks to play.")] = 4,
+    seed: Annotated[int, typer.Option(help="Selects the tasks and the play.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Play an environment and check the rules that every environment must follow."""
+    from perilune.verifiers.conformance import check_environment
+
+    report = check_environment(section_of(name, settings), tasks=tasks, seed=seed)
+    if as_json:
+        findings = [asdict(one) for one in report.findings]
+        print_json({"name": name, "checked": report.checked, "findings": findings})
+    for rule, times in () if as_json else report.checked.items():
+        wrong = [one for one in report.findings if one.check == rule]
+        echo(f"{'FAILS ' if wrong else 'holds '} {rule} ({times - len(wrong)} of {times})")
+        for one in wrong[:3]:
+            echo(f"         {one.what}{f', task {one.task_id}' if one.task_id else ''}")
+    if report.findings:
+        broken = len({one.check for one in report.findings})
+        raise WorkFailedError(
+            f"{name} breaks {broken} of the {len(report.checked)} rules for environments",
+            where=report.findings[0].check,
+        )
+
+
+@app.command(
+    epilog="Example: perilune environments audit reasoning_gym/chain_sum --set strict=false --out audit.json"
+)
+def audit(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME|RECIPE", help="An id, with a family or game; or a recipe, as for `perilune run`."
+        ),
+    ],
+    settings: Settings = [],  # noqa: B006  # typer reads the default and never changes it
+    *,
+    tasks: Annotated[int, typer.Option(min=1, help="Number of tasks to probe.")] = 8,
+    search: Annotated[
+        int, typer.Option(min=0, help="Outputs to try in the search, on each of 3 tasks.")
+    ] = 480,
+    seed: Annotated[int, typer.Option(help="Selects the tasks, probes and search.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Save the audit for `replay`.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Find outputs that a reward pays for wrongly, before a policy finds them.
+
+    For a recipe, audits its environments with the recipe's rewards; --set then sets keys of the recipe. For
+    an environment without a family, audits all families.
+    """
+    from perilune.environments.core.registry import environment_families, environment_ids, family_field
+    from perilune.recipe.load import bundled_recipes
+
+    if name.endswith((".yaml", ".yml")) or (name in bundled_recipes() and name not in environment_ids()):
+        sections = recipe_sections(name, settings)
+    else:
+        section = section_of(name, settings)
+        whole = "task" not in section and family_field(section["id"]) == "task"
+        families = environment_families(section["id"]) if whole else ()
+        sections = [section | {"task": family} for family in families] or [section]
+    audit_environments(sections, tasks=tasks, search=search, seed=seed, as_json=as_json, out=out)
+
+
+app.command(epilog="Example: perilune environments replay audit.json")(replay)
+
+
+def _row(environment: Environment, task: Task) -> dict[str, Any]:
+    from perilune.environments import Failure
+    from perilune.environments.core.replay import conversation
+
+    stated = getattr(environment, "gold", lambda task: None)(task)
+    outcome = None if stated is None else environment.score(task, stated)
+    scored = str(outcome) if isinstance(outcome, Failure) else outcome and outcome.reward
+    return {
+        "task_id": task.task_id,
+        "prompt": "\n".join(message["content"] for message in task.prompt),
+        "turns": []
+        if stated is None or not stated.earlier
+        else [dict(one) for one in conversation(environment, task, stated)[len(task.prompt) : -1]],
+        "answer": None if stated is None else stated.text,
+        "difficulty": task.difficulty,
+        "score": scored,
+    }
+
+
+def section_of(name: str, settings: list[str]) -> dict[str, Any]:
+    """The environment section that a name and `--set` options describe.
+
+    Raises:
+        RequestError: when an option is malformed.
+    """
+    from perilune.environments.core.registry import family_field
+
+    identifier, _, family = name.partition("/")
+    own = {family_field(identifier): family} if family else {}
+    section = settings_of(settings, onto={"id": identifier} | own)
+    if "rewards" in section:
+        from perilune.recipe.reward_files import reward_terms
+
+        section["rewards"] = reward_terms(section["rewards"], Path.cwd(), "--set rewards")
+    return section
+
+
+def settings_of(
+    settings: list[str], option: str = "--set", onto: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Options such as `config.max_terms=2` as a section, merged into `onto`. Values are YAML, as in a recipe.
+
+    Raises:
+        RequestError: when one is not KEY=VALUE, or its value is not YAML.
+    """
+    from perilune.recipe.source import parse_yaml
+
+    section = dict(onto or {})
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        *parents, last = key.strip().split(".")
+        if not equals or not all((*parents, last)):
+            raise RequestError(f"'{setting}' is not KEY=VALUE", where=option, remedy=f"{option} KEY=VALUE")
+        try:
+            value = parse_yaml(text, option).value
+        except RequestError as error:
+            raise RequestError(f"'{setting}': {error.what}", where=option) from None
+        target = section
+        for parent in parents:
+            target = target.setdefault(parent, {})
+            if not isinstance(target, dict):
+                raise RequestError(f"'{parent}' is not a section with fields", where=f"{option} {setting}")
+        target[last] = value
+    return section
+
+
+def _open(section: dict[str, Any]) -> Environment:
+    from perilune.environments.core.registry import make_environment
+
+    return make_environment(section)
+
+
+def _settings(environment: Environment | None) -> dict[str, Any]:
+    settings: dict[str, Any] = getattr(environment, "settings", dict)()
+    return settings
+
+
+def _indented(text: str | None) -> str:
+    return "(none stated)" if text is None else text.replace("\n", "\n          ")

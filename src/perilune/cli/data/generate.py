@@ -1,0 +1,123 @@
+"""`perilune data generate`: records that a teacher or a model writes, scored by the environment."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from perilune.cli.arguments import EnvironmentFields, Json, checkpoint_folder
+from perilune.cli.console import stage_progress
+from perilune.cli.data.environments import section_of, settings_of
+from perilune.cli.output import echo, print_json
+from perilune.errors import RequestError, WorkFailedError
+
+if TYPE_CHECKING:
+    from perilune.data.generation import Generator
+    from perilune.environments import Split
+
+EnvironmentId = Annotated[
+    str, typer.Argument(metavar="ENVIRONMENT", help="An id, with a family: reasoning_gym/chain_sum.")
+]
+Out = Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for records.jsonl and rejected.jsonl.")]
+TeacherOptions = Annotated[
+    list[str], typer.Option("--option", metavar="KEY=VALUE", help="Set an option of the teacher.")
+]
+Strategies = Annotated[
+    list[str],
+    typer.Option("--strategy", metavar="NAME=SHARE", help="Share of a strategy. Default: the teacher's."),
+]
+ModelCheckpoint = Annotated[
+    str,
+    typer.Option(metavar="CHECKPOINT", help="Instead of a teacher: a Hugging Face folder, or a run."),
+]
+Tasks = Annotated[
+    int | None, typer.Option(min=1, help="Number of tasks to use. Default: as many as --count needs.")
+]
+
+
+def generate(
+    environment: EnvironmentId,
+    out: Out,
+    *,
+    teacher: Annotated[str, typer.Option(help="The teacher that writes the records.")] = "",
+    settings: EnvironmentFields = [],  # noqa: B006  # typer reads the default and never changes it
+    options: TeacherOptions = [],  # noqa: B006  # likewise
+    strategies: Strategies = [],  # noqa: B006  # likewise
+    model: ModelCheckpoint = "",
+    samples: Annotated[int, typer.Option(min=1, help="Answers of the model to each task.")] = 4,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer of the model in tokens.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature of the model.")] = 1.0,
+    count: Annotated[int, typer.Option("-n", "--count", min=1, help="Number of records.")] = 1000,
+    tasks: Tasks = None,
+    split: Annotated[str, typer.Option(help="train or heldout.")] = "train",
+    seed: Annotated[int, typer.Option(help="Selects the tasks and the samples.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Let a teacher or a model write records for the tasks of an environment.
+
+    The environment scores each record; refused ones go to rejected.jsonl. After an interruption, the same
+    command resumes and produces the same files.
+    """
+    if bool(teacher) == bool(model):
+        raise RequestError("give either --teacher or --model")
+    if split not in ("train", "heldout"):
+        raise RequestError(f"unknown split '{split}'", where="--split", remedy="train or heldout")
+    from perilune.data import generation
+    from perilune.data.generators import make_teacher
+    from perilune.data.generators.taught import Taught
+    from perilune.environments.core.registry import make_environment
+    from perilune.verifiers import Scorer
+
+    section = section_of(environment, settings)
+    made = make_environment(section)
+    of: Split = "heldout" if split == "heldout" else "train"
+    with ExitStack() as stack:
+        scorer = stack.enter_context(Scorer(section))
+        generator: Generator
+        if teacher:
+            extra = settings_of(options, "--option")
+            writer = make_teacher(teacher, settings_of(strategies, "--strategy"), extra)
+            generator = Taught(writer, made, scorer.score, seed, section=section, told={"options": extra})
+        else:
+            from perilune.tasks.datasets.sampled import Sampled, Sampling  # needs torch
+
+            sampling = Sampling(samples, max_tokens, temperature, seed)
+            generator = Sampled.open(checkpoint_folder(model), section, made, scorer, sampling)
+        view = stack.enter_context(stage_progress())
+        view.started("generate", "")
+
+        def show(kept: int, rejected: int) -> None:
+            view.progressed("generate", kept, count, "records", {"rejected": rejected})
+
+        wanted = generation.Wanted(count, tasks, seed, split)
+        totals = generation.generate(generator, made.tasks(of, seed), wanted, out, show)
+        view.ended("generate", "done", "")
+    report = {"environment": made.id, **totals}
+    if as_json:
+        print_json(report)
+    else:
+        _print_report(report, out)
+    if totals["rows"] < (count if tasks is None else 1):
+        goal = f"{count} records were kept" if tasks is None else f"{totals['tasks']} tasks gave a record"
+        raise WorkFailedError(
+            f"{totals['rows']} of {goal} ({_worst(totals['reasons'])})",
+            where=str(out / generation.REJECTED),
+            remedy="lower --count, or change the environment, the teacher or its options",
+        )
+
+
+def _print_report(report: dict[str, Any], out: Path) -> None:
+    echo(f"{report['rows']:,} records of {report['environment']}, {report['rejected']:,} rejected")
+    for source, number in report["sources"].items():
+        echo(f"  {source:24} {number:,}")
+    for reason, number in report["reasons"].items():
+        echo(f"  rejected: {reason:14} {number:,}")
+    echo(f"wrote records.jsonl, rejected.jsonl and generate.json to {out}")
+
+
+def _worst(reasons: dict[str, int]) -> str:
+    worst = sorted(reasons.items(), key=lambda item: -item[1])[:3]
+    return ", ".join(f"{count} x {reason}" for reason, count in worst) or "no more tasks"

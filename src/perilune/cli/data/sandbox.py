@@ -1,0 +1,72 @@
+"""`perilune sandbox`: test the sandbox that runs code written by a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from perilune.cli.arguments import Json, command_group
+from perilune.cli.output import echo, print_json
+from perilune.errors import RequestError, WorkFailedError
+
+if TYPE_CHECKING:
+    from perilune.sandbox.audit import Finding, SandboxAudit
+
+app = command_group("Audit the sandbox that runs code written by a model.")
+
+SWITCHES = ("namespaces", "own_user", "landlock", "seccomp")
+
+
+@app.command(epilog="Example: perilune sandbox audit --without namespaces")
+def audit(
+    without: Annotated[
+        list[str],
+        typer.Option(metavar="MECHANISM", help=f"Switch a mechanism off: {', '.join(SWITCHES)}. Repeatable."),
+    ] = [],  # noqa: B006  # typer reads the default and never changes it
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also print what was refused.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Run hostile code in the sandbox, and report what it can see, read, write, reach and exhaust.
+
+    Exits with 1 when a probe gets past a protection that this machine has.
+    """
+    from perilune.sandbox.audit import audit_sandbox
+
+    for name in without:
+        if name not in SWITCHES:
+            raise RequestError(
+                f"unknown mechanism '{name}'", where="--without", remedy=f"one of: {', '.join(SWITCHES)}"
+            )
+    found = audit_sandbox(
+        without=without, on_finding=None if as_json else lambda finding: _show(finding, verbose)
+    )
+    if as_json:
+        print_json(found.document())
+    else:
+        _show_walls(found)
+    if found.breached:
+        raise WorkFailedError(
+            f"{len(found.breached)} probes got past a protection of this machine, or could not run",
+            where=found.breached[0].probe,
+            remedy="do not run code of a model on this machine until this is fixed",
+        )
+
+
+def _show(finding: Finding, verbose: bool) -> None:
+    missing = "" if finding.stands else f"  (this machine has no protection '{finding.wall}')"
+    echo(f"{finding.verdict:10} {finding.probe:32} {finding.what.splitlines()[0]}{missing}")
+    shown = {"reached": finding.reached, "could not run": finding.untried} | (
+        {"refused": finding.refused} if verbose else {}
+    )
+    for how, attempts in shown.items():
+        for name, evidence in attempts.items():
+            echo(f"           {how} {name}: {evidence}")
+
+
+def _show_walls(found: SandboxAudit) -> None:
+    echo("")
+    for wall, made_of in found.capabilities.walls.items():
+        echo(f"{'present' if made_of else 'MISSING':10} {wall:24} {', '.join(made_of)}")
+    for mechanism, why in found.capabilities.reasons.items():
+        echo(f"           no {mechanism}: {why}")

@@ -1,0 +1,19 @@
+"""Commands that show runs and use checkpoints."""
+
+COMMANDS = {
+    "runs": ("inspect.runs:runs", "List runs."),
+    "top": ("inspect.top:top", "Show running stages live."),
+    "show": ("inspect.runs:show", "Show the state, attempts, metrics and files of a run."),
+    "logs": ("inspect.runs:logs", "Print the log of a run; -f follows it."),
+    "explain": ("inspect.history:explain", "Explain the state of a run and what happens next."),
+    "events": ("inspect.history:events", "Print recorded events."),
+    "diff": ("inspect.history:diff", "Compare two runs."),
+    "report": ("inspect.report:report", "Write a self-contained HTML report."),
+    "track": ("inspect.track:track", "Copy metrics to TensorBoard, W&B or MLflow."),
+    "chat": ("inspect.chat:chat", "Chat with a checkpoint in the terminal."),
+    "serve": ("inspect.serve:serve", "Serve a checkpoint over OpenAI's HTTP API."),
+    "model": ("inspect.model:app", "Describe a model without loading its weights."),
+    "bundle": ("inspect.bundle:app", "Freeze, verify and inspect bundles."),
+    "verify": ("inspect.integrity:verify", "Check files and records against their signatures."),
+    "export": ("inspect.integrity:export", "Export a run with its signed statements."),
+}

@@ -1,0 +1,143 @@
+"""`perilune bundle`: freeze, verify and inspect bundles."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from perilune.cli.arguments import Json, command_group
+from perilune.cli.output import echo, print_json
+from perilune.cli.units import plural
+from perilune.errors import RequestError
+
+app = command_group("Freeze, verify and inspect bundles.")
+
+BundlePath = Annotated[Path, typer.Argument(metavar="PATH", help="Folder with job.json.")]
+
+
+@app.command(epilog="Example: perilune bundle verify ~/.perilune/runs/01J9.../attempts/1")
+def verify(
+    path: BundlePath,
+    digest: Annotated[str | None, typer.Option(help="The digest that the bundle must have.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Check every file of a bundle against its digest. Exits with 1 and names the first file that differs.
+
+    Artifacts that runtime/removed.json lists, because `perilune gc` deleted them, may be missing. To check
+    the signature of that list, run `perilune verify`.
+    """
+    from perilune.bundle.attested import stated_removals
+    from perilune.bundle.verify import verify as differences_of
+
+    removed = stated_removals(path)
+    differences = differences_of(path, digest, removed)
+    if as_json:
+        found = [asdict(difference) for difference in differences]
+        document = {"path": str(path), "verified": not found, "differences": found}
+        print_json(document | {"removed": sorted(removed)})
+    elif differences:
+        more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
+        echo(f"differs: {differences[0]}{more}")
+    else:
+        from perilune.bundle.digest import recorded_digest
+
+        note = f"; {len(removed)} artifacts were deleted by perilune gc" if removed else ""
+        echo(f"verified: {recorded_digest(path)}{note}")
+    raise typer.Exit(1 if differences else 0)
+
+
+@app.command(epilog="Example: perilune bundle inspect ~/.perilune/runs/01J9.../bundle --json")
+def inspect(path: BundlePath, as_json: Json = False) -> None:
+    """Show what a bundle runs, its inputs and its files."""
+    from perilune.bundle.inspection import inspect as summary_of
+
+    summary = summary_of(path)
+    if as_json:
+        print_json(summary)
+        return
+    echo(f"digest     {summary['digest']}")
+    echo(f"runs       stage {summary['stage']}, task {summary['task']}, seed {summary['seed']}")
+    for given in summary["inputs"]:
+        echo(f"input      {given['name']}: {given['kind']}, {_amount(given)}, {given['digest'][:12]}")
+    echo(f"frozen     {_amount(summary['frozen'])}")
+    complete = "complete" if summary["artifacts"]["manifest"] else "no manifest"
+    echo(f"artifacts  {_amount(summary['artifacts'])}, {complete}")
+    if summary["secrets"]:
+        echo(f"secrets    {', '.join(summary['secrets'])} ")
+    if summary["result"] is not None:
+        echo(f"result     exit code {summary['result'].get('exit_code')}")
+
+
+@app.command(
+    epilog="Example: perilune bundle freeze recipes/quickstart.yaml --stage collect --out /tmp/bundle",
+)
+def freeze(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file.")],
+    *,
+    stage: Annotated[str, typer.Option(help="Name of the stage to freeze.")],
+    out: Annotated[Path, typer.Option(help="New folder.")],
+    given: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--input", metavar="FIELD=PATH", help="The output of an earlier stage that FIELD consumes."
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the recipe.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Freeze one stage of a recipe into a bundle, which `perilune worker` runs."""
+    from perilune.bundle.freeze import freeze as freeze_job
+    from perilune.bundle.job import InputReference
+    from perilune.bundle.plugin import consumed_fields, load_plugin
+    from perilune.recipe.load import load_recipe
+    from perilune.recipe.schema import MODEL, job_for
+    from perilune.recipe.staging import staged
+
+    loaded = load_recipe(recipe, overrides or [])
+    try:
+        chosen = loaded.stage(stage)
+    except KeyError:
+        names = ", ".join(one.name for one in loaded.stages)
+        raise RequestError(f"no stage '{stage}'", where=str(recipe), remedy=f"one of: {names}") from None
+    wanted = {field: source for field, source in chosen.consumes.items() if source != MODEL}
+    inputs = _inputs(given or [], wanted)
+    kinds = consumed_fields(load_plugin(chosen.task).spec)
+    references = tuple(
+        InputReference(name=field, path=f"inputs/{field}", digest="", kind=kinds[field])
+        for field in sorted(inputs)
+    )
+    job, files = staged(job_for(loaded, chosen).model_copy(update={"inputs": references}))
+    digest = freeze_job(job, inputs | files, out)
+    if as_json:
+        print_json({"path": str(out), "stage": stage, "digest": digest})
+    else:
+        echo(f"frozen: {digest}\n  at {out}\n  next: perilune bundle verify {out}")
+
+
+def _inputs(given: list[str], wanted: dict[str, str]) -> dict[str, Path]:
+    """The --input options as {field: path}, one for each field that the stage consumes."""
+    inputs = {}
+    for option in given:
+        field, equals, path = option.partition("=")
+        if not equals or field not in wanted:
+            fields = ", ".join(sorted(wanted)) or "none"
+            raise RequestError(
+                f"--input {option}: the stage consumes no such field", remedy=f"fields: {fields}"
+            )
+        inputs[field] = Path(path)
+    for field, source in sorted(wanted.items()):
+        if field not in inputs:
+            raise RequestError(
+                f"the output of stage '{source}', which {field} consumes, is missing",
+                remedy=f"--input {field}=PATH",
+            )
+    return inputs
+
+
+def _amount(extent: dict[str, int]) -> str:
+    return f"{plural(extent['files'], 'file')}, {extent['bytes']:,} bytes"

@@ -1,0 +1,125 @@
+"""Commands about causes and changes: explain a run, print recorded events, compare two runs."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from perilune.cli.arguments import RUN_HELP, Json, RunOrExperiment, open_control
+from perilune.cli.output import echo, print_json, wrapped
+from perilune.errors import RequestError
+
+if TYPE_CHECKING:
+    from perilune.control.queries.explanation import Explanation
+    from perilune.control.record.store import Event
+
+POLL_SECONDS = 0.5  # between two looks of `events --follow`
+
+
+def explain(target: RunOrExperiment, as_json: Json = False) -> None:
+    """Explain the state of a run, what happens next, and what you can do.
+
+    For an experiment, explains the run of its current stage.
+
+    \b
+    perilune explain rl
+    perilune explain quickstart
+    """
+    from perilune.control.queries.explanation import explain as explain_run
+    from perilune.control.queries.lookup import find_run_or_experiment, stage_at
+    from perilune.control.record.store import Run
+
+    control = open_control()
+    named = find_run_or_experiment(control, target)
+    with control.store.snapshot() as session:
+        run = named if isinstance(named, Run) else stage_at(session, named.id)
+    if run is None:
+        raise RequestError(f"no stage of {target} has started", remedy=f"perilune runs -e {target}")
+    explanation = explain_run(control, run.id)
+    if as_json:
+        print_json({"run": run.id, "stage": run.stage} | asdict(explanation))
+        return
+    echo(f"{run.stage} is {explanation.state}")
+    for line in explanation_lines(explanation):
+        echo(wrapped(line) if not line.startswith("  try") else line)
+
+
+def explanation_lines(explanation: Explanation) -> list[str]:
+    """An explanation as labelled lines: because, next, try."""
+    lines = [f"  because  {fact}" for fact in explanation.because]
+    return [*lines, f"  next     {explanation.next}", *(f"  try      {one}" for one in explanation.commands)]
+
+
+def events(
+    run: Annotated[str | None, typer.Argument(metavar="RUN", help=f"{RUN_HELP} Default: all runs.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new events until Ctrl-C.")] = False,
+    last: Annotated[int | None, typer.Option("--last", "-n", min=1, help="Only the last N events.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Print the recorded events of one run or of all: requests, actions, changes of state and their causes.
+
+    With --json --follow, prints one JSON document on each line.
+
+    \b
+    perilune events rl
+    perilune events -n 20
+    """
+    from perilune.control.queries.lookup import events_after, find_run
+
+    control = open_control()
+    chosen = None if run is None else find_run(control, run).id
+    rows = events_after(control, run_id=chosen)[-(last or 0) :]
+    if as_json and not follow:
+        print_json({"events": [_document(row) for row in rows]})
+        return
+    seen = 0
+    while True:
+        for row in rows:
+            seen = row.seq
+            echo(json.dumps(_document(row)) if as_json else _line(row))
+        if not follow:
+            return
+        time.sleep(POLL_SECONDS)
+        control.reconciler.all(act=False)
+        rows = events_after(control, seen, chosen)
+
+
+def _document(row: Event) -> dict[str, Any]:
+    names = ("seq", "time", "run_id", "epoch", "kind", "detail", "hash")
+    return {name: getattr(row, name) for name in names}
+
+
+def _line(row: Event) -> str:
+    when = datetime.fromtimestamp(row.time, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    run = "" if row.run_id is None else f"  {row.run_id}" + ("" if row.epoch is None else f"/{row.epoch}")
+    detail = "".join(f"  {name}={str(value).partition(chr(10))[0]}" for name, value in row.detail.items())
+    return f"{when}{run}  {row.kind}{detail}"
+
+
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help=RUN_HELP)],
+    b: Annotated[str, typer.Argument(metavar="B", help=RUN_HELP)],
+    as_json: Json = False,
+) -> None:
+    """Compare two runs: recipe, code, packages, machine, inputs and results.
+
+    \b
+    perilune diff quickstart/rl other/rl
+    """
+    from perilune.bundle.compare import compare_runs
+    from perilune.control.queries.lookup import find_run
+
+    control = open_control()
+    comparison = compare_runs(*(control.directory(find_run(control, name)) for name in (a, b)))
+    if as_json:
+        print_json(comparison.document())
+        return
+    for part, changes in comparison.parts().items():
+        echo(f"{part}: {'' if changes else 'identical'}")
+        for change in changes:
+            echo(f"  {change}")

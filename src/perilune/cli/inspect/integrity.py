@@ -1,0 +1,111 @@
+"""Commands that check signatures, and export a run with signed statements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from perilune.cli.arguments import Json, RunArgument, open_control, refresh_state
+from perilune.cli.output import echo, print_json
+from perilune.errors import RequestError
+
+TARGET = "A run, or a folder that `perilune export` made. Default: the database and all runs of this home."
+
+
+def verify(
+    target: Annotated[str | None, typer.Argument(metavar="RUN|FOLDER", help=TARGET)] = None,
+    key: Annotated[
+        Path | None, typer.Option(help="Public key that you trust. Default for a folder: the key in it.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Check files, signed statements and recorded events against their signatures. Needs no network.
+
+    Exits with 1 when anything differs. An exported folder that is checked with its own key is consistent, but
+    anyone may have made it. To prove who made it, pass --key with a key that you received separately.
+
+    \b
+    perilune verify
+    perilune verify rl
+    perilune verify ./rl-export --key sender.pub
+    """
+    folder = Path(target) if target is not None else None
+    if folder is not None and (folder / "attestations").is_dir():
+        problems = _folder(folder, key)
+    elif key is not None:
+        raise RequestError(
+            "--key applies to exported folders; runs are checked with the key of this home",
+            where=str(target),
+        )
+    else:
+        problems = _home(target)
+    broken = {name: differences for name, differences in problems.items() if differences}
+    if as_json:
+        print_json({"verified": sorted(problems), "whole": not broken, "problems": broken})
+    else:
+        for name, differences in broken.items():
+            for problem in differences:
+                echo(f"{name}: {problem}")
+        echo(
+            f"{len(problems) - len(broken)} of {len(problems)} verified"
+            if broken
+            else _all_verified(problems)
+        )
+    if broken:
+        raise typer.Exit(1)
+
+
+def _all_verified(problems: dict[str, list[str]]) -> str:
+    names = list(problems)
+    return f"verified: {names[0] if len(names) == 1 else f'all {len(names)} records'}"
+
+
+def _folder(folder: Path, key: Path | None) -> dict[str, list[str]]:
+    from perilune.bundle.attested import Evidence, tampered
+    from perilune.bundle.envelope import PUBLIC
+
+    return {str(folder): list(tampered(Evidence.exported(folder, key or folder / PUBLIC)))}
+
+
+def _home(reference: str | None) -> dict[str, list[str]]:
+    from perilune.control.evidence.verification import damage, record_problem, run_problems, unrecorded
+    from perilune.control.queries.lookup import find_run, terminal_runs
+    from perilune.control.record.database import REPAIR
+
+    control = open_control(refresh=False)
+    if problem := damage(control.store):
+        return {"the database": [problem]}
+    refresh_state(control)
+    runs = terminal_runs(control) if reference is None else [find_run(control, reference)]
+    problems = {"the recorded events": [problem] if (problem := record_problem(control)) else []}
+    for run_id in unrecorded(control.home, control.store):
+        problems[f"run {run_id}"] = [f"is not in the database\n  try: {REPAIR}"]
+    return problems | {f"{run.stage} ({run.id})": list(run_problems(control, run)) for run in runs}
+
+
+def export(
+    run: RunArgument,
+    out: Annotated[Path, typer.Option("--out", "-o", help="New folder.")],
+    ro_crate: Annotated[
+        bool, typer.Option("--ro-crate", help="Also write Process Run Crate metadata (RO-Crate 1.1).")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Export a run to a folder: bundle, artifacts, logs, signed statements, and the public key to check them.
+
+    \b
+    perilune export rl --out rl-export
+    perilune export rl --out rl-export --ro-crate
+    """
+    from perilune.control.evidence.verification import export as export_run
+    from perilune.control.queries.lookup import find_run
+
+    control = open_control()
+    found = find_run(control, run)
+    export_run(control, found, out, crate=ro_crate)
+    if as_json:
+        print_json({"run": found.id, "stage": found.stage, "directory": str(out)})
+    else:
+        echo(f"exported {found.stage} to {out}\n  next: perilune verify {out}")

@@ -1,0 +1,192 @@
+"""Stages as tables: `perilune runs` lists them, `perilune top` shows their live progress."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from perilune.cli.output import as_markup, table_console
+from perilune.cli.units import duration
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from perilune.control.queries.lookup import StageStatus
+    from perilune.control.runs.experiments import Control
+
+NARROW = 120  # columns below which experiments become headings
+COLUMNS = ("experiment", "stage", "state", "try", "progress", "left", "metrics", "time", "run")  # of `top`
+
+
+def print_runs(statuses: Sequence[StageStatus]) -> None:
+    """Print stages in the given order; in a narrow terminal under the names of their experiments."""
+    console = table_console()
+    if console.width >= NARROW:
+        console.print(_flat(statuses))
+    else:
+        for experiment, table in _by_experiment(statuses):
+            console.print(as_markup(experiment))
+            console.print(table)
+
+
+def _flat(statuses: Sequence[StageStatus]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("experiment", "stage", "task", "state", "attempts", "time", "result", "run"):
+        table.add_column(name, no_wrap=name != "result")
+    for status in statuses:
+        row = (status.experiment, status.name, status.task, state_text(status), str(status.attempts or ""))
+        table.add_row(*map(as_markup, (*row, _time(status.seconds), result(status))), status.run_id)
+    return table
+
+
+def _by_experiment(statuses: Sequence[StageStatus]) -> Iterator[tuple[str, Table]]:
+    from rich.table import Table
+
+    names = max(len(status.name) for status in statuses)
+    for experiment, stages in groupby(statuses, key=lambda status: (status.experiment_id, status.experiment)):
+        table = Table(box=None, pad_edge=False, show_header=False)
+        table.add_column(min_width=min(names, 16) + 2, max_width=18, overflow="fold")
+        table.add_column(min_width=10, overflow="fold")
+        table.add_column(min_width=7, justify="right", no_wrap=True)
+        table.add_column(ratio=1, overflow="fold")
+        table.add_column(min_width=26, no_wrap=True)
+        for status in stages:
+            attempts = f"attempt {status.attempts}" if status.attempts > 1 else ""
+            outcome = ", ".join(part for part in (result(status), attempts) if part)
+            cells = (f"  {status.name}", state_text(status), _time(status.seconds), outcome)
+            table.add_row(*map(as_markup, cells), status.run_id)
+        yield experiment[1], table
+
+
+@dataclass(frozen=True, slots=True)
+class LiveStage:
+    """One stage as `top` shows it.
+
+    Attributes:
+        status: the recorded status.
+        progress: the last progress report, with "done", "total", "unit" and "figures"; None before the first.
+        seconds: since the run was submitted, or from then to its end; None before that.
+    """
+
+    status: StageStatus
+    progress: dict[str, Any] | None
+    seconds: float | None
+
+    @property
+    def share(self) -> float | None:
+        """The part that is done, from 0 to 1."""
+        if self.progress is None or not self.progress["total"]:
+            return None
+        return min(1.0, float(self.progress["done"]) / float(self.progress["total"]))
+
+    def cells(self) -> tuple[str, ...]:
+        """The texts of `COLUMNS`."""
+        status, progress, left, metrics = self.status, "", "", ""
+        if status.state == "active" and self.progress is not None and self.share is not None:
+            progress = f"{_bar(self.share)} {self.progress['done']:,}/{self.progress['total']:,}"
+            if self.seconds and 0 < self.share < 1:
+                left = duration(self.seconds / self.share - self.seconds)
+            metrics = " ".join(f"{name} {value:.3g}" for name, value in self.progress["figures"].items())
+        return (
+            status.experiment,
+            status.name,
+            state_text(status),
+            str(status.attempts or ""),
+            progress,
+            left,
+            metrics or result(status),
+            _time(self.seconds),
+            status.run_id,
+        )
+
+    def document(self) -> dict[str, Any]:
+        """The stage as JSON."""
+        return self.status.document() | {"progress": self.progress, "elapsed": self.seconds}
+
+
+def live_stages(
+    control: Control, experiments: int, *, now: float | None = None, refresh: bool = True
+) -> list[LiveStage]:
+    """The stages of the latest experiments, the newest experiment first.
+
+    With `refresh`, first check the state of all live runs.
+    """
+    from perilune.control.queries.lookup import latest_experiments, stage_statuses
+    from perilune.control.runs.experiments import read_progress
+
+    if refresh:
+        control.reconciler.all(act=False)
+    latest = latest_experiments(control, experiments)
+    statuses = stage_statuses(control, latest)
+    clock = time.time() if now is None else now
+    return [
+        LiveStage(
+            status,
+            read_progress(status.attempt_dir) if status.attempt_dir and status.state == "active" else None,
+            status.seconds if status.seconds is not None else status.created and clock - status.created,
+        )
+        for experiment in latest
+        for status in statuses
+        if status.experiment_id == experiment
+    ]
+
+
+def print_live(stages: Sequence[LiveStage]) -> None:
+    """Print the live table once, under the names of experiments and without the ids of runs."""
+    from rich.table import Table
+
+    console = table_console()
+    experiments = groupby(stages, key=lambda stage: (stage.status.experiment_id, stage.status.experiment))
+    for (_, experiment), members in experiments:
+        table = Table(box=None, pad_edge=False, show_header=False)
+        for name in COLUMNS[1:-1]:
+            table.add_column(no_wrap=name != "metrics", overflow="fold")
+        for member in members:
+            stage, *cells = map(as_markup, member.cells()[1:-1])
+            table.add_row(f"  {stage}", *cells)
+        console.print(as_markup(experiment))
+        console.print(table)
+
+
+def state_text(status: StageStatus) -> str:
+    """The state of a stage, with what is uncertain about it."""
+    return status.shown + doubts(status.state, status.reachability, status.cleanup, bool(status.conditions))
+
+
+def doubts(state: str, reachability: str, cleanup: str, error: bool = False) -> str:
+    """What is uncertain or unfinished about a state; `error` when the last pass over the run failed."""
+    if error:
+        return ", error"
+    if cleanup == "pending":
+        return ", not proven to have stopped" if state in {"lost", "cancelled"} else ", cleanup pending"
+    return ", unreachable" if reachability == "unreachable" and cleanup != "done" else ""
+
+
+def result(status: StageStatus) -> str:
+    """The most important value of a stage's summary, or the cause of its failure."""
+    score = status.summary.get("pass@1")
+    if score:
+        return f"pass@1 {interval(score)}"
+    for figure in ("rows", "steps"):
+        if figure in status.summary:
+            return f"{status.summary[figure]} {figure}"
+    return status.cause
+
+
+def interval(value: Mapping[str, float]) -> str:
+    """A share with its interval: 41.0% (38.2% to 44.1%)."""
+    return f"{value['mean']:.1%} ({value['low']:.1%} to {value['high']:.1%})"
+
+
+def _time(seconds: float | None) -> str:
+    return "" if seconds is None else duration(seconds)
+
+
+def _bar(share: float, width: int = 12) -> str:
+    full = round(share * width)
+    return "━" * full + "─" * (width - full)

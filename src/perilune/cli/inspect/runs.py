@@ -1,0 +1,135 @@
+"""Commands that list runs, show one and print its log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from perilune.cli.arguments import Json, RunArgument, open_control, reason
+from perilune.cli.inspect.run_table import doubts, interval, print_runs
+from perilune.cli.machines.rented import warn_about_cleanup
+from perilune.cli.output import echo, print_json, wrapped, write
+
+
+def runs(
+    experiment: Annotated[
+        str | None,
+        typer.Option("--experiment", "-e", help="Only this experiment: name, or first characters of its id."),
+    ] = None,
+    last: Annotated[
+        int, typer.Option("--last", "-n", min=1, help="Number of experiments, the latest first.")
+    ] = 20,
+    everything: Annotated[bool, typer.Option("--all", help="List all experiments.")] = False,
+    as_json: Json = False,
+) -> None:
+    """List the runs of the latest experiments, in the order of their stages.
+
+    \b
+    perilune runs
+    perilune runs --experiment quickstart --json
+    perilune runs --all
+    """
+    from perilune.control.queries.lookup import (
+        experiment_count,
+        find_experiment,
+        latest_experiments,
+        stage_statuses,
+    )
+
+    control = open_control()
+    chosen = latest_experiments(control, None if everything else last)
+    if experiment is not None:
+        chosen = [find_experiment(control, experiment).id]
+    statuses = stage_statuses(control, chosen)
+    more = experiment_count(control) - len(chosen)
+    if as_json:
+        listed = [status.document() for status in statuses]
+        print_json({"home": str(control.home.root), "runs": listed, "other_experiments": more})
+    elif statuses:
+        warn_about_cleanup(control)
+        print_runs(statuses)
+        if more and experiment is None:
+            echo(f"{more:,} older experiments: perilune runs --all")
+    else:
+        echo("no runs yet; try: perilune quickstart")
+
+
+def show(run: RunArgument, as_json: Json = False) -> None:
+    """Show one run: its state and cause, attempts, metrics and files.
+
+    \b
+    perilune show evaluate
+    perilune show quickstart/rl --json
+    """
+    from perilune.control.queries.lookup import find_run, run_document
+
+    control = open_control()
+    document = run_document(control, find_run(control, run))
+    if as_json:
+        print_json(document)
+        return
+    echo(f"run {document['id']}: stage {document['stage']} of {document['experiment']}")
+    echo(f"  state      {document['state']}{reason(document)}")
+    for condition in document["conditions"]:
+        echo(f"  error      {condition['about']}: {condition['message']}")
+    for attempt in document["attempts"]:
+        where = f"{attempt['placement']}/{attempt['launcher']}"
+        doubt = doubts(attempt["state"], attempt["reachability"], attempt["cleanup"])
+        echo(f"  attempt {attempt['number']}  {attempt['state']} on {where}{doubt}{reason(attempt)}")
+        if attempt["container"]:
+            echo(f"             image {attempt['container']['image_id']}")
+    if document["retry_of"]:
+        echo(f"  retry of   {document['retry_of']}")
+    for warning in document["summary"].get("warnings") or ():
+        echo(wrapped(f"  warning    {warning}", indent=13))
+    for name, value in _figures(document["summary"]).items():
+        echo(f"  {name:<22} {value}")
+    echo(f"  bundle     {document['bundle_digest']}\n             {document['bundle']}")
+    echo(f"  files      {document['directory']}")
+
+
+def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
+    """The values of a summary that fit on a line: numbers, texts, and measures with their interval."""
+    lines = {}
+    for name, value in summary.items():
+        if isinstance(value, float):
+            lines[name] = f"{value:,.4g}"
+        elif isinstance(value, int | str):
+            lines[name] = f"{value:,}" if type(value) is int else str(value)
+        elif isinstance(value, Mapping) and value.keys() == {"mean", "low", "high"}:
+            lines[name] = interval(value)
+    return lines
+
+
+def logs(
+    run: RunArgument,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Follow the log until the run ends.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Print the log of a run; -f follows it.
+
+    Control characters are printed in escaped form: \\x1b stands for ESC. Of a very long log, the first 8 MiB
+    and at least the last 16 MiB are kept. The folder runtime/ of the attempt has the original bytes.
+
+    \b
+    perilune logs rl -f
+    """
+    from perilune.control.queries.lookup import find_run
+    from perilune.control.runs.requests import logs as log_text
+
+    control = open_control()
+    found = find_run(control, run)
+    text = log_text(control, found.id, follow=follow)
+    if as_json:
+        print_json({"run": found.id, "stage": found.stage, "lines": "".join(text).splitlines()})
+        return
+    printed = False
+    for chunk in text:
+        printed = printed or bool(chunk)
+        write(chunk)
+    if not printed:
+        echo(f"the log is empty; for the state of the run: perilune explain {found.id}", err=True)

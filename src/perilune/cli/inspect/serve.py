@@ -1,0 +1,127 @@
+"""`perilune serve`: a checkpoint behind OpenAI's HTTP API."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from perilune.cli.arguments import CheckpointArgument, checkpoint_folder
+from perilune.cli.output import echo
+from perilune.errors import RequestError
+
+NEEDED = ("fastapi", "httptools", "prometheus_client", "uvicorn")
+
+Host = Annotated[str, typer.Option(help="Address to listen on.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")]
+TokenEnv = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Environment variable with the bearer token of requests. Required unless HOST is loopback.",
+    ),
+]
+Name = Annotated[
+    str, typer.Option(help="Model name in requests. Default: the name of the folder or the run.")
+]
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        metavar="NAME=FOLDER",
+        help="A LoRA adapter as PEFT writes it; requests select it with model=NAME. Repeatable.",
+    ),
+]
+Slots = Annotated[int, typer.Option(min=1, max=4096, help="Samples that are computed at a time.")]
+MaxQueue = Annotated[
+    int, typer.Option(min=0, help="Samples that may wait; further ones are refused with 429.")
+]
+CacheTokens = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        max=1 << 30,
+        help="Tokens in the KV cache, which bounds the length of a request. 0 for as many as fit into 4 GiB.",
+    ),
+]
+MaxBody = Annotated[float, typer.Option(min=0.001, max=1024, help="Largest request body, in MiB.")]
+Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Device of the model.")]
+Dtype = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Dtype of the weights.")]
+Drain = Annotated[float, typer.Option(min=0, help="Seconds to finish open requests after SIGTERM or Ctrl-C.")]
+Stall = Annotated[
+    float, typer.Option(min=1, help="Seconds until a client that neither reads nor sends is disconnected.")
+]
+MaxConnections = Annotated[
+    int | None,
+    typer.Option(min=1, help="Open connections. Default: what the limit on open files allows, at most 4096."),
+]
+
+
+def serve(
+    checkpoint: CheckpointArgument,
+    *,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    token_env: TokenEnv = "",
+    name: Name = "",
+    adapter: Adapters = None,
+    slots: Slots = 64,
+    max_queue: MaxQueue = 256,
+    cache_tokens: CacheTokens = 0,
+    max_body: MaxBody = 4.0,
+    device: Device = "auto",
+    dtype: Dtype = "float32",
+    drain: Drain = 30.0,
+    stall: Stall = 60.0,
+    max_connections: MaxConnections = None,
+) -> None:
+    """Serve a checkpoint over OpenAI's HTTP API: /v1/chat/completions, /v1/completions, /v1/models.
+
+    Also serves /health, and /metrics for Prometheus. After SIGTERM or Ctrl-C the server finishes open
+    requests and exits.
+
+    \b
+    perilune serve rl --name my-model
+    perilune serve ./my-model --adapter math=./lora
+    """
+    missing = [package for package in NEEDED if find_spec(package) is None]
+    if missing:
+        raise RequestError(
+            f"the package {missing[0]} is not installed", remedy="pip install 'perilune[serve]'"
+        )
+    folder = checkpoint_folder(checkpoint)
+    from perilune.serve.server import Settings
+    from perilune.serve.server import serve as run_server
+
+    settings = Settings(
+        checkpoint=folder,
+        name=name or (folder.name if Path(checkpoint).is_dir() else checkpoint),
+        host=host,
+        port=port,
+        token_env=token_env,
+        slots=slots,
+        max_queue=max_queue,
+        cache_tokens=cache_tokens,
+        max_body=round(max_body * 2**20),
+        device=device,
+        dtype=dtype,
+        drain=drain,
+        stalled=stall,
+        max_connections=max_connections,
+        adapters=dict(map(_adapter, adapter or [])),
+    )
+    run_server(
+        settings,
+        lambda url: echo(f"{settings.name} answers at {url}", err=True),
+        lambda notice: echo(notice, err=True),
+    )
+
+
+def _adapter(given: str) -> tuple[str, Path]:
+    """Name and folder."""
+    name, _, folder = given.partition("=")
+    if not name or not folder:
+        raise RequestError(f"{given!r} is not NAME=FOLDER", where="--adapter")
+    return name, Path(folder).expanduser()

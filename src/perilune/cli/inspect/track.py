@@ -1,0 +1,104 @@
+"""`perilune track`: copy the metrics of a run to TensorBoard, W&B or MLflow, during or after the run."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from perilune.cli.arguments import Json, RunArgument, open_control
+from perilune.cli.output import echo, print_json
+from perilune.cli.train.trackers import tracker_folder
+
+if TYPE_CHECKING:
+    from perilune.control.record.store import Run
+    from perilune.control.runs.experiments import Control
+    from perilune.tracking import Sink, TrackedRun
+
+POLL_SECONDS = 2.0  # between two looks of --follow
+
+
+def track(
+    run: RunArgument,
+    *,
+    to: Annotated[str, typer.Option("--to", metavar="NAME", help="tensorboard, wandb or mlflow.")],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Folder for the tracker. Default: tracking/NAME in the home."),
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Copy until the run ends.")] = False,
+    tied: Annotated[bool, typer.Option("--tied", hidden=True)] = False,
+    as_json: Json = False,
+) -> None:
+    """Copy the metrics of a run to TensorBoard, Weights & Biases or MLflow.
+
+    Replaces what was copied from the run before. W&B is offline unless WANDB_MODE is online. MLflow writes
+    files unless MLFLOW_TRACKING_URI names a server.
+
+    \b
+    perilune track rl --to tensorboard
+    perilune track rl --to wandb --follow
+    """
+    from perilune.control.queries.lookup import find_run
+    from perilune.control.record.home import locked
+    from perilune.execution.processes import die_with
+    from perilune.tracking import open_sink
+
+    if tied:
+        die_with(os.getppid())
+    control = open_control()
+    found = find_run(control, run)
+    directory = out or control.home.root / "tracking" / to
+    folder = tracker_folder(control, found.id, to)
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder) as acquired:
+        if not acquired:
+            echo(f"{found.stage}: another process is copying to {to}")
+            return
+        sink = open_sink(to, directory, _tracked(control, found))
+        steps = _copy(control, found, sink, follow=follow)
+    if as_json:
+        print_json({"run": found.id, "stage": found.stage, "steps": steps, "look": sink.place})
+    else:
+        echo(f"{found.stage}: {steps} steps; {sink.place}")
+
+
+def _copy(control: Control, run: Run, sink: Sink, *, follow: bool) -> int:
+    """Copy steps until there are no more; returns their number."""
+    from perilune.control.record.transitions import RunState
+    from perilune.tracking import Trail
+
+    trail, steps = Trail(sink.after), 0
+    while True:
+        run = control.run(run.id)
+        state = RunState(run.state)
+        ended = state.terminal or not follow
+        for figures in trail.read(control.directory(run) / "artifacts", ended=ended):
+            sink.write(figures)
+            steps += 1
+        if ended:
+            sink.close(failed=state in {RunState.FAILED, RunState.CANCELLED})
+            return steps
+        time.sleep(POLL_SECONDS)
+        control.reconciler.one(run.id, act=False)
+
+
+def _tracked(control: Control, run: Run) -> TrackedRun:
+    from perilune.bundle.job import Job
+    from perilune.control.queries.lookup import run_document
+    from perilune.files import read_json
+    from perilune.tracking import TrackedRun
+
+    job = Job.model_validate(read_json(control.home.bundle(run.id) / "job.json"))
+    environment = {name: value for name, value in job.environment.items() if name != "rewards"}
+    terms = job.environment.get("rewards", {})  # without the source text of reward functions
+    rewards = {
+        name: term if isinstance(term, float | int) else term["weight"] for name, term in terms.items()
+    }
+    config = {"task": job.task, "seed": job.seed, "environment": environment, "model": job.model}
+    config |= {"rewards": rewards} if rewards else {}
+    experiment = run_document(control, run)["experiment"]
+    return TrackedRun(run.id, experiment, run.stage, run.created, config | job.spec)

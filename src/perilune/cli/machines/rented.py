@@ -1,0 +1,369 @@
+"""Commands about rented machines: list them, show their cost, terminate them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from perilune.cli.arguments import Json, command_group, open_control
+from perilune.cli.output import as_markup, echo, print_json, table_console
+from perilune.cli.units import duration
+from perilune.errors import RequestError
+
+if TYPE_CHECKING:
+    from perilune.control.machines.lifecycle import Fleet
+    from perilune.control.record.store import Machine
+    from perilune.control.runs.experiments import Control
+
+app = command_group("List rented machines and terminate them.")
+MachineArgument = Annotated[
+    str, typer.Argument(metavar="MACHINE", help="Its key, or the last characters of it.")
+]
+NARROW = 110  # columns below which each machine takes two lines
+REAP_SECONDS = 1.0  # between two rounds of `machines reap --wait`
+
+
+@app.command("list")
+def machines_list(
+    everything: Annotated[bool, typer.Option("--all", help="Also list terminated machines.")] = False,
+    as_json: Json = False,
+) -> None:
+    """List rented machines, first those that are being terminated.
+
+    \b
+    perilune machines list
+    perilune machines list --all --json
+    """
+    control = open_control()
+    machines = sorted(_fleet(control).all(gone=everything), key=lambda one: one.state != "terminating")
+    if as_json:
+        print_json({"machines": [document(machine) for machine in machines]})
+    elif machines:
+        _print_table(machines)
+    else:
+        echo("no machines are rented")
+
+
+@app.command("offers")
+def machines_offers(as_json: Json = False) -> None:
+    """List the machines and prices of the providers in providers.yaml, and check that file.
+
+    Rents nothing. Exits with 1 when a provider does not answer, and with 2 when providers.yaml is wrong.
+
+    \b
+    perilune machines offers
+    """
+    from perilune.control.machines.providers import Providers
+    from perilune.control.record.home import Home
+    from perilune.errors import PeriluneError
+
+    providers = Providers(Home.open())
+    found: list[dict[str, Any]] = []
+    wrong: list[PeriluneError] = []
+    for name in providers.names():
+        try:
+            offers = providers.get(name).offers()
+            found += [{"provider": name, **asdict(offer)} for offer in offers]
+            wrong += providers.problems(name, [offer.kind for offer in offers])
+        except PeriluneError as error:
+            wrong.append(error)
+    if as_json:
+        print_json({"offers": found, "problems": [str(problem) for problem in wrong]})
+    else:
+        for one in found:
+            notes = ["preemptible"] if one["preemptible"] else []
+            notes += [f"{one['capacity']} available"] if one["capacity"] is not None else []
+            echo(f"{one['provider']}:{one['kind']}  {one['price']:.4g} an hour  {', '.join(notes)}".rstrip())
+        for problem in wrong:
+            echo(f"error: {problem}", err=True)
+        if not found and not wrong:
+            echo("no machines are offered; providers.yaml lists the providers")
+    if wrong:
+        raise typer.Exit(max(problem.exit_code for problem in wrong))
+
+
+@app.command("show")
+def machines_show(machine: MachineArgument, as_json: Json = False) -> None:
+    """Show one machine: its state and cause, lease, cost and events.
+
+    \b
+    perilune machines show perilune-7kq2m0x9ab-01jd0x-1-0
+    """
+    from perilune.control.queries.lookup import events_after
+
+    control = open_control()
+    found = _find(_fleet(control), machine)
+    events = [
+        {"time": row.time, "kind": row.kind, **row.detail}
+        for row in events_after(control, run_id=found.run_id)
+        if row.detail.get("machine") == found.key
+    ]
+    if as_json:
+        print_json(document(found) | {"events": events})
+        return
+    fields = document(found)
+    echo(f"machine {found.key}: {found.state}{f' ({found.reason})' if found.reason else ''}")
+    echo(f"  for        attempt {found.epoch} of run {found.run_id}")
+    echo(f"  kind       {found.provider}:{found.kind} at {found.price:.4g} an hour")
+    echo(f"  cost       {fields['cost']:.4g} of at most {fields['promised']:.4g}")
+    echo(f"  lease      {', '.join(f'{name} {value:g}' for name, value in found.lease.items())}")
+    for condition in fields["conditions"]:
+        echo(f"  note       {condition}")
+    for event in events:
+        echo(f"  event      {event['kind']}")
+
+
+@app.command("reap")
+def machines_reap(
+    grace: Annotated[
+        float,
+        typer.Option(min=0, metavar="SECONDS", help="Spare unknown machines that are younger than this."),
+    ] = 120.0,
+    wait: Annotated[
+        float,
+        typer.Option(min=0, metavar="SECONDS", help="Wait at most this long for proof that all are gone."),
+    ] = 0.0,
+    as_json: Json = False,
+) -> None:
+    """Terminate every machine that no run needs, also those with this home's tag that are not recorded here.
+
+    Exits with 1 when a machine is not proven gone yet; later commands keep trying.
+
+    \b
+    perilune machines reap
+    perilune machines reap --grace 0 --wait 60
+    """
+    from perilune.control.machines.sweep import reconcile_all, sweep
+
+    control = open_control()
+    found = sweep(_fleet(control), grace)
+    until = time.monotonic() + wait
+    while True:
+        reconcile_all(_fleet(control))
+        going = [machine for machine in _fleet(control).all() if machine.state == "terminating"]
+        if not going or time.monotonic() >= until:
+            break
+        time.sleep(REAP_SECONDS)
+    if as_json:
+        print_json({"found": found, "terminating": [document(machine) for machine in going]})
+    else:
+        for key in found:
+            echo(f"{key}: was not recorded here; terminating it")
+        echo(f"{len(going)} not proven gone yet" if going else "no machine is left to terminate")
+    if going:
+        raise typer.Exit(1)
+
+
+@app.command("rm")
+def machines_rm(
+    machine: MachineArgument,
+    force: Annotated[
+        bool, typer.Option("--force", help="Terminate it even while an attempt runs on it.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Terminate one machine. Files of its attempt that are not downloaded yet are lost.
+
+    \b
+    perilune machines rm perilune-7kq2m0x9ab-01jd0x-1-0
+    """
+    control = open_control()
+    found = _find(_fleet(control), machine)
+    if found.idle_since is None and found.state != "gone" and not force:
+        raise RequestError(
+            f"attempt {found.epoch} of run {found.run_id} runs on it",
+            where=found.key,
+            remedy=f"perilune cancel {found.run_id}, or add --force",
+        )
+    _fleet(control).request_termination(found.key, "requested by the user")
+    ended = _fleet(control).reconcile(found.key)
+    assert ended is not None
+    if as_json:
+        print_json(document(ended))
+    else:
+        echo(f"{ended.key}: {ended.state}")
+
+
+def cost(as_json: Json = False) -> None:
+    """Show what rented machines have cost, cost now and may still cost.
+
+    \b
+    perilune cost
+    perilune cost --json
+    """
+    from perilune.control.machines.budget import accrued, to_come, today
+
+    control = open_control()
+    machines = _fleet(control).all(gone=True)
+    alive = [machine for machine in machines if machine.state != "gone"]
+    by_run: dict[str, float] = {}
+    for machine in machines:
+        by_run[machine.run_id] = by_run.get(machine.run_id, 0.0) + accrued(machine)
+    fields = {
+        "spent": sum(by_run.values()),
+        "per_hour": sum(machine.price for machine in alive),
+        "may_come": sum(to_come(machine) for machine in alive),
+        "today": today(machines),
+        "daily_cap": _fleet(control).providers.daily_cap(),
+        "machines": len(machines),
+        "alive": len(alive),
+        "not_proven_gone": sum(machine.state == "terminating" for machine in alive),
+        "runs": by_run,
+    }
+    if as_json:
+        print_json(fields)
+        return
+    warn_about_machines(control)
+    echo(f"spent       {fields['spent']:.4g} on {len(machines)} machines")
+    echo(f"now         {fields['per_hour']:.4g} an hour for {len(alive)}")
+    echo(f"may come    {fields['may_come']:.4g} at most, until their leases end")
+    echo(f"24 hours    {fields['today']:.4g} spent or promised, of {fields['daily_cap']:.4g}")
+    for run_id, spent in sorted(by_run.items(), key=lambda item: -item[1])[:10]:
+        echo(f"  {spent:10.4g}  run {run_id}")
+
+
+def panic(
+    patience: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="Longest time to keep trying.")
+    ] = 600.0,
+    lift: Annotated[bool, typer.Option("--lift", help="Allow renting again. Terminates nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Terminate every machine that this home has rented, now, and stop renting. Works without the database.
+
+    Asks every provider in providers.yaml for machines with this home's tag, until two listings in a row are
+    empty. Runs that need machines wait until `perilune panic --lift`.
+
+    Exits with 1 when a machine is left, or a provider or a recorded machine could not be reached.
+
+    \b
+    perilune panic
+    perilune panic --lift
+    """
+    from perilune.control.machines.panic import allow_renting
+    from perilune.control.machines.panic import panic as terminate_all
+    from perilune.control.record.home import Home
+
+    if lift:
+        lifted = allow_renting(Home.open())
+        if as_json:
+            print_json({"lifted": lifted})
+        else:
+            echo("machines may be rented again" if lifted else "renting was not stopped")
+        return
+    report = terminate_all(Home.open(), patience, lambda line: echo(line, err=True))
+    if as_json:
+        print_json(asdict(report))
+    else:
+        echo(
+            f"{len(report.ended)} machines are proven gone; renting is stopped until `perilune panic --lift`"
+        )
+        for key in report.left:
+            echo(f"not terminated: {key}")
+        for key, why in report.unreached.items():
+            echo(f"unreachable: {key} ({why})")
+        for name, why in report.silent.items():
+            echo(f"no answer from {name}: {why}")
+    if not report.complete:
+        raise typer.Exit(1)
+
+
+def warn_about_cleanup(control: Control) -> None:
+    """Warn on stderr about machines and attempts that are not proven to have stopped, and about errors."""
+    from perilune.control.record.transitions import AttemptState
+
+    warn_about_machines(control)
+    for attempt in control.reconciler.unclean():
+        stopped = attempt.state != AttemptState.LOST
+        doubt = f"is not removed from {attempt.placement} yet" if stopped else "is not proven to have stopped"
+        what = f"attempt {attempt.number} of run {attempt.run_id} {doubt}"
+        echo(f"warning: {what}; every command tries again", err=True)
+    for condition in control.reconciler.conditions.all():
+        run = f"run {condition.run_id}: " if condition.run_id else ""
+        echo(f"warning: {run}{condition}", err=True)
+
+
+def warn_about_machines(control: Control) -> None:
+    """Warn on stderr about machines that are being terminated and not proven gone, with their cost."""
+    from perilune.control.machines.budget import accrued
+    from perilune.control.machines.panic import STOPPED, renting_is_stopped
+
+    if renting_is_stopped(control.home):
+        echo(f"warning: {STOPPED}", err=True)
+    for machine in _fleet(control).all():
+        if machine.state == "terminating":
+            silent = " (its provider does not answer)" if machine.unseen_since else ""
+            costs = f"it has cost {accrued(machine):.4g}; every command tries again"
+            echo(f"warning: machine {machine.key} is not proven gone{silent}; {costs}", err=True)
+
+
+def document(machine: Machine) -> dict[str, Any]:
+    """A machine as JSON."""
+    from perilune.control.machines.budget import accrued, promised
+
+    columns = ("key", "provider", "kind", "run_id", "epoch", "state", "reason", "price", "lease", "remote_id")
+    conditions = [
+        text
+        for text, holds in (
+            ("its provider does not answer", machine.unseen_since),
+            ("its provider is about to preempt it", machine.notice and machine.state != "gone"),
+            ("not listed by its provider, once so far", machine.missing_since and machine.state != "gone"),
+            ("idle: no attempt needs it", machine.idle_since and machine.state != "gone"),
+            (machine.refused, machine.refused),
+        )
+        if holds
+    ]
+    return {
+        **{name: getattr(machine, name) for name in columns},
+        "conditions": conditions,
+        "cost": accrued(machine),
+        "promised": promised(machine),
+        "terminate_calls": machine.terminate_calls,
+        "created": machine.created,
+        "ended": machine.ended,
+    }
+
+
+def _fleet(control: Control) -> Fleet:
+    return control.reconciler.rentals.fleet
+
+
+def _find(fleet: Fleet, reference: str) -> Machine:
+    machines = fleet.all(gone=True)
+    fitting = [one for one in machines if one.key == reference] or [
+        one for one in machines if one.key.endswith(reference.lower())
+    ]
+    if len(fitting) == 1:
+        return fitting[0]
+    what = f"'{reference}' matches {len(fitting)} machines" if fitting else f"no machine '{reference}'"
+    raise RequestError(what, remedy="perilune machines list --all")
+
+
+def _print_table(machines: Sequence[Machine]) -> None:
+    from rich.table import Table
+
+    console = table_console(width=200)
+    table = Table(box=None, pad_edge=False)
+    for name in ("machine", "kind", "state", "age", "cost", "at most", "note"):
+        table.add_column(name, no_wrap=name != "note")
+    for machine in machines:
+        fields = document(machine)
+        kind, age = f"{machine.provider}:{machine.kind}", _age(machine)
+        costs = (f"{fields['cost']:.4g}", f"{fields['promised']:.4g}")
+        notes = [*([machine.reason] if machine.reason else []), *fields["conditions"]]
+        if console.width >= NARROW:
+            row = (machine.key, kind, machine.state, age, *costs, "; ".join(notes))
+            table.add_row(*map(as_markup, row))
+        else:  # the key alone takes most of a line
+            echo(machine.key)
+            echo("  ".join(["", kind, machine.state, age, f"cost {costs[0]} of at most {costs[1]}", *notes]))
+    if table.row_count:
+        console.print(table)
+
+
+def _age(machine: Machine) -> str:
+    return duration((machine.ended or time.time()) - machine.created)

@@ -1,0 +1,95 @@
+"""`perilune secrets`: configure where secrets are read from. Values are never printed or stored."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from perilune.cli.arguments import Json, command_group
+from perilune.cli.output import echo, print_json
+from perilune.errors import RequestError
+
+app = command_group("Configure where secrets are read from. Values are never printed or stored.")
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name in recipes: JUDGE_KEY.")]
+
+
+@app.command("list", epilog="Example: perilune secrets list")
+def list_secrets(as_json: Json = False) -> None:
+    """List the configured secrets and whether each has a value."""
+    from perilune.bundle.secret_sources import read_sources, secret_value, sources_file
+
+    found = []
+    for name, source in sorted(read_sources().items()):
+        try:
+            problem = "" if secret_value(name) else "no value"
+        except RequestError as error:
+            problem = error.what
+        found.append({"name": name, "kept_in": str(source), "set": not problem, "problem": problem})
+    if as_json:
+        print_json({"file": str(sources_file()), "secrets": found})
+    elif not found:
+        echo("no secrets are configured; a secret is then read from the environment variable of its name")
+    for one in found if not as_json else ():
+        echo(f"{one['name']}  {one['kept_in']}  {one['problem'] or 'set'}")
+
+
+@app.command(
+    "set",
+    epilog="Example: perilune secrets set HF_TOKEN --file ~/.cache/huggingface/token",
+)
+def set_secret(
+    name: NameArgument,
+    *,
+    keyring: Annotated[
+        bool,
+        typer.Option(
+            "--keyring", help="Read from the system's keyring. Stores the value, from a prompt or stdin."
+        ),
+    ] = False,
+    service: Annotated[str, typer.Option(help="Service name in the keyring.")] = "perilune",
+    file: Annotated[Path | None, typer.Option(help="Read from a file that has only the value.")] = None,
+    environment: Annotated[str | None, typer.Option(help="Read from another environment variable.")] = None,
+) -> None:
+    """Set where the value of a secret is read from."""
+    from pydantic import ValidationError
+
+    from perilune.bundle.secret_sources import SecretSource, keep_in_keyring, read_sources, write_sources
+
+    sources = read_sources()
+    try:
+        source = SecretSource(
+            keyring=service if keyring else None,
+            file=None if file is None else str(file.expanduser().absolute()),
+            environment=environment,
+        )
+    except ValidationError:
+        raise RequestError("give exactly one of --keyring, --file and --environment", where=name) from None
+    if not name.isidentifier() or not name.isascii():
+        raise RequestError(f"'{name}' is not a valid name", remedy="use letters, digits and _")
+    if keyring:
+        keep_in_keyring(service, name, _asked(name))
+    write_sources({**sources, name: source})
+    echo(f"{name}: {source}")
+
+
+@app.command(epilog="Example: perilune secrets forget JUDGE_KEY")
+def forget(name: NameArgument) -> None:
+    """Forget where a secret is read from. The value itself is not deleted."""
+    from perilune.bundle.secret_sources import read_sources, write_sources
+
+    sources = read_sources()
+    if name not in sources:
+        raise RequestError(f"no secret '{name}' is configured", remedy="perilune secrets list")
+    write_sources({other: source for other, source in sources.items() if other != name})
+
+
+def _asked(name: str) -> str:
+    value = (
+        str(typer.prompt(name, hide_input=True)) if sys.stdin.isatty() else sys.stdin.readline().rstrip("\n")
+    )
+    if not value:
+        raise RequestError(f"no value for {name}", remedy="type it, or pass it on stdin")
+    return value

@@ -1,0 +1,80 @@
+"""`perilune templates`: the templates that say where and how runs execute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from perilune.cli.arguments import Json, command_group
+from perilune.cli.output import echo, print_json
+
+app = command_group("List, show and check templates, which say where and how runs execute.")
+
+Name = Annotated[str, typer.Argument(metavar="ID", help="Name of a template, or the path of its file.")]
+
+
+@app.command("list")
+def list_templates(as_json: Json = False) -> None:
+    """List the built-in templates and those in templates/ of the home directory.
+
+    \b
+    perilune templates list --json
+    """
+    from perilune.control.record.home import Home
+    from perilune.control.runs.templates import load_template, template_names
+
+    home = Home.open()
+    found = {name: load_template(home, name) for name in template_names(home)}
+    if as_json:
+        print_json([{"id": name, **one.model_dump(mode="json")} for name, one in found.items()])
+        return
+    width = max(map(len, found))
+    for name, one in found.items():
+        echo(f"{name:<{width}}  {one.placement.name:<5}  {one.description}".rstrip())
+
+
+@app.command()
+def show(name: Name, as_json: Json = False) -> None:
+    """Show a template with all defaults filled in.
+
+    \b
+    perilune templates show local
+    """
+    from perilune.control.record.home import Home
+    from perilune.control.runs.templates import load_template
+
+    document = load_template(Home.open(), name).model_dump(mode="json")
+    if as_json:
+        print_json(document)
+        return
+    import yaml
+
+    echo(yaml.safe_dump(document, sort_keys=False, allow_unicode=True).rstrip())
+
+
+@app.command()
+def validate(name: Name, as_json: Json = False) -> None:
+    """Check a template, and report the file, line and key of an error. Rents nothing and connects nowhere.
+
+    For a template that rents machines, also checks the kind of machine against providers.yaml.
+
+    \b
+    perilune templates validate box.yaml
+    """
+    from perilune.control.machines.providers import Providers
+    from perilune.control.record.home import Home
+    from perilune.control.runs.templates import OnRented, load_template
+
+    home = Home.open()
+    template = load_template(home, name)
+    place, providers = template.placement, Providers(home)
+    if isinstance(place, OnRented) and place.provider in providers.names():
+        for problem in providers.problems(place.provider, [place.kind]):
+            raise problem
+    if as_json:
+        print_json({"valid": True, "placement": template.placement.name})
+    else:
+        where = "this machine" if template.placement.name == "local" else Path(name).stem
+        echo(f"valid: runs go to {where}")

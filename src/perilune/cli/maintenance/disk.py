@@ -1,0 +1,169 @@
+"""`perilune gc` and `perilune rm`: show disk usage, and delete files and experiments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from perilune.cli.arguments import Json, open_control
+from perilune.cli.output import as_markup, echo, print_json, table_console
+from perilune.cli.units import size
+from perilune.errors import RequestError
+
+if TYPE_CHECKING:
+    from perilune.control.evidence.disk import Removable, Use
+    from perilune.control.runs.removal import Removal
+
+
+def gc(
+    yes: Annotated[bool, typer.Option("--yes", help="Delete the listed files.")] = False,
+    checkpoints: Annotated[
+        bool, typer.Option("--checkpoints", help="Also intermediate checkpoints of succeeded runs.")
+    ] = False,
+    unused_days: Annotated[
+        float,
+        typer.Option("--unused-days", min=0, help="Also Python environments unused for this many days."),
+    ] = 30.0,
+    as_json: Json = False,
+) -> None:
+    """Show the disk usage of this home and the files that no run needs; delete those with --yes.
+
+    Deletes ended attempts that a later attempt has replaced, and unused Python environments. With
+    --checkpoints, also deletes the intermediate checkpoints of succeeded runs; their final checkpoints stay,
+    and `perilune verify` accepts the deletion. Bundles, results and exported folders always stay.
+
+    \b
+    perilune gc
+    perilune gc --checkpoints --yes
+    """
+    from perilune.control.evidence.disk import others, removable, remove, uses
+    from perilune.control.record.home import Home
+
+    if yes:
+        Home.chosen().release_reserve()  # disk space to record the deletion
+    control = open_control()
+    found = uses(control)
+    beside = {name: count for name, count in others(control.home).items() if count}
+    chosen = removable(control, checkpoints=checkpoints, unused_days=unused_days)
+    if not as_json:
+        _print_uses(found)
+        for name, count in beside.items():
+            echo(f"{size(count):>10}  {name}")
+        total = sum(use.bytes for use in found) + sum(beside.values())
+        echo(f"{size(total):>10}  total in {control.home.root}")
+    removed = list(remove(control, chosen)) if yes else []
+    if as_json:
+        print_json(
+            {
+                "home": str(control.home.root),
+                "runs": [asdict(use) | {"bytes": use.bytes} for use in found],
+                "others": beside,
+                "removable": [asdict(one) for one in chosen],
+                "removed": [asdict(one) for one in removed],
+            }
+        )
+        return
+    _print_removable(removed if yes else chosen)
+    _print_end(chosen, removed, yes=yes, checkpoints=checkpoints)
+
+
+def _print_end(
+    chosen: Sequence[Removable], removed: Sequence[Removable], *, yes: bool, checkpoints: bool
+) -> None:
+    if not chosen:
+        more = "" if checkpoints else "; --checkpoints also considers intermediate checkpoints"
+        echo(f"nothing to delete{more}")
+    elif yes:
+        left = len(chosen) - len(removed)
+        used = f"; kept {left} that are in use" if left else ""
+        echo(f"deleted {size(sum(one.bytes for one in removed))}{used}")
+    else:
+        option = " --checkpoints" if checkpoints else ""
+        echo(f"{size(sum(one.bytes for one in chosen))} can be deleted: perilune gc{option} --yes")
+
+
+def _print_uses(found: Sequence[Use]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("experiment/stage", overflow="fold")
+    table.add_column("run", no_wrap=True)
+    for name in ("bundle", "attempts", "checkpoints"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for use in found:
+        named = as_markup(f"{use.experiment}/{use.stage}")
+        attempts = use.attempts + use.reproductions
+        table.add_row(named, use.run_id, size(use.bundle), size(attempts), size(use.checkpoints))
+    if found:
+        table_console().print(table)
+
+
+def _print_removable(chosen: Sequence[Removable]) -> None:
+    for one in chosen:
+        what = {
+            "attempt": f"attempt {one.epoch} of {one.run_id}",
+            "checkpoints": f"{len(one.names)} intermediate checkpoints of {one.run_id}",
+        }.get(one.kind, f"environment {one.path.name}")
+        echo(f"{size(one.bytes):>10}  {what}\n            {one.why}")
+
+
+def rm(
+    experiment: Annotated[
+        str,
+        typer.Argument(
+            metavar="EXPERIMENT",
+            help="Name, id, or first characters of the id.",
+            show_default=False,
+        ),
+    ],
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Remove it. Without --yes, only list what would be removed.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove an experiment: its record, runs, checkpoints and report.
+
+    First lists what would be removed and what depends on it. A run that another experiment uses stays and
+    then belongs to that experiment. The command refuses while a run or a rented machine of the experiment is
+    live. Events, the cost of machines and copies in remote storage stay.
+
+    \b
+    perilune rm quickstart
+    perilune rm quickstart --yes
+    """
+    from perilune.control.queries.lookup import find_experiment
+    from perilune.control.record.home import Home
+    from perilune.control.runs.removal import bytes_of, plan_removal, remove_experiment
+
+    if yes:
+        Home.chosen().release_reserve()  # disk space to record the deletion
+    control = open_control()
+    found = find_experiment(control, experiment)
+    removal = plan_removal(control, found.id)
+    freed = bytes_of(control, removal)
+    if not as_json:
+        _print_removal(removal, freed)
+    if removal.blockers:
+        what, remedy = removal.blockers[0]
+        raise RequestError(f"{found.name} cannot be removed now: {what}", where=found.id, remedy=remedy)
+    if yes:
+        removal = remove_experiment(control, found.id)
+    if as_json:
+        runs = [run.id for run in removal.runs]
+        document = {"experiment": found.id, "name": found.name, "runs": runs, "kept": removal.kept}
+        print_json(document | {"copied": list(removal.copied), "bytes": freed, "removed": yes})
+    else:
+        echo(f"removed {found.name}" if yes else f"to remove it: perilune rm {experiment} --yes")
+
+
+def _print_removal(removal: Removal, freed: int) -> None:
+    echo(f"{removal.experiment.name} ({removal.experiment.id}): {len(removal.runs)} runs, {size(freed)}")
+    for run in removal.runs:
+        echo(f"  remove {run.stage}, {run.state}, run {run.id}")
+    for run_id, heir in removal.kept.items():
+        echo(f"  keep   run {run_id}: experiment {heir} uses it")
+    for name in removal.copied:
+        echo(f"  note   {name} started from one of these checkpoints; its bundles have copies of them")

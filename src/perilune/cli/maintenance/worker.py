@@ -1,0 +1,38 @@
+"""`perilune worker`: execute a frozen bundle in place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from perilune.cli.arguments import Json
+from perilune.cli.output import echo, print_json
+
+
+def worker(
+    bundle: Annotated[
+        Path, typer.Argument(metavar="BUNDLE", help="Folder of a frozen bundle, or a copy of one.")
+    ],
+    epoch: Annotated[
+        int | None, typer.Option(min=1, help="Number of the attempt. Default: one more than the last.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Execute a bundle here, in place. Remote machines run this command.
+
+    \b
+    perilune worker ./bundle
+    """
+    from perilune.execution.worker import run_bundle
+
+    verdict = run_bundle(bundle, epoch, echo=not as_json)
+    if as_json:
+        print_json(verdict.document())
+    elif verdict.succeeded:
+        echo(f"succeeded in {verdict.seconds:.1f} s; artifacts in {bundle / 'artifacts'}")
+    else:
+        echo(f"{verdict.cause}: {verdict.message}", err=True)
+    if not verdict.succeeded:
+        raise typer.Exit(2 if verdict.cause in {"request_error", "bundle_rejected"} else 1)

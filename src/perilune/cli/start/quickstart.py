@@ -1,0 +1,17 @@
+"""`perilune quickstart`: run the bundled recipe quickstart."""
+
+from __future__ import annotations
+
+from perilune.cli.train.run import JsonOption, SeedOption, SetOption, overrides, run_recipe
+
+
+def quickstart(set_: SetOption = None, seed: SeedOption = None, as_json: JsonOption = False) -> None:
+    """Generate data, fine-tune a tiny model, train it with RL and evaluate it, in minutes on this machine.
+
+    Runs the bundled recipe quickstart. Nothing is downloaded.
+
+    \b
+    perilune quickstart
+    perilune quickstart --seed 1 --set rl.steps=20
+    """
+    run_recipe("quickstart", overrides(set_, seed), "perilune quickstart", as_json=as_json)

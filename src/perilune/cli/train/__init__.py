@@ -1,0 +1,10 @@
+"""Commands that run recipes and control their runs."""
+
+COMMANDS = {
+    "run": ("train.run:run", "Run a recipe, or resume one that was run before."),
+    "eval": ("train.evaluate:evaluate", "Evaluate a checkpoint on an environment."),
+    "wait": ("train.lifecycle:wait", "Wait until a run or an experiment ends."),
+    "cancel": ("train.lifecycle:cancel", "Stop a run or an experiment."),
+    "retry": ("train.lifecycle:retry", "Retry a failed run from its last complete checkpoint."),
+    "reproduce": ("train.lifecycle:reproduce", "Rerun a frozen bundle and compare the results."),
+}

@@ -1,0 +1,31 @@
+"""The process that `perilune run --detach` leaves behind if no daemon runs: it runs one experiment.
+
+It may be killed at any moment. A daemon or the next command then continues the experiment.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from perilune.cli.failures import explain
+from perilune.cli.train.run import run_experiment
+from perilune.control.queries.lookup import find_experiment
+from perilune.control.runs.experiments import Control
+from perilune.control.runs.next_stage import recorded_recipe, template_of
+
+
+def main(experiment_id: str) -> int:
+    """Run the experiment to its end, or until a user cancels it; returns the exit code."""
+    control = Control()
+    experiment = find_experiment(control, experiment_id)
+    recipe = recorded_recipe(control, experiment_id)
+    template, command = template_of(experiment), f"perilune run {recipe.name}"
+    try:
+        run_experiment(control, experiment_id, recipe, template, command, asked=False)
+    except BaseException as error:
+        return explain(error, debug=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,51 @@
+"""`perilune eval`: evaluate any checkpoint on the held-out tasks of an environment."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import Annotated
+
+import typer
+
+from perilune.cli.arguments import CheckpointArgument, EnvironmentFields, checkpoint_folder
+from perilune.cli.data.environments import section_of
+from perilune.cli.train.run import JsonOption, run_stages
+
+
+def evaluate(
+    checkpoint: CheckpointArgument,
+    *,
+    environment: Annotated[
+        str,
+        typer.Option(metavar="ID", help="An environment, with its family: reasoning_gym/chain_sum."),
+    ],
+    settings: EnvironmentFields = [],  # noqa: B006  # typer reads the default and never changes it
+    tasks: Annotated[int, typer.Option(min=1, help="Number of held-out tasks.")] = 128,
+    samples: Annotated[int, typer.Option(min=1, help="Samples for each task.")] = 8,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 64,
+    seed: Annotated[int, typer.Option(min=0, help="Selects the tasks and the samples.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Evaluate a checkpoint on the held-out tasks of an environment, with confidence intervals.
+
+    The evaluation is a run like any other: `perilune runs` lists it, and it leaves a bundle. The same
+    command prints the recorded result again.
+
+    \b
+    perilune eval quickstart/rl --environment reasoning_gym/basic_arithmetic --set prompt=compact
+    perilune eval ./my-model --environment calculator --tasks 64 --samples 4 --json
+    """
+    from perilune.cli.train.plan import derive, print_plan
+    from perilune.recipe.evaluation import evaluation_recipe
+
+    fields = {"tasks": tasks, "samples": samples, "max_tokens": max_tokens}
+    section = section_of(environment, settings)
+    recipe = evaluation_recipe(checkpoint_folder(checkpoint), section, fields, seed, called=checkpoint)
+    print_plan(recipe, derive(recipe), sys.stderr)
+    options = [part for setting in settings for part in ("--set", setting)]
+    options += [
+        part for name, value in fields.items() for part in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    again = shlex.join(["perilune", "eval", checkpoint, "--environment", environment, *options])
+    run_stages(recipe, None, again, as_json=as_json)

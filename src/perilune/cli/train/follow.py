@@ -1,0 +1,150 @@
+"""Following an experiment on a terminal: events become progress bars, Ctrl-C stops the running stage."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from perilune.cli.console import StageProgress, stage_progress
+from perilune.cli.train.trackers import LAST_SECONDS, Trackers
+from perilune.cli.units import duration
+from perilune.control.runs import progress as events
+from perilune.control.runs.experiments import advance, stage_plans
+from perilune.control.runs.requests import cancel, request_experiment_cancel
+from perilune.control.runs.stage_failures import explain_failure
+from perilune.errors import PeriluneError, RequestError
+from perilune.execution.placements.upload import read_sent
+
+if TYPE_CHECKING:
+    from perilune.control.record.home import Home
+    from perilune.control.runs.experiments import Control
+    from perilune.control.runs.templates import Template
+    from perilune.recipe.schema import Recipe
+
+UPLOAD_INTERVAL = 0.5  # seconds between two looks at an upload
+
+
+def follow(
+    control: Control,
+    experiment: str,
+    recipe: Recipe,
+    template: Template | None = None,
+    *,
+    asked: bool = True,
+) -> PeriluneError | None:
+    """Run an experiment to its end where `template` says and show its progress; returns the failure, or None.
+
+    With `asked=False` continue what was requested before, and stop when that is cancelled.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C. A stage that this process started has been cancelled by then.
+    """
+    running: events.StageStarted | None = None
+    failure: PeriluneError | None = None
+    trackers = Trackers(control, recipe.tracking)
+    with stage_progress() as view, upload_progress(control.home, view) as started:
+        try:
+            plans = stage_plans(recipe, template)
+            for event in advance(control, experiment, plans, template=template, asked=asked):
+                if isinstance(event, events.StageStarted):
+                    running = event
+                    started(event.stage, event.run_id)
+                    trackers.begin(event.stage, event.run_id)
+                elif isinstance(event, events.StageReused):
+                    trackers.begin(event.stage, event.run_id, ended=True)
+                elif isinstance(event, events.StageFailed):
+                    failure = explain_failure(event)
+                show_event(event, view)
+                _warn(view, trackers)
+            _warn(view, trackers, LAST_SECONDS)
+        except KeyboardInterrupt:
+            if running is not None:
+                _interrupt(control, experiment, running, view)
+            raise
+    return failure
+
+
+def _warn(view: StageProgress, trackers: Trackers, seconds: float = 0.0) -> None:
+    for warning in trackers.warnings(seconds):
+        view.say(warning)
+
+
+def show_events(stream: Iterable[events.StageEvent]) -> events.StageEvent | None:
+    """Show events on stderr as they arrive; returns the last one."""
+    last: events.StageEvent | None = None
+    with stage_progress() as view:
+        for last in stream:
+            show_event(last, view)
+    return last
+
+
+def show_event(event: events.StageEvent, view: StageProgress) -> None:
+    """Show one event."""
+    match event:
+        case events.StageStarted():
+            verb = "joined" if event.attached else "run"
+            view.started(event.stage, f"stage {event.position} of {event.stages}, {verb} {event.run_id}")
+        case events.StageProgress():
+            view.progressed(event.stage, event.done, event.total, event.unit, event.figures)
+        case events.StageResumed():
+            why = event.message or event.cause
+            view.say(f"[{event.stage}] attempt {event.attempt} resumes from the last checkpoint: {why}")
+        case events.StageReused():
+            view.ended(event.stage, "reused", f"finished before, run {event.run_id}")
+        case events.StageFinished():
+            view.ended(event.stage, "done", duration(event.seconds))
+        case events.StageFailed():
+            view.ended(event.stage, "failed", event.cause)
+
+
+@contextmanager
+def upload_progress(home: Home, view: StageProgress) -> Iterator[Callable[[str, str], None]]:
+    """Show how much of the current stage's newest attempt has been uploaded to its machine.
+
+    Yields:
+        A function to call when a stage starts, with its name and the id of its run.
+    """
+    started: list[tuple[str, str]] = []
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(UPLOAD_INTERVAL):
+            for stage, run_id in started[-1:]:
+                sent = read_sent(home.attempt(run_id, home.newest_attempt(run_id)))
+                if sent is not None:
+                    view.progressed(stage, sent["done"], sent["total"], sent["unit"], sent["figures"])
+
+    watcher = threading.Thread(target=watch, name="upload progress", daemon=True)
+    watcher.start()
+    try:
+        yield lambda stage, run_id: started.append((stage, run_id))
+    finally:
+        stop.set()
+        watcher.join()
+
+
+def _interrupt(control: Control, experiment: str, running: events.StageStarted, view: StageProgress) -> None:
+    """Cancel the stage that this command started; leave a stage that it joined."""
+    stage, run_id = running.stage, running.run_id
+    if running.attached:
+        view.say(f"{stage} continues; to stop it: perilune cancel {run_id}")
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the request is recorded
+    try:
+        if run_id not in request_experiment_cancel(control, experiment):
+            return  # the run has just ended, or another experiment needs it too
+    except RequestError:
+        return  # every stage has just ended
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    try:
+        view.say(f"stopping {stage}; press Ctrl-C again to exit now")
+        cancel(control, run_id)
+        view.ended(stage, "failed", "stopped")
+        view.say("stopped; the same command resumes from the last checkpoint")
+    except KeyboardInterrupt:
+        view.say(f"{stage} is still stopping; `perilune reconcile` completes it")
+        raise

@@ -1,0 +1,188 @@
+"""Commands that wait for runs, stop them and run them again."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from perilune.cli.arguments import Json, RunArgument, RunOrExperiment, open_control, reason, run_summary
+from perilune.cli.machines.daemon import print_progress
+from perilune.cli.machines.rented import warn_about_cleanup
+from perilune.cli.output import echo, print_json
+from perilune.errors import PeriluneError
+
+if TYPE_CHECKING:
+    from perilune.control.runs.next_stage import StageStarter
+
+CANCELLED, TIMED_OUT = 3, 124  # exit codes of `wait`; the latter is that of timeout(1)
+
+
+def wait(
+    target: RunOrExperiment,
+    timeout: Annotated[
+        float | None, typer.Option(min=0, metavar="SECONDS", help="Stop waiting after this time.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Wait until a run or an experiment ends. Prints nothing until then.
+
+    An experiment ends with its last stage, or with the first stage that fails or is cancelled. The command
+    starts later stages of the experiment while it waits.
+
+    Exit codes: 0 succeeded, 1 failed, 2 failed because the request was wrong, 3 cancelled, 124 not ended
+    after --timeout.
+
+    \b
+    perilune wait rl --timeout 3600
+    perilune wait quickstart
+    """
+    from perilune.control.queries.lookup import find_run_or_experiment
+    from perilune.control.record.store import Experiment
+    from perilune.control.runs.experiments import POLL_SECONDS
+    from perilune.control.runs.next_stage import StageStarter
+    from perilune.control.runs.stage_failures import REQUEST_CAUSES
+
+    control = open_control()
+    found = find_run_or_experiment(control, target)
+    starter, prefix = StageStarter(control), f"{found.name}/" if isinstance(found, Experiment) else ""
+    until = None if timeout is None else time.monotonic() + timeout
+    while True:
+        if prefix:
+            _start_next_stage(starter, found.id)
+        run, outcome = starter.experiment(found.id) if prefix else starter.run(found.id)
+        if outcome is not None or (until is not None and time.monotonic() >= until):
+            break
+        time.sleep(POLL_SECONDS)
+    if as_json:
+        print_json(({"experiment": found.id} if prefix else {}) | run_summary(run))
+    else:
+        then = "" if outcome in {None, run.state} else "; then it was cancelled"
+        late = "" if outcome is not None else f", not ended after {timeout:g} s"
+        echo(f"{prefix}{run.stage}: {run.state}{reason(run_summary(run))}{then}{late}")
+    failed = 2 if run.cause in REQUEST_CAUSES else 1
+    codes = {"succeeded": 0, "failed": failed, "cancelled": CANCELLED, None: TIMED_OUT}
+    raise typer.Exit(codes[outcome])
+
+
+def _start_next_stage(starter: StageStarter, experiment_id: str) -> None:
+    """Start the next stage of the experiment if it is due; warn on stderr if it cannot start."""
+    for experiment, started in starter.start_next_stages(experiment_id):
+        if isinstance(started, PeriluneError):
+            print_progress(experiment, started)
+
+
+def cancel(
+    target: RunOrExperiment,
+    force: Annotated[
+        bool, typer.Option("--force", help="Give the run up even without proof that it has stopped.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Stop a run or an experiment. Finished stages keep their results.
+
+    The task is asked to exit, then killed. No later stage starts until `perilune run` requests it again. If
+    you cancel an experiment, a run that another experiment also needs continues.
+
+    A run on an unreachable machine is cancelled only with --force. Its results are then refused, and
+    `perilune reconcile` stops it as soon as the machine answers.
+
+    \b
+    perilune cancel rl
+    perilune cancel rl --force
+    perilune cancel quickstart
+    """
+    from perilune.control.queries.lookup import find_run_or_experiment
+    from perilune.control.record.store import Run
+    from perilune.control.runs.requests import cancel as cancel_run
+    from perilune.control.runs.requests import cancel_experiment, left_running
+
+    control = open_control()
+    found = find_run_or_experiment(control, target)
+    if isinstance(found, Run):
+        stopped = [cancel_run(control, found.id, force=force)]
+        document = run_summary(stopped[0])
+    else:
+        stopped = cancel_experiment(control, found.id, force=force)
+        document = {"experiment": found.id, "runs": [run_summary(run) for run in stopped]}
+    if as_json:
+        print_json(document)
+        return
+    for run in stopped:
+        if run.state == "succeeded":
+            echo(f"{run.stage}: succeeded before it could be stopped; no later stage starts")
+        else:
+            echo(f"{run.stage}: {run.state}; to resume it: perilune retry {run.id}")
+    if not isinstance(found, Run):
+        for run in left_running(control, found.id):
+            echo(f"{run.stage}: run {run.id} continues, because another experiment needs it")
+        echo(f"{found.name}: no later stage starts; `perilune run` resumes the experiment")
+    warn_about_cleanup(control)
+
+
+def retry(
+    run: RunArgument,
+    detach: Annotated[bool, typer.Option("--detach", help="Start the run and return.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Retry a failed or cancelled run from its last complete checkpoint.
+
+    Submits the same bundle as a new run that is linked to the old one. Later stages start when
+    `perilune run` requests the experiment again.
+
+    \b
+    perilune retry rl
+    """
+    from perilune.cli.train.follow import show_events
+    from perilune.control.queries.lookup import find_run
+    from perilune.control.runs.experiments import watch
+    from perilune.control.runs.requests import retry as retry_run
+
+    control = open_control()
+    new = retry_run(control, find_run(control, run).id)
+    if detach:
+        new = control.reconciler.one(new.id)
+    else:
+        show_events(watch(control, new.id))
+        new = control.run(new.id)
+    if as_json:
+        print_json(run_summary(new))
+    else:
+        echo(f"{new.stage}: {new.state}{reason(run_summary(new))}; run {new.id}")
+    if new.state in {"failed", "cancelled"}:
+        raise typer.Exit(1)
+
+
+def reproduce(run: RunArgument, as_json: Json = False) -> None:
+    """Run a frozen bundle again and compare metrics, episodes and the final checkpoint byte for byte.
+
+    Exits with 0 only if they are identical.
+
+    \b
+    perilune reproduce rl
+    """
+    from perilune.cli.train.follow import show_events
+    from perilune.control.queries.lookup import find_run
+    from perilune.control.runs.reproduction import Reproduced
+    from perilune.control.runs.reproduction import reproduce as run_again
+
+    control = open_control()
+    found = find_run(control, run)
+    last = show_events(run_again(control, found.id))
+    assert isinstance(last, Reproduced)
+    identical = not last.differences
+    if as_json:
+        differences = [str(difference) for difference in last.differences]
+        print_json(
+            {"run": found.id, "stage": found.stage, "identical": identical, "differences": differences}
+            | ({"directory": str(last.directory)} if last.directory else {})
+        )
+    elif identical:
+        echo(f"{found.stage}: reproduced; all computed files are identical")
+    else:
+        echo(f"{found.stage}: not reproduced; the second run is in {last.directory}")
+        for difference in last.differences:
+            echo(f"  {difference}")
+    if not identical:
+        raise typer.Exit(1)

@@ -1,0 +1,135 @@
+"""What a recipe will do: derived from it before any work starts, and printed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+
+from perilune.bundle.machine import require_memory
+from perilune.bundle.plugin import MemoryNeed, load_plugin
+from perilune.cli.output import shown
+from perilune.cli.units import duration, size
+from perilune.errors import RequestError
+from perilune.recipe.schema import job_for
+
+if TYPE_CHECKING:
+    from perilune.control.queries.forecast import CostForecast, Forecast, StageForecast
+    from perilune.control.runs.templates import Template
+    from perilune.recipe.schema import Recipe
+
+
+def derive(recipe: Recipe, template: Template | None = None) -> list[dict[str, Any]]:
+    """What the plugin of each stage derives from its job, for the machine where it will run.
+
+    Raises:
+        RequestError: when a stage cannot work, naming the stage.
+    """
+    stages = []
+    for stage in recipe.stages:
+        try:
+            job = job_for(recipe, stage)
+            job = job if template is None else template.job(job)
+            figures = dict(load_plugin(stage.task).plan(job))
+            for need in figures.values():
+                if template is None and isinstance(need, MemoryNeed):
+                    require_memory(need, job.resources)
+        except RequestError as error:
+            where = f"stages.{stage.name}" + (f": {error.where}" if error.where else "")
+            raise RequestError(error.what, where=where, remedy=error.remedy) from None
+        if job.resources.processes > 1:
+            figures["processes"] = f"{job.resources.processes}, each with that memory"
+        stages.append(
+            {
+                "name": stage.name,
+                "task": stage.task,
+                "consumes": stage.consumes,
+                "derived": {name: str(value) for name, value in figures.items()},
+            }
+        )
+    return stages
+
+
+def print_plan(recipe: Recipe, stages: Sequence[dict[str, Any]], out: TextIO) -> None:
+    """Print the derived values of each stage."""
+    lines = [f"{recipe.name}, seed {recipe.seed}"]
+    if recipe.model is not None:
+        environment = "/".join(
+            str(recipe.environment[key]) for key in ("id", "task") if key in recipe.environment
+        )
+        lines = [f"{lines[0]}: model {recipe.model.preset or recipe.model.path}, environment {environment}"]
+    labels = [name for stage in stages for name in stage["derived"]]
+    width = max((len(label) for label in labels), default=0)
+    for stage in stages:
+        taken = ", ".join(f"{field} from {source}" for field, source in stage["consumes"].items())
+        lines.append(f"  {stage['name']}: {stage['task']}" + (f" ({taken})" if taken else ""))
+        lines += [f"      {name:<{width}}  {value}" for name, value in stage["derived"].items()]
+    out.write(shown("\n".join(lines)) + "\n")
+    out.flush()
+
+
+def print_forecast(forecast: Forecast, out: TextIO) -> None:
+    """Print the forecast, one fact on each line."""
+    facts = [("where", f"{forecast.placement}, launcher {forecast.launcher}")]
+    if forecast.workspace:
+        facts.append(("where", f"files go below {forecast.workspace}"))
+    if forecast.turn:
+        facts.append(
+            ("queue", f"{forecast.turn}: {'starts at once' if forecast.has_turn else 'has to wait'}")
+        )
+    facts += [("stages", line) for stage in forecast.stages for line in _stage(stage)]
+    facts += [("cost", line) for line in (_cost(forecast.cost) if forecast.cost else ())]
+    facts += [("secrets", _secret(name, problem)) for name, problem in forecast.secrets.items()]
+    facts.append(("retries", _retries(forecast.retry)))
+    facts += [("limits", line) for line in _limits(forecast.limits)]
+    previous = ""
+    for label, fact in facts:
+        out.write(shown(f"  {label if label != previous else '':<9}{fact}") + "\n")
+        previous = label
+    out.flush()
+
+
+def _stage(stage: StageForecast) -> list[str]:
+    match stage.action:
+        case "reuse":
+            return [f"{stage.name} finished before: run {stage.run_id} is reused"]
+        case "join":
+            return [f"{stage.name} is running: run {stage.run_id} is joined"]
+        case "later":
+            return [f"{stage.name} starts after {' and '.join(stage.after)}"]
+    parts = ", ".join(f"{name} {size(count)}" for name, count in stage.files.items())
+    machines = f" to each of {stage.nodes} machines" if stage.nodes > 1 else ""
+    return [f"{stage.name} starts now; to copy{machines}: {size(stage.bytes)}", f"  {parts}"]
+
+
+def _cost(cost: CostForecast) -> list[str]:
+    if not cost.per_hour:
+        return [f"unknown: {cost.problem}"]
+    lines = [
+        f"{cost.per_hour:.4g} an hour for each machine",
+        f"a machine is released after {duration(cost.seconds)} at the latest, which costs {cost.attempt:.4g}",
+        f"all stages: {cost.stages:.4g} at most; {cost.retried:.4g} with every retry, without preemptions",
+        f"{cost.left:.4g} of the daily cap of {cost.daily_cap:.4g} is left",
+    ]
+    return [*lines, *([cost.problem] if cost.problem else [])]
+
+
+def _secret(name: str, problem: str) -> str:
+    return f"{name}: {problem}; perilune secrets set {name}" if problem else f"{name} is set"
+
+
+def _retries(retry: Mapping[str, Any]) -> str:
+    kinds = (
+        ("infrastructure", "failures of the machine"),
+        ("lost", "lost workers"),
+        ("user", "failures of the task"),
+    )
+    return ", ".join(f"{retry[kind]} for {failures}" for kind, failures in kinds) + "; always for preemptions"
+
+
+def _limits(limits: Mapping[str, Any]) -> list[str]:
+    lines = {
+        "max_lifetime": "an attempt is stopped after",
+        "on_box_stop_after": "it stops itself without contact for",
+        "lost_after": "it counts as lost if unreachable for",
+    }
+    return [f"{line} {duration(limits[key])}" for key, line in lines.items() if limits.get(key) is not None]

@@ -1,0 +1,174 @@
+"""The results of an experiment: one document for programs, the same numbers in tables for people."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perilune.cli.output import as_markup, table_console
+
+if TYPE_CHECKING:
+    from perilune.control.queries.lookup import StageStatus
+    from perilune.recipe.schema import Recipe, Stage
+
+OMITTED = ("kind", "correct_per_task")  # of the summary of an evaluation; the run has them
+
+
+def results_document(
+    recipe: Recipe, experiment: str, stages: Sequence[StageStatus], *, seconds: float, report: Path | None
+) -> dict[str, Any]:
+    """All results as one JSON document. `stages` are those of `recipe`, in the same order."""
+    summaries = {one.name: one.summary for one in stages}
+    return {
+        "experiment": experiment,
+        "recipe": recipe.name,
+        "seed": recipe.seed,
+        "stages": [
+            {
+                "name": one.name,
+                "task": one.task,
+                "run": one.run_id,
+                "state": one.state,
+                "attempts": one.attempts,
+                "seconds": one.seconds,
+            }
+            for one in stages
+        ],
+        "evaluations": [
+            {"stage": stage.name, "checkpoint": stage.consumes.get("checkpoint")}
+            | {key: value for key, value in summaries[stage.name].items() if key not in OMITTED}
+            | _change(recipe, stage, summaries)
+            for stage in recipe.stages
+            if _is_evaluation(summaries[stage.name])
+        ],
+        "calibrations": [
+            {"stage": one.name, **{key: one.summary[key] for key in ("said", "values", "differences")}}
+            for one in stages
+            if one.summary.get("kind") == "calibration"
+        ],
+        "report": str(report) if report else None,
+        "bundles": {one.name: str(one.attempt_dir) for one in stages if one.attempt_dir},
+        "seconds": round(seconds, 3),
+    }
+
+
+def print_results(document: Mapping[str, Any]) -> None:
+    """Print the evaluations side by side, the changes between them, and where the files are."""
+    console = table_console()
+    evaluations = document["evaluations"]
+    if evaluations:
+        console.print(_table(evaluations))
+    for one in evaluations:
+        if change := one.get("change"):
+            console.print(_sentence(one["checkpoint"], change))
+    for one in document["calibrations"]:
+        for sentence in one["said"]:
+            console.print(as_markup(f"{one['stage']}: {sentence}"))
+    console.print(f"{document['recipe']}, seed {document['seed']}: {document['seconds']:.0f} s\n")
+    for label, path in (("report", document["report"]), *document["bundles"].items()):
+        if path:
+            console.print(as_markup(f"  {label:<12} {path}"), soft_wrap=True)
+
+
+def next_steps(document: Mapping[str, Any], again: str) -> str:
+    """Commands to try next; `again` is the command that made the document."""
+    trained = next((one for one in document["stages"] if one["task"] == "rl"), document["stages"][-1])
+    lines = [
+        ("read the model's answers", _open_command(document["report"])),
+        ("run with another seed", f"{again} --seed {document['seed'] + 1}"),
+        ("reproduce it bit for bit", f"perilune reproduce {trained['run']}"),
+        ("check the files", f"perilune bundle verify {document['bundles'][trained['name']]}"),
+        ("list more environments", "perilune environments list"),
+    ]
+    return "\n".join(["Next:", *(f"  {purpose:<26} {command}" for purpose, command in lines)])
+
+
+def _open_command(report: str) -> str:
+    """The command that opens the report here; its address where there is none."""
+    opener = next((name for name in ("xdg-open", "open") if shutil.which(name)), None)
+    return f"file://{report}" if opener is None else f"{opener} {shlex.quote(report)}"
+
+
+def _is_evaluation(summary: Mapping[str, Any]) -> bool:
+    return summary.get("kind") == "evaluation"
+
+
+def _change(recipe: Recipe, evaluation: Stage, summaries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The gain in pass@1 over the checkpoint that training started from, if both were evaluated."""
+    from perilune.metrics.bootstrap import paired_difference
+    from perilune.metrics.lineage import parent_evaluation
+
+    checkpoints = {stage.name: stage.consumes.get("checkpoint") for stage in recipe.stages}
+    settings = {
+        stage.name: {**stage.spec, "environment": stage.environment, "checkpoint": None}
+        for stage in recipe.stages
+        if _is_evaluation(summaries[stage.name])
+    }
+    before = parent_evaluation(evaluation.name, checkpoints, settings)
+    if before is None:
+        return {}
+    old, new = _pass_rates(summaries[before]), _pass_rates(summaries[evaluation.name])
+    shared = old.keys() & new.keys()  # tasks without a verdict are missing
+    if not shared:
+        return {}
+    difference = paired_difference({t: old[t] for t in shared}, {t: new[t] for t in shared}, seed=recipe.seed)
+    return {"change": {"against": before, "tasks": len(shared), "pass@1": difference._asdict()}}
+
+
+def _pass_rates(summary: Mapping[str, Any]) -> dict[str, float]:
+    return {task: correct / samples for task, samples, correct in summary["correct_per_task"]}
+
+
+def _table(evaluations: Sequence[Mapping[str, Any]]) -> Any:
+    """A table with one column for each evaluation."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("held-out tasks", no_wrap=True)
+    for one in evaluations:
+        table.add_column(one["stage"], justify="right", no_wrap=True)
+
+    def row(label: str, cells: Sequence[str], *, end_section: bool = False) -> None:
+        if any(cells):
+            table.add_row(label, *cells, end_section=end_section)
+
+    for measure in ("pass@1", "pass@8", "greedy"):
+        row(measure, [_interval(one.get(measure)) for one in evaluations])
+    row("mean length", [_number(one["length"]["mean"], ".1f") for one in evaluations])
+    row("tokens/s", [_number(one.get("tokens_per_second"), ",.0f") for one in evaluations])
+    row("seconds", [_number(one.get("seconds"), ".1f") for one in evaluations], end_section=True)
+    names = sorted({name for one in evaluations for name in one.get("strategies") or ()})
+    for name in names:
+        found = [(one.get("strategies") or {}).get(name) for one in evaluations]
+        row(f"answers: {as_markup(name)}", [_strategy(one) for one in found])
+    return table
+
+
+def _strategy(value: Mapping[str, float] | None) -> str:
+    """Share of the answers, and the share of those that were right."""
+    return "" if value is None else f"{value['share']:.1%} [dim]({value['accuracy']:.1%} right)[/]"
+
+
+def _interval(value: Mapping[str, float] | None) -> str:
+    if value is None:
+        return ""
+    return f"{value['mean']:.1%} [dim]({100 * value['low']:.1f} to {100 * value['high']:.1f})[/]"
+
+
+def _sentence(checkpoint: str, change: Mapping[str, Any]) -> str:
+    """Whether training changed pass@1, with the confidence interval."""
+    mean, low, high = (100 * change["pass@1"][key] for key in ("mean", "low", "high"))
+    tasks = f"against {change['against']} on the same {change['tasks']} tasks"
+    if low > 0:
+        return f"{checkpoint} gained {mean:.1f} points of pass@1 ({low:.1f} to {high:.1f}) {tasks}"
+    if high < 0:
+        return f"{checkpoint} lost {-mean:.1f} points of pass@1 ({-high:.1f} to {-low:.1f}) {tasks}"
+    return f"{checkpoint}: no clear change of pass@1 ({mean:+.1f} points, {low:+.1f} to {high:+.1f}) {tasks}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

@@ -1,0 +1,279 @@
+"""`perilune run`: print what a recipe will do, run or resume it, and print the results."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from perilune.cli.output import echo, print_json
+from perilune.errors import RequestError
+
+if TYPE_CHECKING:
+    from perilune.control.runs.experiments import Control
+    from perilune.control.runs.templates import Template
+    from perilune.recipe.schema import Recipe
+
+GONE_SECONDS = 15.0  # to wait for proof that rented machines are gone
+
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the recipe: rl.steps=10. Repeatable."),
+]
+SeedOption = Annotated[int | None, typer.Option("--seed", help="Short for --set seed=N.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the results as one JSON document.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where runs go: a template (None for this machine), and the options that select it."""
+
+    template: Template | None = None
+    options: tuple[str, ...] = ()
+
+
+def run(
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a bundled recipe.")
+    ],
+    *,
+    set_: SetOption = None,
+    seed: SeedOption = None,
+    template: Annotated[
+        str | None, typer.Option(metavar="ID", help="Where runs go; see perilune templates list.")
+    ] = None,
+    with_: Annotated[
+        list[str] | None,
+        typer.Option("--with", metavar="KEY=VALUE", help="Set a key of the template that it lets users set."),
+    ] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Print what would be done, where and at what cost, and exit.")
+    ] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return once the first stage is accepted.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a recipe, or resume one that was run before.
+
+    Stages that finished before are reused, and running stages are joined. Ctrl-C stops the stage that this
+    command started; the same command resumes from its last checkpoint. If the command is killed or detached,
+    `perilune daemon` starts the later stages.
+
+    \b
+    perilune run quickstart
+    perilune run mine.yaml --set rl.steps=50 --seed 1
+    perilune run mine.yaml --template box --plan
+    perilune run mine.yaml --template box --detach
+    """
+    where = _destination(template, with_ or ())
+    command = shlex.join(["perilune", "run", recipe, *where.options])
+    changes = overrides(set_, seed)
+    run_recipe(recipe, changes, command, where=where, plan_only=plan, detach=detach, as_json=as_json)
+
+
+def _destination(name: str | None, changes: Sequence[str]) -> Destination:
+    if name is None:
+        if changes:
+            raise RequestError(
+                "--with sets a key of a template, and no template is given", remedy="--template ID"
+            )
+        return Destination()
+    from perilune.control.record.home import Home
+    from perilune.control.runs.templates import load_template
+
+    template = load_template(Home.open(), name, changes)
+    return Destination(template, ("--template", name, *(part for one in changes for part in ("--with", one))))
+
+
+def overrides(set_: Sequence[str] | None, seed: int | None) -> list[str]:
+    """The options `--set` and `--seed` as overrides of a recipe, the seed last."""
+    return [*(set_ or ()), *([] if seed is None else [f"seed={seed}"])]
+
+
+def run_recipe(
+    name: str,
+    changes: Sequence[str],
+    command: str,
+    *,
+    where: Destination = Destination(),
+    plan_only: bool = False,
+    detach: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Run the recipe called `name`; `command` is the command line that runs it again.
+
+    Raises:
+        RequestError: when the recipe is wrong, or a stage fails because of it.
+        WorkFailedError: when a stage fails for another reason.
+    """
+    from perilune.cli.train.plan import derive, print_plan
+    from perilune.recipe.load import load_recipe
+
+    recipe = load_recipe(name, changes)
+    derived = derive(recipe, where.template)
+    if not (plan_only and as_json):
+        print_plan(recipe, derived, sys.stdout if plan_only else sys.stderr)
+    if plan_only:
+        audit = _with_changes(shlex.join(["perilune", "environments", "audit", name]), changes)
+        _print_forecast(recipe, derived, where.template, audit, as_json=as_json)
+    elif detach:
+        _detach(recipe, _with_changes(command, changes), where, as_json=as_json)
+    else:
+        run_stages(recipe, where.template, _with_changes(command, changes), as_json=as_json)
+
+
+def run_stages(recipe: Recipe, template: Template | None, again: str, *, as_json: bool) -> None:
+    """Run all stages of a recipe and print the results; `again` is the command line that runs it again."""
+    from perilune.control.runs.experiments import Control, open_experiment
+    from perilune.models.native.build import missing_kernels, native
+
+    if template is None and recipe.model is not None and native().library is None:
+        sys.stderr.write(f"{missing_kernels(native().reason)}\n")
+    control = Control()
+    experiment = open_experiment(control, recipe)
+    run_experiment(control, experiment, recipe, template, again, as_json=as_json)
+
+
+def _print_forecast(
+    recipe: Recipe, derived: list[dict[str, Any]], template: Template | None, audit: str, *, as_json: bool
+) -> None:
+    """Print the dry run of `--plan`; `audit` is the command that audits the rewards."""
+    from dataclasses import asdict
+
+    from perilune.cli.data.audit import grades_of, print_grades
+    from perilune.cli.train.plan import print_forecast
+    from perilune.control.queries.forecast import forecast
+    from perilune.control.runs.experiments import Control, stage_plans
+
+    ahead = forecast(Control(), stage_plans(recipe, template), template)
+    if as_json:
+        placed = None if template is None else template.model_dump(mode="json")
+        document = {"recipe": recipe.model_dump(mode="json"), "template": placed, "stages": derived}
+        print_json(document | {"forecast": asdict(ahead), "reward_audits": grades_of(recipe)})
+    else:
+        print_forecast(ahead, sys.stdout)
+        print_grades(recipe, audit)
+
+
+def run_experiment(
+    control: Control,
+    experiment: str,
+    recipe: Recipe,
+    template: Template | None,
+    again: str,
+    *,
+    asked: bool = True,
+    as_json: bool = False,
+) -> None:
+    """Run an experiment to its end, write its report and print its results.
+
+    Args:
+        again: the command line that runs it again.
+        asked: as in `perilune.control.runs.experiments.advance`.
+    """
+    from perilune.cli.inspect.report import experiment_view
+    from perilune.cli.train.follow import follow
+    from perilune.cli.train.results import next_steps, print_results, results_document
+    from perilune.control.queries.lookup import stage_statuses
+    from perilune.ui.report import build_report
+
+    began = time.monotonic()
+    failure = follow(control, experiment, recipe, template, asked=asked)
+    statuses = stage_statuses(control, [experiment])
+    problem: Exception | None = failure
+    report: Path | None = None
+    try:
+        view = experiment_view(control, experiment, statuses)
+        report = build_report(view, control.home.experiment(experiment) / "report.html")
+    except Exception as error:  # raised after the results are printed
+        problem = problem or error
+    seconds = time.monotonic() - began
+    _wait_for_termination(control)
+    document = results_document(recipe, experiment, statuses, seconds=seconds, report=report)
+    if as_json:
+        typer.echo(json.dumps(document))  # on one line
+    elif failure is None:
+        print_results(document)
+        echo(next_steps(document, again))
+    if problem is not None:
+        raise problem
+
+
+def _wait_for_termination(control: Control) -> None:
+    """Wait for proof that the rented machines are gone, and warn about those without proof."""
+    from perilune.cli.machines.rented import warn_about_machines
+
+    until = time.monotonic() + GONE_SECONDS
+    while control.reconciler.rentals.follow():
+        if time.monotonic() > until:
+            warn_about_machines(control)
+            return
+        time.sleep(0.5)
+
+
+def _detach(recipe: Recipe, command: str, where: Destination, *, as_json: bool) -> None:
+    """Submit the first stage that has to run, and print how to follow it.
+
+    The daemon of the home continues the experiment. Without a daemon, or if trackers must be fed meanwhile, a
+    background process does.
+    """
+    from perilune.control.record.home import has_daemon
+    from perilune.control.runs.experiments import Control, advance, open_experiment, stage_plans
+    from perilune.control.runs.progress import StageStarted
+
+    control = Control()
+    experiment = open_experiment(control, recipe)
+    events = advance(control, experiment, stage_plans(recipe, where.template), template=where.template)
+    first = next((event for event in events if isinstance(event, StageStarted)), None)
+    document: dict[str, Any] = {
+        "experiment": experiment,
+        "name": recipe.name,
+        "daemon": has_daemon(control.home),
+    }
+    if first is not None:
+        document |= {"stage": first.stage, "run": first.run_id}
+    if first is not None and (recipe.tracking or not document["daemon"]):
+        log = control.home.experiment(experiment) / "driver.log"
+        document |= {"pid": _background(experiment, log), "log": str(log)}
+    if as_json:
+        print_json(document)
+    elif first is None:
+        echo(f"every stage of {recipe.name} finished before; to see the results: {command}")
+    else:
+        driver = f"process {document['pid']}" if "pid" in document else "the daemon"
+        echo(f"experiment {experiment}: continued by {driver}")
+        # A bundle that is already running is joined, wherever it runs.
+        state = "was running already, and stays where it is" if first.attached else "is accepted"
+        echo(f"stage {first.stage}, {first.position} of {first.stages}, {state}: run {first.run_id}")
+        for purpose, line in (
+            ("follow it", command),
+            ("wait for its end", f"perilune wait {experiment}"),
+            ("list its runs", f"perilune runs -e {experiment}"),
+            ("explain its state", f"perilune explain {first.run_id}"),
+            ("stop it", f"perilune cancel {experiment}"),
+            *([("read its log", document["log"])] if "log" in document else []),
+        ):
+            echo(f"  {purpose:<19} {line}")
+
+
+def _background(experiment: str, log: Path) -> int:
+    """Start a process in a session of its own that runs the experiment; returns its process id."""
+    command = [sys.executable, "-m", "perilune.cli.train.detached", experiment]
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+        ).pid
+
+
+def _with_changes(command: str, changes: Sequence[str]) -> str:
+    """The command line with its overrides."""
+    return shlex.join([*shlex.split(command), *(part for change in changes for part in ("--set", change))])
