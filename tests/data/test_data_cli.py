@@ -71,7 +71,7 @@ def test_records_are_counted_measured_and_compared(files):
     assert train["duplicates"] == {"content": 1, "content_or_task": 2}
     assert report["shared_tasks"] == [{"files": list(map(str, files)), "tasks": 1}]
     text = run(*files)
-    assert "3 records" in text and "share 1 tasks" in text
+    assert "3 records" in text and "have 1 tasks in common" in text
 
 
 def test_episodes_are_counted_and_measured(tmp_path):

@@ -167,7 +167,7 @@ def test_the_command_tells_what_became_of_the_lines(tmp_path):
     run = CliRunner().invoke(
         app, ["filter", str(tmp_path / "in.jsonl"), "--out", out], catch_exceptions=False
     )
-    assert run.exit_code == 0 and "3 read, 2 kept" in run.output and "duplicate" in run.output
+    assert run.exit_code == 0 and "3 records read, 2 kept" in run.output and "duplicate" in run.output
     shown = CliRunner().invoke(app, ["filter", str(tmp_path / "in.jsonl"), "--out", out + "2", "--json"])
     assert json.loads(shown.stdout)["rejected"] == {"duplicate": 1}
 

@@ -178,9 +178,9 @@ def test_the_command_writes_a_teachers_records(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        ([], "a teacher writes, or a model"),
-        (["--teacher", "gold", "--model", "x"], "a teacher writes, or a model"),
-        (["--teacher", "gold", "--split", "test"], "no split called 'test'"),
+        ([], "give either --teacher or --model"),
+        (["--teacher", "gold", "--model", "x"], "give either --teacher or --model"),
+        (["--teacher", "gold", "--split", "test"], "unknown split 'test'"),
         (["--teacher", "golt"], "no teacher called 'golt'"),
         (["--teacher", "planning"], "knows trips alone"),
     ],

@@ -32,7 +32,7 @@ def test_list_counts_families_and_games_and_names_them_when_asked(monkeypatch):
         ("reasoning_gym", "tasks", 90),
     ):
         assert int(counts[name][0]) > least and counts[name][1].rstrip(",") == kind
-    assert "calculator" in lines and lines[-1].startswith("perilune environments list NAME")
+    assert "calculator" in lines and lines[-1].endswith("perilune environments list NAME")
     assert "open_spiel/tic_tac_toe" in run("list", "open_spiel").splitlines()
     assert {"name": "textarena/Nim-v0", "compact_prompt": False, "missing": None} in json.loads(
         run("list", "textarena", "--json")

@@ -113,7 +113,7 @@ def test_commands_audit_keep_and_replay(tmp_path):
     changed = json.loads(file.read_text())
     changed["findings"][0]["example"]["verdict"] = 0.123
     file.write_text(json.dumps(changed))
-    with pytest.raises(WorkFailedError, match="verdicts are other ones"):
+    with pytest.raises(WorkFailedError, match="verdicts have changed"):
         CliRunner().invoke(app, ["replay", str(file)], catch_exceptions=False)
 
 
