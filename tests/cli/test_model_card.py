@@ -73,7 +73,9 @@ def test_the_card_as_json_has_the_figures_of_the_card(perilune, config) -> None:
         assert point["generation_flops"] == card.decode_flops(point["tokens"])
     plan = plan_memory(card, sampling=(2, 200))
     assert document["memory"]["sampling"]["total"] == plan.total
-    assert document["notes"] == ["the engine's cache also keeps what lies behind a window: memory counts it"]
+    assert document["notes"] == [
+        "the memory includes the tokens behind a window, which the engine's cache also holds"
+    ]
 
 
 def test_a_curve_is_plotted_where_there_is_one(perilune, config, tmp_path: Path) -> None:

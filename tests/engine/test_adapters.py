@@ -156,8 +156,8 @@ def test_damaged_and_unfitting_ones_are_refused(tmp_path: Path) -> None:
     engine = Engine(make(), cache_tokens=256)
     a, b = torch.zeros(4, 96), torch.zeros(128, 4)
     for name, pair, message in [
-        ("model.layers.7.self_attn.q_proj", (a, b), "no such linear map"),
-        ("model.embed_tokens", (a, b), "no such linear map"),
+        ("model.layers.7.self_attn.q_proj", (a, b), "no linear map of this name"),
+        ("model.embed_tokens", (a, b), "no linear map of this name"),
         ("model.layers.0.self_attn.q_proj", (a[:, 1:], b), "do not fit"),
         ("model.layers.0.self_attn.q_proj", (a, b[:, 1:]), "do not fit"),
     ]:

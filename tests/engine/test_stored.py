@@ -110,5 +110,5 @@ def test_in_bfloat16(tmp_path: Path) -> None:
 def test_files_that_change_meanwhile_are_noticed(tmp_path: Path) -> None:
     stored = open_decoder(folder(tmp_path))
     folder(tmp_path, TINY.replace(intermediate_size=128))
-    with pytest.raises(RequestError, match="has changed meanwhile"):
+    with pytest.raises(RequestError, match="changed while it was being read"):
         Engine(stored, slots=1, cache_tokens=64)

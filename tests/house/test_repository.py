@@ -11,7 +11,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MOST_LINES = 400
 LONGER = {
-    "src/perilune/models/reference.py": "a whole model, forward and backward, to be read as one text",
     "src/perilune/bundle/remote/runner.py": "one file, because a machine that has nothing is sent one file",
 }
 BINARY = {".png", ".parquet", ".gz", ".whl", ".ico", ".safetensors"}

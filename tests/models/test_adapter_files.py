@@ -112,7 +112,9 @@ def test_a_base_may_be_narrowed_as_it_is_read(base: Path) -> None:
 def test_another_base_is_named(base: Path, tmp_path: Path, kind: BaseKind) -> None:
     Adapter.of(learned(base, kind)).save(tmp_path)
     adapter, other = Adapter.load(tmp_path), new_model(TINY, TOKENIZER, seed=4)
-    with pytest.raises(RequestError, match=f"beside a base with checksum {kind} .*, and this one has {kind}"):
+    with pytest.raises(
+        RequestError, match=f"trained on a base with checksum {kind} .*, but this base has {kind}"
+    ):
         adapter.merge(other)
     adapter.check(load_decoder(base))
 
@@ -137,14 +139,17 @@ KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
     [
         (lambda f: (f / "adapter_model.safetensors").unlink(), "no adapter_model.safetensors"),
         (lambda f: (f / "adapter_model.safetensors").write_bytes(b"PK\x03\x04"), "not safetensors"),
-        (lambda f: edit(f, r=2), "lora_A.weight is .*, and r is 2"),
+        (lambda f: edit(f, r=2), "lora_A.weight is .*, but r is 2"),
         (lambda f: (f / "base.json").write_text('{"kept": "int4"}'), "kept is not one of"),
         (lambda f: edit(f, use_dora=True), "only plain LoRA"),
         (lambda f: edit(f, modules_to_save=["lm_head"]), "modules_to_save is not implemented"),
-        (lambda f: edit_tensors(f, lambda t: t.pop(KEY.format("B"))), "only half of its pair"),
-        (lambda f: edit_tensors(f, lambda t: t[KEY.format("B")].fill_(torch.nan)), "no finite numbers"),
+        (lambda f: edit_tensors(f, lambda t: t.pop(KEY.format("B"))), "has only one of lora_A and lora_B"),
+        (
+            lambda f: edit_tensors(f, lambda t: t[KEY.format("B")].fill_(torch.nan)),
+            "entries that are not finite",
+        ),
         (lambda f: edit_tensors(f, lambda t: t.update({KEY.format("A"): torch.zeros(4, 7)})), "do not fit"),
-        (lambda f: edit_tensors(f, lambda t: t.update(x=torch.zeros(1))), "x is no part of a LoRA pair"),
+        (lambda f: edit_tensors(f, lambda t: t.update(x=torch.zeros(1))), "x is not part of a LoRA pair"),
     ],
 )
 def test_a_hostile_adapter_is_refused(
@@ -159,5 +164,5 @@ def test_a_hostile_adapter_is_refused(
 def test_a_router_and_a_head_have_no_adapter() -> None:
     decoder = make()
     for name in ("lm_head", "model.embed_tokens", "model.norm"):
-        with pytest.raises(RequestError, match="no such linear map"):
+        with pytest.raises(RequestError, match="no linear map of this name"):
             Adapter({name: (torch.zeros(1, 1), torch.zeros(1, 1))}, 1.0).check(decoder)

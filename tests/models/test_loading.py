@@ -104,7 +104,7 @@ WRONG_TENSORS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "missing": (lambda t: t.pop(NORM), f"tensor {NORM} is missing"),
     "extra": (
         lambda t: t.update({"model.layers.0.secret": torch.zeros(1)}),
-        "model.layers.0.secret has no place",
+        "model.layers.0.secret is not part of this architecture",
     ),
     "a layer too many": (lambda t: t.update({NORM.replace("0", "3"): t[NORM].clone()}), "layers.3"),
     "shape": (lambda t: t.update({NORM: torch.ones(95)}), rf"{NORM} has shape \[95\]"),
@@ -299,7 +299,7 @@ def test_a_tokenizer_of_another_model(folder: Path) -> None:
     config = PRESETS["tiny"].replace(vocab_size=50)
     decoder = Decoder(config)
     save_checkpoint(folder, decoder, Tokenizer.characters())
-    with pytest.raises(RequestError, match="the tokenizer has 98 tokens, the model 50"):
+    with pytest.raises(RequestError, match="the tokenizer has 98 tokens but the model has 50"):
         load_checkpoint(folder)
 
 

@@ -1,13 +1,14 @@
-"""The decoder: one definition for all `FAMILIES`, for rollouts and for learning alike.
+"""The decoder of all `DECODER_FAMILIES`, for sampling and for training.
 
-Tokens are flat: sequences lie end to end on one axis of N tokens, without padding. Whoever calls decides
-how tokens see each other by passing an `Attention`. Parameters are named as in Hugging Face checkpoints.
+Tokens are flat: sequences lie end to end on one axis of N tokens, without padding. The caller passes an
+`Attention`, which decides which tokens see each other. Parameter names are those of Hugging Face checkpoints.
 
 N tokens, d hidden size, H query heads, KV key-value heads, D head size, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -19,16 +20,15 @@ from torch.utils.checkpoint import checkpoint
 
 from perilune.models.attention import Attention
 from perilune.models.config.decoder_config import DecoderConfig
-from perilune.models.config.rope import Rope
+from perilune.models.config.rope import LinearScaling, Rope
 from perilune.models.feed_forward import MLP, MixtureOfExperts
 from perilune.models.kernels import both_halves, rms_norm, rotate
 from perilune.models.layers import Projection, RMSNorm, copied_in_place
 from perilune.models.narrow import NarrowKind, Precision
-from perilune.models.rotary import inverse_frequencies
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention with rotary positions, of queries and keys that may be normalised first."""
+    """Grouped-query attention with rotary positions and, in some families, normalised queries and keys."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class SelfAttention(nn.Module):
             full, offset = self.qk_norm == "full", config.family.norm_offset
             self.q_norm = RMSNorm(queries if full else self.size, config.rms_norm_eps, offset)
             self.k_norm = RMSNorm(keys if full else self.size, config.rms_norm_eps, offset)
-        # Attention divides scores by sqrt(D): what else they are to be divided by is left to the queries.
+        # Attention divides scores by sqrt(D). Another divisor is a factor of the queries.
         self.query_scale = (config.head_dim / (config.query_pre_attn_scalar or config.head_dim)) ** 0.5
         self.frozen_qk_norm: Tensor | None = None
         self.qkv = Projection(self.q_proj, self.k_proj, self.v_proj)
@@ -78,7 +78,7 @@ class SelfAttention(nn.Module):
 class Block(nn.Module):
     """One layer: attention, then feed-forward, each added to the residual stream x.
 
-    What they see of it is normalised, or what they add to it, or both: `NORM_NAMES`.
+    Their inputs, their outputs, or both are normalised: see `NORM_NAMES`.
     """
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
@@ -116,15 +116,15 @@ NORM_NAMES = MappingProxyType(
         ),
     }
 )
-"""Names that transformers gives the norms of a layer; one of them means two different things."""
+"""Names of the norms of a layer in transformers. `post_attention_layernorm` has two meanings."""
 
 
 class Body(nn.Module):
-    """Everything between token ids and the last hidden state; `model.` in Hugging Face names."""
+    """The layers from token ids to the last hidden state; `model.` in Hugging Face names."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        # Without torch's own initialisation, which on the meta device imports its compiler: a second or two.
+        # torch's own initialisation imports its compiler on the meta device, which takes a second or two.
         table = torch.empty(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)  # type: ignore[no-untyped-call]
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
@@ -135,9 +135,9 @@ class Decoder(nn.Module):
     """A causal language model over flat tokens.
 
     Attributes:
-        recompute: whether learning keeps of each layer only what went in, and computes it again for the
+        recompute: whether training keeps only the input of each layer and recomputes the rest for the
             gradient (activation checkpointing; Chen et al., arXiv 1604.06174).
-        precision: of products with matrices, as `compute_in` set it.
+        precision: precision of products with matrices, set by `compute_in`.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -149,41 +149,44 @@ class Decoder(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.head = Projection(self.model.embed_tokens if config.tie_word_embeddings else self.lm_head)
-        # Not buffers: they stay float32 when the model is cast.
+        # Not buffers, so that they stay float32 when the model is cast.
         ropes = {config.rope_of(layer) for layer in range(config.num_layers)} | {config.rope}
         self.inverse_frequencies = {rope: inverse_frequencies(rope, config.head_dim) for rope in ropes}
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """Last hidden state, float[N, d], of int64[N] tokens at int64[N] positions in their sequences."""
+        """The last hidden state float[N, d] of int64[N] tokens at int64[N] positions in their sequences."""
         rotations = {rope: both_halves(*self.rotary(positions, rope)) for rope in self.inverse_frequencies}
         x = self.embed(token_ids)
         recompute = self.recompute and torch.is_grad_enabled()
         for layer, block in enumerate(self.model.layers):
-            seen = x, *rotations[self.config.rope_of(layer)], attention
-            x = _recomputed(block, *seen) if recompute else block(*seen)
+            inputs = x, *rotations[self.config.rope_of(layer)], attention
+            if recompute:
+                x = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(*inputs)
         return self.model.norm(x)  # type: ignore[no-any-return]
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """float[N, d] that the first layer sees of int64[N] tokens."""
+        """The input float[N, d] of the first layer for int64[N] tokens."""
         x = self.model.embed_tokens(token_ids)
         if self.precision == "bfloat16":
-            x = x.to(torch.bfloat16)  # as the table of a copy for sampling is kept
+            x = x.to(torch.bfloat16)  # like the table in a copy for sampling
         x = x.to(self.dtype)
         if not self.config.family.scaled_embeddings:
             return x  # type: ignore[no-any-return]
-        # The factor is rounded to the dtype, as it was when the model was trained.
+        # The factor is rounded to the dtype, as in the training of these models.
         return x * x.new_full((), self.config.hidden_size**0.5)  # type: ignore[no-any-return]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations, and of norms; a frozen copy may keep its matrices in another."""
+        """Dtype of activations and norms. A frozen copy may store its matrices in another."""
         weight: Tensor = self.model.norm.weight
         return weight.dtype
 
     def compute_in(self, precision: Precision) -> None:
-        """Round what products with matrices multiply, but for routers', to `precision`; sums are float32.
+        """Round both factors of products with matrices to `precision`, except in routers. Sums are float32.
 
-        Weights, norms, attention, logits and losses stay float32; gradients of products are rounded too.
+        Weights, norms, attention, logits and losses stay float32. Gradients of products are rounded too.
         """
         self.precision = precision
         for projection in self.projections():
@@ -191,21 +194,21 @@ class Decoder(nn.Module):
 
     @contextmanager
     def in_memory(self, *parts: nn.Module) -> Iterator[None]:
-        """Have the weights of these parts, or of all, in memory meanwhile; here they always are."""
+        """A context in which the weights of `parts` are in memory; of a `Decoder`, they always are."""
         yield
 
     def to_hf(self) -> dict[str, Any]:
-        """The content of its config.json."""
+        """The content of config.json."""
         return self.config.to_hf()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float[N, V] scores of the next token, from float[N, d]."""
+        """Logits float[N, V] of the next token from hidden states float[N, d]."""
         return capped(self.head(hidden), self.config.logit_softcap)
 
     def rotary(self, positions: Tensor, rope: Rope | None = None) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, float[N, 1, D / 2] each, of every pair's angle; float32 inside.
+        """Cosines and sines, float[N, 1, D / 2] each, of the angle of each pair, computed in float32.
 
-        `rope` is one of the layers'; by default the one of layers without a window.
+        `rope` is the rotary embedding of a layer, by default of layers without a window.
         """
         rope = rope or self.config.rope
         frequencies = self.inverse_frequencies[rope] = self.inverse_frequencies[rope].to(positions.device)
@@ -214,12 +217,12 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def frozen(self, kind: NarrowKind | None = None) -> Decoder:
-        """A copy of the present weights for inference, faster than the original and untouched by training.
+        """A copy of the current weights for inference: faster, and unaffected by training.
 
         Args:
-            kind: how matrices are kept: "bfloat16", "int8" (embeddings in bfloat16 then), or by default so
-                that products have this decoder's precision. Norms, biases, routers and what passes between
-                layers stay as they are.
+            kind: how matrices are stored: "bfloat16", or "int8" with embeddings in bfloat16. By default
+                products have this decoder's precision. Norms, biases, routers and activations keep their
+                dtype.
         """
         with torch.device("meta"):
             copy = Decoder(self.config)
@@ -228,10 +231,10 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def refreeze(self, source: Decoder, kind: NarrowKind | None = None) -> None:
-        """Let this frozen copy take the present weights of `source`, in the same `kind` as before.
+        """Copy the current weights of `source` into this frozen copy, which was made with the same `kind`.
 
-        Those that are plain tensors, as all are on a GPU, are written where the old ones were, for captured
-        graphs go on to read them there.
+        Plain tensors, which are all tensors on a GPU, are overwritten in place: captured CUDA graphs keep
+            their addresses.
         """
         if kind is None and source.precision == "bfloat16":
             kind = "bfloat16"
@@ -239,26 +242,26 @@ class Decoder(nn.Module):
             self._freeze(source, kind)
 
     def _freeze(self, source: Decoder, kind: NarrowKind | None) -> None:
-        for projection, its_projection in zip(source.projections(), self.projections(), strict=True):
-            its_projection.freeze(projection, kind)
+        for projection, own_projection in zip(source.projections(), self.projections(), strict=True):
+            own_projection.freeze(projection, kind)
         table = source.model.embed_tokens.weight.detach()
         table = table.clone() if kind is None else table.to(torch.bfloat16, copy=True)
         table = copied_in_place(self.model.embed_tokens.weight.detach(), table)
         self.model.embed_tokens.weight = nn.Parameter(table, requires_grad=False)
-        for name, its in self.named_modules():
-            mine = source.get_submodule(name)
-            if isinstance(mine, RMSNorm) and isinstance(its, RMSNorm):
-                its.freeze(mine)
-            if isinstance(mine, SelfAttention) and isinstance(its, SelfAttention) and mine.qk_norm == "head":
-                its.frozen_qk_norm = copied_in_place(its.frozen_qk_norm, mine.qk_norm_weight())
+        for name, own in self.named_modules():
+            other = source.get_submodule(name)
+            if isinstance(other, RMSNorm) and isinstance(own, RMSNorm):
+                own.freeze(other)
+            if isinstance(other, SelfAttention) and isinstance(own, SelfAttention) and own.qk_norm == "head":
+                own.frozen_qk_norm = copied_in_place(own.frozen_qk_norm, other.qk_norm_weight())
 
     def projections(self) -> list[Projection]:
-        """All linear maps, those of one input together."""
+        """All projections; each joins the linear maps of one input."""
         attributes = [value for module in self.modules() for value in vars(module).values()]
         return [value for value in attributes if isinstance(value, Projection)]
 
     def initialize(self, seed: int) -> None:
-        """Draw fresh weights: normal with the config's deviation, biases zero, norms neutral."""
+        """Draw new weights: normal with `initializer_range` as deviation, biases zero, norms neutral."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
@@ -271,11 +274,21 @@ class Decoder(nn.Module):
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation)
 
 
-def _recomputed(block: nn.Module, *seen: Any) -> Tensor:
-    out: Tensor = checkpoint(block, *seen, use_reentrant=False, preserve_rng_state=False)
-    return out
-
-
 def capped(logits: Tensor, bound: float | None) -> Tensor:
-    """Logits kept within the bound, softly; without a bound, themselves."""
+    """Logits softly capped at `bound`: bound * tanh(logits / bound). Unchanged without a bound."""
     return logits if bound is None else (logits / bound).tanh() * bound
+
+
+def inverse_frequencies(rope: Rope, size: int) -> Tensor:
+    """float32[size / 2], the rotation of each pair of a head in radians per token."""
+    exponents = torch.arange(0, size, 2, device="cpu").float() / size
+    frequencies = 1.0 / (rope.theta**exponents)
+    scaling = rope.scaling
+    if scaling is None:
+        return frequencies
+    if isinstance(scaling, LinearScaling):
+        return frequencies / scaling.factor
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = ramp.clamp(0.0, 1.0)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies

@@ -1,4 +1,4 @@
-"""The feed-forward half of a layer: one gated network, or several of which a token takes a few."""
+"""The feed-forward part of a layer: one gated network, or a mixture of experts."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class MLP(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Each token goes through the experts its router finds most probable, K of E, weighted by that.
+    """K of E experts compute each token, weighted by the router's probabilities.
 
-    Top-k routing without a limit on an expert's tokens (Shazeer et al. 2017; Qwen3, 2025).
+    Top-k routing without a capacity limit (Shazeer et al. 2017; Qwen3, 2025).
     """
 
     def __init__(self, config: DecoderConfig, experts: Experts) -> None:
@@ -42,22 +42,22 @@ class MixtureOfExperts(nn.Module):
         self.per_token, self.normalised = experts.per_token, experts.normalised
         self.gate = nn.Linear(config.hidden_size, experts.count, bias=False)
         self.experts = nn.ModuleList(MLP(config, experts.intermediate_size) for _ in range(experts.count))
-        # A little rounding here would send tokens to other experts, and saves next to nothing.
+        # Rounding the router would change the choice of experts and save almost nothing.
         self.router = Projection(self.gate, exact=True)
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.route(x)
-        # The pairs of token and expert, expert by expert; then back, so that a token's sum has one order.
+        # Sort the (token, expert) pairs by expert, and back, so that each token's sum has a fixed order.
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
         parts = torch.split_with_sizes(x[order // self.per_token], counts)
         outs = [expert(part) for expert, part in zip(self.experts, parts, strict=True) if len(part)]
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         out = torch.cat(outs)[back].view(*chosen.shape, -1) * weights[..., None]
-        # One by one, as the native step adds them: `sum` has another order for many.
+        # Add one by one, as the native step does; `sum` uses another order when there are many.
         return functools.reduce(torch.add, out.unbind(1))
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Of float[N, d], the weights float[N, K] and indices int64[N, K] of each token's experts."""
+        """Weights float[N, K] and indices int64[N, K] of the experts of float[N, d] tokens."""
         weights, chosen = route(self.router(x), self.per_token, self.normalised)
         return weights.to(x.dtype), chosen

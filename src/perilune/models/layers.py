@@ -1,4 +1,4 @@
-"""What a decoder's layers are made of: norms, and linear maps that can be frozen."""
+"""Norms and linear maps of a decoder, which can be frozen for inference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RMSNorm(nn.Module):
     """Scale to unit root mean square, then by a learned weight (Zhang & Sennrich 2019).
 
     Args:
-        offset: whether the factor is 1 + weight.
+        offset: the factor is 1 + weight.
     """
 
     def __init__(self, size: int, eps: float, offset: bool) -> None:
@@ -28,27 +28,27 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.factor(), self.eps)
 
     def factor(self) -> Tensor:
-        """float[size] that the normalised input is multiplied by."""
+        """float[size], the factor of the normalised input."""
         return 1 + self.weight if self.offset else self.weight
 
     def freeze(self, source: RMSNorm) -> None:
-        """Take the present factor of `source`; no gradient reaches it."""
+        """Copy the current factor of `source`, without gradient."""
         factor = copied_in_place(self.weight.detach(), source.factor().detach().clone())
         self.weight, self.offset = nn.Parameter(factor, requires_grad=False), False
 
 
 class Projection:
-    """Linear maps of the same input, computed as one product.
+    """Linear maps of one input, computed as one product.
 
-    The parameters stay with their modules, under their Hugging Face names, and are joined on every call;
-    a frozen projection was joined once, in the order that is fastest to read.
+    The parameters stay in their modules under their Hugging Face names and are joined on every call. A frozen
+    projection is joined once, in the fastest layout.
 
     Args:
         parts: the maps.
-        exact: whether they stay as they are, whatever a frozen copy or a precision does with others.
+        exact: never round these weights, whatever the kind of a frozen copy or the precision.
 
     Attributes:
-        precision: of products that are not frozen.
+        precision: precision of products that are not frozen.
     """
 
     def __init__(self, *parts: nn.Linear | nn.Embedding, exact: bool = False) -> None:
@@ -61,21 +61,17 @@ class Projection:
         return linear(x, weight, bias, self.precision)
 
     def joined(self) -> tuple[Tensor, Tensor | None]:
-        """float[O, I] weight and float[O] bias of all parts, one below the other."""
-        return self.joined_weight(), self.joined_bias()
-
-    def joined_weight(self) -> Tensor:
-        """The weight alone."""
+        """float[O, I] weight and float[O] bias of all parts, stacked."""
         weights = [self.weight_of(part) for part in self.parts]
-        return weights[0] if len(weights) == 1 else torch.cat(weights)
+        return weights[0] if len(weights) == 1 else torch.cat(weights), self.joined_bias()
 
     def weight_of(self, part: nn.Module) -> Tensor:
-        """float[O, I] of one part."""
+        """The float[O, I] weight of one part."""
         weight: Tensor = part.weight  # type: ignore[assignment]
         return weight
 
     def joined_bias(self) -> Tensor | None:
-        """The bias alone, if there is one."""
+        """float[O] bias of all parts, if they have one."""
         biases: list[Tensor] = [
             part.bias for part in self.parts if isinstance(part, nn.Linear) and part.bias is not None
         ]
@@ -84,28 +80,27 @@ class Projection:
         return biases[0] if len(biases) == 1 else torch.cat(biases)
 
     def freeze(self, source: Projection, kind: NarrowKind | None) -> None:
-        """Take the present weights of `source`; no gradient reaches them."""
+        """Copy the current weights of `source`, without gradients."""
         weight, bias = source.joined()
         fresh = pack_weight(weight.detach(), bias, None if self.exact else kind)
-        held = self.frozen or (None, None)
-        self.frozen = copied_in_place(held[0], fresh[0]), copied_in_place(held[1], fresh[1])
+        old = self.frozen or (None, None)
+        self.frozen = copied_in_place(old[0], fresh[0]), copied_in_place(old[1], fresh[1])
 
 
 CopiedT = TypeVar("CopiedT")
 
 
-def copied_in_place(held: object, fresh: CopiedT) -> CopiedT:
-    """`fresh`, in the memory of what is `held` where both are alike: captured graphs read it there."""
-    if isinstance(held, NarrowWeight) and isinstance(fresh, NarrowWeight):
-        return NarrowWeight(
-            copied_in_place(held.values, fresh.values), copied_in_place(held.scales, fresh.scales)
-        )  # type: ignore[return-value]
-    if isinstance(held, Tensor) and isinstance(fresh, Tensor) and _alike(held, fresh):
-        return held.copy_(fresh)  # type: ignore[return-value]
+def copied_in_place(old: object, fresh: CopiedT) -> CopiedT:
+    """`fresh`, copied over `old` when they are alike: captured CUDA graphs keep reading the old address."""
+    if isinstance(old, NarrowWeight) and isinstance(fresh, NarrowWeight):
+        values, scales = copied_in_place(old.values, fresh.values), copied_in_place(old.scales, fresh.scales)
+        return NarrowWeight(values, scales)  # type: ignore[return-value]
+    if isinstance(old, Tensor) and isinstance(fresh, Tensor) and _alike(old, fresh):
+        return old.copy_(fresh)  # type: ignore[return-value]
     return fresh
 
 
-def _alike(held: Tensor, fresh: Tensor) -> bool:
-    """Whether one can be copied over the other; not where a library hides how they lie."""
-    places = [(one.shape, one.dtype, one.device, one.layout) for one in (held, fresh)]
-    return places[0] == places[1] and held.layout == torch.strided
+def _alike(old: Tensor, fresh: Tensor) -> bool:
+    """Whether one can be copied over the other. Opaque layouts (oneDNN) cannot."""
+    layouts = [(one.shape, one.dtype, one.device, one.layout) for one in (old, fresh)]
+    return layouts[0] == layouts[1] and old.layout == torch.strided

@@ -1,28 +1,29 @@
-"""How much memory a model takes to sample and to learn, computed from its card alone.
+"""The memory that sampling and training take, computed from a model's card alone.
 
-An upper estimate for this package's own engine and learner, in bytes. P parameters, V vocabulary, d hidden
-size; b bytes of a number of the model, 4 in float32.
+An upper estimate in bytes for this package's own engine and learner. P parameters, V vocabulary, d hidden
+size, b bytes per number of the model (4 in float32).
 
-Standing, from the beginning to the end:
+Persistent memory, held throughout:
 
-* weights b P; the engine's frozen copy b P, plus b V d where head and embedding are one tensor and it keeps
-  each in the order that is fastest to read; a reference policy b P;
-* AdamW's two moments 8 P;
-* keys and values of S samples of T tokens, in whole blocks; behind a window only what is being fed.
+* weights: b P; the engine's frozen copy: b P, plus b V d when head and embedding are one tensor, because the
+  engine stores each in its fastest layout; a reference policy: b P;
+* AdamW's two moments: 8 P;
+* keys and values of S samples of T tokens, in whole blocks; layers with a window hold only the window and the
+  tokens being fed.
 
-Besides, one of these at a time:
+Transient memory, of which only the largest counts:
 
-* sampling: logits and what is drawn from them, 24 S V;
-* learning from N fed tokens in sequences of T: gradients b P; what each layer keeps of a token for its
-  gradient, as the card says; logits, log-probs, probabilities and their gradient, 16 V for each row that is
-  computed at a time (`perilune.models.logprobs.in_row_chunks`), with a gradient of the head of their own;
+* sampling: logits and intermediate results, 24 S V;
+* training on N tokens in sequences of T: gradients b P; activations, as the card computes them; logits,
+  log-probs, probabilities and their gradient, 16 V for each row computed at a time
+  (`models.logprobs.in_row_chunks`), and one more gradient of the head;
 * an update: three temporaries of the largest tensor.
 
-Where an adapter of A numbers learns beside frozen weights (`models.lora`), the weights take what their kind
-says (embedding and head 2 bytes a number at most, if matrices are narrow), gradients 4 A and moments 8 A.
-The engine's copy is merged, in float32. The reference is the base itself. Learning makes every merged matrix
-anew, and what comes and goes leaves holes in the heap: b P at most, as measured. At the end all matrices are
-merged, to be written.
+With an adapter of A parameters beside frozen weights (`models.adapters.lora`), the weights take the bytes of
+their kind (embedding and head at most 2 bytes per number when matrices are narrow), gradients 4 A and moments
+8 A. The engine's copy is merged and float32. The base is the reference policy. Training recomputes each
+merged matrix, which fragments the heap by at most b P (measured). The last step merges all matrices to write
+them.
 """
 
 from __future__ import annotations
@@ -36,39 +37,39 @@ from perilune.models.card.model_card import ITEM_BYTES, ModelCard
 from perilune.models.config.decoder_config import DecoderConfig
 
 PROCESS_BYTES = 430 << 20
-"""Python, torch and the other libraries, before there is a model: resident size as measured on Linux."""
+"""Resident size of Python, torch and the other libraries without a model, measured on Linux."""
 
 RECOMPUTING_BYTES = 160 << 20
-"""More, once something is computed again for its gradient: torch loads its compiler for that."""
+"""Extra memory with activation checkpointing, because torch then loads its compiler."""
 
-MENTIONED = 0.01  # smallest share of the total that is told apart
+_SMALLEST_SHARE = 0.01  # of the total that a description mentions
 
 LOGITS_AT_ONCE = 1 << 26
-"""Most logits that learning computes at a time: 256 MiB of them in float32.
+"""Most logits that training computes at a time: 256 MiB in float32.
 
-Fewer cost time: each product reads the whole head, which takes as long as some 150 rows of it. Fewer than
-8 Mi cost memory, too: glibc serves blocks below 32 MiB from its heap and does not give them back, many
-tensors of the same size leave holes that the next one does not fit in, and memory grows in spite of all.
+Smaller chunks cost time, because each product reads the whole head, which takes as long as computing about
+150 rows. Chunks below 8 Mi logits also cost memory: glibc serves blocks below 32 MiB from its heap, and the
+heap fragments and grows.
 """
 
 _FLOAT = 4
 BLOCK = 16
-"""Tokens of a block of the engine's cache."""
+"""Tokens in a block of the engine's cache."""
 
 TOKEN_BUDGET = 4096
-"""Most tokens that the engine feeds in a step, unless it is told otherwise."""
+"""Default for the most tokens that the engine computes in a step."""
 
 Model = DecoderConfig | ModelCard
-"""A model's card, or the configuration it follows from."""
+"""A model's card, or its configuration."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes by what takes them.
+    """Bytes by use.
 
     Attributes:
-        standing: held from the beginning to the end.
-        passing: held one at a time, so that only the largest counts.
+        persistent: held throughout.
+        transient: held one at a time, so that only the largest counts.
     """
 
     persistent: Mapping[str, int]
@@ -76,28 +77,26 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """Bytes at the highest moment."""
+        """Bytes at the peak."""
         return sum(self.persistent.values()) + max(self.transient.values(), default=0)
 
     def __str__(self) -> str:
-        told = [
-            separator.join(f"{name} {_readable(size)}" for name, size in parts.items() if self._tell(size))
+        least = _SMALLEST_SHARE * self.total
+        shown = [
+            separator.join(f"{name} {_readable(size)}" for name, size in parts.items() if size >= least)
             for separator, parts in ((", ", self.persistent), (" or ", self.transient))
         ]
-        return f"about {_readable(self.total)}: {'; then '.join(filter(None, told))}"
-
-    def _tell(self, size: int) -> bool:
-        return size >= MENTIONED * self.total
+        return f"about {_readable(self.total)}: {'; then '.join(filter(None, shown))}"
 
 
 @dataclass(frozen=True, slots=True)
 class MemorySavings:
-    """What is done for learning to take less.
+    """Settings that reduce the memory of training.
 
     Attributes:
-        adapter: numbers of the adapter that learns; None where the whole model does.
-        base: how its frozen matrices are kept.
-        recompute: whether layers are computed again for their gradients.
+        adapter: parameters of the adapter that is trained; None when the whole model is trained.
+        base: how frozen matrices are stored.
+        recompute: whether activation checkpointing is on.
     """
 
     adapter: int | None = None
@@ -114,13 +113,13 @@ def plan_memory(
     item_bytes: int = _FLOAT,
     savings: MemorySavings = MemorySavings(),
 ) -> MemoryPlan:
-    """What a process takes that holds one model of this shape.
+    """The memory of a process that holds one model.
 
     Args:
-        sampling: samples in flight, and tokens of the longest with its prompt.
-        learning: tokens of one forward pass, and tokens of the longest sequence in it.
-        reference: whether a frozen reference policy is held.
-        item_bytes: of a number of weights, cache and activations; the optimizer's are float32 always.
+        sampling: samples in flight, and the tokens of the longest including its prompt.
+        learning: tokens of one forward pass, and the tokens of its longest sequence.
+        reference: whether the process holds a frozen reference policy.
+        item_bytes: bytes of one weight, cache element or activation. The optimizer is float32.
     """
     card = card_of(model)
     weights = item_bytes * card.parameters
@@ -155,12 +154,12 @@ def card_of(model: Model) -> ModelCard:
 
 
 def cache_bytes(model: Model, samples: int, length: int, item_bytes: int = _FLOAT) -> int:
-    """The KV cache of `samples` samples of `length` tokens with prompts, in whole blocks and one more."""
+    """Bytes of the KV cache of `samples` samples of `length` tokens including the prompt, in whole blocks."""
     return blocks_bytes(model, 1 + samples * -(-length // BLOCK), samples, item_bytes)
 
 
 def blocks_bytes(model: Model, num_blocks: int, samples: int, item_bytes: int = _FLOAT) -> int:
-    """The KV cache of `num_blocks` blocks, or as many as a window has use for; and states of `samples`."""
+    """Bytes of a KV cache of `num_blocks` blocks (fewer for layers with a window) and `samples` states."""
     mixers = [layer.mixer for layer in card_of(model).layers]
     of_samples = sum(mixer.cached(1) * item_bytes + mixer.state * _FLOAT for mixer in mixers if mixer.state)
     of_blocks = sum(
@@ -174,10 +173,10 @@ def blocks_bytes(model: Model, num_blocks: int, samples: int, item_bytes: int = 
 def window_blocks(
     window: int | None, num_blocks: int, *, slots: int, token_budget: int = TOKEN_BUDGET
 ) -> int:
-    """How many blocks layers with that window have use for: `num_blocks`, or less where that is as good.
+    """Blocks that layers with this window can use, at most `num_blocks`.
 
-    Each of `slots` samples keeps what its next query sees, in blocks that it fills in part at both ends; and
-    `token_budget` tokens are being fed.
+    Each of `slots` samples holds the window of its next query, with a partly filled block at both ends, and
+    `token_budget` tokens are being computed.
     """
     if window is None:
         return num_blocks
@@ -185,12 +184,12 @@ def window_blocks(
 
 
 def blocks_in(tokens: int) -> int:
-    """Most blocks that so many tokens in a row lie in."""
+    """Most blocks that `tokens` consecutive tokens can touch."""
     return (tokens + BLOCK - 2) // BLOCK + 1
 
 
 def base_bytes(model: Model, kind: str, item_bytes: int = _FLOAT) -> int:
-    """A model whose matrices are kept in `kind`, in int8 with a scale for each output; norms count too."""
+    """Bytes of a model whose matrices are stored as `kind`; int8 has a scale for each output."""
     card = card_of(model)
     if kind == "float32":
         return item_bytes * card.parameters
@@ -201,16 +200,14 @@ def base_bytes(model: Model, kind: str, item_bytes: int = _FLOAT) -> int:
 
 
 def adapter_parameters(config: DecoderConfig, rank: int, targets: Collection[str]) -> int:
-    """Numbers of A and B of the linear maps called `targets`, in all layers."""
-    d, queries, keys = (
-        config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim,
-    )  # fmt: skip
+    """Parameters of A and B for the linear maps called `targets`, in all layers."""
+    d, size = config.hidden_size, config.head_dim
+    queries, keys = config.num_heads * size, config.num_kv_heads * size
     attention = {"q_proj": d + queries, "k_proj": d + keys, "v_proj": d + keys, "o_proj": queries + d}
     sides = config.num_layers * sum(size for name, size in attention.items() if name in targets)
     for layer in range(config.num_layers):
-        sparse = config.experts is not None and config.is_sparse(layer)
         count, inner = 1, config.intermediate_size
-        if sparse and config.experts is not None:
+        if config.experts is not None and config.is_sparse(layer):
             count, inner = config.experts.count, config.experts.intermediate_size
         sides += count * (d + inner) * sum(name in targets for name in ("gate_proj", "up_proj", "down_proj"))
     return rank * sides
@@ -219,7 +216,7 @@ def adapter_parameters(config: DecoderConfig, rank: int, targets: Collection[str
 def learning_bytes(
     model: Model, tokens: int, length: int, item_bytes: int = _FLOAT, *, recompute: bool = False
 ) -> int:
-    """What a forward pass over `tokens` tokens in sequences of `length` keeps for its backward pass."""
+    """Bytes that a forward pass over `tokens` tokens in sequences of `length` keeps for the backward pass."""
     card = card_of(model)
     rows = max(1, LOGITS_AT_ONCE // card.vocab_size)
     parts = item_bytes * card.table_parameters if tokens > rows else 0
@@ -228,7 +225,7 @@ def learning_bytes(
 
 
 def _largest(card: ModelCard) -> int:
-    """Numbers of the largest tensor; experts of a layer may be one."""
+    """Elements of the largest tensor; the experts of a layer may be one tensor."""
     networks = (layer.feed_forward for layer in card.layers)
     return max(card.table_parameters, *(network.experts * network.expert_parameters for network in networks))
 

@@ -1,10 +1,10 @@
-"""Weights kept in fewer bits than they are computed with, for inference.
+"""Weights stored in fewer bits than they are computed with, for inference.
 
-* bfloat16: rounded to eight significant bits, and so is what they are multiplied with.
-* int8: of each output channel, w is s q with s = max |w| / 127 and q the nearest integer (symmetric, weight
-  only): what they are multiplied with is not rounded.
+* bfloat16: weights and activations are rounded to eight significant bits.
+* int8: symmetric, weights only. Each output channel is s q with s = max |w| / 127 and q the nearest integer.
+  Activations are not rounded.
 
-Sums are in the dtype of the activations. The C kernels keep weights in the same two ways.
+Sums are in the dtype of the activations. The C kernels use the same two formats.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 NarrowKind = Literal["bfloat16", "int8"]
 
 Precision = Literal["float32", "bfloat16"]
-"""Of products in learning: bfloat16 rounds both factors, and sums in float32 all the same."""
+"""Precision of products in training. bfloat16 rounds both factors; sums are float32 either way."""
 
 _HAS_WIDE_SUMS = hasattr(torch.ops.aten.mm, "dtype")
-"""Whether a GPU's products of bfloat16 can be had as they were summed, in float32: since PyTorch 2.8."""
+"""Whether a product of bfloat16 matrices on a GPU can return float32, since PyTorch 2.8."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,14 +31,14 @@ class NarrowWeight:
 
     Attributes:
         values: bfloat16 or int8 [O, I].
-        scales: float32[O], of int8.
+        scales: float32[O] for int8, otherwise None.
     """
 
     values: Tensor
     scales: Tensor | None = None
 
     def times(self, x: Tensor) -> Tensor:
-        """float[N, O] from float[N, I]."""
+        """The product float[N, O] with float[N, I]."""
         if self.scales is None:
             narrow = x.to(self.values.dtype)
             if x.device.type == "cuda" and _HAS_WIDE_SUMS and x.dtype == torch.float32:
@@ -48,7 +48,7 @@ class NarrowWeight:
 
 
 def narrowed(weight: Tensor, kind: NarrowKind) -> NarrowWeight:
-    """Round float[O, I]."""
+    """Round a float[O, I] matrix to `kind`."""
     weight = weight.detach()
     if kind == "bfloat16":
         return NarrowWeight(weight.to(torch.bfloat16, copy=True))

@@ -1,13 +1,12 @@
-"""A reward model: the decoder with one number read off its last token.
+"""A reward model: the decoder with a scalar head on its last hidden state.
 
-Stored as transformers' `...ForSequenceClassification` with one label (`model.*` and `score.weight`), so that
-others can load it.
+It is stored as transformers' `...ForSequenceClassification` with one label (`model.*` and `score.weight`), so
+other programs can load it.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +15,7 @@ from perilune.files import read_json, write_json
 from perilune.models.checkpoints.loading import load_as, save_checkpoint
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.decoder import Decoder
-
-if TYPE_CHECKING:
-    from perilune.models.text.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 
 
 class RewardModel(Decoder):
@@ -30,7 +27,7 @@ class RewardModel(Decoder):
 
     @classmethod
     def on(cls, decoder: Decoder) -> RewardModel:
-        """A reward model with a copy of the body of `decoder` and a head that scores everything 0."""
+        """A reward model with a copy of the layers of `decoder` and a head that scores everything 0."""
         model = cls(decoder.config)
         weights = {
             name: value.detach().clone()
@@ -43,13 +40,13 @@ class RewardModel(Decoder):
         return model
 
     def rewards(self, hidden: Tensor) -> Tensor:
-        """float[N] scores of float[N, d] hidden states, in float32 at least."""
+        """Scores float[N] of hidden states float[N, d], in float32 at least."""
         scores: Tensor = self.score(hidden)[:, 0]
         return scores.to(torch.promote_types(hidden.dtype, torch.float32))
 
 
 def save_reward_model(path: Path, model: Decoder, tokenizer: Tokenizer) -> None:
-    """Write a folder as `save_checkpoint` does, whose config.json says that it classifies sequences."""
+    """`save_checkpoint` with a config.json for sequence classification."""
     save_checkpoint(path, model, tokenizer)
     raw = read_json(path / "config.json")
     (name,) = raw["architectures"]
@@ -63,8 +60,6 @@ def load_reward_model(
     """Read the reward model and the tokenizer of a folder.
 
     Raises:
-        RequestError: as `load_checkpoint`; a folder without `score.weight` is no reward model.
+        RequestError: as `load_checkpoint`, and when `score.weight` is missing.
     """
-    from perilune.models.text.tokenizer import Tokenizer
-
     return load_as(RewardModel, path, torch.device(device), dtype), Tokenizer.load(path)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,7 @@ from perilune.models.checkpoints.stored import open_checkpoint
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.config.reader import UnsupportedModelError
 from perilune.models.decoder import Decoder
-
-if TYPE_CHECKING:
-    from perilune.models.text.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 
 _DEFAULT_POSITIONS = 2048  # of a model that does not say how long its texts may be
 _MAX_CAUSE = 300  # characters of transformers' own message
@@ -116,8 +114,6 @@ def load_for_inference(
     Raises:
         RequestError: as `load_checkpoint` and `load_transformers_model`.
     """
-    from perilune.models.text.tokenizer import Tokenizer
-
     try:
         return open_checkpoint(Path(path), device, dtype)
     except UnsupportedModelError as error:

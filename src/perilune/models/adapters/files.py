@@ -1,10 +1,10 @@
-"""LoRA adapters as files: the two that PEFT writes and reads.
+"""Load and save LoRA adapters in PEFT's format.
 
-    adapter_config.json          rank r, alpha, the names of the maps
+    adapter_config.json          rank r, alpha, the names of the linear maps
     adapter_model.safetensors    base_model.model.NAME.lora_A.weight [r, I], ....lora_B.weight [O, r]
 
-An adapter comes from anywhere: it is read as safetensors or not at all, and held against the model before any
-of it is used. Those that we write have a third file, base.json: beside which base they were learned.
+An adapter is untrusted: it must be safetensors, and it is compared with the model before it is used. Perilune
+writes a third file, base.json, which identifies the base that the adapter was trained on.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 import torch
 from safetensors import SafetensorError
@@ -37,14 +37,12 @@ from perilune.models.adapters.lora import (
 from perilune.models.checkpoints.checksum import checksum
 from perilune.models.checkpoints.loading import save_checkpoint
 from perilune.models.decoder import Decoder
-
-if TYPE_CHECKING:
-    from perilune.models.text.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
-FOLDER = "adapter"  # in the folder of a checkpoint that it is merged into
+FOLDER = "adapter"  # inside the folder of a checkpoint with the adapter merged
 _KEY = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<part>[AB])\.weight")
-_BASE = "base.json"  # how the frozen weights were kept, and their checksum
+_BASE = "base.json"  # how the frozen weights were stored, and their checksum
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,9 +50,9 @@ class Adapter:
     """Low-rank additions to linear maps.
 
     Attributes:
-        pairs: A float[r, I] and B float[O, r] by the map's name, "model.layers.0.self_attn.q_proj".
-        scale: of what they add.
-        base: how the base that it was learned on was kept, and its checksum; empty when nobody said.
+        pairs: A float[r, I] and B float[O, r] by the name of the map, "model.layers.0.self_attn.q_proj".
+        scale: factor of the addition B A x.
+        base: how the base of the training was stored, and its checksum; empty when unknown.
     """
 
     pairs: Mapping[str, tuple[Tensor, Tensor]]
@@ -63,16 +61,16 @@ class Adapter:
 
     @classmethod
     def of(cls, decoder: Decoder) -> Adapter:
-        """What was learned beside a frozen decoder."""
+        """The adapter of a decoder that is being trained."""
         pairs = {name: (a.detach(), b.detach()) for name, (a, b) in pairs_of(decoder).items()}
         return cls(pairs, scale_of(decoder), f"{base_kind(decoder)} {checksum(base_state(decoder))}")
 
     @classmethod
     def load(cls, path: Path | str) -> Adapter:
-        """Read the folder that PEFT writes: adapter_config.json and adapter_model.safetensors.
+        """Read a folder with adapter_config.json and adapter_model.safetensors.
 
         Raises:
-            RequestError: when a file is missing or malformed, or the adapter is more than plain LoRA.
+            RequestError: when a file is missing or malformed, or the adapter is not plain LoRA.
         """
         folder = Path(path)
         weights, config_file = folder / _WEIGHTS, folder / _CONFIG
@@ -90,16 +88,16 @@ class Adapter:
         for key, tensor in tensors.items():
             match = _KEY.fullmatch(key)
             if match is None:
-                raise RequestError(f"{key} is no part of a LoRA pair", where=str(weights))
+                raise RequestError(f"tensor {key} is not part of a LoRA pair", where=str(weights))
             halves.setdefault(match["module"], {})[match["part"]] = _checked(key, tensor, rank, weights)
         lone = [name for name, parts in halves.items() if len(parts) != 2]
         if lone:
-            raise RequestError(f"{lone[0]} has only half of its pair", where=str(weights))
+            raise RequestError(f"{lone[0]} has only one of lora_A and lora_B", where=str(weights))
         pairs = {name: (parts["A"], parts["B"]) for name, parts in halves.items()}
         return cls(pairs, scale, _read_base(folder / _BASE))
 
     def save(self, path: Path) -> None:
-        """Write the folder that PEFT reads; the configuration last, so that a folder that has it is whole."""
+        """Write a folder that PEFT reads, the configuration last, so that a folder with it is complete."""
         tensors = {
             f"base_model.model.{name}.lora_{part}.weight": tensor.detach().cpu().contiguous()
             for name, pair in self.pairs.items()
@@ -128,16 +126,16 @@ class Adapter:
         write_json(path / _CONFIG, document)
 
     def check(self, decoder: Decoder) -> None:
-        """Make sure that it fits.
+        """Check that the adapter fits `decoder`.
 
         Raises:
-            RequestError: naming the map that does not; or when it says of itself that it was learned beside
-                other weights than the decoder's.
+            RequestError: naming the map that does not fit; or when the adapter was trained on other weights
+                than the decoder's.
         """
         maps = dict(linear_maps(decoder))
         for name, (a, b) in self.pairs.items():
             if name not in maps:
-                raise RequestError("the model has no such linear map", where=f"adapter, {name}")
+                raise RequestError("the model has no linear map of this name", where=f"adapter, {name}")
             shape = tuple(maps[name].weight.shape)
             ranks_agree = a.dim() == b.dim() == 2 and a.shape[0] == b.shape[1]
             if not ranks_agree or (b.shape[0], a.shape[1]) != shape:
@@ -145,15 +143,15 @@ class Adapter:
                     f"A {list(a.shape)} and B {list(b.shape)} do not fit {list(shape)}",
                     where=f"adapter, {name}",
                 )
-        if self.base and self.base != (found := _told(decoder, self.base)):
+        if self.base and self.base != (actual := _describe_base(decoder, self.base)):
             raise RequestError(
-                f"the adapter was learned beside a base with checksum {self.base}, and this one has {found}",
+                f"the adapter was trained on a base with checksum {self.base}, but this base has {actual}",
                 where="adapter",
-                remedy="load it over the checkpoint that its training began with",
+                remedy="load it with the checkpoint that its training started from",
             )
 
     def attach(self, decoder: Decoder) -> None:
-        """Go on from it: freeze `decoder`, and let it learn these A and B beside its weights.
+        """Continue training: freeze `decoder` and train these A and B beside its weights.
 
         Raises:
             RequestError: as `check`.
@@ -162,7 +160,7 @@ class Adapter:
         attach_pairs(decoder, self.pairs, self.scale)
 
     def merge(self, decoder: Decoder) -> Decoder:
-        """A plain decoder that is `decoder` with this adapter, on a base kept as it was learned on.
+        """A plain decoder with this adapter merged, its base stored as it was during training.
 
         Raises:
             RequestError: as `check`.
@@ -175,9 +173,9 @@ class Adapter:
 
 
 def save_policy(path: Path, decoder: Decoder, tokenizer: Tokenizer) -> None:
-    """Write a Hugging Face folder of the policy: with its adapter merged, and in `adapter/` that by itself.
+    """Write a Hugging Face folder of the policy with its adapter merged, and the adapter alone in `adapter/`.
 
-    So the folder is used as any other, and whoever has the base may fetch the adapter alone.
+    The folder loads like any other. With the base at hand, the adapter alone is enough.
     """
     if pairs_of(decoder):
         Adapter.of(decoder).save(path / FOLDER)
@@ -185,8 +183,8 @@ def save_policy(path: Path, decoder: Decoder, tokenizer: Tokenizer) -> None:
     save_checkpoint(path, decoder, tokenizer)
 
 
-def _told(decoder: Decoder, base: str) -> str:
-    """What `Adapter.base` says of a decoder, once that is kept as `base` says."""
+def _describe_base(decoder: Decoder, base: str) -> str:
+    """`Adapter.base` of a decoder that is stored as `base` says."""
     kind = _kind(base)
     if kind != base_kind(decoder):
         decoder = shared(decoder)
@@ -197,10 +195,10 @@ def _told(decoder: Decoder, base: str) -> str:
 def _read_base(file: Path) -> str:
     if not file.is_file():
         return ""
-    found = read_json(file)
-    if not (isinstance(found, Mapping) and {found.get("kept")} <= set(get_args(BaseKind))):
+    document = read_json(file)
+    if not (isinstance(document, Mapping) and {document.get("kept")} <= set(get_args(BaseKind))):
         raise RequestError(f"kept is not one of {', '.join(get_args(BaseKind))}", where=str(file))
-    return f"{found['kept']} {found.get('checksum')}"
+    return f"{document['kept']} {document.get('checksum')}"
 
 
 def _kind(base: str) -> BaseKind:
@@ -208,12 +206,12 @@ def _kind(base: str) -> BaseKind:
 
 
 def _checked(key: str, tensor: Tensor, rank: int, file: Path) -> Tensor:
-    """A float32 copy of one half of a pair of the rank that the configuration names."""
-    found = tensor.shape[0 if ".lora_A." in key else -1] if tensor.dim() == 2 else None
-    if found != rank:
-        raise RequestError(f"{key} is {list(tensor.shape)}, and r is {rank}", where=str(file))
+    """A float32 copy of one half of a pair, which must have the rank in the configuration."""
+    actual = tensor.shape[0 if ".lora_A." in key else -1] if tensor.dim() == 2 else None
+    if actual != rank:
+        raise RequestError(f"{key} is {list(tensor.shape)}, but r is {rank}", where=str(file))
     if not tensor.is_floating_point() or not torch.isfinite(tensor.float()).all():
-        raise RequestError(f"{key} has entries that are no finite numbers", where=str(file))
+        raise RequestError(f"{key} has entries that are not finite", where=str(file))
     return tensor.float()
 
 
@@ -229,5 +227,5 @@ def _rank_and_scale(config: object, where: str) -> tuple[int, float]:
             raise RequestError(f"{key} is not implemented", where=where)
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
-        raise RequestError(f"r is {rank!r} and lora_alpha {alpha!r}", where=where)
+        raise RequestError(f"r is {rank!r} and lora_alpha is {alpha!r}", where=where)
     return rank, float(alpha / (rank**0.5 if config.get("use_rslora") else rank))

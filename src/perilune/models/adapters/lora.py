@@ -1,17 +1,17 @@
-"""Low-rank adaptation (LoRA; Hu et al., arXiv 2106.09685): a frozen matrix W, and s B A learned beside it.
+"""Low-rank adaptation (LoRA; Hu et al., arXiv 2106.09685): a frozen matrix W and a trained addition s B A.
 
-Every product is with the merged matrix W + s (B A), which is made anew from W where it is needed and never
-kept. So the policy that learns is the merged one to the last bit: what the engine copies, what is saved and
-what is served. The usual way, W x + s B (A x), rounds otherwise, and sampler and learner would differ.
-Merging takes r / N of the time of a product of N rows. The gradient never sees a matrix of W's size:
+Every product uses the merged matrix W + s (B A), which is computed from W for each product and not kept. So
+the policy that is trained equals, bit for bit, the merged policy that is sampled, saved and served. The usual
+W x + s B (A x) rounds differently, and sampler and learner would disagree. Merging takes r / N of the time of
+a product of N rows. No gradient has the size of W:
 
     dx = dy (W + s B A);   dB = s dy^T (x A^T);   dA = s (dy B)^T x
 
-W may be kept in bfloat16 or int8 (`models.narrow`), as QLoRA does (Dettmers et al., arXiv 2305.14314; there
-in four bits). It is widened one matrix at a time, and merged in float32.
+W may be stored in bfloat16 or int8 (`models.narrow`), as in QLoRA (Dettmers et al., arXiv 2305.14314, with
+four bits). It is widened one matrix at a time and merged in float32.
 
-A is float32[r, I], B float32[O, r]; s = alpha / r. They hang from their linear map under peft's names,
-`q_proj.lora_A.weight` and `q_proj.lora_B.weight`.
+A is float32[r, I], B float32[O, r]; s = alpha / r. They are submodules of their linear map under PEFT's
+names, `q_proj.lora_A.weight` and `q_proj.lora_B.weight`.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from perilune.models.narrow import narrowed
 from perilune.models.scratch import scratch_buffer
 
 BaseKind = Literal["float32", "bfloat16", "int8"]
-"""How the frozen matrices are kept."""
+"""How frozen matrices are stored."""
 
 A, B = "lora_A", "lora_B"
-_SCALES = "scales"  # of a linear map whose weight is int8
-_STREAM = 0x10FA  # tells the random numbers of A from others of the same seed
+_SCALES = "scales"  # buffer of a linear map whose weight is int8
+_STREAM = 0x10FA  # separates the random numbers of A from others of the same seed
 
 
 class MergedProjection(Projection):
-    """Linear maps of the same input whose weights are W + s B A, one below the other.
+    """Linear maps of one input with the weights W + s B A, stacked.
 
     Args:
-        base: the maps; those without an A and a B are W alone.
+        base: the maps; a map without A and B has the weight W.
         scale: s.
     """
 
@@ -62,7 +62,7 @@ class MergedProjection(Projection):
 
     @torch.no_grad()
     def temporary_weight(self) -> Tensor:
-        """float32[O, I] of all parts, in memory that the next such weight has too: for one product."""
+        """float32[O, I] of all parts for one product; the next temporary weight overwrites its memory."""
         first = self.parts[0].weight
         rows = [part.weight.shape[0] for part in self.parts]
         dtype = torch.promote_types(torch.float32, first.dtype)
@@ -73,7 +73,7 @@ class MergedProjection(Projection):
 
     @torch.no_grad()
     def weight_of(self, part: nn.Module) -> Tensor:
-        """float32[O, I] of one part, merged; no gradient reaches it through this."""
+        """The merged float32[O, I] of one part, without gradient."""
         weight: Tensor = part.weight  # type: ignore[assignment]
         out = torch.empty_like(weight, dtype=torch.promote_types(torch.float32, weight.dtype))
         self._write(part, out)
@@ -83,12 +83,12 @@ class MergedProjection(Projection):
         widen(part, out)
         if pair := pair_of(part):
             a, b = pair
-            # By the same kernel as every product, so that a sum over the rank has one order.
+            # The kernel of all products: sums over the rank must have the same order everywhere.
             out.add_(product(b * self.scale, a.t()))
 
 
 class _Merged(torch.autograd.Function):
-    """Products with the merged weights of a projection, and the gradients of x and of each A and B."""
+    """A product with the merged weights of a projection, with gradients of x and of each A and B."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, projection: MergedProjection, *pairs: Tensor) -> Tensor:
@@ -117,9 +117,9 @@ class _Merged(torch.autograd.Function):
 
 
 def attach(decoder: Decoder, targets: Collection[str], rank: int, alpha: float, seed: int) -> None:
-    """Freeze `decoder`, and give its linear maps called `targets` ("q_proj", ...) an A and a B to learn.
+    """Freeze `decoder` and add a trainable A and B to its linear maps called `targets` ("q_proj", ...).
 
-    A is drawn as by peft, uniform within 1 / sqrt(I); B is 0, so that the policy is still the base's.
+    A is drawn as in PEFT, uniformly within 1 / sqrt(I). B is 0, so the policy is unchanged.
     """
     decoder.requires_grad_(False)
     random = np.random.default_rng([seed, _STREAM])
@@ -133,7 +133,7 @@ def attach(decoder: Decoder, targets: Collection[str], rank: int, alpha: float, 
 
 
 def attach_pairs(decoder: Decoder, pairs: Mapping[str, tuple[Tensor, Tensor]], scale: float) -> None:
-    """Freeze `decoder`, and hang the given A and B from the linear maps they are named after."""
+    """Freeze `decoder` and add the given A and B to the linear maps that they name."""
     decoder.requires_grad_(False)
     for name, (a, b) in pairs.items():
         set_pair(decoder.get_submodule(name), a, b)
@@ -141,17 +141,16 @@ def attach_pairs(decoder: Decoder, pairs: Mapping[str, tuple[Tensor, Tensor]], s
 
 
 def narrow_part(decoder: Decoder, name: str, kind: BaseKind) -> None:
-    """Keep the parameter called `name` in `kind` from now on, if it is a matrix that products are made with.
+    """Store the parameter `name` as `kind` from now on, if it is a matrix of a product.
 
-    Linear maps of layers become `kind`; embedding and head, whose rounding is felt most, bfloat16 at least.
-    Routers, norms and biases stay as they are. `install_merged_projections` makes the decoder compute with
-    it.
+    Linear maps of layers become `kind`. Embedding and head stay in bfloat16 at least, because their rounding
+    matters most. Routers, norms and biases are unchanged. Call `install_merged_projections` afterwards.
     """
     owner, _, attribute = name.rpartition(".")
     if kind == "float32" or attribute != "weight":
         return
     part = decoder.get_submodule(owner)
-    of_layer = any(part is found for _, found in linear_maps(decoder))
+    of_layer = any(part is linear_map for _, linear_map in linear_maps(decoder))
     if not of_layer and part is not decoder.model.embed_tokens and part not in decoder.head.parts:
         return
     narrow = narrowed(part.weight, kind if of_layer else "bfloat16")  # type: ignore[arg-type]
@@ -161,14 +160,14 @@ def narrow_part(decoder: Decoder, name: str, kind: BaseKind) -> None:
 
 
 def narrow_base(decoder: Decoder, kind: BaseKind) -> None:
-    """Keep all matrices of `decoder` in `kind` from now on, as `narrow_part`; no gradient reaches them."""
+    """Store all matrices of `decoder` as `kind` from now on (see `narrow_part`), without gradients."""
     for name, _ in list(decoder.named_parameters()):
         narrow_part(decoder, name, kind)
     install_merged_projections(decoder)
 
 
 def widen(part: nn.Module, out: Tensor) -> None:
-    """Write the float32[O, I] that the matrix of a part stands for."""
+    """Write the matrix of a part to `out`, float32[O, I]."""
     weight: Tensor = part.weight  # type: ignore[assignment]
     scales: Tensor | None = getattr(part, _SCALES, None)
     out.copy_(weight.detach())
@@ -177,12 +176,12 @@ def widen(part: nn.Module, out: Tensor) -> None:
 
 
 def pair_of(part: nn.Module) -> tuple[Tensor, ...]:
-    """A and B of a linear map, or nothing."""
+    """A and B of a linear map; empty when it has none."""
     return tuple(part.get_submodule(name).weight for name in (A, B)) if hasattr(part, A) else ()  # type: ignore[misc]
 
 
 def set_pair(part: nn.Module, a: Tensor, b: Tensor) -> None:
-    """Hang A and B from a linear map, where the map is and in float32 at least; a gradient reaches them."""
+    """Add a trainable A and B to a linear map, on its device and in float32 at least."""
     weight: Tensor = part.weight  # type: ignore[assignment]
     dtype = weight.dtype if weight.dtype == torch.float64 else torch.float32
     for name, values in ((A, a), (B, b)):
@@ -192,31 +191,31 @@ def set_pair(part: nn.Module, a: Tensor, b: Tensor) -> None:
 
 
 def pairs_of(decoder: Decoder) -> dict[str, tuple[Tensor, ...]]:
-    """A and B by the name of their linear map."""
+    """All A and B by the name of their linear map."""
     return {name: pair for name, part in decoder.named_modules() if (pair := pair_of(part))}
 
 
 def scale_of(decoder: Decoder) -> float:
-    """s, one for all; 0 where nothing is adapted."""
-    found = [one.scale for one in decoder.projections() if isinstance(one, MergedProjection)]
-    return max(found, default=0.0)
+    """The scale s, which all maps share; 0 without an adapter."""
+    scales = [one.scale for one in decoder.projections() if isinstance(one, MergedProjection)]
+    return max(scales, default=0.0)
 
 
 def shared(decoder: Decoder) -> Decoder:
-    """Another decoder in the very same memory, which no gradient reaches, and which may be given others."""
+    """A second decoder on the same memory, without gradients; replacing its tensors spares the first."""
     kept: dict[int, Tensor] = {id(tensor): tensor for tensor in decoder.buffers()}
     kept |= {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in decoder.parameters()}
     return copy.deepcopy(decoder, kept)
 
 
 def base_kind(decoder: Decoder) -> BaseKind:
-    """How the matrices of layers are kept."""
+    """How the matrices of layers are stored."""
     dtypes = {part.weight.dtype for _, part in linear_maps(decoder)} - {decoder.dtype}
     return "int8" if torch.int8 in dtypes else "bfloat16" if dtypes else "float32"
 
 
 def base_of(decoder: Decoder) -> Decoder:
-    """The policy without what was learned beside it; it shares the frozen weights."""
+    """The policy without its adapter, sharing the frozen weights."""
     base = shared(decoder)
     for part in base.modules():
         if pair_of(part):
@@ -225,7 +224,7 @@ def base_of(decoder: Decoder) -> Decoder:
 
 
 def base_state(decoder: Decoder) -> dict[str, Tensor]:
-    """The state without the A and B: all of it, where nothing is adapted."""
+    """The state dictionary without A and B."""
     return {
         name: tensor
         for name, tensor in decoder.state_dict().items()
@@ -235,7 +234,7 @@ def base_state(decoder: Decoder) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def merged(decoder: Decoder) -> Decoder:
-    """A decoder without adapters, of plain matrices, that is the same policy to the last bit."""
+    """A plain decoder with the adapter merged, bit for bit the same policy."""
     with torch.device("meta"):
         plain = Decoder(decoder.config)
     weights = base_state(decoder)
@@ -249,7 +248,7 @@ def merged(decoder: Decoder) -> Decoder:
 
 
 def install_merged_projections(decoder: Decoder, scale: float = 0.0) -> None:
-    """Have products made with merged weights, wherever a matrix is narrow or has an A and a B."""
+    """Replace projections by `MergedProjection` where a matrix is narrow or has an A and a B."""
 
     def is_special(part: nn.Linear | nn.Embedding) -> bool:
         return bool(pair_of(part)) or part.weight.dtype != decoder.dtype
@@ -261,7 +260,7 @@ def install_merged_projections(decoder: Decoder, scale: float = 0.0) -> None:
 
 
 def linear_maps(decoder: Decoder) -> Iterator[tuple[str, nn.Linear]]:
-    """The linear maps of all layers that may be adapted, by name: all but routers."""
+    """The linear maps of all layers by name, without routers."""
     own = {
         id(part)
         for projection in decoder.projections()

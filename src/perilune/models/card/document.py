@@ -1,4 +1,4 @@
-"""A model's card as one document of plain figures, which the command line, a report or a notebook shows."""
+"""A model card as a JSON document, for the command line, reports and notebooks."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from perilune.models.memory import MemoryPlan, plan_memory
 
 
 def card_document(card: ModelCard, *, context: int, batch: int, item_bytes: int) -> dict[str, Any]:
-    """All figures of a card that is used with `batch` sequences of `context` tokens.
+    """All numbers of a card for `batch` sequences of `context` tokens.
 
     Args:
-        item_bytes: of a number of weights, cache and activations.
+        item_bytes: bytes of one weight, cache element or activation.
 
     Returns:
-        model_type; parameters, active_parameters, embedding_parameters; layers, runs of equal ones; curve,
-        by length of the sequence (`curve_tokens`): bytes a token and bytes of the cache, flops to generate
-        the token at that place and to learn from one of such a sequence; memory in bytes of sampling and of
-        training, by what takes it; notes.
+        `layers` lists runs of equal layers. `curve` has, for each sequence length of `curve_tokens`, the
+        bytes of the cache, the FLOPs to generate the token at that position, and the FLOPs to train on one
+        token. `memory` has the bytes of sampling and of training, by use.
     """
     sampling = plan_memory(card, sampling=(batch, context), item_bytes=item_bytes)
     training = plan_memory(card, learning=(batch * context, context), item_bytes=item_bytes)
     notes = list(card.notes)
     if context > card.max_positions:
-        notes.append(f"the model was made for sequences of at most {card.max_positions:,} tokens")
+        notes.append(f"the model supports sequences of at most {card.max_positions:,} tokens")
     if any(layer.mixer.window for layer in card.layers):
-        notes.append("the engine's cache also keeps what lies behind a window: memory counts it")
+        notes.append("the memory includes the tokens behind a window, which the engine's cache also holds")
     return {
         "model_type": card.model_type,
         "parameters": card.parameters,

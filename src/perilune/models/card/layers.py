@@ -1,12 +1,11 @@
-"""The layers of a model, in figures: how tokens meet, and what each passes by itself.
+"""Sizes of the layers of a model: the mixer, which combines tokens, and the feed-forward network.
 
-What a layer keeps of a token so that the next one need not compute it again, in elements:
+Elements in the cache per token and layer:
 
-* attention with heads of its own (MHA), shared by groups (GQA) or by all (MQA): keys and values,
-  KV (D_k + D_v); with a sliding window of W tokens, of the last W only;
+* attention with one key-value head per query head (MHA), per group (GQA) or for all (MQA): KV (D_k + D_v);
+  with a sliding window of W tokens, only for the last W tokens;
 * latent attention (MLA, DeepSeek-V2, arXiv 2405.04434): one compressed vector for all heads, rank + rotary;
-* linear attention: a state of fixed size, however many tokens went into it, so that the bytes a token fall
-  with the length of the sequence.
+* linear attention: a state of fixed size per sequence, so the bytes per token fall with the length.
 """
 
 from __future__ import annotations
@@ -14,39 +13,39 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-_SCORES = 512  # most attention scores of a query that learning keeps; of longer sequences it makes them again
+_SCORES = 512  # most attention scores per query kept for the gradient; longer rows are recomputed
 
 
 class Mixer(Protocol):
-    """How the tokens of a sequence meet in one layer."""
+    """The part of a layer that combines the tokens of a sequence."""
 
     @property
     def parameters(self) -> int:
-        """Numbers it learns."""
+        """All parameters of the mixer."""
 
     @property
     def name(self) -> str:
-        """In words."""
+        """A short description."""
 
     @property
     def window(self) -> int | None:
-        """Tokens that a token sees, itself included; None for all before it."""
+        """Tokens that a token attends to, itself included; None for all before it."""
 
     def cached(self, tokens: int) -> int:
-        """Elements kept of a sequence of `tokens` tokens, apart from a state; none behind a window."""
+        """Elements cached for a sequence of `tokens` tokens, without the recurrent state."""
 
     @property
     def state(self) -> int:
-        """Elements of its recurrent state, for one sequence."""
+        """Elements of the recurrent state of one sequence."""
 
     def flops(self, tokens: float) -> float:
-        """Beyond the products with parameters, for a token that sees `tokens` others in the cache."""
+        """FLOPs besides the products with parameters, for a token that attends to `tokens` in the cache."""
 
     def flops_uncached(self, tokens: float) -> float:
-        """The same without a cache, as in learning."""
+        """The same without a cache, as in training."""
 
     def kept(self, tokens: int) -> int:
-        """Elements of a token kept for the gradient, in sequences of `tokens` tokens; an estimate."""
+        """Estimated elements per token kept for the gradient, in sequences of `tokens` tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +53,10 @@ class Attention:
     """Softmax attention with keys and values.
 
     Attributes:
-        parameters: projections, with their biases and norms.
-        heads, kv_heads: of queries; of keys and values, each shared by heads / kv_heads queries.
+        parameters: of the projections, with their biases and norms.
+        heads, kv_heads: query heads, and key-value heads, each shared by heads / kv_heads query heads.
         key_size, value_size: of one head.
-        window: tokens that a token sees, itself included; None for all before it.
+        window: tokens that a token attends to, itself included; None for all before it.
     """
 
     parameters: int
@@ -93,12 +92,12 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Attention whose keys and values are read out of one latent vector a token.
+    """Attention whose keys and values are projected from one latent vector per token.
 
     Attributes:
         rank: size of the latent vector.
-        rotary_size: of the one key, shared by all heads, that carries positions.
-        key_size, value_size: of a head, read from the latent vector; `key_size` without the rotary part.
+        rotary_size: size of the rotary key, which all heads share.
+        key_size, value_size: of one head; `key_size` is without the rotary part.
     """
 
     parameters: int
@@ -118,7 +117,7 @@ class LatentAttention:
         return (self.rank + self.rotary_size) * tokens
 
     def flops(self, tokens: float) -> float:
-        # Queries are taken to the latent space, and what is attended to is taken back: see the paper, 2.1.2.
+        # Queries are projected into the latent space and the output back: section 2.1.2 of the paper.
         return 2 * self.heads * (2 * self.rank + self.rotary_size) * tokens
 
     def flops_uncached(self, tokens: float) -> float:
@@ -130,13 +129,13 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class LinearAttention:
-    """A recurrence: one matrix a head, which each token decays, corrects and reads.
+    """A recurrence over one matrix per head, which each token decays, updates and reads.
 
     Attributes:
         kind: its name, for example "gated delta net" (Yang et al., arXiv 2412.06464).
-        heads: of values, each with a state of its own.
-        key_size, value_size: the state of a head is one by the other.
-        convolution: elements kept for short convolutions, for one sequence.
+        heads: value heads, each with its own state.
+        key_size, value_size: the state of a head is [key_size, value_size].
+        convolution: elements that short convolutions keep for one sequence.
     """
 
     parameters: int
@@ -159,7 +158,7 @@ class LinearAttention:
         return self.convolution
 
     def flops(self, tokens: float) -> float:
-        return 6 * self.state  # what the key reads, the correction of it, what the query reads
+        return 6 * self.state  # read with the key, update, read with the query
 
     def flops_uncached(self, tokens: float) -> float:
         return self.flops(tokens)
@@ -170,14 +169,14 @@ class LinearAttention:
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """One network for every token, or experts of which each token passes a few.
+    """One network for every token, or a mixture of experts.
 
     Attributes:
-        expert_parameters: of one expert; of the whole network where it is the only one.
-        inner_size: of one expert.
-        experts, experts_per_token: how many there are, and how many a token passes.
-        shared_experts: such that every token passes, in units of `inner_size`.
-        shared_parameters: of what every token passes besides: shared experts, router, gates.
+        expert_parameters: parameters of one expert, or of the network when there are no experts.
+        inner_size: inner width of one expert.
+        experts, experts_per_token: all experts, and those that compute one token.
+        shared_experts: experts that compute every token, in units of `inner_size`.
+        shared_parameters: parameters of shared experts, router and gates.
     """
 
     expert_parameters: int
@@ -197,7 +196,7 @@ class FeedForward:
 
     @property
     def width(self) -> int:
-        """Inner units that a token passes."""
+        """Inner units that compute one token."""
         return round((self.experts_per_token + self.shared_experts) * self.inner_size)
 
     @property
@@ -210,7 +209,7 @@ class FeedForward:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer: a mixer, a feed-forward network, and the norms around them."""
+    """One layer: a mixer, a feed-forward network and their norms."""
 
     mixer: Mixer
     feed_forward: FeedForward

@@ -16,20 +16,20 @@ from types import MappingProxyType
 from perilune.models.card.layers import Layer
 
 ITEM_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1})
-_STATE_BYTES = 4  # a recurrent state is kept in float32, whatever the model's own dtype
+_STATE_BYTES = 4  # recurrent states are float32, whatever the dtype of the model
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """A decoder-only language model in figures.
+    """The sizes of a decoder-only language model.
 
     Attributes:
-        model_type: its family, as in config.json.
+        model_type: the family, as in config.json.
         layers: from the embedding to the head.
-        tied: whether the head is the embedding's table.
-        other_parameters: final norm, learned positions, bias of the head.
-        max_positions: tokens of the longest sequence it was made for.
-        notes: what a reader of the figures must know.
+        tied: whether the head and the embedding are one table.
+        other_parameters: parameters of the final norm, of learned positions and of the head's bias.
+        max_positions: tokens of the longest sequence that the model supports.
+        notes: caveats for readers of the numbers.
     """
 
     model_type: str
@@ -43,12 +43,12 @@ class ModelCard:
 
     @property
     def table_parameters(self) -> int:
-        """Of the embedding, or of the head: V d."""
+        """Parameters of the embedding or of the head, V d."""
         return self.vocab_size * self.hidden_size
 
     @property
     def parameters(self) -> int:
-        """Numbers the model learns."""
+        """All parameters of the model."""
         return self._outside + sum(
             layer.mixer.parameters + layer.feed_forward.parameters + layer.norm_parameters
             for layer in self.layers
@@ -56,7 +56,7 @@ class ModelCard:
 
     @property
     def active_parameters(self) -> int:
-        """All but those of the experts that a token does not pass."""
+        """Parameters that compute one token: all, without the experts that the token does not use."""
         idle = sum(
             layer.feed_forward.parameters - layer.feed_forward.active_parameters for layer in self.layers
         )
@@ -67,24 +67,24 @@ class ModelCard:
         return self.table_parameters * (1 if self.tied else 2) + self.other_parameters
 
     def cache_bytes(self, tokens: int, item_bytes: float = 2) -> int:
-        """What one sequence of `tokens` tokens takes in the cache, with elements of `item_bytes`."""
+        """Bytes of one sequence of `tokens` tokens in the cache, with elements of `item_bytes`."""
         elements = sum(layer.mixer.cached(tokens) for layer in self.layers)
         return round(elements * item_bytes) + _STATE_BYTES * sum(layer.mixer.state for layer in self.layers)
 
     def cache_bytes_per_token(self, tokens: int, item_bytes: float = 2) -> float:
-        """The same divided by the tokens: constant for full attention, a curve for everything else."""
+        """Cache bytes divided by the tokens: constant for full attention, else dependent on the length."""
         return self.cache_bytes(tokens, item_bytes) / tokens
 
     def decode_flops(self, tokens: int) -> float:
-        """To compute one token that has `tokens` in the cache, itself included: 2 a parameter it passes.
+        """FLOPs to compute one token with `tokens` in the cache, itself included: 2 per active parameter.
 
-        The embedding is looked up, which costs nothing; a multiplication with its addition counts as two.
+        A multiplication and its addition count as two. The embedding look-up costs nothing.
         """
         seen = ((layer.mixer, min(tokens, layer.mixer.window or tokens)) for layer in self.layers)
         return self._dense_flops + sum(mixer.flops(count) for mixer, count in seen)
 
     def training_flops(self, tokens: int) -> float:
-        """To learn from one token of a sequence of `tokens`, on average: forward, and twice that backward."""
+        """Mean FLOPs to train on one token of a sequence of `tokens`: forward, and twice that backward."""
         seen = ((layer.mixer, mean_context(tokens, layer.mixer.window)) for layer in self.layers)
         return 3 * (self._dense_flops + sum(mixer.flops_uncached(count) for mixer, count in seen))
 
@@ -94,12 +94,14 @@ class ModelCard:
         return 2 * (self.active_parameters - looked_up)
 
     def kept_bytes(self, tokens: int, item_bytes: float, *, recompute: bool = False) -> int:
-        """What one token of a sequence of `tokens` keeps for its gradient, half of a layer's more while that
-        layer is computed; an estimate, without logits.
+        """Bytes of activations per token of a sequence of `tokens` that the backward pass needs, as an
+        estimate.
+
+        The layer being computed takes half of its activations again. Logits are not counted.
 
         Args:
-            recompute: whether of each layer only what went in is kept; of one there is then besides what it
-                keeps, computes on the way and has as gradients, 4.5 times what it keeps, as measured.
+            recompute: whether activation checkpointing keeps only the input of each layer. The layer being
+                recomputed then takes 4.5 times its activations (measured), for temporaries and gradients.
         """
         of_layers = [
             4 * self.hidden_size + 3 * layer.feed_forward.width + layer.mixer.kept(tokens)
@@ -109,7 +111,7 @@ class ModelCard:
         return round(item_bytes * (kept + 0.5 * max(of_layers)))
 
     def variants(self) -> list[tuple[str, str]]:
-        """Runs of equal layers as ("0-3", "GQA 16/8 heads of 128; feed-forward 3,072"), in order."""
+        """Runs of equal layers in order, as ("0-3", "GQA 16/8 heads of 128; feed-forward 3,072")."""
         runs, start = [], 0
         for name, group in groupby(layer.name for layer in self.layers):
             end = start + len(list(group))
@@ -118,11 +120,11 @@ class ModelCard:
         return runs
 
     def kinds(self) -> Counter[str]:
-        """How many layers there are of each kind, in order of appearance."""
+        """The number of layers of each kind, in order of appearance."""
         return Counter(layer.name for layer in self.layers)
 
 
 def mean_context(tokens: int, window: int | None) -> float:
-    """How many tokens a token of a sequence sees on average, itself included."""
+    """Mean number of tokens that a token of a sequence attends to, itself included."""
     seen = min(tokens, window or tokens)
     return (seen * (seen + 1) / 2 + (tokens - seen) * seen) / tokens

@@ -1,4 +1,4 @@
-"""A checksum of weights: cheap enough for every step, on the device where they are."""
+"""A checksum of weights that is cheap enough for every step and runs on their device."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def checksum(state: Mapping[str, Tensor]) -> str:
-    """16 hex digits: of each tensor its name, shape and the sum of its entries read as integers, modulo 2^64.
+    """16 hex digits over the name, shape and sum of each tensor, its entries read as integers modulo 2^64.
 
-    Any update of the weights changes it. It tells versions apart, and is no defence against a forger.
+    Any update of the weights changes the checksum. It detects mix-ups of versions, not forgery.
     """
     names = sorted(state)
     sums = torch.stack([_bits(state[name]) for name in names]).tolist() if names else []
-    told = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, total in zip(names, sums, strict=True):
-        told.update(f"{name} {tuple(state[name].shape)} {total}\n".encode())
-    return told.hexdigest()[:16]
+        digest.update(f"{name} {tuple(state[name].shape)} {total}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 def _bits(tensor: Tensor) -> Tensor:

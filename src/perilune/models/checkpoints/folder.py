@@ -1,4 +1,4 @@
-"""The files of a checkpoint folder, none of them outside it."""
+"""Access to the files of a checkpoint folder, and to no file outside it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 class CheckpointFolder:
-    """Files by plain name. The folder is hostile: names and links that lead out of it are refused."""
+    """An untrusted folder. Names and links that lead out of it are refused."""
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
@@ -25,11 +25,11 @@ class CheckpointFolder:
         self._root = inside.resolve()
 
     def file(self, name: str) -> Path:
-        """The file of that plain name, which need not exist.
+        """The path of the file `name`, which need not exist.
 
         Raises:
-            RequestError: when the name leads out of the folder, as a path or through a link, or is not that
-                of a regular file.
+            RequestError: when the name leads out of the folder, as a path or through a link, or when it
+                exists and is not a regular file.
         """
         file = self.path / name
         if not name or name != Path(name).name or not file.resolve().is_relative_to(self._root):
@@ -43,13 +43,13 @@ class CheckpointFolder:
         return file
 
     def weight_files(self) -> list[Path]:
-        """The safetensors files, by the index when there is one."""
+        """The safetensors files; an index lists them when there are several."""
         if self.file(_INDEX).is_file():
             where = str(self.path / _INDEX)
             index = read_json(self.file(_INDEX))
             names = index.get("weight_map") if isinstance(index, Mapping) else None
             if not isinstance(names, Mapping) or not all(isinstance(name, str) for name in names.values()):
-                raise RequestError("has no weight_map of names to files", where=where)
+                raise RequestError("has no weight_map from tensor names to files", where=where)
             files = [self.file(name) for name in sorted(set(names.values()))]
         else:
             files = [self.file(WEIGHTS)]
@@ -66,7 +66,7 @@ class CheckpointFolder:
 def pickle_error(file: Path) -> RequestError:
     """The error for weights in a format that can run code."""
     return RequestError(
-        "is a pickle, which can run code when it is read, and is never opened",
+        "is a pickle. Perilune does not open pickles, because reading one can run code",
         where=str(file),
         remedy="convert it with transformers: save_pretrained(..., safe_serialization=True)",
     )

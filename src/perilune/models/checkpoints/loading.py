@@ -1,8 +1,7 @@
-"""Hugging Face folders: config.json, safetensors and the tokenizer, read with distrust and written whole.
+"""Load and save Hugging Face folders: config.json, safetensors and the tokenizer.
 
-A checkpoint comes from anywhere. Nothing in it is executed: weights are read as safetensors or not at all,
-names and shapes are compared with the configuration before memory is taken for them, and no file outside
-the folder is opened.
+A checkpoint is untrusted. Loading executes nothing in it: weights must be safetensors, names and shapes are
+compared with the configuration before memory is allocated, and no file outside the folder is opened.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,9 +25,7 @@ from perilune.models.adapters.lora import BaseKind, install_merged_projections, 
 from perilune.models.checkpoints.folder import WEIGHTS, CheckpointFolder, pickle_error
 from perilune.models.config.decoder_config import PRESETS, DecoderConfig
 from perilune.models.decoder import Decoder
-
-if TYPE_CHECKING:
-    from perilune.models.text.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 
 DecoderT = TypeVar("DecoderT", bound=Decoder)
 
@@ -37,10 +34,10 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 def new_model(preset: str | DecoderConfig, tokenizer: Tokenizer, seed: int) -> Decoder:
-    """A fresh model whose vocabulary is the tokenizer's.
+    """A new model with random weights and the tokenizer's vocabulary.
 
     Raises:
-        RequestError: when there is no such preset.
+        RequestError: when the preset does not exist.
     """
     if isinstance(preset, str):
         if preset not in PRESETS:
@@ -63,19 +60,17 @@ def new_model(preset: str | DecoderConfig, tokenizer: Tokenizer, seed: int) -> D
 def load_model(
     source: str | Path, *, seed: int = 0, device: str | torch.device = "cpu"
 ) -> tuple[Decoder, Tokenizer]:
-    """The model and the tokenizer of a Hugging Face folder, or a fresh small model.
+    """Load the model and the tokenizer of a Hugging Face folder, or create a small new model.
 
     Args:
-        source: path of the folder. The strings "tiny" and "small" are presets instead: a new model of that
-            size whose tokens are characters.
-        seed: of a preset's initial weights.
-        device: where the weights are placed, in float32.
+        source: path of the folder, or "tiny" or "small" for a new model of that size whose tokens are
+            characters.
+        seed: seed of a new model's weights.
+        device: device of the weights, which are float32.
 
     Raises:
         RequestError: naming the file, and the tensor or key, that is missing, malformed or not implemented.
     """
-    from perilune.models.text.tokenizer import Tokenizer
-
     if isinstance(source, str) and source in PRESETS:
         tokenizer = Tokenizer.characters()
         return new_model(source, tokenizer, seed).to(device), tokenizer
@@ -83,7 +78,7 @@ def load_model(
 
 
 def save_checkpoint(path: Path, decoder: Decoder, tokenizer: Tokenizer) -> None:
-    """Write a Hugging Face folder; config.json comes last, so that a folder that has it is whole."""
+    """Write a Hugging Face folder. config.json is written last, so a folder that has it is complete."""
     path.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in decoder.state_dict().items()}
     temporary = path / f".{WEIGHTS}.tmp"
@@ -112,7 +107,7 @@ def load_checkpoint(
     """Read the model and the tokenizer of a Hugging Face folder.
 
     Args:
-        base: how matrices are kept, for a model that is to be frozen; each is narrowed as it is read.
+        base: how the matrices of a frozen model are stored; each is converted as it is read.
 
     Raises:
         RequestError: naming the file, and the tensor or key, that is missing, malformed or not implemented.
@@ -122,17 +117,15 @@ def load_checkpoint(
 
 
 def tokenizer_of(decoder: Decoder, path: Path) -> Tokenizer:
-    """Read the tokenizer beside a model.
+    """Read the tokenizer in the folder of a model.
 
     Raises:
         RequestError: when it is missing, malformed, or has more tokens than the model.
     """
-    from perilune.models.text.tokenizer import Tokenizer
-
     tokenizer = Tokenizer.load(path)
     if tokenizer.vocab_size > decoder.config.vocab_size:
         raise RequestError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the model {decoder.config.vocab_size}",
+            f"the tokenizer has {tokenizer.vocab_size} tokens but the model has {decoder.config.vocab_size}",
             where=str(path),
             remedy="the tokenizer belongs to another model",
         )
@@ -157,7 +150,7 @@ def load_as(
     dtype: torch.dtype,
     base: BaseKind = "float32",
 ) -> DecoderT:
-    """Read the model of a Hugging Face folder as a `kind` of decoder, which says what tensors there are.
+    """Read the model of a Hugging Face folder as `kind`, a decoder class that defines the tensors.
 
     Raises:
         RequestError: as `load_checkpoint`.
@@ -166,7 +159,7 @@ def load_as(
     decoder = _empty(kind, config, torch.device(device), dtype)
     parameters = decoder.state_dict()
     for name, tensor in read_tensors([stored[name] for name in parameters]):
-        parameters.pop(name).copy_(tensor)  # which is when memory is taken for it
+        parameters.pop(name).copy_(tensor)  # memory is allocated here
         narrow_part(decoder, name, base)
     install_merged_projections(decoder)
     if config.tie_word_embeddings and "lm_head.weight" in stored:
@@ -175,7 +168,7 @@ def load_as(
 
 
 def checked_headers(kind: type[Decoder], path: Path) -> tuple[DecoderConfig, dict[str, Stored]]:
-    """The configuration in a folder and its tensors by name, which are those that a `kind` of decoder has.
+    """The configuration in a folder and its tensors by name, checked against the decoder class `kind`.
 
     Raises:
         RequestError: as `load_checkpoint`.
@@ -193,8 +186,8 @@ def checked_headers(kind: type[Decoder], path: Path) -> tuple[DecoderConfig, dic
 def read_tensors(stored: Iterable[Stored]) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors, file by file.
 
-    A file is mapped, and what was read of it is this process's memory until it is closed: after some of it
-    the file is opened anew.
+    Files are memory-mapped, and pages that were read count as this process's memory until the file is closed.
+    So each file is reopened after a limited number of bytes.
     """
     for file, of_file in groupby(sorted(stored, key=lambda one: one.file), key=lambda one: one.file):
         rest = list(of_file)
@@ -205,17 +198,19 @@ def read_tensors(stored: Iterable[Stored]) -> Iterator[tuple[str, Tensor]]:
                     one = rest.pop(0)
                     tensor = tensors.get_tensor(one.name)
                     if tuple(tensor.shape) != one.shape:
-                        raise RequestError(f"tensor {one.name} has changed meanwhile", where=str(file))
+                        raise RequestError(
+                            f"tensor {one.name} changed while it was being read", where=str(file)
+                        )
                     yield one.name, tensor
                     read += tensor.nbytes
                     del tensor
 
 
 def _empty(kind: type[DecoderT], config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> DecoderT:
-    """A decoder whose parameters hold whatever was in memory."""
+    """A decoder with uninitialised parameters."""
     with torch.device("meta"):
         decoder = kind(config)
-    # Not by `to_empty`, which imports half of torch's compiler to look at tensors that hold nothing.
+    # Not `to_empty`: on meta tensors it imports much of torch's compiler.
     tensors = {
         name: torch.empty(tensor.shape, device=device, dtype=dtype)
         for name, tensor in decoder.state_dict().items()
@@ -226,7 +221,7 @@ def _empty(kind: type[DecoderT], config: DecoderConfig, device: torch.device, dt
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor as its file's header tells it."""
+    """A tensor as described in its file's header."""
 
     name: str
     dtype: str
@@ -235,7 +230,7 @@ class Stored:
 
     @property
     def numel(self) -> int:
-        """How many numbers it has."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -250,7 +245,7 @@ def _config(folder: CheckpointFolder) -> DecoderConfig:
 
 
 def stored_tensors(folder: CheckpointFolder) -> dict[str, Stored]:
-    """What the weight files hold, by name; only their headers are read.
+    """The tensors in the weight files, by name. Only the headers are read.
 
     Raises:
         RequestError: when a file is missing, malformed or a pickle, or a tensor is in two files.
@@ -282,7 +277,7 @@ def _headers(file: Path) -> Iterator[Stored]:
 
 
 def _check_counts(config: DecoderConfig, stored: int, path: Path) -> None:
-    """Refuse what cannot be there, before a billion layers or experts are made to be compared."""
+    """Refuse more layers or experts than there are tensors, before a model of that size is created."""
     if config.num_layers > stored:
         raise _missing(f"model.layers.{config.num_layers - 1}.self_attn.o_proj.weight", path)
     if config.experts is not None and config.experts.count > stored:
@@ -300,12 +295,12 @@ def _compare(stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]
         tensor = stored[name]
         if tensor.shape != shape:
             raise RequestError(
-                f"tensor {name} has shape {list(tensor.shape)}, and config.json asks for {list(shape)}",
+                f"tensor {name} has shape {list(tensor.shape)}, but config.json requires {list(shape)}",
                 where=str(tensor.file),
             )
     for name, tensor in stored.items():
         if name not in shapes and not _is_redundant(name):
-            raise RequestError(f"tensor {name} has no place in this architecture", where=str(tensor.file))
+            raise RequestError(f"tensor {name} is not part of this architecture", where=str(tensor.file))
         if tensor.dtype not in _DTYPES:
             raise RequestError(
                 f"tensor {name} is {tensor.dtype}, not one of {', '.join(_DTYPES)}",
@@ -319,7 +314,7 @@ def _missing(name: str, path: Path) -> RequestError:
 
 
 def _is_redundant(name: str) -> bool:
-    """Tensors that some savers write although they follow from the rest."""
+    """Whether some programs save this tensor although other tensors determine it."""
     return name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq")
 
 
@@ -329,7 +324,7 @@ def _read(stored: Stored) -> Tensor:
 
 
 def check_tied(head: Stored, embedding: Tensor) -> None:
-    """Refuse a head that is stored although it is said to be the embedding, and is not."""
+    """Refuse a stored head that differs from the embedding although config.json says that they are tied."""
     if not torch.equal(_read(head).to(embedding), embedding):
         raise RequestError(
             f"tensor {head.name} differs from the embeddings that config.json says it shares",

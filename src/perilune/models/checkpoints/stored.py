@@ -1,7 +1,7 @@
-"""A decoder whose matrices stay in their files, for those who make a copy of them that is faster to read.
+"""A decoder whose matrices stay in their files until an engine copies them.
 
-An engine keeps weights in the order its kernels read them. Taken from a `StoredDecoder`, one layer at a
-time, they are all that is in memory; beside a decoder that learns they are a second copy.
+An engine keeps its own copy of the weights in the layout that its kernels read. From a `StoredDecoder` it
+reads one layer at a time, so that only this copy is in memory.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,22 +23,20 @@ from perilune.models.checkpoints.loading import (
 )
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.decoder import Decoder
-
-if TYPE_CHECKING:
-    from perilune.models.text.tokenizer import Tokenizer
+from perilune.models.text.tokenizer import Tokenizer
 
 _Place = tuple[nn.Module, str, nn.Parameter]
-"""A module, the name of one of its parameters, and what stands for it while it is in its file."""
+"""A module, the name of one of its parameters, and the meta tensor that represents it while it is on disk."""
 
 
 class StoredDecoder(Decoder):
-    """A decoder that has its norms and biases, and reads its matrices while they have to be `present`.
+    """A decoder that holds its norms and biases, and reads its matrices only inside `in_memory`.
 
-    It samples and scores through an `Engine`. It cannot be called itself, nor learn, nor be saved.
+    It can be sampled from and scored with through an `Engine`. It cannot be called, trained or saved.
 
     Args:
-        stored: where each tensor is, by name.
-        device, dtype: what tensors are read to.
+        stored: the tensors in files, by name.
+        device, dtype: device and dtype of the tensors that are read.
     """
 
     def __init__(
@@ -49,26 +47,26 @@ class StoredDecoder(Decoder):
         self.to(dtype).requires_grad_(False)
         self._device, self._dtype = device, dtype
         self._stored = {parameter: stored[name] for name, parameter in self.named_parameters()}
-        self._read([place for place in _absent(self) if place[2].dim() == 1])
+        self._read([place for place in _on_disk(self) if place[2].dim() == 1])
 
     @contextmanager
     def in_memory(self, *parts: nn.Module) -> Iterator[None]:
-        """Have the weights of these parts, or of all, in memory meanwhile."""
-        places = [place for part in parts or (self,) for place in _absent(part)]
+        """Load the weights of `parts`, by default of all parts, for the duration of the context."""
+        places = [place for part in parts or (self,) for place in _on_disk(part)]
         self._read(places)
         try:
             yield
         finally:
-            for module, name, stands_for_it in places:
-                setattr(module, name, stands_for_it)
+            for module, name, meta in places:
+                setattr(module, name, meta)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = True) -> Any:
-        """Have these weights from now on, in memory, instead of those in the files."""
+        """Use these weights from now on, in memory, instead of those in the files."""
         state = {name: tensor.to(self._device, self._dtype) for name, tensor in state_dict.items()}
         return super().load_state_dict(state, strict=strict, assign=assign)
 
     def _read(self, places: list[_Place]) -> None:
-        wanted = {self._stored[stands_for_it].name: (module, name) for module, name, stands_for_it in places}
+        wanted = {self._stored[meta].name: (module, name) for module, name, meta in places}
         for stored, tensor in read_tensors([self._stored[place[2]] for place in places]):
             value = tensor.to(self._device, self._dtype)
             setattr(*wanted[stored], nn.Parameter(value, requires_grad=False))
@@ -77,7 +75,7 @@ class StoredDecoder(Decoder):
 def open_decoder(
     path: Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> StoredDecoder:
-    """The model of a Hugging Face folder, of which only norms and biases are read for now.
+    """Open the model of a Hugging Face folder. Only norms and biases are read now.
 
     Raises:
         RequestError: as `load_checkpoint`.
@@ -93,7 +91,7 @@ def open_decoder(
 def open_checkpoint(
     path: Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[StoredDecoder, Tokenizer]:
-    """The same, with the tokenizer of the folder.
+    """`open_decoder`, and the tokenizer of the folder.
 
     Raises:
         RequestError: as `load_checkpoint`.
@@ -102,7 +100,7 @@ def open_checkpoint(
     return decoder, tokenizer_of(decoder, Path(path))
 
 
-def _absent(part: nn.Module) -> list[_Place]:
+def _on_disk(part: nn.Module) -> list[_Place]:
     return [
         (module, name, parameter)
         for module in part.modules()

@@ -1,7 +1,7 @@
-"""Rotary position embeddings as a configuration describes them: bases, and how frequencies are stretched.
+"""Rotary position embeddings: base and frequency scaling, read from config.json and written to it.
 
-Sources: RoFormer (Su et al., 2021); position interpolation (Chen et al., 2023), which scales linearly; Llama
-3.1, which scales by wavelength.
+Sources: RoFormer (Su et al., 2021); linear scaling: position interpolation (Chen et al., 2023); scaling by
+wavelength: Llama 3.1.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from perilune.models.config.reader import Reader
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """All wavelengths stretched by `factor`."""
+    """Multiplies all wavelengths by `factor`."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Frequency scaling of Llama 3.1: long wavelengths stretched, short ones kept, a ramp between.
+    """Frequency scaling of Llama 3.1: stretches long wavelengths, keeps short ones, interpolates between.
 
     Attributes:
-        factor: how much the longest wavelengths are stretched.
+        factor: multiplies the longest wavelengths.
         low_freq_factor: wavelengths above original length / this are stretched fully.
         high_freq_factor: wavelengths below original length / this are kept.
-        original_max_position_embeddings: context length before the stretch, in tokens.
+        original_max_position_embeddings: context length before scaling, in tokens.
     """
 
     factor: float
@@ -42,7 +42,7 @@ RopeScaling = LinearScaling | Llama3Scaling
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding of a layer: pair i of D / 2 turns by theta^(-2 i / D) radians a token, then scaled."""
+    """Rotary embedding of a layer: pair i of D / 2 turns by theta^(-2 i / D) radians per token, scaled."""
 
     theta: float
     scaling: RopeScaling | None = None
@@ -61,13 +61,13 @@ def scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
 
 
 def read_ropes(read: Reader) -> tuple[Rope, Rope | None]:
-    """The rotary embedding of a model, and that of its windowed layers if it is another.
+    """The rotary embedding of a model, and that of layers with a window when it differs.
 
-    Transformers 5 keeps them in `rope_parameters`, by kind of layer if there are two; transformers 4 in
+    Transformers 5 writes `rope_parameters`, by kind of layer when there are two; transformers 4 writes
     `rope_theta`, `rope_scaling` and `rope_local_base_freq`.
 
     Raises:
-        RequestError: on a scaling that is not implemented, or a malformed one.
+        RequestError: on a malformed scaling or one that is not implemented.
     """
     theta = read.number("rope_theta", 1e4)
     local = read.optional_number("rope_local_base_freq")
@@ -82,7 +82,7 @@ def read_ropes(read: Reader) -> tuple[Rope, Rope | None]:
 
 def _rope(read: Reader, key: str, theta: float) -> Rope:
     inner = read.inner(key, rope_theta=theta)
-    inner.reject("partial_rotary_factor", 1.0, "rotary embeddings of the whole head are implemented")
+    inner.reject("partial_rotary_factor", 1.0, "only rotary embeddings of the whole head are implemented")
     theta = inner.number("rope_theta", theta)
     kind = inner.raw.get("rope_type", inner.raw.get("type", "default"))
     if kind == "default":
@@ -90,9 +90,7 @@ def _rope(read: Reader, key: str, theta: float) -> Rope:
     if kind == "linear":
         return Rope(theta, LinearScaling(inner.number("factor", 0.0)))
     if kind != "llama3":
-        raise inner.unsupported(
-            "rope_type", "rotary scaling of kind default, linear or llama3 is implemented"
-        )
+        raise inner.unsupported("rope_type", "the implemented kinds are default, linear and llama3")
     scaling = Llama3Scaling(
         factor=inner.number("factor", 0.0),
         low_freq_factor=inner.number("low_freq_factor", 0.0),

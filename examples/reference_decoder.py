@@ -1,25 +1,26 @@
 """A transformer in plain Python: the decoder of the Qwen3 and Llama families, forward and backward.
 
-Nothing here but lists of floats, so every multiplication can be seen. It is slow and meant to be read; the
-torch decoder that does the work is tested against it, value by value and gradient by gradient.
+All values are lists of floats, so you can follow every multiplication. The file is for reading, and the tests
+use it as the oracle: they compare each value and each gradient of the torch decoder with it.
 
-What a decoder does. Each token becomes a vector x of d numbers. Every layer adds two things to it:
+What a decoder does. Each token becomes a vector x of d numbers. Every layer adds two updates to x:
 
-    x <- x + attention(norm(x))      look at the tokens before, and bring something from there
-    x <- x + mlp(norm(x))            think about it, each token by itself
+    x <- x + attention(norm(x))      collects information from earlier tokens
+    x <- x + mlp(norm(x))            transforms each token by itself
 
-and in the end the vector is compared with every entry of the vocabulary: the logits, from which
-softmax makes the probabilities of the next token.
+Finally the vector is compared with every entry of the vocabulary. The results are the logits, and softmax
+turns them into the probabilities of the next token.
 
-How to read the backward pass. The loss L is one number, and for any value y inside the model write dy
-for dL/dy. Each operation below is a function that returns its output together with its *pullback*: given
-dy it adds to the gradients of the parameters it used and returns dx, by the chain rule. A model is
-operations one after the other; its gradient is their pullbacks in reverse order. There is no more to
-backpropagation than that.
+How to read the backward pass. The loss L is one number. For any value y inside the model, dy stands for
+dL/dy. Each operation below is a function that returns its output and its *pullback*. The pullback takes dy,
+adds to the gradients of the parameters that the operation used, and returns dx, by the chain rule. A model is
+a sequence of operations, and its gradient is their pullbacks in reverse order. That is all of
+backpropagation.
 
-Shapes: T tokens, d hidden size, H query heads, G key-value heads, D head size, V vocabulary. A token's
-activations are a Vector, a sequence's a Matrix with one row a token; a weight maps rows of its own
-width: weight[out][in], as in Hugging Face checkpoints, whose parameter names are used.
+Shapes: T tokens, d hidden size, H query heads, G key-value heads, D head size, V vocabulary. The activations
+    of
+a token are a Vector, those of a sequence a Matrix with one row per token. Weights are weight[out][in], as in
+Hugging Face checkpoints, and have their parameter names.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class ReferenceDecoder:
         parameters: every parameter of `parameter_shapes(config)` as nested lists.
 
     Raises:
-        ValueError: when the model is of another family, or its layers have sliding windows.
+        ValueError: when the model belongs to another family or has sliding windows.
     """
 
     def __init__(self, config: DecoderConfig, parameters: Mapping[str, Any]) -> None:
@@ -58,7 +59,7 @@ class ReferenceDecoder:
         self.gradients: Parameters = {}
 
     def logits(self, token_ids: Sequence[int]) -> Matrix:
-        """Scores [T][V] of the token that follows each of `token_ids`."""
+        """Logits [T][V] of the token after each of `token_ids`."""
         logits, _ = self._forward(token_ids)
         return logits
 
@@ -67,9 +68,9 @@ class ReferenceDecoder:
     ) -> tuple[float, Parameters]:
         """Weighted cross-entropy of each token given those before it, and its gradient for every parameter.
 
-        L = -sum_t weights[t] * log p(token[t+1] | token[0..t]). With the default weights, 1/(T-1) each, it is
-        what a model is pretrained on; with 0 on the prompt it is supervised fine-tuning; with a completion's
-        advantage as weight its gradient is the policy gradient.
+        L = -sum_t weights[t] * log p(token[t+1] | token[0..t]). The default weights, 1/(T-1) each, give the
+        loss of pretraining. Weights of 0 on the prompt give supervised fine-tuning. With the advantage of a
+        completion as weight, the gradient is the policy gradient.
 
         Returns:
             L, and a dictionary with the shapes of `parameters`.
@@ -83,8 +84,8 @@ class ReferenceDecoder:
         loss, dlogits = 0.0, []
         for row, target, weight in zip(logits, targets, weights, strict=True):
             loss -= weight * (row[target] - log_sum_exp(row))
-            # d(-log p_target)/dz_j = p_j - [j = target]: a step against it pulls every logit down by its
-            # probability, and pushes the right one up by 1.
+            # d(-log p_target)/dz_j = p_j - [j = target]: gradient descent lowers every logit in proportion to
+            # its probability, and raises the target's.
             dlogits.append([weight * (p_j - (j == target)) for j, p_j in enumerate(softmax(row))])
         back(dlogits)
         return loss, self.gradients
@@ -98,7 +99,7 @@ class ReferenceDecoder:
             x, back = self._block(x, f"model.layers.{layer}")
             back_layers.append(back)
         x, back_norm = self._rms_norm(x, "model.norm.weight")
-        # Tied models ask of each vocabulary entry how well its own embedding agrees with x.
+        # Tied models compare x with the embedding of each vocabulary entry.
         head = "model.embed_tokens" if self.config.tie_word_embeddings else "lm_head"
         logits, back_head = self._linear(x, head)
 
@@ -111,13 +112,13 @@ class ReferenceDecoder:
         return logits, pullback
 
     def _block(self, x: Matrix, name: str) -> tuple[Matrix, Pullback]:
-        """One layer. The sums are the residual stream: they let dx pass to the layers below undiminished."""
+        """One layer. The sums form the residual stream, through which dx reaches lower layers unchanged."""
         normed, back_norm_1 = self._rms_norm(x, f"{name}.input_layernorm.weight")
         attended, back_attention = self._attention(normed, f"{name}.self_attn")
         x = add(x, attended)
         normed, back_norm_2 = self._rms_norm(x, f"{name}.post_attention_layernorm.weight")
-        thought, back_mlp = self._mlp(normed, f"{name}.mlp")
-        x = add(x, thought)
+        transformed, back_mlp = self._mlp(normed, f"{name}.mlp")
+        x = add(x, transformed)
 
         def pullback(dx: Matrix) -> Matrix:
             # y = x + f(x) gives dx = dy + f's pullback of dy: once for each of the two sums.
@@ -127,7 +128,7 @@ class ReferenceDecoder:
         return x, pullback
 
     def _attention(self, x: Matrix, name: str) -> tuple[Matrix, Pullback]:
-        """Each token asks (q); every token up to it offers a key (k) to match and a value (v) to take."""
+        """Each token's query q is matched with the keys k up to it, and their values v are averaged."""
         D = self.config.head_dim
         q, back_q = self._linear(x, f"{name}.q_proj")
         k, back_k = self._linear(x, f"{name}.k_proj")
@@ -152,7 +153,7 @@ class ReferenceDecoder:
             for h, dout in enumerate(split_heads(back_o(dy), D)):
                 dq, dk, dv = back_heads[h](dout)
                 dq_heads.append(q_prepared[h][1](dq))
-                # What is shared receives the sum of the gradients of all who use it.
+                # A shared head receives the sum of the gradients of the heads that use it.
                 dk_heads[h // share] = add(dk_heads[h // share], dk)
                 dv_heads[h // share] = add(dv_heads[h // share], dv)
             dk_heads = [back(dk) for (_, back), dk in zip(k_prepared, dk_heads, strict=True)]
@@ -162,7 +163,7 @@ class ReferenceDecoder:
         return y, pullback
 
     def _prepare(self, head: Matrix, norm: str) -> tuple[Matrix, Pullback]:
-        """A head's queries or keys: normalised (Qwen3 only, it keeps scores from exploding), then rotated."""
+        """A head's queries or keys: normalised (only in Qwen3, to bound the scores), then rotated."""
         back_norm: Pullback = _identity
         if self.config.family.qk_norm:
             head, back_norm = self._rms_norm(head, norm)
@@ -176,7 +177,7 @@ class ReferenceDecoder:
         return rotated, pullback
 
     def _mlp(self, x: Matrix, name: str) -> tuple[Matrix, Pullback]:
-        """SwiGLU: y = down(silu(gate(x)) * up(x)); silu(a) = a * sigmoid(a) opens or closes the gate."""
+        """SwiGLU: y = down(silu(gate(x)) * up(x)) with silu(a) = a * sigmoid(a)."""
         a, back_gate = self._linear(x, f"{name}.gate_proj")
         b, back_up = self._linear(x, f"{name}.up_proj")
         s = [[sigmoid(value) for value in row] for row in a]
@@ -227,7 +228,7 @@ class ReferenceDecoder:
         return y, pullback
 
     def _rms_norm(self, x: Matrix, name: str) -> tuple[Matrix, Pullback]:
-        """y_i = w_i x_i r with r = 1 / sqrt(mean_j x_j^2 + eps): the direction of x, at unit size."""
+        """y_i = w_i x_i r with r = 1 / sqrt(mean_j x_j^2 + eps): x scaled to a mean square of 1."""
         w: Vector = self.parameters[name]
         r = [1 / math.sqrt(dot(row, row) / len(row) + self.config.rms_norm_eps) for row in x]
         y = [
@@ -241,7 +242,7 @@ class ReferenceDecoder:
                     self.gradients[name], [dy_i * x_i * r_t for dy_i, x_i in zip(dy_t, row, strict=True)]
                 )
                 # dr/dx_i = -r^3 x_i / n; so with g = w * dy:  dx_i = r g_i - x_i r^3 (g . x) / n.
-                # The second term takes away the part of g along x: growing x alone changes nothing.
+                # The second term removes the part of g along x, because scaling x does not change y.
                 g = [w_i * dy_i for w_i, dy_i in zip(w, dy_t, strict=True)]
                 along = r_t**3 * dot(g, row) / len(row)
                 dx.append([r_t * g_i - along * x_i for g_i, x_i in zip(g, row, strict=True)])
@@ -255,7 +256,7 @@ def attend(
 ) -> tuple[Matrix, Callable[[Matrix], tuple[Matrix, Matrix, Matrix]]]:
     """Causal attention of one head: out_t = sum_{u <= t} p_tu v_u with p_t = softmax_u(q_t . k_u / sqrt(D)).
 
-    The division keeps the scores at unit variance whatever D is. The pullback returns (dq, dk, dv).
+    Dividing by sqrt(D) keeps the variance of the scores independent of D. The pullback returns (dq, dk, dv).
     """
     scale = 1 / math.sqrt(len(q[0]))
     p = [softmax([scale * dot(q_t, k_u) for k_u in k[: t + 1]]) for t, q_t in enumerate(q)]
@@ -266,7 +267,7 @@ def attend(
         for t, (p_t, dout_t) in enumerate(zip(p, dout, strict=True)):
             dp = [dot(dout_t, v_u) for v_u in v[: t + 1]]
             # softmax: dp_u/ds_w = p_u ([u = w] - p_w), so ds_u = p_u (dp_u - sum_w p_w dp_w):
-            # a score rises when its value was more useful than the average of what was taken.
+            # a score rises when its value was more useful than the average value.
             average = dot(p_t, dp)
             for u, (p_tu, dp_u) in enumerate(zip(p_t, dp, strict=True)):
                 ds = p_tu * (dp_u - average) * scale
@@ -279,7 +280,7 @@ def attend(
 
 
 def rope_frequencies(config: DecoderConfig) -> Vector:
-    """Rotation speed of each of the D/2 pairs, radians a token: fast pairs tell near, slow ones far.
+    """Rotation of each of the D/2 pairs in radians per token; fast pairs resolve near positions.
 
     theta_i = base^(-2i/D) (Su et al. 2021). Llama 3.1 stretches pairs that turn less than `low` times in the
     original context by `factor`, keeps those that turn more than `high` times, and blends in between.
@@ -411,7 +412,7 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 def random_parameters(config: DecoderConfig, seed: int = 0) -> Parameters:
-    """A fresh model: normal weights, norms of one, biases of zero."""
+    """A new model: normal weights, norms of one, biases of zero."""
     generator = random.Random(seed)
     parameters: Parameters = {}
     for name, shape in parameter_shapes(config).items():
