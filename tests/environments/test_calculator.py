@@ -6,7 +6,7 @@ import pytest
 
 from perilune.data.generators import make_teacher, verified
 from perilune.environments import Score, Transcript, make_environment
-from perilune.environments.builtin.calculator import calculated
+from perilune.environments.builtin.calculator import calculate
 from perilune.environments.core.replay import conversation
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.models.text.turns import encode_turns
@@ -25,7 +25,7 @@ def calculator():
     ],
 )  # fmt: skip
 def test_it_knows_two_operations_on_two_numbers(call, said):
-    assert calculated(call) == said
+    assert calculate(call) == said
 
 
 def test_only_the_right_answer_pays_and_the_way_to_it_is_told(calculator):
@@ -71,7 +71,7 @@ def test_its_teacher_writes_whole_episodes_in_the_environments_own_words(calcula
             continue
         roles = [message["role"] for message in record.messages]
         assert roles == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
-        assert record.messages[2]["content"] == f"={calculated(task.data['actions'][0])}\n"
+        assert record.messages[2]["content"] == f"={calculate(task.data['actions'][0])}\n"
         prompt, ids, mask = encode_turns(plain, record.messages)
         learned = plain.decode([token for token, own in zip(ids, mask, strict=True) if own])
         others = plain.decode([token for token, own in zip(ids, mask, strict=True) if not own])

@@ -51,7 +51,7 @@ def test_a_factory_can_be_named_directly():
     environment = make_environment({"id": "factory", "factory": f"{__name__}:ThirdParty"})
     assert environment.id == "third_party"
     for wrong in (None, 3, "", "no_colon", ":f", "no_such_module:f", "json:no_such_function"):
-        with pytest.raises(RequestError, match=r"cannot load|needs the function"):
+        with pytest.raises(RequestError, match=r"cannot load|needs a factory function"):
             make_environment({"id": "factory", "factory": wrong})
 
 

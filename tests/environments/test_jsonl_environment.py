@@ -70,7 +70,7 @@ def test_a_column_or_a_file_may_say_what_is_held_out(tmp_path, section):
     by_file = section | {"heldout": {"path": str(tmp_path / "kept.jsonl")}}
     assert make_environment(by_file).settings() == {"train": 200, "heldout": 5}
     written(tmp_path / "kept.jsonl", rows(5, start=103))
-    with pytest.raises(RequestError, match=r"sums.jsonl:4: asks what .*kept.jsonl:1 asks"):
+    with pytest.raises(RequestError, match=r"sums.jsonl:4: has the same prompt as .*kept.jsonl:1"):
         make_environment(by_file)
 
 
@@ -119,22 +119,23 @@ def test_of_rows_that_ask_the_same_the_first_one_stays(tmp_path, caplog):
     index = indexed(str(folder), "number", "drop", HeldOut())
     pairs = [(index.place(again)[-9:], index.place(first)[-10:]) for again, first in index.repeated()]
     assert pairs[0] == ("b.jsonl:1", "a.jsonl:19") and pairs[2] == ("b.jsonl:4", "a.jsonl:19")
-    assert told.startswith("5 of 26 rows") and "b.jsonl:1: asks what" in told and "a.jsonl:19 asks" in told
+    assert told.startswith("left out 5 invalid rows of 26")
+    assert "b.jsonl:1: has the same" in told and "a.jsonl:19" in told
 
 
 BROKEN = {
     "{": "not JSON",
-    "[1]": "a mapping of columns",
+    "[1]": "not a JSON object",
     '{"answer": 1}': "exactly one of prompt and messages",
     '{"prompt": "", "answer": 1}': "the last message is empty",
     '{"prompt": "1?"}': "has no answer",
-    '{"prompt": "1?", "answer": true}': "a bool, neither",
-    '{"prompt": "1?", "answer": "one"}': "holds no number",
+    '{"prompt": "1?", "answer": true}': "of type bool, neither",
+    '{"prompt": "1?", "answer": "one"}': "contains no number",
     '{"prompt": "1?", "answer": NaN}': "no number that JSON has",
-    '{"prompt": "1?", "answer": 1, "task_id": 3}': "a meaning of its own",
-    '{"messages": [{"role": "robot", "content": "1?"}], "answer": 1}': "a role of",
+    '{"prompt": "1?", "answer": 1, "task_id": 3}': "is reserved",
+    '{"messages": [{"role": "robot", "content": "1?"}], "answer": 1}': "must have a role",
     '{"messages": [{"role": "assistant", "content": "1"}], "answer": 1}': "the assistant's",
-    '{"prompt": "What is 0 + 0?", "answer": 5}': "asks what",
+    '{"prompt": "What is 0 + 0?", "answer": 5}': "has the same prompt",
     '{"prompt": "\\ud800", "answer": 5}': "half of a surrogate pair",
     "[" * 100_000: "nested too deeply",
     '{"prompt": "1 + 1", "answer": 2, "answer": 3}': "'answer' is there twice",
@@ -155,14 +156,14 @@ def test_a_broken_row_is_named_or_left_out_and_told(tmp_path, caplog, line):
         kept = make_environment(section | {"broken_rows": "drop"})
     assert sum(kept.settings().values()) == 40
     (told,) = [record.getMessage() for record in caplog.records]
-    assert told.startswith("1 of 41 rows are broken") and f"{path}:42" in told and BROKEN[line] in told
+    assert told.startswith("left out 1 invalid rows of 41") and f"{path}:42" in told and BROKEN[line] in told
 
 
 def test_what_cannot_be_read_is_refused(tmp_path):
     for path in (tmp_path / "none.jsonl", tmp_path):
         with pytest.raises(RequestError, match=r"no such file|has no \*.jsonl"):
             make_environment({"id": "jsonl", "path": str(path)})
-    with pytest.raises(RequestError, match=r"for (train|heldout)"):
+    with pytest.raises(RequestError, match=r"no (train|heldout) rows"):
         make_environment(written(tmp_path / "one.jsonl", rows(2)))
     bytes_ = tmp_path / "bytes.jsonl"
     bytes_.write_bytes(b'{"prompt": "\xff"}\n')

@@ -110,7 +110,7 @@ def test_a_play_that_just_ends_is_a_mistake_of_the_environment():
         def play(self, task, rng):
             yield ask()
 
-    with pytest.raises(RuntimeError, match="without a last observation"):
+    with pytest.raises(RuntimeError, match="returned without"):
         Short().reset(TASK, 0).step("x")
 
 

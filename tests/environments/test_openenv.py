@@ -113,7 +113,7 @@ def test_the_whole_observation_and_the_whole_action_may_be_json(url):
         ("sleep", "did not answer a step within 1 s"),
         ("raise", "no such luck"),
         ("nan", ""),
-        ("flood", "the server left after a step"),
+        ("flood", "the server closed the connection after a step"),
     ],
 )
 def test_a_server_that_misbehaves_costs_the_episode(url, action, reason):
@@ -128,7 +128,7 @@ def test_a_server_that_misbehaves_costs_the_episode(url, action, reason):
 def test_a_server_that_dies_or_is_not_there_costs_the_episode():
     process, url = started()
     _, _, session = opened(section(url))
-    assert "left after a step" in failure_of(session, "die")
+    assert "closed the connection after a step" in failure_of(session, "die")
     process.wait()
     with pytest.raises(EpisodeFailedError, match="cannot be reached"):
         opened(section(url))
@@ -139,17 +139,17 @@ def test_a_server_that_dies_or_is_not_there_costs_the_episode():
 
 
 GARBAGE = {
-    "hello": "no JSON",
-    "[1]": "no JSON object",
+    "hello": "not JSON",
+    "[1]": "not a JSON object",
     '{"type": "observation"}': "has no data",
-    '{"type": "observation", "data": {}}': "holds no observation",
-    '{"data": {"observation": {"text": "a"}, "reward": NaN, "done": false}}': "NaN is no number",
-    '{"data": {"observation": {"text": "a"}, "reward": 1e999, "done": false}}': "reward is no number",
-    '{"data": {"observation": {"text": "a"}, "reward": "1", "done": false}}': "reward is no number",
-    '{"data": {"observation": {"text": "a"}, "reward": 1, "done": "no"}}': "holds no observation",
+    '{"type": "observation", "data": {}}': "has no observation",
+    '{"data": {"observation": {"text": "a"}, "reward": NaN, "done": false}}': "NaN is not a JSON number",
+    '{"data": {"observation": {"text": "a"}, "reward": 1e999, "done": false}}': "reward is not a number",
+    '{"data": {"observation": {"text": "a"}, "reward": "1", "done": false}}': "reward is not a number",
+    '{"data": {"observation": {"text": "a"}, "reward": 1, "done": "no"}}': "has no observation",
     '{"data": {"observation": {"words": "a"}, "reward": 1, "done": false}}': "no field 'text'",
     '{"type": "error", "data": {"code": "CAPACITY_REACHED", "message": "full"}}': "CAPACITY_REACHED: full",
-    "[" * 100_000: "no JSON",
+    "[" * 100_000: "not JSON",
 }
 
 

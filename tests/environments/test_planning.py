@@ -17,13 +17,12 @@ from perilune.data.records import TraceRecord
 from perilune.environments import Score, Transcript, make_environment
 from perilune.environments.builtin.planning import compact, words
 from perilune.environments.builtin.planning.constraints import TERMS, interest, judge
-from perilune.environments.builtin.planning.cpsat import by_cpsat
 from perilune.environments.builtin.planning.draw import draw_trip
-from perilune.environments.builtin.planning.optimum import best_plan, by_sets
+from perilune.environments.builtin.planning.optimum import best_plan, by_cpsat, by_sets
 from perilune.environments.builtin.planning.second_opinion import works
 from perilune.environments.builtin.planning.tasks import trip_digest
 from perilune.environments.builtin.planning.trip import Place, Trip, Visit, Window, travel
-from perilune.environments.builtin.planning.trip_settings import TripDials
+from perilune.environments.builtin.planning.trip_settings import TripSettings
 from perilune.environments.core.replay import conversation
 from perilune.errors import RequestError
 from perilune.verifiers.audit import audit_reward
@@ -34,10 +33,10 @@ HARD = {"places": 5, "visits": 3, "days": 2, "windows": 1, "map": "plane"}
 
 
 @st.composite
-def dials(draw, most_places=6, longest=20):
+def trip_settings(draw, most_places=6, longest=20):
     places = draw(st.integers(1, most_places))
     visits = draw(st.integers(1, min(places, 3)))
-    return TripDials(
+    return TripSettings(
         places=places,
         visits=visits,
         must_see=draw(st.integers(0, visits)),
@@ -52,7 +51,7 @@ def dials(draw, most_places=6, longest=20):
 
 @st.composite
 def drawn_trips(draw, **limits):
-    return draw_trip(draw(dials(**limits)), random.Random(draw(st.integers(0, 10**6))))
+    return draw_trip(draw(trip_settings(**limits)), random.Random(draw(st.integers(0, 10**6))))
 
 
 def broken(trip, plan):
@@ -319,9 +318,9 @@ def test_a_solver_that_is_not_installed_is_named_and_small_trips_do_without(monk
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ({"visits": 5}, "5 visits of 4 places"),
-        ({"must_see": 3}, "at most visits"),
-        ({"windows": 3}, "at most visits"),
+        ({"visits": 5}, "visits is 5, but there are only 4 places"),
+        ({"must_see": 3}, "must not exceed visits"),
+        ({"windows": 3}, "must not exceed visits"),
         ({"places": 27}, "less than or equal to 26"),
         ({"tempo": 3}, "no field 'tempo'"),
     ],

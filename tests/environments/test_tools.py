@@ -7,7 +7,7 @@ import pytest
 from perilune.data.generators import make_teacher, verified
 from perilune.environments import Failure, Score, Transcript, make_environment
 from perilune.environments.builtin.tool_calls import Answer, Call, Misunderstood, read_action
-from perilune.environments.builtin.tool_tasks import FAMILIES, is_right, same
+from perilune.environments.builtin.tool_tasks import FAMILIES, is_right
 from perilune.environments.core.replay import conversation
 from perilune.errors import RequestError
 from perilune.verifiers import Scorer
@@ -235,7 +235,7 @@ def test_tables_are_compared_by_rows():
         wanted, "x.csv", b'"item",amount\na,1'
     )
     assert not is_right(wanted, "x.csv", b"item,amount\na,1\nb,2\n") and not is_right(wanted, "x.csv", b"\0")
-    assert not same(1, True)
+    assert not is_right(1, "a.json", b"true")
 
 
 def test_only_one_family_is_compact():

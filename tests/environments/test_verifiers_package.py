@@ -111,7 +111,7 @@ def test_a_reward_that_raises_is_a_failure_of_the_verifier():
         (section("taskset_reverse", config={"wards": 3}), r"environment\.config"),
         (
             section("taskset_reverse", config={"task": {"judges": [{"id": "reference"}]}}),
-            "asks a model for its verdict",
+            "uses a model as a judge",
         ),
         (section("taskset_reverse", config={"words": 0}), "has no tasks"),
     ],

@@ -106,7 +106,7 @@ def test_rows_that_are_malformed(tmp_path: Path, policy: str, caplog: pytest.Log
             run_task(tmp_path / "rl", "rl", environment=environment, **options)
         return
     run_task(tmp_path / "rl", "rl", environment=environment, **options)
-    assert "2 of 62 rows are broken and left out; the first: " in caplog.text
+    assert "left out 2 invalid rows of 62; the first: " in caplog.text
 
 
 def test_a_record_that_is_malformed_is_named(tmp_path: Path) -> None:

@@ -125,8 +125,8 @@ def test_none_does_not_apply() -> None:
         ("raises", "reward function 'it' raised ZeroDivisionError: of course"),
         ("nan", "reward function 'it' returned nan"),
         ("leaves", "reward function 'it' raised SystemExit"),
-        ("a_number", "reward function 'it' returned float 1.0, no list of one reward"),
-        ("two", "no list of one reward"),
+        ("a_number", "reward function 'it' returned float 1.0, not a list of one reward"),
+        ("two", "not a list of one reward"),
         ("calls_home", "raised PermissionError"),
         ("reads", "raised PermissionError"),
     ],
@@ -166,7 +166,7 @@ class Reaching(Digits):
     confined = False
 
 
-@pytest.mark.parametrize(("kind", "said"), [("Long", "has more"), ("Reaching", "needs more than that")])
+@pytest.mark.parametrize(("kind", "said"), [("Long", "single-turn"), ("Reaching", "cannot run there")])
 def test_an_environment_that_they_do_not_fit_is_refused_with_the_recipe(
     kind: str, said: str, tmp_path: Path
 ) -> None:

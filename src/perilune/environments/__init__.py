@@ -1,4 +1,4 @@
-"""Where episodes happen: one protocol, adapters to the ecosystems."""
+"""Environments: the protocol, built-in environments, and adapters to other packages."""
 
 from perilune.environments.core.episode_totals import EpisodeTotals
 from perilune.environments.core.keyed_random import KeyedRandom

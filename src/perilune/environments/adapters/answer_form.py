@@ -1,8 +1,8 @@
 """The form an answer must have before a reasoning-gym scorer may see it.
 
-Several scorers hand the answer to Python's `eval` or to sympy's `parse_expr`, which runs code, and others
-give full or partial credit to text that is no answer at all. Each pattern here lets through what a right
-answer can look like, and nothing that could be a call, an attribute, a string or a tower of powers.
+Several scorers pass the answer to Python's `eval` or to sympy's `parse_expr`, which executes code. Others
+give full or partial credit to text that is not an answer. The patterns here accept every right answer and
+reject calls, attributes, strings and nested powers.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _SIGN = r"[-+/() ]|\*(?!\*)"
 
 
 def _expression(*parts: str) -> str:
-    return rf"(?>{'|'.join(parts)})++"  # atomic and possessive: no text makes it try twice
+    return rf"(?>{'|'.join(parts)})++"  # atomic and possessive: never backtracks
 
 
-# Families whose scorer evaluates the answer, where the pattern is all that stands between text and code;
-# and families whose scorer raises on text it does not expect.
+# Families whose scorer evaluates the answer as code, so that only the pattern protects from it, and families
+# whose scorer raises on unexpected text.
 _PATTERNS: dict[str, str] = {
     "binary_matrix": r"\d(?:[ \n]\d)*+",
     "boxnet": r"[\[{].*[\]}]",
@@ -48,9 +48,9 @@ _LONGEST_WITHOUT_GOLD = 4096
 def well_formed(family: str, answer: str, gold: str | None) -> bool:
     """Whether `answer` has the form of a right answer of this reasoning-gym family.
 
-    Integers must be written plainly (no sign but minus, no leading zeros), numbers must be numbers, a
-    choice must be one of the choices, and any other text must be printable and not much longer than the
-    expected answer `gold`, where there is one.
+    An integer must be written plainly (only a minus sign, no leading zeros), a number must be a number, and a
+    choice must be one of the choices. Any other text must be printable and not much longer than the expected
+    answer `gold`, if there is one.
     """
     longest = _LONGEST_WITHOUT_GOLD if gold is None else 4 * len(gold) + 64
     if not answer or len(answer) > longest:

@@ -1,6 +1,6 @@
-"""Compact prompts: a known family's question in a few characters, for models that read characters.
+"""Compact prompts: the question of a known family in a few characters, for character-level models.
 
-The policy answers with `working;answer` or `;answer`: what counts is the text after the last semicolon.
+The policy answers with `working;answer` or `;answer`. The text after the last semicolon is the answer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ANSWER_MARK = ";"
 
 
 def _arithmetic(entry: Entry) -> str:
-    """The expression without spaces; in a plain sum or product numbers have one width, for columns' sake."""
+    """The expression without spaces. In plain sums and products all numbers are padded to one width."""
     expression: str = entry["metadata"]["expression"].replace(" ", "")
     if not (scratchpad.terms(expression) or scratchpad.factors(expression)):
         return expression + "="
@@ -51,19 +51,19 @@ ARITHMETIC = frozenset({"basic_arithmetic", "chain_sum", "products"})
 
 
 def expression(prompt: str) -> str | None:
-    """The expression a compact arithmetic prompt asks for ("347+268=" asks for "347+268")."""
+    """The expression of a compact arithmetic prompt: "347+268" for "347+268=". None for any other prompt."""
     body = prompt.removesuffix("=")
     return body if scratchpad.working(body) is not None else None
 
 
 def answer(text: str) -> str | None:
-    """What stands after the last semicolon, or None when there is no semicolon."""
+    """The text after the last semicolon; None if there is no semicolon."""
     _, mark, last = text.rpartition(ANSWER_MARK)
     return last if mark else None
 
 
 def strategy(text: str) -> str:
-    """How an output attacks a task: "direct", "brief", "scratchpad", or "none" without an answer mark."""
+    """The strategy of an output: "direct", "brief", "scratchpad", or "none" if it has no answer mark."""
     before, mark, _ = text.rpartition(ANSWER_MARK)
     if not mark:
         return "none"
@@ -73,10 +73,10 @@ def strategy(text: str) -> str:
 
 
 def arithmetic_metrics(prompt: str, text: str) -> dict[str, float]:
-    """Figures for the reader of a compact arithmetic output; they earn nothing.
+    """Metrics of a compact arithmetic output. They do not affect the reward.
 
-    "strategy/NAME" is 1.0 for the strategy seen; "trace_valid", where there is working, says whether
-    every step of it is right.
+    "strategy/NAME" is 1.0 for the recognized strategy. "trace_valid", present if there is working, tells
+    whether every step is right.
     """
     name = strategy(text)
     metrics = {f"strategy/{name}": 1.0}
@@ -88,9 +88,9 @@ def arithmetic_metrics(prompt: str, text: str) -> dict[str, float]:
 
 
 def same_question(question: str) -> str:
-    """A form that questions share when one is the other with its operands in another order.
+    """A canonical form that is equal for questions that differ only in the order of their operands.
 
-    It decides the split, so that 268+347 is not held out while 347+268 is trained on.
+    It determines the split, so that 268+347 is not held out while 347+268 is in training.
     """
     body = question.removesuffix("=")
     for parse in (scratchpad.terms, scratchpad.factors):
@@ -100,13 +100,13 @@ def same_question(question: str) -> str:
 
 
 def arithmetic_difficulty(prompt: str) -> float | None:
-    """Columns of the longest number times further numbers; for two summands, their carries are added."""
+    """Columns of the longest number times the number of operations; for two summands, plus their carries."""
     asked = prompt.removesuffix("=")
     numbers = scratchpad.terms(asked) or scratchpad.factors(asked)
     if numbers is None:
         return None
     columns = max(len(str(abs(number))) for number in numbers) * max(len(numbers) - 1, 1)
-    carried = 0
+    carries = 0
     if scratchpad.terms(asked) and len(numbers) == 2 and min(numbers) >= 0:
-        carried = scratchpad.carries(*numbers)
-    return float(columns + carried)
+        carries = scratchpad.carries(*numbers)
+    return float(columns + carries)

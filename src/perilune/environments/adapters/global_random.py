@@ -1,4 +1,4 @@
-"""Random numbers of a package that draws from the interpreter's, kept apart for each that uses them."""
+"""Isolated copies of Python's and NumPy's global random state, for packages that draw from it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.random import mtrand
 
 
 class GlobalRandom:
-    """Python's and NumPy's global generators as one session has them: whoever else draws is not disturbed."""
+    """Python's and NumPy's global generators of one session, separate from the interpreter's own."""
 
     def __init__(self, seed: int) -> None:
         self._python = random.Random(seed).getstate()
@@ -19,7 +19,7 @@ class GlobalRandom:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Draws inside go on from where the last ones inside left off, and are not felt outside."""
+        """Install these generators inside the context, and restore the interpreter's own on exit."""
         python, numpy = random.getstate(), mtrand.get_bit_generator()
         random.setstate(self._python)
         mtrand.set_bit_generator(self._numpy)

@@ -1,13 +1,11 @@
-"""Gymnasium's toy texts, in words: grids to walk, a taxi, Blackjack.
+"""Gymnasium's toy text environments with prompts in English: grid worlds, a taxi, Blackjack.
 
 https://github.com/Farama-Foundation/Gymnasium (MIT); Towers et al. 2024, arXiv:2407.17032.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
-import sys
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any, Literal
@@ -17,10 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode
 from perilune.environments.core.protocol import Split, Task
+from perilune.environments.core.splits import numbered_ids
 from perilune.errors import RequestError
 
-HELD_OUT_PARTS = 10  # one tenth of all beginnings is held out
-_MARKED = re.compile(r"\x1b\[\d+m(.*?)\x1b\[0m")  # where the player stands, in colour
+_MARKED = re.compile(r"\x1b\[\d+m(.*?)\x1b\[0m")  # the player's position, printed in color
 
 Game = Literal["FrozenLake-v1", "CliffWalking-v1", "Taxi-v4", "Blackjack-v1"]
 _WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -46,19 +44,19 @@ class GymnasiumSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    id: Literal["gymnasium"] = Field("gymnasium", description="which environment this is")
-    game: Game = Field(description="Gymnasium's name of it")
+    id: Literal["gymnasium"] = Field("gymnasium", description="id of the environment")
+    game: Game = Field(description="Gymnasium's name of the game")
     config: dict[str, bool | int | float | str] = Field(
-        default_factory=dict, description="its own settings, e.g. {is_slippery: false}"
+        default_factory=dict, description="the game's settings, e.g. {is_slippery: false}"
     )
-    turns: int = Field(50, ge=1, le=1000, description="most moves of an episode")
+    turns: int = Field(50, ge=1, le=1000, description="maximum moves of an episode")
 
 
 class GymnasiumEnvironment(MultiTurn):
-    """One of the games; each move earns what Gymnasium says, and what is no move changes nothing.
+    """One Gymnasium game. Rewards are Gymnasium's own; an illegal move changes nothing and has reward 0.
 
     Raises:
-        RequestError: when Gymnasium is not installed, or a setting is none of the game's.
+        RequestError: if Gymnasium is not installed, or the game has no such setting.
     """
 
     Spec = GymnasiumSpec
@@ -69,7 +67,7 @@ class GymnasiumEnvironment(MultiTurn):
         self.id = f"gymnasium/{spec.game}"
         self.max_turns = spec.turns
         self._rules, self._moves = _WORDS[spec.game]
-        self._made().close()
+        self._make_game().close()
 
     @staticmethod
     def families() -> tuple[str, ...]:
@@ -77,54 +75,51 @@ class GymnasiumEnvironment(MultiTurn):
         return tuple(sorted(_WORDS))
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """Beginnings without end."""
+        """Yield tasks without end; each has its own random seed."""
         prompt = ({"role": "user", "content": f"{self._rules} Moves: {', '.join(self._moves)}."},)
-        for number in range(sys.maxsize):
-            task_id = hashlib.sha256(f"{self.id}/{seed}/{number}".encode()).hexdigest()[:32]
-            if (int(task_id[:8], 16) % HELD_OUT_PARTS == 0) == (split == "heldout"):
-                yield Task(task_id, prompt, {})
+        for task_id in numbered_ids(self.id, split, seed):
+            yield Task(task_id, prompt, {})
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
-        """Moves until the game ends."""
-        game = self._made()
+        """Play until the game ends."""
+        game = self._make_game()
         try:
-            seen, _ = game.reset(seed=rng.integer(1 << 31, "reset"))
+            state, _ = game.reset(seed=rng.integer(1 << 31, "reset"))
             reward, ended, illegal = 0.0, False, 0
             while not ended:
-                said = yield ask(
-                    f"{_shown(game, seen)}\n",
+                move = yield ask(
+                    f"{_render(game, state)}\n",
                     rewards=(reward,),
                     metrics={"illegal": float(illegal)},
                     legal=self._moves,
                 )
-                if said.strip() not in self._moves:
+                if move.strip() not in self._moves:
                     reward, illegal = 0.0, illegal + 1
                     continue
-                seen, reward, terminated, truncated, _ = game.step(self._moves.index(said.strip()))
+                state, reward, terminated, truncated, _ = game.step(self._moves.index(move.strip()))
                 reward, ended = float(reward), terminated or truncated
             yield end_episode(reward, metrics={"illegal": float(illegal)})
         finally:
             game.close()
 
-    def _made(self) -> Any:
+    def _make_game(self) -> Any:
         try:
             gymnasium = import_module("gymnasium")
         except ImportError:
             remedy = "pip install 'perilune[games]'"
             raise RequestError("Gymnasium is not installed", where="environment.id", remedy=remedy) from None
-        drawn = {} if self.spec.game == "Blackjack-v1" else {"render_mode": "ansi"}
+        options = {"max_episode_steps": self.spec.turns, "disable_env_checker": True, **self.spec.config}
+        if self.spec.game != "Blackjack-v1":
+            options["render_mode"] = "ansi"
         try:
-            return gymnasium.make(
-                self.spec.game, max_episode_steps=self.spec.turns, disable_env_checker=True,
-                **drawn, **self.spec.config,
-            )  # fmt: skip
+            return gymnasium.make(self.spec.game, **options)
         except TypeError as error:
             raise RequestError(f"'{self.spec.game}': {error}", where="environment.config") from None
 
 
-def _shown(game: Any, seen: Any) -> str:
-    if isinstance(seen, tuple):
-        own, dealer, ace = (int(one) for one in seen)
+def _render(game: Any, state: Any) -> str:
+    if isinstance(state, tuple):
+        own, dealer, ace = (int(value) for value in state)
         return f"you have {own}{' with an ace as 11' if ace else ''}, the dealer shows {dealer}"
     lines = _MARKED.sub(r"[\1]", game.render()).strip("\n").splitlines()
     return "\n".join(line.rstrip() for line in lines if not line.startswith("  ("))

@@ -1,8 +1,9 @@
-"""Whether a reasoning-gym answer is right, found without the family's own scorer.
+"""Checks reasoning-gym answers without the family's own scorer.
 
-An audit of a scorer needs a second opinion that shares no code with it. Where one answer is right, that is
-the stated one; where several are, the puzzle's rules, written down again here; elsewhere nobody knows. Some
-scorers were found to pay for wrong answers in full: there the second opinion has the last word.
+An audit of a scorer needs a second opinion that shares no code with it. Where only one answer is right, the
+check compares with the stated one. Where several are right, it applies the puzzle's rules, implemented again
+here. For the remaining families there is no second opinion. Some scorers give full reward to wrong answers;
+for those, the second opinion decides.
 """
 
 from __future__ import annotations
@@ -18,44 +19,38 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-# Families with several right answers. Those that `_RULES` lacks have no second opinion.
-SEVERAL_ANSWERS = frozenset(
-    {
-        "boxnet", "codeio", "countdown", "cryptarithm", "graph_color", "group_anagrams",
-        "intermediate_integration", "jugs", "kakurasu", "knight_swap", "knights_knaves", "n_queens",
-        "palindrome_generation", "palindrome_partitioning", "polynomial_equations",
-        "polynomial_multiplication", "propositional_logic", "puzzle24", "quantum_lock",
-        "rubiks_cube", "rush_hour", "shortest_path",
-        "simple_integration", "sokoban", "survo", "tower_of_hanoi", "word_ladder",
-    }
-)  # fmt: skip
+_SEVERAL_ANSWERS = """
+boxnet codeio countdown cryptarithm graph_color group_anagrams intermediate_integration jugs kakurasu
+knight_swap knights_knaves n_queens palindrome_generation palindrome_partitioning polynomial_equations
+polynomial_multiplication propositional_logic puzzle24 quantum_lock rubiks_cube rush_hour shortest_path
+simple_integration sokoban survo tower_of_hanoi word_ladder
+"""
+SEVERAL_ANSWERS = frozenset(_SEVERAL_ANSWERS.split())
+"""Families with several right answers. Those without an entry in `_RULES` have no second opinion."""
 
 _NUMBER = re.compile(r"[+-]?(?:(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?", re.ASCII)
 _EDGES = " .,;:!?\"'`°%$()[]{}"
-# Families whose scorer pays in full for answers that are wrong beyond doubt: other numbers than those given,
-# the answer among others, any number that begins alike, "nan", or anything where the answer is "False".
-DOUBTED = frozenset(
-    {
-        "advanced_geometry", "coin_flip", "complex_arithmetic", "cryptarithm", "fraction_simplification",
-        "game_of_life", "game_of_life_halting", "gsm_symbolic", "intermediate_integration", "letter_jumble",
-        "number_sorting", "polynomial_equations", "puzzle24", "spell_backward", "time_intervals",
-        "tower_of_hanoi",
-    }
-)  # fmt: skip
-SAME, APART = 1e-6, 0.05  # relative difference of numbers up to which, and from which on, they are judged
-LONGEST = 20_000  # characters beyond which no answer is right
+_DOUBTED = """
+advanced_geometry coin_flip complex_arithmetic cryptarithm fraction_simplification game_of_life
+game_of_life_halting gsm_symbolic intermediate_integration letter_jumble number_sorting polynomial_equations
+puzzle24 spell_backward time_intervals tower_of_hanoi
+"""
+DOUBTED = frozenset(_DOUBTED.split())
+"""Families whose scorer gives full reward to clearly wrong answers: other numbers than the given ones, the
+answer among others, any number with the same prefix, "nan", or any text if the answer is "False"."""
+SAME, APART = 1e-6, 0.05  # relative differences: up to SAME, numbers are equal; from APART on, different
+LONGEST = 20_000  # characters; a longer answer is wrong
 
-_NOT_AN_ANSWER = (
-    ValueError, LookupError, TypeError, AttributeError, SyntaxError, ArithmeticError, RecursionError,
-    MemoryError,
-)  # fmt: skip
+_SYNTAX_ERRORS = (ValueError, LookupError, TypeError, AttributeError, SyntaxError)
+_NOT_AN_ANSWER = (*_SYNTAX_ERRORS, ArithmeticError, RecursionError, MemoryError)
 
 
 def is_right(family: str, answer: str, data: Mapping[str, Any]) -> bool | None:
-    """Whether `answer` is right for the item of which `data` holds "answer" and decoded "metadata".
+    """Whether `answer` is right. `data` holds the item's "answer" and its decoded "metadata".
 
-    None where that cannot be said: a family with several answers whose rules are not known here, no stated
-    answer, or a number that is neither the stated one nor far from it.
+    Returns:
+        None if undecidable: the family has several answers and no rules here, states no answer, or the answer
+            is a number neither equal to the stated one nor far from it.
     """
     if len(answer) > LONGEST:
         return False
@@ -72,14 +67,14 @@ def is_right(family: str, answer: str, data: Mapping[str, Any]) -> bool | None:
 
 
 def same_answer(answer: str, stated: str) -> bool | None:
-    """Whether two answers say the same; None when they differ in form only, or by little."""
+    """Whether two answers are equal; None if they differ only in form, or by a small amount."""
     mine, theirs = (" ".join(text.split()).casefold() for text in (answer, stated))
     if mine == theirs:
         return True
     if _NUMBER.fullmatch(mine) and _NUMBER.fullmatch(theirs):
         return _same_number(mine, theirs)
     parts = [[part.strip(_EDGES) for part in re.split(r"[\s,:]+", text)] for text in (mine, theirs)]
-    first, second = ([part for part in some if part] for some in parts)
+    first, second = ([part for part in both if part] for both in parts)
     alike = len(first) == len(second) > 0 and all(map(_alike, first, second))
     return None if alike else False
 
@@ -100,17 +95,18 @@ def _same_number(mine: str, theirs: str) -> bool | None:
 # -- expressions -------------------------------------------------------------------------------------------
 
 _OPERATORS: Mapping[type, Callable[[float, float], float]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
     ast.Pow: operator.pow,
-}  # fmt: skip
-_FUNCTIONS = {
-    name: getattr(math, name) for name in ("exp", "log", "sqrt", "sin", "cos", "tan", "sinh", "cosh")
 }
-_FUNCTIONS |= {"asin": math.asin, "acos": math.acos, "atan": math.atan, "tanh": math.tanh}
+_FUNCTION_NAMES = ("exp", "log", "sqrt", "sin", "cos", "tan", "sinh", "cosh", "asin", "acos", "atan", "tanh")
+_FUNCTIONS = {name: getattr(math, name) for name in _FUNCTION_NAMES}
 
 
 def _value(node: ast.expr, names: Mapping[str, float], used: list[float]) -> float:
-    """Value of plain arithmetic; its numbers are noted in `used`."""
+    """The value of an arithmetic expression. Appends its numbers to `used`."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             used.append(float(number))
@@ -133,7 +129,7 @@ def _parsed(text: str) -> ast.expr:
 
 
 def _uses_the_numbers(answer: str, metadata: Mapping[str, Any]) -> bool:
-    """countdown and puzzle24: every number once, and the target (24) is reached."""
+    """countdown and puzzle24: uses every number once, and its value is the target (24)."""
     used: list[float] = []
     value = _value(_parsed(answer), {}, used)
     reached = math.isclose(value, float(metadata.get("target", 24)), rel_tol=1e-9)
@@ -151,7 +147,7 @@ def _same_function(
         try:
             a, b = first(point), second(point)
         except (ValueError, ArithmeticError, TypeError):
-            continue  # outside the real domain of one of them
+            continue  # outside the real domain of one function
         compared += 1
         if not math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-5):
             return False
@@ -159,21 +155,21 @@ def _same_function(
 
 
 def _antiderivative(answer: str, metadata: Mapping[str, Any]) -> bool:
-    """Its slope, by central differences, is the integrand."""
-    variable, (found, integrand) = metadata["variable"], map(_parsed, (answer, metadata["integrand"]))
+    """The derivative of the answer, by central differences, is the integrand."""
+    variable, (given, integrand) = metadata["variable"], map(_parsed, (answer, metadata["integrand"]))
     constants = dict.fromkeys(string.ascii_letters, 0.5) | {"E": math.e, "pi": math.pi}
 
     def slope(x: float, h: float = 1e-5) -> float:
-        ends = (_value(found, constants | {variable: x + s}, []) for s in (h, -h))
+        ends = (_value(given, constants | {variable: x + s}, []) for s in (h, -h))
         return (next(ends) - next(ends)) / (2 * h)
 
     return _same_function(slope, lambda x: _value(integrand, constants | {variable: x}, []))
 
 
 def _same_polynomial(answer: str, metadata: Mapping[str, Any]) -> bool:
-    """Expanded, and equal to the product at more points than its degree could hide."""
-    found, product = map(_parsed, (answer, metadata["polynomial_expr"]))
-    if any(_holds_sum(node) for node in ast.walk(found) if _is_product(node)):
+    """The answer is expanded, and equals the product at more points than its degree."""
+    given, product = map(_parsed, (answer, metadata["polynomial_expr"]))
+    if any(_holds_sum(node) for node in ast.walk(given) if _is_product(node)):
         return False
 
     def value(node: ast.expr, x: float) -> float:
@@ -181,7 +177,7 @@ def _same_polynomial(answer: str, metadata: Mapping[str, Any]) -> bool:
         return _value(node, names, [])
 
     points = [0.31 + 0.23 * index for index in range(16)]
-    return _same_function(lambda x: value(found, x), lambda x: value(product, x), points)
+    return _same_function(lambda x: value(given, x), lambda x: value(product, x), points)
 
 
 def _is_product(node: ast.AST) -> bool:
@@ -255,18 +251,18 @@ def _cryptarithm(answer: str, metadata: Mapping[str, Any]) -> bool:
 
 
 def _jugs(answer: str, metadata: Mapping[str, Any]) -> bool:
-    room = metadata["puzzle"]["jug_capacities"]
-    held = [0] * len(room)
+    capacity = metadata["puzzle"]["jug_capacities"]
+    held = [0] * len(capacity)
     for move in json.loads(answer):
         verb, _, rest = move.strip().partition(" ")
-        named = ["ABCDEFGHIJ".index(name) for name in rest.split("->")]
-        if verb == "fill" and len(named) == 1:
-            held[named[0]] = room[named[0]]
-        elif verb == "empty" and len(named) == 1:
-            held[named[0]] = 0
-        elif verb == "pour" and len(named) == 2 and named[0] != named[1]:
-            source, target = named
-            moved = min(held[source], room[target] - held[target])
+        jugs = ["ABCDEFGHIJ".index(name) for name in rest.split("->")]
+        if verb == "fill" and len(jugs) == 1:
+            held[jugs[0]] = capacity[jugs[0]]
+        elif verb == "empty" and len(jugs) == 1:
+            held[jugs[0]] = 0
+        elif verb == "pour" and len(jugs) == 2 and jugs[0] != jugs[1]:
+            source, target = jugs
+            moved = min(held[source], capacity[target] - held[target])
             held[source], held[target] = held[source] - moved, held[target] + moved
         else:
             return False
@@ -280,14 +276,13 @@ def _anagrams(answer: str, metadata: Mapping[str, Any]) -> bool:
 
 def _fraction(answer: str, metadata: Mapping[str, Any]) -> bool:
     form = r"\$?\\[dt]?frac\{(\d+)\}\{(\d+)\}\$?|\$?(\d+)/(\d+)\$?"
-    found = re.fullmatch(form, answer.strip(), re.ASCII)
-    numbers = [int(digits) for digits in found.groups() if digits] if found else []
+    match = re.fullmatch(form, answer.strip(), re.ASCII)
+    numbers = [int(digits) for digits in match.groups() if digits] if match else []
     return numbers == [metadata["simplified_numerator"], metadata["simplified_denominator"]]
 
 
 def _factors(answer: str, metadata: Mapping[str, Any]) -> bool:
-    found = [int(part) for part in re.split(r"[×x*]", answer)]
-    return sorted(found) == sorted(metadata["factors"])
+    return sorted(map(int, re.split(r"[×x*]", answer))) == sorted(metadata["factors"])
 
 
 def _probability(answer: str, metadata: Mapping[str, Any]) -> bool:
@@ -304,10 +299,10 @@ def _complex(answer: str, metadata: Mapping[str, Any]) -> bool:
 
 
 def _roots(answer: str, metadata: Mapping[str, Any]) -> bool:
-    found = sorted(float(part) for part in answer.split(",")) if answer.strip() else []
+    given = sorted(float(part) for part in answer.split(",")) if answer.strip() else []
     expected = sorted(metadata["real_solutions"])
-    return len(found) == len(expected) and all(
-        math.isclose(a, b, rel_tol=1e-2, abs_tol=1e-3) for a, b in zip(found, expected, strict=True)
+    return len(given) == len(expected) and all(
+        math.isclose(a, b, rel_tol=1e-2, abs_tol=1e-3) for a, b in zip(given, expected, strict=True)
     )
 
 

@@ -1,15 +1,13 @@
-"""Environments behind an OpenEnv server, spoken to over its WebSocket: reset, step, close.
+"""Environments behind an OpenEnv server, used through its WebSocket interface: reset, step, close.
 
-https://github.com/meta-pytorch/OpenEnv (BSD-3-Clause). What the server says is not trusted: whatever is no
-observation, or comes too late, costs the one episode.
+https://github.com/meta-pytorch/OpenEnv (BSD-3-Clause). The server is not trusted: a malformed or late
+response fails one episode.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any, Literal
@@ -21,9 +19,8 @@ from perilune.environments.adapters.openenv_connection import Connection, action
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode
 from perilune.environments.core.protocol import EpisodeFailedError, Split, Task
+from perilune.environments.core.splits import numbered_ids
 from perilune.errors import RequestError
-
-HELD_OUT_PARTS = 10  # one tenth of all beginnings is held out
 
 
 class OpenEnvSpec(BaseModel):
@@ -31,49 +28,49 @@ class OpenEnvSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    id: Literal["openenv"] = Field("openenv", description="which environment this is")
-    url: str = Field(description="of the server, e.g. http://127.0.0.1:8000")
-    prompt: str = Field(description="what the policy is told first; a server says nothing of the kind")
+    id: Literal["openenv"] = Field("openenv", description="id of the environment")
+    url: str = Field(description="URL of the server, e.g. http://127.0.0.1:8000")
+    prompt: str = Field(description="the prompt of every task; servers don't provide one")
     action: str | None = Field(
         None,
-        description="field of the server's action that takes the policy's text; null: the one it needs, or,"
-        " where it needs several, the policy writes all as a JSON object",
+        description="field of the server's action that takes the policy's text; null: the only required"
+        " field, or, if several are required, the policy writes a JSON object",
     )
     observation: str | None = Field(
-        None, description="field of the server's observation that the policy sees; null: all, as JSON"
+        None, description="field of the server's observation to show to the policy; null: all fields as JSON"
     )
-    config: dict[str, Any] = Field(default_factory=dict, description="what a reset is told beside the seed")
-    turns: int = Field(16, ge=1, le=1000, description="most actions of an episode")
-    seconds: float = Field(8.0, gt=0, description="longest to wait for each answer of the server")
+    config: dict[str, Any] = Field(default_factory=dict, description="arguments of a reset besides the seed")
+    turns: int = Field(16, ge=1, le=1000, description="maximum actions of an episode")
+    seconds: float = Field(8.0, gt=0, description="timeout of each request to the server")
 
     @field_validator("url")
     @classmethod
     def _is_http(cls, url: str) -> str:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError("is neither http://HOST:PORT nor https://HOST")
+            raise ValueError("must be http://HOST:PORT or https://HOST")
         return url.rstrip("/")
 
 
 class OpenEnvEnvironment(MultiTurn):
-    """Episodes of a server; each step earns what the server says, and a session of its own is held for each.
+    """Episodes of a server. Rewards are the server's own, and each episode has its own server session.
 
-    The server is not asked before the first episode. An action that the server calls invalid changes nothing
-    and is told to the policy; whatever else goes wrong is a failure of the environment.
+    The first episode opens the first connection. If the server rejects an action as invalid, the policy sees
+    an error and nothing else changes. Any other problem is a failure of the environment.
 
     Raises:
-        RequestError: when the package `websockets` is not installed.
+        RequestError: if the package `websockets` is not installed.
     """
 
     Spec = OpenEnvSpec
-    confined = False  # sessions need the network, and run nothing
+    confined = False  # sessions use the network; they run no untrusted code
 
     def __init__(self, spec: OpenEnvSpec) -> None:
         self.spec = spec
         self.id = f"openenv/{urlsplit(spec.url).netloc}"
         self.max_turns = spec.turns
         self._field: str | None = spec.action
-        self._asked = spec.action is not None
+        self._knows_field = spec.action is not None
         try:
             import_module("websockets.sync.client")
         except ImportError:
@@ -84,64 +81,62 @@ class OpenEnvEnvironment(MultiTurn):
             ) from None
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """Beginnings without end: a server is told a seed, and nothing else differs."""
+        """Yield tasks without end; they differ only in the seed that a reset passes to the server."""
         prompt = ({"role": "user", "content": self.spec.prompt},)
-        asked = json.dumps([self.spec.prompt, self.spec.config], sort_keys=True)
-        for number in range(sys.maxsize):
-            task_id = hashlib.sha256(f"openenv/{asked}/{seed}/{number}".encode()).hexdigest()[:32]
-            if (int(task_id[:8], 16) % HELD_OUT_PARTS == 0) == (split == "heldout"):
-                yield Task(task_id, prompt, {})
+        request = json.dumps([self.spec.prompt, self.spec.config], sort_keys=True)
+        for task_id in numbered_ids(f"openenv/{request}", split, seed):
+            yield Task(task_id, prompt, {})
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
-        """Actions until the server is done."""
+        """Act until the server is done."""
         reset = {**self.spec.config, "seed": rng.integer(1 << 31, "reset")}
         with Connection(self.spec.url, self.spec.seconds) as server:
-            found, reward, done = _read(server.ask("reset", reset) or {})
+            seen, reward, done = _read(server.request("reset", reset) or {})
             illegal = 0
             while not done:
-                counted = {"illegal": float(illegal)}
-                said = yield ask(self._shown(found), role="tool", rewards=(reward,), metrics=counted)
-                action = self._action(said)
-                answer = None if action is None else server.ask("step", action)
-                if answer is None:
+                metrics = {"illegal": float(illegal)}
+                text = yield ask(self._render(seen), role="tool", rewards=(reward,), metrics=metrics)
+                action = self._parse_action(text)
+                response = None if action is None else server.request("step", action)
+                if response is None:
                     illegal, reward = illegal + 1, 0.0
-                    found = {"error": "that is no valid action"}
+                    seen = {"error": "that is no valid action"}
                 else:
-                    found, reward, done = _read(answer)
+                    seen, reward, done = _read(response)
             yield end_episode(reward, metrics={"illegal": float(illegal)})
 
-    def _action(self, said: str) -> Mapping[str, Any] | None:
-        """The action as the server wants it; None for text that is none."""
-        if not self._asked:
+    def _parse_action(self, text: str) -> Mapping[str, Any] | None:
+        """The action that the server expects; None if the text is not an action."""
+        if not self._knows_field:
             fields = action_fields(self.spec.url, self.spec.seconds)
             self._field = fields[0] if len(fields) == 1 else None
-            self._asked = True
+            self._knows_field = True
         if self._field is not None:
-            return {self._field: said}
+            return {self._field: text}
         try:
-            action = json.loads(said)
+            action = json.loads(text)
         except (ValueError, RecursionError):
             return None
         return action if isinstance(action, dict) else None
 
-    def _shown(self, found: Mapping[str, Any]) -> str:
+    def _render(self, seen: Mapping[str, Any]) -> str:
         field = self.spec.observation
-        if field is None or "error" in found:
-            told = {name: value for name, value in found.items() if name != "metadata"}
-            return json.dumps(told, ensure_ascii=False)
-        if field not in found:
+        if field is None or "error" in seen:
+            fields = {name: value for name, value in seen.items() if name != "metadata"}
+            return json.dumps(fields, ensure_ascii=False)
+        if field not in seen:
             raise EpisodeFailedError("environment", f"the server's observation has no field '{field}'")
-        shown = found[field]
-        return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
+        value = seen[field]
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _read(answer: Mapping[str, Any]) -> tuple[Mapping[str, Any], float, bool]:
+def _read(response: Mapping[str, Any]) -> tuple[Mapping[str, Any], float, bool]:
     """Observation, reward, and whether the episode is done."""
-    found, reward, done = answer.get("observation"), answer.get("reward"), answer.get("done")
-    if not isinstance(found, dict) or not isinstance(done, bool):
-        raise EpisodeFailedError("environment", "the server's answer holds no observation")
+    seen, reward, done = response.get("observation"), response.get("reward"), response.get("done")
+    if not isinstance(seen, dict) or not isinstance(done, bool):
+        raise EpisodeFailedError("environment", "the server's response has no observation")
     if reward is None:
-        return found, 0.0, done
+        return seen, 0.0, done
     if not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise EpisodeFailedError("environment", f"the server's reward is no number: {str(reward)[:40]}")
-    return found, float(reward), done
+        raise EpisodeFailedError("environment", f"the server's reward is not a number: {str(reward)[:40]}")
+    return seen, float(reward), done

@@ -1,4 +1,4 @@
-"""A conversation with an OpenEnv server: no message is waited for too long, and what is wrong has a name."""
+"""The connection to an OpenEnv server. Every wait has a timeout, and every error names its cause."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from urllib.parse import urlsplit
 
 from perilune.environments.core.protocol import EpisodeFailedError
 
-MOST_BYTES = 1 << 20  # of an answer
+MOST_BYTES = 1 << 20  # limit on a response
 CLOSING_SECONDS = 0.5
 
 
 class Connection:
-    """A WebSocket to the server at `url`, which holds one session of the environment for it.
+    """A WebSocket to the server at `url`, which keeps one environment session per connection.
 
     Raises:
-        EpisodeFailedError: of the environment, from whatever is asked.
+        EpisodeFailedError: blaming the environment, from every method.
     """
 
     def __init__(self, url: str, seconds: float) -> None:
@@ -39,7 +39,7 @@ class Connection:
                 proxy=None,
             )
         except self._broken as error:
-            raise _failed(f"the server at {self._url} cannot be reached: {_said(error)}") from None
+            raise _failed(f"the server at {self._url} cannot be reached: {_reason(error)}") from None
         return self
 
     def __exit__(
@@ -52,31 +52,31 @@ class Connection:
         finally:
             self._socket.close()
 
-    def ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """What the server answers to a message; None where it says that the data of it are not valid."""
+    def request(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Send a message and return the response's data; None if the server rejects the data as invalid."""
         try:
             self._socket.send(json.dumps({"type": kind, "data": data}))
             text = self._socket.recv(timeout=self._seconds)
         except TimeoutError:
             raise _failed(f"the server did not answer a {kind} within {self._seconds:g} s") from None
         except self._broken as error:
-            raise _failed(f"the server left after a {kind}: {_said(error)}") from None
-        answer = _document(text)
-        found = answer.get("data")
-        if not isinstance(found, dict):
-            raise _failed(f"the server's answer to a {kind} has no data")
-        if answer.get("type") == "error":
-            if kind == "step" and found.get("code") == "VALIDATION_ERROR":
+            raise _failed(f"the server closed the connection after a {kind}: {_reason(error)}") from None
+        response = _document(text)
+        received = response.get("data")
+        if not isinstance(received, dict):
+            raise _failed(f"the server's response to a {kind} has no data")
+        if response.get("type") == "error":
+            if kind == "step" and received.get("code") == "VALIDATION_ERROR":
                 return None
-            raise _failed(f"the server: {found.get('code')}: {str(found.get('message'))[:200]}")
-        return found
+            raise _failed(f"the server: {received.get('code')}: {str(received.get('message'))[:200]}")
+        return received
 
 
 def action_fields(url: str, seconds: float) -> list[str]:
-    """Fields that an action must have, by the server's own schema.
+    """The required fields of an action, from the server's schema.
 
     Raises:
-        EpisodeFailedError: of the environment, when the server does not say.
+        EpisodeFailedError: blaming the environment, if the server does not provide the schema.
     """
     parts = urlsplit(url)
     kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
@@ -85,33 +85,33 @@ def action_fields(url: str, seconds: float) -> list[str]:
         link.request("GET", f"{parts.path}/schema")
         text = link.getresponse().read(MOST_BYTES)
     except (OSError, HTTPException) as error:
-        raise _failed(f"the server does not tell its schema: {_said(error)}") from None
+        raise _failed(f"the server's schema cannot be read: {_reason(error)}") from None
     finally:
         link.close()
     action = _document(text).get("action")
     fields = action.get("required") if isinstance(action, dict) else None
     if not isinstance(fields, list):
-        raise _failed("the server's schema names no field that an action needs; set environment.action")
+        raise _failed("the server's schema lists no required field of an action; set environment.action")
     return [str(field) for field in fields]
 
 
 def _document(text: str | bytes) -> Mapping[str, Any]:
     try:
-        found = json.loads(text, parse_constant=_no_number)
+        document = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise _failed(f"the server's answer is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise _failed("the server's answer is no JSON object")
-    return found
+        raise _failed(f"the server's response is not JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise _failed("the server's response is not a JSON object")
+    return document
 
 
-def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no number that JSON has")
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _failed(reason: str) -> EpisodeFailedError:
     return EpisodeFailedError("environment", reason)
 
 
-def _said(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     return str(error) or type(error).__name__

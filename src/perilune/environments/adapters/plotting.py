@@ -1,7 +1,7 @@
-"""Keeping matplotlib out of a process that plots nothing.
+"""Defers the import of matplotlib until something draws.
 
-reasoning-gym imports cellpylib, which imports matplotlib at its top for functions that draw. That takes about
-as long as all the rest of reasoning-gym, in each process of each stage.
+reasoning-gym imports cellpylib, which imports matplotlib at module level. That takes about as long as the
+rest of reasoning-gym, in every process of every stage.
 """
 
 from __future__ import annotations
@@ -13,40 +13,42 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-_UNWANTED = ("matplotlib", "matplotlib.pyplot", "matplotlib.animation", "matplotlib.collections",
-             "mpl_toolkits", "mpl_toolkits.mplot3d")  # fmt: skip
+_DEFERRED = (
+    *("matplotlib", "matplotlib.pyplot", "matplotlib.animation", "matplotlib.collections"),
+    *("mpl_toolkits", "mpl_toolkits.mplot3d"),
+)
 
 
-class _Later(ModuleType):
-    """Stands for a module; the first use of anything in it imports the real one."""
+class _DeferredModule(ModuleType):
+    """A placeholder. The first attribute access imports the real module."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         if sys.modules.get(self.__name__) is self:
-            _leave()
+            _remove_placeholders()
         return getattr(import_module(self.__name__), name)
 
 
 @contextmanager
-def plotting_put_off() -> Iterator[None]:
-    """What is imported in the block gets matplotlib only when it draws. Does nothing where it is loaded."""
+def deferred_plotting() -> Iterator[None]:
+    """Modules imported in this context load matplotlib on first use. No effect if it is already loaded."""
     if "matplotlib" in sys.modules:
         yield
         return
-    for name in _UNWANTED:
-        sys.modules[name] = _Later(name)
+    for name in _DEFERRED:
+        sys.modules[name] = _DeferredModule(name)
         parent, _, own = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], own, sys.modules[name])
-    vars(sys.modules["mpl_toolkits.mplot3d"])["Axes3D"] = None  # is imported by name, and never used
+    vars(sys.modules["mpl_toolkits.mplot3d"])["Axes3D"] = None  # imported by name and never used
     try:
         yield
     finally:
-        _leave()
+        _remove_placeholders()
 
 
-def _leave() -> None:
-    for name in _UNWANTED:
-        if isinstance(sys.modules.get(name), _Later):
+def _remove_placeholders() -> None:
+    for name in _DEFERRED:
+        if isinstance(sys.modules.get(name), _DeferredModule):
             del sys.modules[name]

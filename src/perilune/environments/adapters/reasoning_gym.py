@@ -1,4 +1,4 @@
-"""reasoning-gym: a hundred families of generated puzzles, each with its own scorer, as environments.
+"""reasoning-gym: about a hundred families of generated puzzles, each with its own scorer.
 
 https://github.com/open-thought/reasoning-gym (Apache-2.0).
 """
@@ -21,21 +21,21 @@ from pydantic import BaseModel, ConfigDict, Field
 from perilune.environments.adapters import compact
 from perilune.environments.adapters.answer_form import well_formed
 from perilune.environments.adapters.independent_checks import DOUBTED, is_right
-from perilune.environments.adapters.plotting import plotting_put_off
+from perilune.environments.adapters.plotting import deferred_plotting
 from perilune.environments.core.protocol import Failure, Outcome, Score, Split, Task, Transcript
 from perilune.environments.core.reference_answer import ReferenceAnswer
 from perilune.environments.core.registry import did_you_mean
 from perilune.environments.core.single_turn import SingleTurn
+from perilune.environments.core.splits import split_of
 from perilune.errors import RequestError
 
-HELD_OUT_PARTS = 10  # one tenth of all questions is held out
 CHUNK = 1000  # items drawn from one seed of the generator
 
-# Families that iterate over sets, so that their tasks follow the interpreter's hash seed.
+# Families that iterate over sets, so their tasks depend on the interpreter's hash seed.
 HASH_SEEDED = frozenset(
     {
         "intermediate_integration",
-        "codeio",  # and one item in some hundreds names a temporary file, which no seed fixes
+        "codeio",  # moreover, one item in several hundred names a temporary file, which no seed fixes
         "isomorphic_strings",
         "knight_swap",
         "polynomial_multiplication",
@@ -43,11 +43,11 @@ HASH_SEEDED = frozenset(
         "word_ladder",
     }
 )
-# Families that draw from Python's global random numbers besides their own.
+# Families that also draw from Python's global random state.
 GLOBALLY_SEEDED = frozenset({"codeio", "list_functions"})
 
 
-_NO_FAMILIES = frozenset({"composite"})  # mixes families, and would hide whose form an answer must have
+_EXCLUDED = frozenset({"composite"})  # mixes families, so the form of an answer would be unknown
 
 
 class ReasoningGymSpec(BaseModel):
@@ -55,17 +55,20 @@ class ReasoningGymSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    id: Literal["reasoning_gym"] = Field("reasoning_gym", description="which environment this is")
+    id: Literal["reasoning_gym"] = Field("reasoning_gym", description="id of the environment")
     task: str = Field(description="name of a reasoning-gym task family, e.g. basic_arithmetic")
     config: dict[str, Any] = Field(default_factory=dict, description="the family's own settings")
     prompt: Literal["original", "compact"] = Field(
-        "original", description="the family's own wording, or a few characters with the answer after ';'"
+        "original", description="original: the family's wording; compact: a few characters, answer after ';'"
     )
     threshold: float | None = Field(
-        1.0, gt=0, le=1, description="reward 1 from this raw score on, else 0; null keeps raw scores"
+        1.0,
+        gt=0,
+        le=1,
+        description="raw score from which the reward is 1, else 0; null: reward is the raw score",
     )
     strict: bool = Field(
-        True, description="an answer must be finished and have the form of one before the scorer sees it"
+        True, description="score only answers that are finished and have the form of an answer"
     )
 
 
@@ -73,7 +76,7 @@ class ReasoningGymEnvironment(SingleTurn):
     """One family of reasoning-gym tasks.
 
     Raises:
-        RequestError: when the family or a setting is unknown or impossible, or has no compact prompt.
+        RequestError: if the family or a setting is unknown or invalid, or the family has no compact prompt.
     """
 
     Spec = ReasoningGymSpec
@@ -91,20 +94,21 @@ class ReasoningGymEnvironment(SingleTurn):
 
     @staticmethod
     def families() -> tuple[str, ...]:
-        """What `task` may be, sorted."""
+        """All valid values of `task`, sorted."""
         return tuple(sorted(_datasets()))
 
     def settings(self) -> dict[str, Any]:
-        """What `config` may hold for this family: each setting and its value here."""
+        """The family's settings and their values in this environment."""
         config = vars(self._dataset.config)
         return {name: value for name, value in config.items() if name in _settings(self.spec.task)}
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """Distinct tasks of a split in an order fixed by `seed`; ends when the generator has no new ones.
+        """Yield distinct tasks of a split, in an order that `seed` determines, until the generator has no new
+        ones.
 
         Raises:
-            RequestError: for a family whose generator follows the interpreter's hash seed, when that is
-                random: the same seed would give other tasks in the next process.
+            RequestError: if the family's generator depends on the interpreter's hash seed and that is random,
+                so another process would generate other tasks from the same seed.
         """
         self._require_stable_hashes()
         seen: set[str] = set()
@@ -121,11 +125,11 @@ class ReasoningGymEnvironment(SingleTurn):
                 return
 
     def score(self, task: Task, transcript: Transcript) -> Outcome:
-        """Judge the final answer with the family's own scorer.
+        """Score the final answer with the family's own scorer.
 
-        Terms: "raw", the scorer's own figure, and "well_formed". A scorer that raises or returns no finite
-        number is a Failure of the verifier. Where an audit found that a scorer pays for wrong answers, and
-        `strict` is on, what a second opinion rejects is worth nothing.
+        Terms: "raw", the scorer's value, and "well_formed". A scorer that raises or returns no finite number
+        is a Failure of the verifier. If `strict` is on and the family's scorer is known to reward wrong
+        answers, an answer that the second opinion rejects has reward 0.
         """
         gold = task.data["answer"]
         answer = self._answer(transcript.text)
@@ -138,7 +142,7 @@ class ReasoningGymEnvironment(SingleTurn):
         entry = {"question": task.data["question"], "answer": gold, "metadata": decode(task.data["metadata"])}
         try:
             raw = float(self._dataset.score_answer(answer, entry))
-        except Exception as error:  # whatever a scorer raises on model text is data, not a crash
+        except Exception as error:  # a scorer may raise anything on text that a model wrote
             return Failure(
                 "verifier", f"{self.spec.task} scorer raised {type(error).__name__}: {error}"[:300]
             )
@@ -151,20 +155,20 @@ class ReasoningGymEnvironment(SingleTurn):
         return Score(reward, {"raw": raw, "well_formed": float(formed)}, metrics)
 
     def gold(self, task: Task) -> Transcript | None:
-        """What a policy that knows the answer would write, or None when the family states no answer."""
+        """The output of a policy that knows the answer; None if the family states no answer."""
         answer = task.data["answer"]
         if answer is None:
             return None
         return Transcript(compact.ANSWER_MARK + answer if self.spec.prompt == "compact" else answer)
 
     def is_right(self, task: Task, transcript: Transcript) -> bool | None:
-        """A second opinion, for audits: found without the family's scorer, and None where nobody knows."""
+        """A second opinion for audits, without the family's scorer; None if undecidable."""
         answer = self._answer(transcript.text)
         facts = {"answer": task.data["answer"], "metadata": decode(task.data["metadata"])}
         return answer is not None and is_right(self.spec.task, answer, facts)
 
     def reference_answer(self, task: Task) -> ReferenceAnswer | None:
-        """The answer that the family states, and how it is given; None where it states none."""
+        """The answer that the family states; None if it states none."""
         answer = task.data["answer"]
         if answer is None:
             return None
@@ -182,16 +186,16 @@ class ReasoningGymEnvironment(SingleTurn):
         chunk_seed = int.from_bytes(mixed[:4], "big") >> 1
         dataset = _create(self.spec, chunk_seed)
         for index in range(CHUNK):
-            with contextlib.redirect_stdout(io.StringIO()):  # a few generators print while they work
+            with contextlib.redirect_stdout(io.StringIO()):  # a few generators print
                 try:
                     if self.spec.task in GLOBALLY_SEEDED:
                         with _global_random(chunk_seed + index):
                             entry = dataset[index]
                     else:
                         entry = dataset[index]
-                except IndexError:  # families with a fixed store of items
+                except IndexError:  # the family has a fixed number of items
                     return
-            if "Integral(" not in (entry["answer"] or ""):  # the question again is no answer
+            if "Integral(" not in (entry["answer"] or ""):  # sympy failed and returned the question
                 yield entry
 
     def _task(self, entry: Mapping[str, Any]) -> Task:
@@ -212,14 +216,13 @@ class ReasoningGymEnvironment(SingleTurn):
     def _split(self, entry: Mapping[str, Any]) -> Split:
         family = self.spec.task
         question = compact.PROMPTS[family](entry) if family in compact.PROMPTS else entry["question"]
-        part = int(_digest("split:" + compact.same_question(question))[:8], 16) % HELD_OUT_PARTS
-        return "heldout" if part == 0 else "train"
+        return split_of(_digest("split:" + compact.same_question(question)))
 
     def _difficulty(self, entry: Mapping[str, Any], short: str | None) -> float | None:
         if self.spec.task in compact.ARITHMETIC and short is not None:
-            figure = compact.arithmetic_difficulty(short)
-            if figure is not None:
-                return figure
+            difficulty = compact.arithmetic_difficulty(short)
+            if difficulty is not None:
+                return difficulty
         metadata = entry["metadata"]
         ranges = metadata.get("difficulty")
         for name in ranges if isinstance(ranges, Mapping) else ():
@@ -233,14 +236,16 @@ class ReasoningGymEnvironment(SingleTurn):
     def _require_stable_hashes(self) -> None:
         if self.spec.task in HASH_SEEDED and os.environ.get("PYTHONHASHSEED", "random") == "random":
             raise RequestError(
-                f"the tasks of '{self.spec.task}' follow Python's hash seed, which is random in this process",
+                f"the tasks of '{self.spec.task}' depend on Python's hash seed, which is random here",
                 where="environment.task",
-                remedy="set PYTHONHASHSEED=0 in the environment of the command",
+                remedy="set the environment variable PYTHONHASHSEED=0",
             )
 
 
 def original_answer(text: str) -> str:
-    """The final answer in free text: in the last <answer> tag, else what follows </think>, else all."""
+    """The final answer in free text: the last <answer> tag, else the text after </think>, else the whole
+    text.
+    """
     _, opened, rest = text.rpartition("<answer>")
     if opened:
         return rest.partition("</answer>")[0].strip()
@@ -248,7 +253,7 @@ def original_answer(text: str) -> str:
 
 
 def encode(value: Any) -> Any:
-    """Make metadata JSON-able without loss: tuples, and mappings whose keys are no strings, are tagged."""
+    """Make metadata JSON-serializable without loss: tag tuples, and mappings whose keys are not strings."""
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value):
             return {key: encode(item) for key, item in value.items()}
@@ -275,7 +280,7 @@ def decode(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _global_random(seed: int) -> Iterator[None]:
-    """Python's global random numbers start from `seed` inside, and go on as if nothing happened outside."""
+    """Seed Python's global random state inside the context, and restore it on exit."""
     before = random.getstate()
     random.seed(seed)
     try:
@@ -289,11 +294,11 @@ def _digest(text: str) -> str:
 
 
 def _datasets() -> Mapping[str, tuple[type, type]]:
-    with plotting_put_off():
-        import reasoning_gym  # noqa: F401  # importing it fills the registry; about a second, hence here
+    with deferred_plotting():
+        import reasoning_gym  # noqa: F401  # fills the registry; the import takes about a second
         from reasoning_gym.factory import DATASETS
 
-    return {name: classes for name, classes in DATASETS.items() if name not in _NO_FAMILIES}
+    return {name: classes for name, classes in DATASETS.items() if name not in _EXCLUDED}
 
 
 def _settings(family: str) -> set[str]:
@@ -325,5 +330,5 @@ def _create(spec: ReasoningGymSpec, seed: int) -> Any:
             return dataset_class(config=config)
     except (AssertionError, TypeError, ValueError, KeyError) as error:
         raise RequestError(
-            f"impossible settings for '{spec.task}': {error}", where="environment.config"
+            f"invalid settings for '{spec.task}': {error}", where="environment.config"
         ) from None

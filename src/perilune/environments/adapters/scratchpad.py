@@ -1,14 +1,14 @@
-"""Column arithmetic written out: the working that a teacher shows and a checker compares with.
+"""Column arithmetic written out: the working that a teacher writes and a checker compares with.
 
-An expression is terms joined by + and -, or factors joined by *. Its working is a chain of column steps,
-each worked from the right, one group of characters a column:
+An expression is a sum of terms (with + and -) or a product of factors (with *). Its working is a sequence of
+column calculations from right to left, with one group of characters per column:
 
 * sum         digit digit carry-in  two-digit sum         347+268  78015,46111,32106
 * difference  digit digit borrow-in borrow-out and digit  512-348  28014,14116,53101
 * product     digit digit carry-in  two-digit product     47*6     76042,46428
 
-Every column that the longest number has as written is worked, so 047+002 has three. Between two steps
-stands the value so far, between slashes: 1+2+3 is `12003/3/33006`. A brief working keeps only the last two
+Every column of the longest number as written is worked out, so 047+002 has three. The intermediate value
+stands between two steps, between slashes: 1+2+3 is `12003/3/33006`. A brief working keeps only the last two
 characters of each column.
 """
 
@@ -21,11 +21,11 @@ from itertools import zip_longest
 _SUM = re.compile(r"(-?\d+)((?:[+-]-?\d+)*)")
 _PRODUCT = re.compile(r"-?\d+(?:\*-?\d+)+")
 
-Step = tuple[list[str], int]  # columns, and the value reached after them
+Step = tuple[list[str], int]  # columns, and the value after them
 
 
 def terms(expression: str) -> tuple[int, ...] | None:
-    """Signed terms of a sum without brackets: "5-3+2" is (5, -3, 2); None when it is anything else."""
+    """Signed terms of a sum without parentheses: (5, -3, 2) for "5-3+2". None for any other text."""
     match = _SUM.fullmatch(expression)
     if match is None:
         return None
@@ -34,14 +34,14 @@ def terms(expression: str) -> tuple[int, ...] | None:
 
 
 def factors(expression: str) -> tuple[int, ...] | None:
-    """Factors of a product without brackets; None when it is anything else."""
+    """Factors of a product without parentheses. None for any other text."""
     if _PRODUCT.fullmatch(expression) is None:
         return None
     return tuple(int(number) for number in expression.split("*"))
 
 
 def working(expression: str, brief: bool = False) -> str | None:
-    """The whole working of an expression without spaces; None when it is no plain sum or product."""
+    """The working of an expression without spaces; None if it is not a plain sum or product."""
     if (numbers := terms(expression)) is not None:
         width = max(map(len, re.findall(r"\d+", expression)))
         steps = list(_sum_steps(numbers, width))
@@ -53,11 +53,11 @@ def working(expression: str, brief: bool = False) -> str | None:
     for columns, value in steps:
         parts.append(",".join(column[-2:] if brief else column for column in columns))
         parts.append(str(value))
-    return "/".join(parts[:-1])  # the last value is the answer, which stands after the semicolon
+    return "/".join(parts[:-1])  # the last value is the answer, which follows the semicolon
 
 
 def carries(a: int, b: int) -> int:
-    """How many columns of a + b carry."""
+    """The number of columns of a + b that carry."""
     columns, _ = _add(abs(a), abs(b), width=1)
     return sum(column[-2] == "1" for column in columns)
 
@@ -100,12 +100,12 @@ def _columns(a: int, b: int, width: int) -> Iterator[tuple[int, int]]:
 
 
 def _add(a: int, b: int, width: int) -> tuple[list[str], int]:
-    written, carry = [], 0
+    columns, carry = [], 0
     for x, y in _columns(a, b, width):
-        column = x + y + carry
-        written.append(f"{x}{y}{carry}{column:02d}")
-        carry = column // 10
-    return written, a + b
+        total = x + y + carry
+        columns.append(f"{x}{y}{carry}{total:02d}")
+        carry = total // 10
+    return columns, a + b
 
 
 def _subtract(a: int, b: int, width: int) -> list[str]:

@@ -1,12 +1,13 @@
-"""Sums of products with a calculator: a small environment of several turns, and an example of one.
+"""Sums of products with a calculator: a small multi-turn environment, and an example of one.
 
-`37*48+15=` asks for 1791. The policy may write one operation at a time (`37*48`), and is told what it makes
-(`=1776`); or it answers, `;1791`, which ends the episode.
+`37*48+15=` asks for 1791. The policy may write one operation at a time (`37*48`) and sees its result
+(`=1776`). `;1791` answers and ends the episode.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 import re
 from collections.abc import Iterator
@@ -17,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode
 from perilune.environments.core.protocol import Split, Task, Transcript
+from perilune.environments.core.splits import new_draws
 
-HELD_OUT_PARTS = 10  # one tenth of all questions is held out
 ANSWER_MARK = ";"
 _CALL = re.compile(r"(\d{1,12})([+*])(\d{1,12})", re.ASCII)
 _ANSWER = re.compile(r";(0|[1-9]\d{0,12})", re.ASCII)
@@ -29,16 +30,14 @@ class CalculatorSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    id: Literal["calculator"] = Field("calculator", description="which environment this is")
+    id: Literal["calculator"] = Field("calculator", description="id of the environment")
     digits: int = Field(2, ge=1, le=4, description="digits of each number")
-    products: int = Field(
-        1, ge=1, le=3, description="products in a question, before the number that is added"
-    )
-    turns: int = Field(6, ge=1, le=32, description="most turns of an episode")
+    products: int = Field(1, ge=1, le=3, description="products in a question; one more number is added")
+    turns: int = Field(6, ge=1, le=32, description="maximum turns of an episode")
 
 
 class CalculatorEnvironment(MultiTurn):
-    """Reward 1 for the right answer, however it was found."""
+    """Reward 1 for the right answer, with or without the calculator."""
 
     Spec = CalculatorSpec
 
@@ -48,38 +47,30 @@ class CalculatorEnvironment(MultiTurn):
         self.max_turns = spec.turns
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """Questions without end, as long as there are new ones."""
+        """Yield distinct questions until the generator has no new ones."""
         draw = random.Random(f"{self.id}/{seed}")
-        seen: set[str] = set()
-        misses = 0
-        while misses < 1000:
-            question = self._question(draw)
-            digest = hashlib.sha256(question.encode()).hexdigest()
-            held_out = int(digest[:8], 16) % HELD_OUT_PARTS == 0
-            misses += 1
-            if question not in seen and held_out == (split == "heldout"):
-                misses = 0
-                seen.add(question)
-                yield _task(question, digest)
+        questions = (self._question(draw) for _ in itertools.count())
+        drawn = ((hashlib.sha256(question.encode()).hexdigest(), question) for question in questions)
+        return (_task(question, digest) for digest, question in new_draws(split, drawn))
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
-        """Calls of the calculator until there is an answer."""
+        """Run operations until the policy answers."""
         calls = 0
         action = yield ask()
         while not action.startswith(ANSWER_MARK):
             calls += 1
-            action = yield ask(f"={calculated(action)}\n", role="tool")
+            action = yield ask(f"={calculate(action)}\n", role="tool")
         right = float(action == ANSWER_MARK + task.data["answer"])
-        formed = float(_ANSWER.fullmatch(action) is not None)
+        well_formed = float(_ANSWER.fullmatch(action) is not None)
         strategy = "calculator" if calls else "guess"
         yield end_episode(
             right,
-            terms={"right": right, "well_formed": formed},
+            terms={"right": right, "well_formed": well_formed},
             metrics={f"strategy/{strategy}": 1.0, "calls": float(calls)},
         )
 
     def gold(self, task: Task) -> Transcript:
-        """Every operation by the calculator, then the answer."""
+        """Every operation with the calculator, then the answer."""
         *earlier, answer = task.data["actions"]
         return Transcript(answer, earlier=tuple(earlier))
 
@@ -90,22 +81,19 @@ class CalculatorEnvironment(MultiTurn):
         return "+".join([*products, numbers[-1]])
 
 
-def calculated(call: str) -> str:
-    """What the calculator says to `call`: the number, or "?" when it is no operation on two numbers."""
-    found = _CALL.fullmatch(call)
-    if found is None:
+def calculate(call: str) -> str:
+    """The result of an operation on two numbers; "?" for any other text."""
+    match = _CALL.fullmatch(call)
+    if match is None:
         return "?"
-    a, b = int(found[1]), int(found[3])
-    return str(a + b if found[2] == "+" else a * b)
+    a, b = int(match[1]), int(match[3])
+    return str(a + b if match[2] == "+" else a * b)
 
 
 def _task(question: str, digest: str) -> Task:
     *products, last = question.split("+")
-    actions = []
-    values = []
-    for product in products:
-        actions.append(product)
-        values.append(int(calculated(product)))
+    actions = [*products]
+    values = [int(calculate(product)) for product in products]
     total = values[0]
     for value in (*values[1:], int(last)):
         actions.append(f"{total}+{value}")

@@ -1,4 +1,4 @@
-"""Tasks of one's own in JSON Lines: a row is a question, and what it takes to judge an answer."""
+"""Tasks in JSON Lines files: each row holds a question and, if answers are compared, the reference answer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from perilune.environments.builtin.jsonl_index import HeldOut, RowIndex, indexed
-from perilune.environments.builtin.jsonl_rows import Broken
+from perilune.environments.builtin.jsonl_index import Broken, HeldOut, RowIndex, indexed
 from perilune.environments.core.matching import Match, last_number, matches
 from perilune.environments.core.protocol import Failure, Outcome, Score, Split, Task, Transcript
 from perilune.environments.core.single_turn import SingleTurn
@@ -22,27 +21,27 @@ class JsonlSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    id: Literal["jsonl"] = Field("jsonl", description="which environment this is")
-    path: str = Field(description="file of JSON Lines, or folder of *.jsonl, relative to the recipe")
+    id: Literal["jsonl"] = Field("jsonl", description="id of the environment")
+    path: str = Field(description="JSON Lines file, or folder of *.jsonl files, relative to the recipe")
     match: Match | None = Field(
-        "exact",
-        description="how an output is held against `answer`; null where `rewards` has functions instead",
+        "exact", description="how an output is compared with `answer`; null if `rewards` has functions"
     )
-    heldout: HeldOut = Field(HeldOut(), description="which rows are kept for evaluations")
+    heldout: HeldOut = Field(HeldOut(), description="which rows are reserved for evaluation")
     broken_rows: Broken = Field(
-        "stop", description="a broken row ends the work; or all are left out, counted and told"
+        "stop", description="stop: refuse invalid rows; drop: leave them out and log their number"
     )
 
 
 class JsonlEnvironment(SingleTurn):
-    """Reward 1 for the stated answer; with `match: null` no verdict, where reward functions have it.
+    """Reward 1 for the reference answer. With `match: null` it has no reward of its own, and reward functions
+    score.
 
     Raises:
-        RequestError: naming file and line of what cannot be read or is broken, or the split that is empty.
+        RequestError: naming file and line of an unreadable or invalid row, or the empty split.
     """
 
     Spec = JsonlSpec
-    files: ClassVar = ("path", "heldout.path")  # fields that name what a bundle has to hold
+    files: ClassVar = ("path", "heldout.path")  # a bundle includes these files
 
     def __init__(self, spec: JsonlSpec) -> None:
         self.spec = spec
@@ -50,22 +49,22 @@ class JsonlEnvironment(SingleTurn):
         self.judges = spec.match is not None
 
     def check_files(self) -> None:
-        """Look at every row, once. Scoring needs none of them."""
+        """Validate every row once. Scoring does not need the files."""
         for split, rows in self._index().splits.items():
             if not len(rows):
-                raise RequestError(f"no row of {self.spec.path} is for {split}", where="environment.heldout")
+                raise RequestError(f"{self.spec.path} has no {split} rows", where="environment.heldout")
 
     @staticmethod
     def has_verdict(section: Mapping[str, Any]) -> bool:
-        """Whether answers are compared, or reward functions have to judge."""
+        """Whether the environment scores answers itself."""
         return section.get("match", "exact") is not None
 
     def settings(self) -> dict[str, Any]:
-        """How many tasks there are."""
+        """The number of tasks in each split."""
         return {split: len(rows) for split, rows in self._index().splits.items()}
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """Every row of the split once, shuffled by `seed`, and read when it is its turn."""
+        """Yield every row of the split once, shuffled by `seed`. A row is read when it is yielded."""
         index = self._index()
         order = array("I", index.splits[split].tobytes())
         random.Random(f"jsonl/{seed}").shuffle(order)
@@ -77,25 +76,27 @@ class JsonlEnvironment(SingleTurn):
         return indexed(self.spec.path, self.spec.match, self.spec.broken_rows, self.spec.heldout)
 
     def score(self, task: Task, transcript: Transcript) -> Outcome:
-        """Hold the output against the answer; what the token limit cut off is none."""
+        """Compare the output with the reference answer. A truncated output has reward 0."""
         if self.spec.match is None:
-            return Failure("verifier", "match is null, and no reward function judges instead")
+            return Failure("verifier", "match is null and there is no reward function")
         right = matches(self.spec.match, transcript.text, task.data["answer"])
         return Score(float(right and transcript.finished), {"match": float(right)})
 
     def gold(self, task: Task) -> Transcript | None:
-        """The answer alone; None where the row states none, or a pattern."""
+        """The reference answer alone; None if the row has none or it is a regular expression."""
         answer = task.data.get("answer")
         return None if answer is None or self.spec.match == "regex" else Transcript(answer)
 
     def is_right(self, task: Task, transcript: Transcript) -> bool | None:
-        """A second opinion, for audits: the answer alone is right, and one that is not there is wrong."""
+        """A second opinion for audits: the reference answer alone is right, and an output without it is
+        wrong.
+        """
         answer = task.data.get("answer")
         if answer is None or self.spec.match in (None, "regex"):
             return None
-        said, wanted = transcript.text.strip(), answer.strip()
-        if said == wanted:
+        output, expected = transcript.text.strip(), answer.strip()
+        if output == expected:
             return True
         if self.spec.match == "number":
-            return None if last_number(said) is not None else False
-        return None if self.spec.match == "contains" and wanted.casefold() in said.casefold() else False
+            return None if last_number(output) is not None else False
+        return None if self.spec.match == "contains" and expected.casefold() in output.casefold() else False

@@ -1,40 +1,66 @@
-"""Where the rows of JSON Lines files lie: each is checked once, and read again when it is wanted.
+"""An index of JSON Lines files: validates each row once, and reads a row again when it is needed.
 
-A row costs 37 bytes here however long it is, so that a million of them fit anywhere.
+The index takes 37 bytes per row, whatever the row's length, so millions of rows fit in memory.
 """
 
 from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from perilune.environments.builtin.jsonl_rows import Broken, BrokenRowError, Row, parsed
-from perilune.environments.core.matching import Match
-from perilune.environments.core.protocol import Split
+from perilune.environments.core.matching import Match, unmatchable_reason
+from perilune.environments.core.protocol import Message, Split
 from perilune.errors import RequestError
-from perilune.files import open_regular
+from perilune.files import canonical_json, open_regular, sha256_bytes, strict_json
 
-LONGEST_LINE = 16 << 20  # bytes; one line cannot fill the memory
+LONGEST_LINE = 16 << 20  # bytes; a longer line is invalid
+
+ROLES = ("system", "user", "assistant", "tool")
+RESERVED = frozenset({"actions", "compact", "completions", "prompts", "task_id"})  # used for other purposes
+Broken = Literal["stop", "drop"]
+"""What to do with invalid rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row.
+
+    Attributes:
+        place: FILE:LINE.
+        task_id: digest of the prompt, 32 hex digits.
+        prompt: the opening messages.
+        data: all other columns; "answer", if present, as text.
+    """
+
+    place: str
+    task_id: str
+    prompt: tuple[Message, ...]
+    data: Mapping[str, Any]
+
+
+class InvalidRowError(ValueError):
+    """A row is invalid; the message says why."""
 
 
 class HeldOut(BaseModel):
-    """Which rows are kept for evaluations: a share, those that a column marks, or those of another file."""
+    """Which rows are held out: a share of all, those that a column marks, or those of another file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     share: float = Field(
-        0.1, gt=0, lt=1, description="about this share of all tasks, chosen by a digest of what they ask"
+        0.1, gt=0, lt=1, description="approximate share of all tasks, chosen by a digest of the prompt"
     )
-    column: str | None = Field(None, description="instead: the rows in which this column has `value`")
-    value: str | bool = Field("test", description="what the column says of rows that are held out")
-    path: str | None = Field(None, description="instead: the rows of this file or folder")
+    column: str | None = Field(None, description="instead of `share`: rows in which this column is `value`")
+    value: str | bool = Field("test", description="value of `column` in held-out rows")
+    path: str | None = Field(None, description="instead of `share`: the rows of this file or folder")
 
     @model_validator(mode="after")
     def _one_way(self) -> HeldOut:
@@ -47,17 +73,18 @@ class HeldOut(BaseModel):
         if self.column is None:
             return int(row.task_id[:8], 16) < self.share * (1 << 32)
         if self.column not in row.data:
-            raise RequestError(f"has no column '{self.column}'", where=row.place, remedy="heldout.column")
-        said = row.data[self.column]
-        return type(said) is type(self.value) and said == self.value
+            remedy = "add the column to every row, or change heldout.column"
+            raise RequestError(f"has no column '{self.column}'", where=row.place, remedy=remedy)
+        value = row.data[self.column]
+        return type(value) is type(self.value) and value == self.value
 
 
 @dataclass(eq=False)
 class RowIndex:
-    """The sound rows of some files, in the order in which they were read.
+    """The valid rows of some files, in reading order.
 
     Attributes:
-        splits: numbers of the rows of each split.
+        splits: row numbers of each split, uint32.
     """
 
     match: Match | None
@@ -66,33 +93,33 @@ class RowIndex:
     _file: array[int] = field(default_factory=lambda: array("I"))
     _line: array[int] = field(default_factory=lambda: array("I"))
     _offset: array[int] = field(default_factory=lambda: array("Q"))
-    _digests: bytearray = field(default_factory=bytearray)  # 16 bytes a row
+    _digests: bytearray = field(default_factory=bytearray)  # 16 bytes per row
     _held_out: bytearray = field(default_factory=bytearray)
 
     def row(self, number: int) -> Row:
         """Read a row again.
 
         Raises:
-            RequestError: when the file has changed since.
+            RequestError: if the file has changed.
         """
         file = self.files[self._file[number]]
         try:
             with open_regular(file) as lines:
                 lines.seek(self._offset[number])
-                row = parsed(lines.readline(LONGEST_LINE + 1), self.place(number), self.match)
+                row = parse_row(lines.readline(LONGEST_LINE + 1), self.place(number), self.match)
             unchanged = bytes.fromhex(row.task_id) == self._digest(number)
-        except (OSError, BrokenRowError, RequestError):
+        except (OSError, InvalidRowError, RequestError):
             unchanged = False
         if not unchanged:
             raise RequestError("has changed since it was first read", where=self.place(number))
         return row
 
     def place(self, number: int) -> str:
-        """file:line of a row."""
+        """FILE:LINE of a row."""
         return f"{self.files[self._file[number]]}:{self._line[number]}"
 
     def add(self, row: Row, line: int, offset: int, is_held_out: bool) -> None:
-        """Note a sound row of the last of `files`."""
+        """Record a valid row of the last of `files`."""
         self._file.append(len(self.files) - 1)
         self._line.append(line)
         self._offset.append(offset)
@@ -100,18 +127,18 @@ class RowIndex:
         self._held_out.append(is_held_out)
 
     def repeated(self) -> list[tuple[int, int]]:
-        """Rows that ask what an earlier one asks, and the first that does, in order."""
+        """Pairs of a row that repeats an earlier prompt and the first row with that prompt, in order."""
         digests = np.frombuffer(self._digests, dtype=np.uint64).reshape(-1, 2)
-        order = np.lexsort((digests[:, 1], digests[:, 0]))  # stable: equal ones stay in order
+        order = np.lexsort((digests[:, 1], digests[:, 0]))  # stable: equal digests keep their order
         same = np.flatnonzero((digests[order][1:] == digests[order][:-1]).all(axis=1)) + 1
         firsts: dict[int, int] = {}
-        for place in same:  # of those that repeat alone
-            before = int(order[place - 1])
-            firsts[int(order[place])] = firsts.get(before, before)
+        for position in same:
+            before = int(order[position - 1])
+            firsts[int(order[position])] = firsts.get(before, before)
         return sorted(firsts.items())
 
     def split(self, without: list[int]) -> None:
-        """Tell the splits apart, but for some rows."""
+        """Compute `splits`, without the rows `without`."""
         kept = np.ones(len(self._held_out), dtype=bool)
         kept[without] = False
         held_out = np.frombuffer(self._held_out, dtype=np.uint8).astype(bool)
@@ -125,15 +152,17 @@ class RowIndex:
 
 
 def indexed(path: str, match: Match | None, broken: Broken, held_out: HeldOut) -> RowIndex:
-    """The index of `path`, a file or a folder of *.jsonl, and of what is held out, while no file changes.
+    """The index of `path` (a file or a folder of *.jsonl) and of the held-out rows. Cached until a file
+    changes.
 
     Args:
-        match: how answers are compared, so that they can be; None where none is needed.
-        broken: "stop" at the first broken row, or "drop" all, and log how many. What was asked before is
-            broken, too: what is held out is read first, so that a row in both is one that training lacks.
+        match: how answers are compared; None if rows need no answer.
+        broken: "stop" at the first invalid row, or "drop" all of them and log their number. A row that
+            repeats an earlier prompt is invalid, too. The held-out file is read first, so a row in both files
+            is missing from training.
 
     Raises:
-        RequestError: when a file cannot be read, a path holds no rows, or a row is broken.
+        RequestError: if a file cannot be read, a path has no rows, or a row is invalid.
     """
     paths = [path] if held_out.path is None else [held_out.path, path]
     files = tuple(tuple(_files(Path(one))) for one in paths)
@@ -149,38 +178,38 @@ def _indexed(
     broken: Broken,
     held_out: HeldOut,
 ) -> RowIndex:
-    index, told = RowIndex(match), _Told(broken)
-    for some in files:
+    index, rejected = RowIndex(match), _InvalidRows(broken)
+    is_separate = held_out.path is not None
+    for group in files:
         before = len(index._held_out)
-        apart = held_out.path is not None
-        for file in some:
+        for file in group:
             index.files.append(file)
-            for line, offset, row in _rows(file, match, told):
-                index.add(row, line, offset, some is files[0] if apart else held_out.holds(row))
+            for line, offset, row in _rows(file, match, rejected):
+                index.add(row, line, offset, group is files[0] if is_separate else held_out.holds(row))
         if len(index._held_out) == before:
-            raise RequestError("holds no tasks", where=str(some[0].parent if len(some) > 1 else some[0]))
+            raise RequestError("has no tasks", where=str(group[0].parent if len(group) > 1 else group[0]))
     repeated = index.repeated()
     for again, first in repeated:
-        told.broken(index.place(again), f"asks what {index.place(first)} asks")
+        rejected.add(index.place(again), f"has the same prompt as {index.place(first)}")
     index.split([again for again, _ in repeated])
-    if told.count:
-        kept = sum(map(len, index.splits.values()))
+    if rejected.count:
+        total = rejected.count + sum(map(len, index.splits.values()))
         logging.getLogger(__name__).warning(
-            "%d of %d rows are broken and left out; the first: %s", told.count, kept + told.count, told.first
+            "left out %d invalid rows of %d; the first: %s", rejected.count, total, rejected.first
         )
     return index
 
 
-class _Told:
-    """What is done about broken rows."""
+class _InvalidRows:
+    """Applies the policy for invalid rows."""
 
     def __init__(self, policy: Broken) -> None:
         self._policy = policy
         self.count, self.first = 0, ""
 
-    def broken(self, place: str, reason: str) -> None:
+    def add(self, place: str, reason: str) -> None:
         if self._policy == "stop":
-            remedy = "mend the row, or leave broken rows out with broken_rows: drop"
+            remedy = "correct the row, or leave out invalid rows with broken_rows: drop"
             raise RequestError(reason, where=place, remedy=remedy)
         self.count += 1
         self.first = self.first or f"{place}: {reason}"
@@ -200,8 +229,8 @@ def _files(path: Path) -> Iterator[Path]:
         raise RequestError("no such file or folder", where=str(path))
 
 
-def _rows(file: Path, match: Match | None, told: _Told) -> Iterator[tuple[int, int, Row]]:
-    """Sound rows with their line and the byte at which it begins."""
+def _rows(file: Path, match: Match | None, rejected: _InvalidRows) -> Iterator[tuple[int, int, Row]]:
+    """Valid rows, each with its line number and byte offset."""
     try:
         with open_regular(file) as lines:
             number = offset = 0
@@ -212,13 +241,69 @@ def _rows(file: Path, match: Match | None, told: _Told) -> Iterator[tuple[int, i
                     while (rest := lines.readline(LONGEST_LINE)) and not rest.endswith(b"\n"):
                         pass
                     offset = lines.tell()
-                    told.broken(place, f"longer than {LONGEST_LINE:,} bytes")
+                    rejected.add(place, f"longer than {LONGEST_LINE:,} bytes")
                 elif raw.strip():
                     try:
-                        row = parsed(raw, place, match)
-                    except BrokenRowError as error:
-                        told.broken(place, str(error))
+                        row = parse_row(raw, place, match)
+                    except InvalidRowError as error:
+                        rejected.add(place, str(error))
                     else:
                         yield number, begin, row
     except OSError as error:
         raise RequestError(f"cannot be read: {error.strerror}", where=str(file)) from None
+
+
+def parse_row(raw: bytes, place: str, match: Match | None) -> Row:
+    """Parse a line.
+
+    Raises:
+        BrokenRowError: if it is not a valid row.
+    """
+    try:
+        row = strict_json(raw)
+    except ValueError as error:
+        raise InvalidRowError(f"not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise InvalidRowError("not a JSON object")
+    if odd := RESERVED & row.keys():
+        raise InvalidRowError(f"the column name '{min(odd)}' is reserved; rename it")
+    prompt = _prompt(row)
+    data = {name: value for name, value in row.items() if name not in ("prompt", "messages")}
+    if data.get("answer") is None:
+        data.pop("answer", None)
+    else:
+        data["answer"] = _answer(data["answer"])
+    if match is not None:
+        if "answer" not in data:
+            raise InvalidRowError(f"has no answer; match: {match} needs one")
+        if reason := unmatchable_reason(match, data["answer"]):
+            raise InvalidRowError(reason)
+    digest = sha256_bytes(canonical_json([dict(message) for message in prompt]))
+    return Row(place, digest.removeprefix("sha256:")[:32], prompt, data)
+
+
+def _prompt(row: Mapping[str, Any]) -> tuple[Message, ...]:
+    if ("prompt" in row) == ("messages" in row):
+        raise InvalidRowError("needs exactly one of prompt and messages")
+    given = row.get("prompt", row.get("messages"))
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise InvalidRowError("the prompt is neither text nor a list of messages")
+    for message in given:
+        whole = isinstance(message, dict) and message.keys() == {"role", "content"}
+        if not whole or message["role"] not in ROLES or not isinstance(message["content"], str):
+            raise InvalidRowError(
+                f"a message must have a role ({', '.join(ROLES)}), text as content, and nothing else"
+            )
+    if given[-1]["role"] == "assistant":
+        raise InvalidRowError("the last message is the assistant's; put its text into the column answer")
+    if not given[-1]["content"].strip():
+        raise InvalidRowError("the last message is empty")
+    return tuple(given)
+
+
+def _answer(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise InvalidRowError(f"the answer is of type {type(value).__name__}, neither text nor a number")
+    return value if isinstance(value, str) else repr(value)

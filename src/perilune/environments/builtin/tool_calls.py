@@ -1,9 +1,9 @@
-"""What an action of a policy with tools asks for: a call, an answer, or nothing that can be understood.
+"""Parses an action of a policy with tools: a call, an answer, or neither.
 
-In the natural form Python stands in a fenced block, and other tools are called as models trained to call them
-do, `<tool_call>{"name": "list_files", "arguments": {}}</tool_call>`; the first of them counts. An answer is
-`<answer>42</answer>` where nothing is called. In the compact form, for models that read characters, an answer
-begins with `;` and everything else is Python.
+In the natural form, Python stands in a fenced block and other tools are called in the common format
+`<tool_call>{"name": "list_files", "arguments": {}}</tool_call>`. The first call counts. `<answer>42</answer>`
+is the answer if there is no call. In the compact form, for character-level models, an answer begins with `;`
+and everything else is Python.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TOOLS: Mapping[str, tuple[str, ...]] = {
     "read_file": ("path",),
     "write_file": ("path", "text"),
 }
-"""Tools, and the arguments that each takes, all of them texts."""
+"""Tools and the names of their arguments, which are all strings."""
 
 _CALL = re.compile(
     r"```(?:python|py)?[ \t]*\n(?P<code>.*?)```|<tool_call>(?P<call>.*?)</tool_call>",
@@ -32,7 +32,7 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool by name, and its arguments."""
+    """A tool call."""
 
     name: str
     arguments: Mapping[str, str]
@@ -40,20 +40,20 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What ends the episode."""
+    """An answer, which ends the episode."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Misunderstood:
-    """Neither; `why` is told to the policy."""
+    """Neither a call nor an answer. The policy sees `why`."""
 
     why: str
 
 
 def read_action(action: str, *, compact: bool) -> Call | Answer | Misunderstood:
-    """What `action` asks for."""
+    """Parse `action`."""
     if compact:
         if action.startswith(ANSWER_MARK):
             return Answer(action.removeprefix(ANSWER_MARK))
@@ -71,11 +71,11 @@ def _read_call(text: str) -> Call | Misunderstood:
     try:
         document: Any = json.loads(text)
         name, arguments = document["name"], document.get("arguments", {})
-        wanted = TOOLS[name]
+        parameters = TOOLS[name]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return Misunderstood(f"not a call of one of {', '.join(TOOLS)}")
-    if not isinstance(arguments, dict) or set(arguments) != set(wanted):
-        return Misunderstood(f"{name} takes {', '.join(wanted) or 'no arguments'}")
+    if not isinstance(arguments, dict) or set(arguments) != set(parameters):
+        return Misunderstood(f"{name} takes {', '.join(parameters) or 'no arguments'}")
     if not all(isinstance(value, str) for value in arguments.values()):
         return Misunderstood(f"every argument of {name} is a text")
     return Call(name, arguments)

@@ -1,8 +1,8 @@
-"""Tasks that are done with tools: small files, a question, and what a right result is.
+"""Generates tasks for a policy with tools: small files, a question and the expected result.
 
-Each is drawn from a random state alone. What is right is an answer, a file, or a function whose results on
-cases that the policy never sees are those of the reference here; none of it enters the sandbox but the cases'
-inputs, when the function is finally run on them.
+A task follows from a random state alone. The expected result is an answer, a file, or the results of a
+function on hidden test cases. Nothing of it enters the sandbox, except the inputs of the test cases when the
+function finally runs on them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ class ToolTask:
     """One task.
 
     Attributes:
-        question: in words; `compact` in a few characters where there is such a form.
-        files: of the scratch folder at the beginning.
-        solution: Python that prints the answer, or does what is asked.
-        answer: the text that is right, or "done".
-        outputs: files that must be there in the end, each as rows of a table, or as JSON.
-        cases: arguments that `function` of solution.py is called with, and `expected` results.
+        question: the question in English.
+        files: the initial files of the scratch folder.
+        solution: Python that prints the answer or does what is asked.
+        answer: the right answer, or "done".
+        compact: the question in a few characters; empty if the family has no such form.
+        outputs: expected files at the end, each as rows of a table or as JSON.
+        function: name of the function in solution.py to test; empty if there is none.
+        cases: hidden test cases, each a list of arguments.
+        expected: the expected result of each case.
     """
 
     question: str
@@ -44,7 +47,7 @@ class ToolTask:
     expected: Sequence[Any] = field(default_factory=list)
 
 
-_FIGURES: Mapping[str, tuple[str, Callable[[list[int]], int]]] = {  # of Python: in words, and as they are
+_FIGURES: Mapping[str, tuple[str, Callable[[list[int]], int]]] = {  # Python function: in English, and itself
     "sum": ("the sum of the numbers", sum),
     "max": ("the largest number", max),
     "min": ("the smallest number", min),
@@ -72,7 +75,7 @@ _REGIONS = ("north", "south", "east", "west", "centre")
 
 
 def column(draw: random.Random) -> ToolTask:
-    """A total over some rows of a table, in which cells are missing."""
+    """The total of some rows of a table with missing cells."""
     rows = _sales(draw)
     region = draw.choice(sorted({row[0] for row in rows}))
     total = sum(int(amount) for name, _, amount in rows if name == region and amount)
@@ -109,7 +112,7 @@ def best(draw: random.Random) -> ToolTask:
 
 
 def clean(draw: random.Random) -> ToolTask:
-    """A table written anew: some rows, in another order."""
+    """A table to be filtered and sorted."""
     rows = _sales(draw)
     least = draw.randint(10, 60)
     kept = sorted(
@@ -132,7 +135,7 @@ def clean(draw: random.Random) -> ToolTask:
     )
 
 
-_RULES: Mapping[str, tuple[str, Callable[[list[int]], Any]]] = {  # in words, as Python and as a function
+_RULES: Mapping[str, tuple[str, Callable[[list[int]], Any]]] = {  # Python source: in English, as a function
     "list(itertools.accumulate(n))": ("its running totals", lambda n: list(itertools.accumulate(n))),
     "list(dict.fromkeys(n))": (
         "its distinct numbers in the order they first come",
@@ -150,7 +153,7 @@ _RULES: Mapping[str, tuple[str, Callable[[list[int]], Any]]] = {  # in words, as
 
 
 def transform(draw: random.Random) -> ToolTask:
-    """A list made of another one."""
+    """A list computed from another list."""
     numbers = [draw.randint(1, 5) for _ in range(draw.randint(8, 20))]
     expression, (words, function) = draw.choice(list(_RULES.items()))
     return ToolTask(
@@ -165,12 +168,12 @@ def transform(draw: random.Random) -> ToolTask:
 
 @dataclass(frozen=True, slots=True)
 class _Function:
-    """A function that gets broken in one place; `K` stands for a number that is drawn."""
+    """A function with a bug to plant; `K` is replaced by a random number."""
 
     name: str
     says: str
     source: str
-    broken: tuple[str, str]  # what is right, and what stands there instead
+    broken: tuple[str, str]  # a fragment of the source, and its replacement
     arguments: Callable[[random.Random], list[Any]]
 
 
@@ -212,16 +215,16 @@ _FUNCTIONS = (
 
 
 def repair(draw: random.Random) -> ToolTask:
-    """A function that is broken in one place, and gives wrong results for some case."""
+    """A function with a bug that changes the result of at least one case."""
     chosen = draw.choice(_FUNCTIONS)
     k = str(draw.randint(2, 9))
     source = chosen.source.replace("K", k)
     right, wrong = (text.replace("K", k) for text in chosen.broken)
     broken = source.replace(right, wrong)
-    expected = found = None
-    while found == expected:
+    expected = actual = None
+    while actual == expected:
         cases = [chosen.arguments(draw) for _ in range(12)]
-        expected, found = _results(source, chosen.name, cases), _results(broken, chosen.name, cases)
+        expected, actual = _results(source, chosen.name, cases), _results(broken, chosen.name, cases)
     return ToolTask(
         question=f"solution.py has a function {chosen.name}, which should do this: it"
         f" {chosen.says.replace('K', k)}. It does not. Mend it in solution.py{_DONE}",
@@ -235,30 +238,25 @@ def repair(draw: random.Random) -> ToolTask:
 
 
 def _results(source: str, name: str, cases: Sequence[Sequence[Any]]) -> list[Any]:
-    """What one of our own functions above gives."""
+    """The results of one of the functions above."""
     scope: dict[str, Any] = {}
-    exec(source, scope)  # noqa: S102  # text of this module, and no other
+    exec(source, scope)  # noqa: S102  # only sources of this module
     return [scope[name](*case) for case in cases]
 
 
 FAMILIES: Mapping[str, Callable[[random.Random], ToolTask]] = {
-    one.__name__: one for one in (figure, column, best, clean, transform, repair)
+    family.__name__: family for family in (figure, column, best, clean, transform, repair)
 }
 
 
-def is_right(wanted: Any, name: str, content: bytes) -> bool:
-    """Whether a file holds the rows of a table, or the JSON, that it should; it may hold anything."""
+def is_right(expected: Any, name: str, content: bytes) -> bool:
+    """Whether an untrusted file contains the expected table (.csv) or JSON. True, 1 and 1.0 are different."""
     try:
         text = content.decode()
-        found = [*csv.reader(io.StringIO(text))] if name.endswith(".csv") else json.loads(text)
-        return same(found, wanted)
+        actual = [*csv.reader(io.StringIO(text))] if name.endswith(".csv") else json.loads(text)
+        return json.dumps(actual, sort_keys=True) == json.dumps(expected, sort_keys=True)
     except (ValueError, csv.Error, RecursionError):
         return False
-
-
-def same(found: Any, wanted: Any) -> bool:
-    """Equality as JSON has it, where true is not 1 and 1.0 is not 1."""
-    return json.dumps(found, sort_keys=True) == json.dumps(wanted, sort_keys=True)
 
 
 def _sales(draw: random.Random) -> list[tuple[str, str, str]]:

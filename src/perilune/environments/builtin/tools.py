@@ -1,13 +1,14 @@
 """Tasks with tools: the policy writes Python, which runs in a sandbox on small files, and then answers.
 
-Each call begins a fresh process in which only the files of the episode are as the last one left them: nothing
-hides in an interpreter, an episode played again is the same, and a run that has to be killed leaves nothing.
-What was right is decided outside the sandbox, from the answer and the files.
+Each call starts a new process that sees only the episode's files as the last call left them. So no state
+hides in an interpreter, a replayed episode is identical, and a run that is killed leaves nothing behind. The
+reward is computed outside the sandbox, from the answer and the files.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import random
 from collections.abc import Iterator, Mapping
@@ -22,12 +23,11 @@ from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode
 from perilune.environments.core.protocol import EpisodeFailedError, Outcome, Score, Split, Task, Transcript
 from perilune.environments.core.replay import conversation
+from perilune.environments.core.splits import new_draws
 from perilune.errors import PeriluneError
 from perilune.sandbox import Execution, Sandbox, SandboxLimits
 
-HELD_OUT_PARTS = 10  # one tenth of all tasks is held out
-_MISSES = 1000  # tasks drawn in a row that were there already, until there are no more
-_COMPACT_OUTPUT = 24  # characters of the last word, which is all that a compact prompt tells
+_COMPACT_OUTPUT = 24  # characters of the last word of the output, which is all that the compact form shows
 _RESULTS = "results.json"
 _INSTRUCTIONS = """\
 You work in a folder with these files: {files}.
@@ -47,22 +47,22 @@ json.dump(results, open({results!r}, "w"))
 
 
 class SandboxSpec(BaseModel):
-    """What a run of the policy's code may use."""
+    """Limits of one run of the policy's code."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    seconds: float = Field(2.0, gt=0, le=60, description="wall clock; less than `episodes.seconds`")
-    memory_mb: int = Field(256, ge=16, description="of all its processes together")
-    processes: int = Field(4, ge=1, le=64, description="processes and threads at a time")
-    scratch_mb: int = Field(4, ge=1, le=256, description="size of its folder")
-    output: int = Field(2000, ge=64, le=1 << 20, description="characters of output that the policy is told")
-    twice: bool = Field(False, description="run all code twice, and count what differs as `unsteady`")
+    seconds: float = Field(2.0, gt=0, le=60, description="time limit; must be below `episodes.seconds`")
+    memory_mb: int = Field(256, ge=16, description="memory of all processes together, MiB")
+    processes: int = Field(4, ge=1, le=64, description="simultaneous processes and threads")
+    scratch_mb: int = Field(4, ge=1, le=256, description="size of the scratch folder, MiB")
+    output: int = Field(2000, ge=64, le=1 << 20, description="characters of output that the policy sees")
+    twice: bool = Field(False, description="run all code twice and count differing results as `unsteady`")
     allow_missing: tuple[str, ...] = Field(
-        (), description="walls that this machine may lack; by default, where one is missing, nothing is run"
+        (), description="sandbox walls that this machine may lack; by default a missing wall is an error"
     )
 
     def limits(self) -> SandboxLimits:
-        """As the sandbox takes them."""
+        """The limits as the sandbox takes them."""
         return SandboxLimits(
             seconds=self.seconds,
             cpu_seconds=max(int(self.seconds + 1), 1),
@@ -78,28 +78,28 @@ class ToolsSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    id: Literal["tools"] = Field("tools", description="which environment this is")
+    id: Literal["tools"] = Field("tools", description="id of the environment")
     task: Literal["all", "figure", "column", "best", "clean", "transform", "repair"] = Field(
-        "all", description="the family of tasks"
+        "all", description="the task family"
     )
     prompt: Literal["natural", "compact"] = Field(
-        "natural", description="compact: a few characters, for the family figure and tiny models"
+        "natural", description="compact: a few characters, for tiny models; only the family figure"
     )
-    turns: int = Field(6, ge=1, le=32, description="most turns of an episode")
-    sandbox: SandboxSpec = Field(default_factory=SandboxSpec, description="what the policy's code may use")
+    turns: int = Field(6, ge=1, le=32, description="maximum turns of an episode")
+    sandbox: SandboxSpec = Field(default_factory=SandboxSpec, description="limits of the policy's code")
 
     @model_validator(mode="after")
     def _has_a_compact_form(self) -> ToolsSpec:
         if self.prompt == "compact" and self.task != "figure":
-            raise ValueError("only the family figure has a compact prompt: task: figure")
+            raise ValueError("only the family figure has a compact prompt; set task: figure")
         return self
 
 
 class ToolsEnvironment(MultiTurn):
-    """Reward 1 for what is right in the end, however it came about."""
+    """Reward 1 for the right result at the end, however the policy reached it."""
 
     Spec = ToolsSpec
-    confined = False  # it starts a sandbox, in which all that is not trusted runs
+    confined = False  # it starts a sandbox, which confines the policy's code
 
     def __init__(self, spec: ToolsSpec) -> None:
         self.spec = spec
@@ -110,36 +110,30 @@ class ToolsEnvironment(MultiTurn):
 
     @staticmethod
     def families() -> tuple[str, ...]:
-        """Families of tasks."""
+        """The task families."""
         return ("all", *FAMILIES)
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """Tasks drawn one by one from (seed, index), as long as there are new ones."""
-        seen: set[str] = set()
-        index = misses = 0
-        while misses < _MISSES:
-            task = self._task(random.Random(f"tools/{seed}/{index}"))
-            index, misses = index + 1, misses + 1
-            held_out = int(task.task_id[:8], 16) % HELD_OUT_PARTS == 0
-            if task.task_id not in seen and held_out == (split == "heldout"):
-                misses = 0
-                seen.add(task.task_id)
-                yield task
+        """Yield distinct tasks, each drawn from (seed, index), until the generator has no new ones."""
+        drawn = (self._task(random.Random(f"tools/{seed}/{index}")) for index in itertools.count())
+        return (task for _, task in new_draws(split, ((task.task_id, task) for task in drawn)))
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
-        """Calls until there is an answer."""
+        """Run calls until the policy answers."""
         files: Mapping[str, bytes] = {name: text.encode() for name, text in task.data["files"].items()}
         counts: dict[str, float] = {"calls": 0.0}
-        asked = read_action((yield ask()), compact=self._compact)
-        while not isinstance(asked, Answer):
-            said, files = self._answer(asked, files, counts)
-            asked = read_action((yield ask(said, role="tool")), compact=self._compact)
-        right = float(self._is_right(task, asked.text, files))
+        action = read_action((yield ask()), compact=self._compact)
+        while not isinstance(action, Answer):
+            output, files = self._execute_action(action, files, counts)
+            action = read_action((yield ask(output, role="tool")), compact=self._compact)
+        right = float(self._is_right(task, action.text, files))
         strategy = "tools" if counts["calls"] else "guess"
         yield end_episode(right, terms={"right": right}, metrics={f"strategy/{strategy}": 1.0, **counts})
 
     def score(self, task: Task, transcript: Transcript) -> Outcome:
-        """Play it again; beside a conversation that was kept, tell whether it differs (`replay_differs`)."""
+        """Replay the episode. If the transcript has a conversation, report whether it differs
+        (`replay_differs`).
+        """
         outcome = super().score(task, transcript)
         if not transcript.messages or not isinstance(outcome, Score):
             return outcome
@@ -152,76 +146,76 @@ class ToolsEnvironment(MultiTurn):
         return Transcript(answer, earlier=tuple(earlier))
 
     def close(self) -> None:
-        """End the sandbox."""
+        """Stop the sandbox."""
         self._sandbox.close()
 
-    def _answer(
-        self, asked: Call | Misunderstood, files: Mapping[str, bytes], counts: dict[str, float]
+    def _execute_action(
+        self, action: Call | Misunderstood, files: Mapping[str, bytes], counts: dict[str, float]
     ) -> tuple[str, Mapping[str, bytes]]:
-        """What the policy is told, and the files as they are then."""
-        if isinstance(asked, Misunderstood):
-            return self._told(f"error: {asked.why}"), files
+        """The output that the policy sees, and the files after the call."""
+        if isinstance(action, Misunderstood):
+            return self._shown(f"error: {action.why}"), files
         counts["calls"] += 1.0
-        arguments = asked.arguments
-        match asked.name:
+        arguments = action.arguments
+        match action.name:
             case "list_files":
-                return self._told("\n".join(sorted(files))), files
+                return self._shown("\n".join(sorted(files))), files
             case "read_file":
                 content = files.get(arguments["path"])
-                said = "error: no such file" if content is None else content.decode(errors="replace")
-                return self._told(said[: self.spec.sandbox.output]), files
+                text = "error: no such file" if content is None else content.decode(errors="replace")
+                return self._shown(text[: self.spec.sandbox.output]), files
             case "write_file":
-                return self._run(
-                    _WRITE.format(**{name: repr(text) for name, text in arguments.items()}), files, counts
-                )
+                path, text = repr(arguments["path"]), repr(arguments["text"])
+                return self._run(_WRITE.format(path=path, text=text), files, counts)
             case _:
                 return self._run(arguments["code"], files, counts)
 
     def _run(
         self, code: str, files: Mapping[str, bytes], counts: dict[str, float]
     ) -> tuple[str, Mapping[str, bytes]]:
-        found = self._execute(code, files)
+        run = self._execute(code, files)
         if self.spec.sandbox.twice:
             again = self._execute(code, files)
-            if (again.output, again.files) != (found.output, found.files):
+            if (again.output, again.files) != (run.output, run.files):
                 counts["unsteady"] = counts.get("unsteady", 0.0) + 1.0
-        if found.cause not in ("", "error"):
-            counts[f"contained/{found.cause}"] = counts.get(f"contained/{found.cause}", 0.0) + 1.0
-        ended = f"[ended: {found.cause}]\n" if found.cause not in ("", "error") else ""
-        return self._told(found.output + ended), found.files
+        ended = ""
+        if run.cause not in ("", "error"):
+            counts[f"contained/{run.cause}"] = counts.get(f"contained/{run.cause}", 0.0) + 1.0
+            ended = f"[ended: {run.cause}]\n"
+        return self._shown(run.output + ended), run.files
 
     def _execute(self, code: str, files: Mapping[str, bytes]) -> Execution:
-        """Run code in the sandbox; that it fails is no fault of the policy.
+        """Run code in the sandbox.
 
         Raises:
-            EpisodeFailedError: when the sandbox fails, or lacks a wall.
+            EpisodeFailedError: if the sandbox itself fails or lacks a wall, which is not the policy's fault.
         """
         try:
             return self._sandbox.run(code, files)
         except PeriluneError as error:
             raise EpisodeFailedError("sandbox", error.what) from None
 
-    def _told(self, said: str) -> str:
+    def _shown(self, output: str) -> str:
         if self._compact:
-            *_, last = ["", *said.split()]
+            *_, last = ["", *output.split()]
             return f"={last[:_COMPACT_OUTPUT]}\n"
-        return said or "(no output)"
+        return output or "(no output)"
 
     def _is_right(self, task: Task, answer: str, files: Mapping[str, bytes]) -> bool:
         data = task.data
         if answer != data["answer"]:
             return False
-        for name, wanted in data["outputs"].items():
-            if not is_right(wanted, name, files.get(name, b"")):
+        for name, expected in data["outputs"].items():
+            if not is_right(expected, name, files.get(name, b"")):
                 return False
         if not data["function"]:
             return True
-        given = {
+        inputs = {
             "solution.py": files.get("solution.py", b""),
             "cases.json": json.dumps(data["cases"]).encode(),
         }
-        found = self._execute(_CHECK.format(function=data["function"], results=_RESULTS), given)
-        return is_right(data["expected"], _RESULTS, found.files.get(_RESULTS, b""))
+        run = self._execute(_CHECK.format(function=data["function"], results=_RESULTS), inputs)
+        return is_right(data["expected"], _RESULTS, run.files.get(_RESULTS, b""))
 
     def _task(self, draw: random.Random) -> Task:
         family = self.spec.task if self.spec.task != "all" else draw.choice(list(FAMILIES))

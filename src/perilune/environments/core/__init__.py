@@ -1,1 +1,1 @@
-"""The environment protocol, and what environments are built from."""
+"""The environment protocol and the parts that environments are built from."""

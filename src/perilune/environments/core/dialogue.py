@@ -1,4 +1,7 @@
-"""A coroutine that holds a conversation, run to where it waits for a reply: turns for what awaits them."""
+"""Runs a coroutine that holds a conversation, and pauses it wherever it awaits a reply.
+
+This turns an environment that calls a model into a session that is called with actions.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,16 @@ from perilune.environments.core.protocol import Message
 
 T = TypeVar("T")
 Ask = Callable[[Sequence[Message]], Awaitable[str]]
-"""Awaited with the whole conversation so far; gives what the policy says next."""
+"""Takes the conversation so far; returns the policy's reply."""
 
 
 class Dialogue(Generic[T]):
-    """What `play` does with the replies it is given; it runs inside `begin`, `next` and `close` alone.
+    """A conversation in progress. The coroutine runs only inside `begin`, `next` and `close`.
 
     Args:
-        loop: that is not running; others may use it between.
-        inside: entered whenever some of `play` runs.
+        loop: an event loop that is not running. Several dialogues may share it.
+        play: holds the conversation: it awaits a reply with the function it is given, and returns a result.
+        inside: a context that is entered whenever a part of `play` runs.
     """
 
     def __init__(
@@ -35,14 +39,18 @@ class Dialogue(Generic[T]):
         self._playing = loop.create_task(play(self._ask))
 
     def begin(self) -> Sequence[Message] | None:
-        """The conversation up to the first reply; None when there is none to give."""
+        """Run to the first reply that is awaited. Return the conversation up to there; None if `play` has
+        returned.
+        """
         with self._inside():
             either: set[asyncio.Future[Any]] = {self._playing, self._asked}
             self._loop.run_until_complete(asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED))
         return None if self._playing.done() else self._asked.result()
 
     def next(self, reply: str) -> Sequence[Message] | None:
-        """The conversation up to the reply after this one; None when `result` is there."""
+        """Reply, and run to the next awaited reply. Return the conversation up to there; None if `play` has
+        returned.
+        """
         assert self._reply is not None
         waiting, self._reply = self._reply, None
         self._asked = self._loop.create_future()
@@ -50,11 +58,11 @@ class Dialogue(Generic[T]):
         return self.begin()
 
     def result(self) -> T:
-        """What `play` returned; raises what it raised."""
+        """Return what `play` returned, or raise what it raised."""
         return self._playing.result()
 
     def close(self) -> None:
-        """Cancel what has not ended; may be called again, and after the loop was closed."""
+        """Cancel `play` if it has not returned. May be called repeatedly, and after the loop was closed."""
         if not self._playing.done() and not self._loop.is_closed():
             self._playing.cancel()
             with self._inside(), contextlib.suppress(asyncio.CancelledError, Exception):
@@ -62,7 +70,7 @@ class Dialogue(Generic[T]):
 
     async def _ask(self, conversation: Sequence[Message]) -> str:
         if self._reply is not None:
-            raise RuntimeError("the policy is asked again before it has answered")
+            raise RuntimeError("a second reply is awaited before the first one has arrived")
         self._reply = self._loop.create_future()
         self._asked.set_result(conversation)
         return await self._reply

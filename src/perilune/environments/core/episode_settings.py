@@ -1,4 +1,4 @@
-"""How long an episode may be, and what happens when one fails: the same keys for every environment."""
+"""The `episodes` section that every environment accepts: bounds of an episode and the policy for failures."""
 
 from __future__ import annotations
 
@@ -8,51 +8,47 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-KEY = "episodes"  # of the environment section of a recipe
+KEY = "episodes"  # in the environment section of a recipe
 
 
 class EpisodeSettings(BaseModel):
-    """Bounds of an episode, and the policy for those that fail."""
+    """Bounds of an episode and the policy for failed episodes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_turns: int | None = Field(
-        None, ge=1, description="most actions of an episode of several; null: as many as the environment says"
+        None, ge=1, description="maximum actions of a multi-turn episode; null: the environment's own limit"
     )
     max_tokens: int | None = Field(
         None,
         ge=1,
-        description="most tokens after the prompt, what the environment says included; null: twice the"
-        " stage's max_tokens a turn. A turn begins only where all of those fit",
+        description="maximum tokens after the prompt, including the environment's messages; null: twice the"
+        " stage's max_tokens per turn. A turn starts only if all its tokens fit",
     )
-    seconds: float = Field(
-        10.0, gt=0, description="longest that a step of the environment or a verdict takes"
-    )
+    seconds: float = Field(10.0, gt=0, description="time limit of one environment step or one scoring")
     on_failure: Literal["drop", "stop"] = Field(
-        "drop", description="an episode that failed is counted and left out; or the run stops at the first"
+        "drop", description="drop: count failed episodes and leave them out; stop: end the run at the first"
     )
-    max_failures: float = Field(
-        0.5, ge=0, le=1, description="largest share of episodes sampled together that may fail"
-    )
+    max_failures: float = Field(0.5, ge=0, le=1, description="maximum share of failed episodes in a batch")
 
 
 def episode_settings(section: Mapping[str, Any]) -> EpisodeSettings:
-    """What an environment section says of episodes.
+    """The episode settings of an environment section.
 
     Raises:
-        pydantic.ValidationError: when a field is unknown or impossible.
+        pydantic.ValidationError: if a field is unknown or invalid.
     """
     return EpisodeSettings.model_validate(dict(section.get(KEY) or {}))
 
 
 def without_episode_settings(section: Mapping[str, Any]) -> dict[str, Any]:
-    """The section as the environment itself knows it."""
+    """The section without its episode settings, as the environment's own model expects it."""
     return {key: value for key, value in section.items() if key != KEY}
 
 
 @cache
 def with_episode_settings(model: type[BaseModel]) -> type[BaseModel]:
-    """The model of an environment's section, with the key that every environment has."""
-    info = Field(default_factory=EpisodeSettings, description="bounds of an episode, and what failures do")
+    """The model of an environment's section, extended by the `episodes` key."""
+    info = Field(default_factory=EpisodeSettings, description="bounds of an episode and policy for failures")
     fields: dict[str, Any] = {KEY: (EpisodeSettings, info)}
     return create_model(model.__name__, __base__=model, __doc__=model.__doc__, **fields)

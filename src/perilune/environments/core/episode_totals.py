@@ -1,4 +1,4 @@
-"""What the steps of an episode add up to."""
+"""Sums the rewards, terms and metrics of an episode."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from perilune.environments.core.protocol import Observation, Score
 
 @dataclass(slots=True)
 class EpisodeTotals:
-    """Rewards by player, and figures, of an episode so far."""
+    """Rewards by player, terms and metrics of an episode so far."""
 
     players: int
     rewards: list[float] = field(init=False)
@@ -20,10 +20,10 @@ class EpisodeTotals:
         self.rewards = [0.0] * self.players
 
     def add(self, observation: Observation) -> None:
-        """Count what one step led to.
+        """Add the result of one step.
 
         Raises:
-            ValueError: when it has rewards for another number of players.
+            ValueError: if the number of rewards is not the number of players.
         """
         if observation.rewards and len(observation.rewards) != self.players:
             raise ValueError(f"{len(observation.rewards)} rewards for {self.players} players")
@@ -34,5 +34,5 @@ class EpisodeTotals:
         self.metrics |= observation.metrics
 
     def score(self, player: int = 0) -> Score:
-        """What it is worth to a player."""
+        """The score of one player."""
         return Score(self.rewards[player], dict(self.terms), dict(self.metrics))

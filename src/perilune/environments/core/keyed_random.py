@@ -1,7 +1,7 @@
-"""Chance inside an environment: every draw has a name, and the name alone decides it.
+"""Random numbers for environments, each computed from the seed, the task and a name.
 
-A generator with a state gives another number when one draw more was made before it. These draws are
-functions of (seed, task, name): an episode that is played again, in whatever order, meets the same chance.
+A stateful generator returns a different number if one more draw came before. These draws have no state: a
+replayed episode sees the same random numbers, whatever was drawn before and in whatever order.
 """
 
 from __future__ import annotations
@@ -13,23 +13,25 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_BITS = 53  # of a float's fraction
+_BITS = 53  # fraction of a double
 
 
 @dataclass(frozen=True, slots=True)
 class KeyedRandom:
-    """Random numbers of one session.
+    """The random numbers of one session.
 
     Attributes:
-        seed: of the session.
-        task_id: of its task.
+        seed: seed of the session.
+        task_id: id of the session's task.
     """
 
     seed: int
     task_id: str
 
     def uniform(self, *name: Hashable) -> float:
-        """A number in [0, 1), a multiple of 2**-53; `name` is any texts and integers, such as ("die", 3)."""
+        """A float in [0, 1), a multiple of 2**-53. `name` is any sequence of strings and integers, such as
+        ("die", 3).
+        """
         key = "\x1f".join(map(str, (self.seed, self.task_id, *name)))
         drawn = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
         return float(drawn >> (64 - _BITS)) / (1 << _BITS)
@@ -39,9 +41,9 @@ class KeyedRandom:
         return int(self.uniform(*name) * below)
 
     def choice(self, items: Sequence[T], *name: Hashable) -> T:
-        """One of `items`."""
+        """A uniformly drawn element of `items`."""
         return items[self.integer(len(items), *name)]
 
     def shuffled(self, items: Sequence[T], *name: Hashable) -> list[T]:
-        """`items` in an order drawn uniformly."""
+        """A uniformly drawn permutation of `items`."""
         return [items[i] for i in sorted(range(len(items)), key=lambda i: self.uniform(*name, i))]

@@ -1,4 +1,4 @@
-"""Whether an output is the stated answer, in the usual ways of asking that."""
+"""Rules that compare an output with the reference answer."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ _NUMBER = re.compile(
 def matches(match: Match, output: str, answer: str) -> bool:
     """Whether `output` gives `answer`.
 
-    "exact": it is the answer, but for space around it. "number": the last number that it holds is equal, so
-    that 1,000 is 1000.0. "contains": the answer stands in it as whole words, in whatever case. "regex": the
-    answer is a regular expression that all of it matches, but for space around it.
+    * "exact": equal, apart from surrounding whitespace.
+    * "number": the last number in the output equals the last number in the answer; 1,000 equals 1000.0.
+    * "contains": the answer occurs as whole words, in any case.
+    * "regex": the answer is a regular expression that matches the whole output, apart from surrounding
+      whitespace.
     """
     output = output.strip()
     if match == "exact":
         return output == answer.strip()
     if match == "number":
-        wanted = last_number(answer)
-        return wanted is not None and last_number(output) == wanted
+        expected = last_number(answer)
+        return expected is not None and last_number(output) == expected
     if match == "contains":
         words = re.escape(answer.strip())
         return re.search(rf"(?<!\w){words}(?!\w)", output, re.IGNORECASE) is not None
@@ -33,21 +35,21 @@ def matches(match: Match, output: str, answer: str) -> bool:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last plain number in `text`; None when there is none."""
-    found = _NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "")) if found else None
+    """The last plain number in `text`; None if there is none."""
+    numbers = _NUMBER.findall(text)
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
-def unfit(match: Match, answer: str) -> str:
-    """Why no output could sensibly match `answer`; empty when some could."""
+def unmatchable_reason(match: Match, answer: str) -> str:
+    """Why `answer` cannot be used with this rule; empty if it can."""
     if not answer.strip():
         return "the answer is empty"
     if match == "number" and last_number(answer) is None:
-        return f"the answer {answer[:40]!r} holds no number"
+        return f"the answer {answer[:40]!r} contains no number"
     if match == "regex":
         try:
             if re.compile(answer).fullmatch(""):
                 return f"the answer {answer[:40]!r} matches an empty output"
         except (re.error, OverflowError, RecursionError) as error:
-            return f"the answer {answer[:40]!r} is no regular expression: {error}"
+            return f"the answer {answer[:40]!r} is not a regular expression: {error}"
     return ""

@@ -1,4 +1,4 @@
-"""Several turns, one function: an episode is written from top to bottom, and yields wherever it is answered.
+"""Multi-turn environments, written as one generator per episode.
 
 class Guess(MultiTurn):
     id, max_turns = "guess", 4
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from perilune.environments.core.episode_totals import EpisodeTotals
@@ -31,15 +32,16 @@ from perilune.environments.core.protocol import (
 )
 
 EpisodeGenerator = Generator[Observation, str, None]
-"""An episode: yields what the player to move sees, is sent that player's action, ends with `end_episode`."""
+"""One episode: yields observations, receives the asked player's actions, and ends with `end_episode`."""
 
 
 class MultiTurn(ABC):
-    """Base of an environment of several turns: write `tasks` and `play`.
+    """Base class of multi-turn environments. Implement `tasks` and `play`.
 
-    A move that was cut off by the token limit is not played: it ends the episode with what was
-    earned so far, or is taken for `cut_off` where the class says so. A game needs that, in which who is about
-    to lose would otherwise not end its move.
+    Attributes:
+        cut_off: the action that replaces one that the token limit cut off. By default such an action is not
+            played: the episode ends with the rewards so far. Games set it to an illegal move, so that a
+            losing player gains nothing by exceeding the limit.
     """
 
     id: str
@@ -50,45 +52,45 @@ class MultiTurn(ABC):
 
     @abstractmethod
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """Distinct tasks of a split in an order fixed by `seed`; may never end."""
+        """Yield distinct tasks of a split, in an order that `seed` determines. May be infinite."""
 
     @abstractmethod
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
-        """One episode. A `finally` in it runs when the session is closed, however it ends."""
+        """Play one episode. When the session is closed early, `finally` blocks run."""
 
     def reset(self, task: Task, seed: int) -> ScriptedSession:
-        """Open a session: `play` up to its first observation."""
+        """Open a session and run `play` to its first observation."""
         return ScriptedSession(self.play(task, KeyedRandom(seed, task.task_id)), self.max_turns, self.cut_off)
 
     def score(self, task: Task, transcript: Transcript) -> Outcome:
-        """Play the transcript's actions again, and add up what they earned."""
+        """Replay the transcript's actions and sum the rewards."""
         session = self.reset(task, transcript.seed)
-        tally = EpisodeTotals(self.players)
+        totals = EpisodeTotals(self.players)
         try:
-            for place, action in enumerate(transcript.actions):
+            for index, action in enumerate(transcript.actions):
                 if session.observation.done:
-                    return Failure("verifier", f"the episode was done before action {place + 1}")
-                is_last = place == len(transcript.earlier)
-                tally.add(session.step(action, transcript.finished or not is_last))
+                    return Failure("verifier", f"the episode was done before action {index + 1}")
+                is_last = index == len(transcript.earlier)
+                totals.add(session.step(action, transcript.finished or not is_last))
         except EpisodeFailedError as error:
             return error.failure
         finally:
             session.close()
-        return tally.score(transcript.player)
+        return totals.score(transcript.player)
 
     def close(self) -> None:  # noqa: B027  # most have nothing to close
-        """There is nothing to let go of."""
+        """Release resources; by default there are none."""
 
 
 class ScriptedSession:
-    """A session that a generator plays."""
+    """A session that runs a generator."""
 
     def __init__(self, play: EpisodeGenerator, max_turns: int, cut_off: str | None = None) -> None:
         self._play, self._left, self._cut_off = play, max_turns, cut_off
         self.observation = next(play)
 
     def step(self, action: str, finished: bool = True) -> Observation:
-        """Send the action of the player to move."""
+        """Send the action of the player whose turn it is, and return the next observation."""
         if self.observation.done:
             raise ValueError("the episode is done")
         self._left -= 1
@@ -99,25 +101,25 @@ class ScriptedSession:
         return self.observation
 
     def close(self) -> None:
-        """End the generator where it stands."""
+        """Close the generator."""
         self._play.close()
 
     def _next(self, action: str) -> Observation:
         try:
-            found = self._play.send(action)
+            seen = self._play.send(action)
         except StopIteration:
-            raise RuntimeError("play ended without a last observation that is done") from None
-        if not isinstance(found, Observation):
-            raise TypeError(f"play yielded {type(found).__name__}, no observation")
-        if self._left or found.done:
-            return found
-        return Observation(
-            rewards=found.rewards, terms=found.terms, metrics=found.metrics, done=True, truncated=True
-        )
+            raise RuntimeError("play returned without `yield end_episode(...)`") from None
+        if not isinstance(seen, Observation):
+            raise TypeError(f"play yielded {type(seen).__name__}, not an Observation")
+        if self._left or seen.done:
+            return seen
+        return replace(seen, messages=(), player=0, done=True, truncated=True, legal=None, info={})
 
 
 def ask(content: str | None = None, *, player: int = 0, role: str = "user", **more: Any) -> Observation:
-    """Let `player` move next, after a message if there is one; `more` are further fields."""
+    """Ask `player` for the next action, after a message if `content` is given. `more` sets other fields of
+    the observation.
+    """
     messages: tuple[Message, ...] = () if content is None else ({"role": role, "content": content},)
     return Observation(messages, player, **more)
 
@@ -125,5 +127,5 @@ def ask(content: str | None = None, *, player: int = 0, role: str = "user", **mo
 def end_episode(
     *rewards: float, terms: Mapping[str, float] | None = None, metrics: Mapping[str, float] | None = None
 ) -> Observation:
-    """The end: what each player gets for the last move, the one of player 0 first."""
+    """End the episode with one reward per player for the last action, player 0 first."""
     return Observation(rewards=rewards, terms=terms or {}, metrics=metrics or {}, done=True)

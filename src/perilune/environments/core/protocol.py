@@ -1,11 +1,19 @@
-"""Where episodes happen: the one protocol every environment speaks.
+"""The environment protocol: tasks, sessions, observations, transcripts and scores.
 
-An environment hands out tasks and opens sessions on them. A session says what the player to move sees, takes
-that player's action as text, and says what it led to, until it is done. What a finished episode was worth can
-be judged again from its transcript: the same task and transcript give the same outcome, here or in another
-process, because whatever chance does follows from the task and the session's seed.
+An `Environment` yields tasks and opens a `Session` on one of them. A session shows an `Observation` to the
+player whose turn it is and takes that player's action as text, until the observation is `done`:
 
-Most environments derive from `SingleTurn` (a prompt and a score) or `MultiTurn` (one function that plays).
+    session = environment.reset(task, seed=0)
+    while not session.observation.done:
+        action = policy(task.prompt, session.observation.messages)
+        session.step(action)
+    session.close()
+
+A `Transcript` records the actions of an episode, and `Environment.score` computes the reward from it. Task,
+actions and seed determine the episode: the same transcript has the same outcome in any process, at any time.
+
+Derive your environment from `SingleTurn` (a prompt and a score) or from `MultiTurn` (a generator that plays
+the episode). Both implement the protocol, and `perilune.verifiers.conformance` tests it.
 """
 
 from __future__ import annotations
@@ -14,7 +22,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-Message = Mapping[str, str]  # {"role": "system" | "user" | "assistant" | "tool", "content": text}
+Message = Mapping[str, str]
+"""{"role": "system" | "user" | "assistant" | "tool", "content": text}"""
+
 Split = Literal["train", "heldout"]
 
 
@@ -23,10 +33,10 @@ class Task:
     """One problem instance.
 
     Attributes:
-        task_id: stable digest of what is asked; it alone decides the split, so no task is in both.
+        task_id: a stable digest of the problem. It alone determines the split, so no task is in both splits.
         prompt: the opening messages, which every player sees before its first observation.
-        data: JSON-able facts that playing and scoring need (question, answer, metadata).
-        difficulty: a number that grows with difficulty, or None when unknown.
+        data: JSON-serializable values that playing and scoring need, such as the answer.
+        difficulty: a number that grows with the difficulty; None if unknown.
     """
 
     task_id: str
@@ -37,20 +47,20 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the player to move sees that is new, and what the move before it led to.
+    """The result of the last action, and the new messages for the player whose turn it is.
 
     Attributes:
-        messages: what the player to move has not seen yet and did not write: roles "user", "tool" and
-            "system". A player's prompt is the task's prompt and its first observation. Empty when done.
-        player: who moves next, from 0. Players who move at the same time move one after another, and see of
-            each other's moves only when all have moved.
-        rewards: what the last move earned, by player; empty is nothing for anybody.
-        terms: its named parts, which add up over the episode; for the reader, and for nobody to optimise.
-        metrics: further figures of the episode, of which the last of a name counts.
-        done: nobody moves any more.
-        truncated: done because of a limit, not by the rules.
-        legal: every action that the player may take, where they can be listed; None where they cannot.
-        info: JSON-able facts for logs.
+        messages: messages with the roles "user", "tool" or "system" that this player has not seen yet. The
+            first observation follows the task's prompt. Empty when done.
+        player: index of the player whose turn it is, from 0. Players who move simultaneously act one after
+            another; none of them sees the others' actions before all have acted.
+        rewards: one reward per player for the last action. Empty means 0 for every player.
+        terms: named parts of the reward, summed over the episode. They are reported and not optimized.
+        metrics: further figures. The last value of each name is kept.
+        done: whether the episode has ended.
+        truncated: whether a limit ended it, not a rule of the environment.
+        legal: all legal actions; None if they cannot be listed.
+        info: JSON-serializable values for logs.
     """
 
     messages: tuple[Message, ...] = ()
@@ -66,15 +76,16 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """What was done in an episode: enough to play it again.
+    """The actions of an episode, sufficient to replay it.
 
     Attributes:
-        text: the last action, without special tokens; where there is one turn, the answer.
-        finished: False when the token limit cut the last action off before an end-of-sequence token.
-        earlier: all actions before it in order, whoever took them.
-        seed: of the session.
-        player: whose worth is asked for.
-        messages: the conversation as that player saw it, from its prompt on, where somebody kept it.
+        text: the last action without special tokens. In a single-turn environment it is the answer.
+        finished: False if the token limit cut off the last action before an end-of-sequence token.
+        earlier: all actions before the last one, of all players, in order.
+        seed: seed of the session.
+        player: index of the player whose score is requested.
+        messages: the conversation as that player saw it, starting with the prompt; empty if it was not
+            recorded.
     """
 
     text: str
@@ -92,9 +103,12 @@ class Transcript:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a transcript is worth: `reward`, its named terms, and figures for the reader.
+    """The outcome of a scored transcript.
 
-    `metrics` may carry "strategy/NAME": 1.0 when the environment recognises how the task was attacked.
+    Attributes:
+        reward: the number that training maximizes.
+        terms: named parts of the reward.
+        metrics: further figures. "strategy/NAME": 1.0 names the strategy that the environment recognized.
     """
 
     reward: float
@@ -104,9 +118,11 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """No score could be given. Data, not a crash: the episode leaves its group and is counted.
+    """The outcome of an episode that could not be scored. It is counted and left out of its group.
 
-    `boundary` names who failed: "environment", "verifier", "model" or "sandbox".
+    Attributes:
+        boundary: the component that failed: "environment", "verifier", "model" or "sandbox".
+        reason: why it failed.
     """
 
     boundary: str
@@ -117,7 +133,7 @@ Outcome = Score | Failure
 
 
 class EpisodeFailedError(Exception):
-    """Raised by a session to say which boundary failed; with any other exception the environment did."""
+    """Raise it in a session to name the component that failed. Any other exception blames the environment."""
 
     def __init__(self, boundary: str, reason: str) -> None:
         super().__init__(f"{boundary}: {reason}")
@@ -125,36 +141,37 @@ class EpisodeFailedError(Exception):
 
 
 class Session(Protocol):
-    """One episode under way.
+    """One episode in progress.
 
     Attributes:
-        observation: the last one: what the player to move sees.
+        observation: the latest observation.
     """
 
     observation: Observation
 
     def step(self, action: str, finished: bool = True) -> Observation:
-        """Take the action of the player to move.
+        """Apply the action of the player whose turn it is, and return the next observation.
 
         Args:
-            finished: False when the action was cut off by a limit; the episode is then done.
+            finished: False if a limit cut the action off. The episode is then done.
         """
         ...
 
     def close(self) -> None:
-        """Let go of what the session holds; may be called again, and before the episode is done."""
+        """Release the session's resources. It may be called before the episode is done, and repeatedly."""
         ...
 
 
 class Environment(Protocol):
-    """A family of tasks.
+    """A family of tasks and the rules by which they are played and scored.
 
     Attributes:
-        id: names it in episodes, e.g. "reasoning_gym/chain_sum".
-        players: how many there are.
-        max_turns: the most actions of all players together until an episode is done.
-        confined: whether its sessions only compute. Where it is False their process may start others, write
-            files and use the network; the environment then has to contain what it runs.
+        id: name of the environment in episodes, such as "reasoning_gym/chain_sum".
+        players: number of players.
+        max_turns: maximum number of actions in an episode, of all players together.
+        confined: True if sessions only compute, so that the scorer's process may deny them everything else.
+            False if they start processes, write files or use the network. Such an environment must itself
+            confine the code that it runs.
     """
 
     id: str
@@ -163,20 +180,20 @@ class Environment(Protocol):
     confined: bool
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """Distinct tasks of a split in an order fixed by `seed`; may never end."""
+        """Yield distinct tasks of a split, in an order that `seed` determines. May be infinite."""
         ...
 
     def reset(self, task: Task, seed: int) -> Session:
-        """Open a session on `task`; `seed` fixes whatever chance does in it."""
+        """Open a session on `task`. `seed` determines every random draw of the episode."""
         ...
 
     def score(self, task: Task, transcript: Transcript) -> Outcome:
-        """Judge a transcript: what a session with these actions gave `transcript.player`.
+        """Score a transcript: the total that a session with the same actions gives `transcript.player`.
 
-        Pure; may be slow or hostile, so callers use `perilune.verifiers`.
+        A pure function. It may be slow or run untrusted code, so call it through `perilune.verifiers.Scorer`.
         """
         ...
 
     def close(self) -> None:
-        """Let go of what all sessions share; may be called again."""
+        """Release the resources that the sessions share. It may be called repeatedly."""
         ...

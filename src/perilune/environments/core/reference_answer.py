@@ -1,4 +1,4 @@
-"""What a policy is made to say when it is asked for its answer before it is done."""
+"""Reference answers, for process rewards that ask the policy for its answer early."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from perilune.environments.core.protocol import Environment, Task
 
 @dataclass(frozen=True, slots=True)
 class ReferenceAnswer:
-    """The right answer to a task, and how it is given.
-
-    Nothing of it is ever put where a policy that learns can read it.
+    """The reference answer to a task and the text that introduces an answer. It is never shown to the policy
+    that trains.
 
     Attributes:
-        lead: text after which an answer follows at once, whatever was written before.
-        forms: texts of the right answer, the usual one first.
-        opens: texts with which an answer that the policy gives by itself begins.
+        lead: text that makes the policy answer at once, whatever it wrote before.
+        forms: spellings of the right answer, the usual one first.
+        opens: texts with which the policy begins an answer by itself.
     """
 
     lead: str
@@ -25,7 +24,7 @@ class ReferenceAnswer:
 
 
 def reference_answer(environment: Environment, task: Task) -> ReferenceAnswer | None:
-    """The answer that `environment` states for `task`; None when it does not, or never does."""
+    """The reference answer of `task`; None if the environment has none."""
     of_task = getattr(environment, "reference_answer", None)
-    found: ReferenceAnswer | None = None if of_task is None else of_task(task)
-    return found
+    answer: ReferenceAnswer | None = None if of_task is None else of_task(task)
+    return answer

@@ -1,8 +1,9 @@
-"""Environments by id: ours, and any that a package offers as an entry point of `perilune.environments`.
+"""Builds environments by id: the built-in ones, and those that packages register as entry points.
 
-An entry point is a class whose instances speak the Environment protocol. Its attribute `Spec`, a frozen
-pydantic model with the field `id`, says what the environment section of a recipe may hold, and the class
-takes one checked instance of it. A callable without `Spec` takes the section as it is.
+An entry point in the group `perilune.environments` is a class that implements the Environment protocol. Its
+attribute `Spec`, a frozen pydantic model with the field `id`, describes the environment section of a recipe,
+and the constructor takes one validated instance of it. A callable without `Spec` takes the section as a
+mapping.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from perilune.environments.core.episode_settings import (
     without_episode_settings,
 )
 from perilune.environments.core.protocol import Environment
+from perilune.environments.core.rewards import WeightedRewards
 from perilune.errors import RequestError
 from perilune.files import with_field
 
 ENVIRONMENT_GROUP = "perilune.environments"
 FACTORY_ID = "factory"
-REWARDS = "rewards"  # of any section: names and weights, as `perilune.environments.core.rewards` has them
+REWARDS = "rewards"  # key of every section; see `perilune.environments.core.rewards`
 
 _BUILT_IN = {
     "calculator": "perilune.environments.builtin.calculator:CalculatorEnvironment",
@@ -49,15 +51,15 @@ _BUILT_IN = {
 
 
 def environment_ids() -> tuple[str, ...]:
-    """Ids that a recipe's `environment.id` may name, sorted."""
+    """All valid values of a recipe's `environment.id`, sorted."""
     return tuple(sorted(_factories()))
 
 
 def environment_spec(name: str) -> type[BaseModel] | None:
-    """Model of the section of the environment `name`, settings of episodes included; None when it shows none.
+    """The model of an environment's section, including `episodes`; None if the environment declares no model.
 
     Raises:
-        RequestError: when no such environment is installed.
+        RequestError: if the environment is not installed.
     """
     if name == FACTORY_ID:
         return None
@@ -66,19 +68,19 @@ def environment_spec(name: str) -> type[BaseModel] | None:
 
 
 def family_field(name: str) -> str:
-    """The field that says which family of the environment `name` is meant: "task", "game" or another.
+    """The field that selects the task family of an environment: "task", "game" or another.
 
     Raises:
-        RequestError: when no such environment is installed.
+        RequestError: if the environment is not installed.
     """
     return "task" if name == FACTORY_ID else str(getattr(_factory({"id": name}), "family_field", "task"))
 
 
 def environment_families(name: str) -> tuple[str, ...]:
-    """Families of tasks, or games, that the environment `name` can be asked for by `family_field`.
+    """The task families or games of an environment, as values of `family_field`.
 
     Raises:
-        RequestError: when no such environment, or not the package that it is about, is installed.
+        RequestError: if the environment or the package that it adapts is not installed.
     """
     if name == FACTORY_ID:
         return ()
@@ -87,10 +89,10 @@ def environment_families(name: str) -> tuple[str, ...]:
 
 
 def environment_notes(name: str) -> dict[str, dict[str, str]]:
-    """What else the environment `name` has to say of itself: under each heading, a line by name.
+    """Further facts about an environment: for each heading, one line per name.
 
     Raises:
-        RequestError: when no such environment is installed.
+        RequestError: if the environment is not installed.
     """
     if name == FACTORY_ID:
         return {}
@@ -99,47 +101,46 @@ def environment_notes(name: str) -> dict[str, dict[str, str]]:
 
 
 def file_fields(section: Mapping[str, Any]) -> dict[str, str]:
-    """Fields of an environment section that name files, dotted where they are nested, and their paths.
+    """The fields of an environment section that name files, and their paths. Nested fields are dotted.
 
-    The environment's class lists such fields as `files`; a bundle has to hold what they name.
+    The environment's class lists these fields as `files`. A bundle includes the files that they name.
     """
-    found: dict[str, str] = {}
+    paths: dict[str, str] = {}
     for key in getattr(_factory(section), "files", ()) if section.get("id") in _factories() else ():
         value: Any = section
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if isinstance(value, str):
-            found[key] = value
-    return found
+            paths[key] = value
+    return paths
 
 
 def with_absolute_paths(section: Mapping[str, Any], base: Callable[[str], Path]) -> dict[str, Any]:
-    """The section with absolute paths; `base` says what the one in a field is relative to."""
-    found = dict(section)
+    """The section with absolute paths. `base` returns the folder that the path in a field is relative to."""
+    absolute = dict(section)
     for key, path in file_fields(section).items():
-        found = with_field(found, key, str((base(key) / Path(path).expanduser()).absolute()))
-    return found
+        absolute = with_field(absolute, key, str((base(key) / Path(path).expanduser()).absolute()))
+    return absolute
 
 
 def has_verdict(section: Mapping[str, Any]) -> bool:
-    """Whether the environment judges answers itself; where it does not, reward functions have to."""
-    asked = getattr(_factory(section), "has_verdict", None)
-    return asked is None or bool(asked(section))
+    """Whether the environment scores answers itself. Otherwise `rewards` needs functions."""
+    own = getattr(_factory(section), "has_verdict", None)
+    return own is None or bool(own(section))
 
 
 def make_environment(spec: Mapping[str, Any], *, checked: bool = True) -> Environment:
-    """Build the environment that `spec` describes: its `id`, and the fields that this id takes.
+    """Build the environment that `spec` describes: its `id` and the fields of that id.
+
+    `{"id": "factory", "factory": "module:function", ...}` calls a function that is not registered as an entry
+    point, for tests and notebooks. `rewards` replaces the reward by a weighted sum of terms and functions.
+    `episodes` (`EpisodeSettings`) is validated here and applied by the rollout worker.
 
     Args:
-        checked: whether to look at what only handing out tasks needs, such as files of questions.
-
-    What the section says of episodes (`EpisodeSettings`) is checked here, and heeded by who plays them.
-
-    `{"id": "factory", "factory": "module:function", ...}` calls a function that is not installed as an
-    entry point, for tests and notebooks. `rewards` lays terms and functions by name and weight over it.
+        checked: whether to check what only `tasks` needs, such as files of questions.
 
     Raises:
-        RequestError: when the id is missing or unknown, or a field is unknown, missing or impossible.
+        RequestError: if the id is missing or unknown, or a field is unknown, missing or invalid.
     """
     factory = _factory(spec)
     model: type[BaseModel] | None = getattr(factory, "Spec", None)
@@ -147,31 +148,29 @@ def make_environment(spec: Mapping[str, Any], *, checked: bool = True) -> Enviro
     try:
         settings = episode_settings(spec)
     except ValidationError as error:
-        raise _explained(error, EpisodeSettings, f"{KEY}.") from None
+        raise _request_error(error, EpisodeSettings, f"{KEY}.") from None
     try:
         environment: Environment = factory(model.model_validate(own) if model else own)
     except ValidationError as error:
         if model is None:
             raise
-        raise _explained(error, model) from None
+        raise _request_error(error, model) from None
     if checked and hasattr(environment, "check_files"):
         environment.check_files()
     for bound in ("max_turns", "max_tokens"):
         if getattr(settings, bound) is not None and getattr(environment, "max_turns", 1) == 1:
             raise RequestError(
-                "bounds episodes of several turns, and this environment has one",
+                "applies to multi-turn environments, and this one has a single turn",
                 where=f"environment.{KEY}.{bound}",
-                remedy="leave it out; max_tokens of a stage bounds an answer",
+                remedy="remove it; the stage's max_tokens limits the answer",
             )
     if spec.get(REWARDS):
-        from perilune.environments.core.rewards import WeightedRewards
-
         return WeightedRewards(environment, spec[REWARDS])
     return environment
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
-    """The nearest valid name when there is one, else all of them."""
+    """A hint that names the closest valid name if there is one, else all of them."""
     choices = sorted(valid)
     close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
     return f"did you mean '{close[0]}'?" if close else f"one of: {', '.join(choices)}"
@@ -188,9 +187,9 @@ def _factory(spec: Mapping[str, Any]) -> Any:
         reference = spec.get("factory")
         if not isinstance(reference, str) or not re.fullmatch(r"[^:]+:[^:]+", reference):
             raise RequestError(
-                "the environment 'factory' needs the function that makes it",
+                "the environment 'factory' needs a factory function",
                 where="environment.factory",
-                remedy="factory: module:function, of an installed package or one on PYTHONPATH",
+                remedy="set factory: module:function; the module must be installed or on PYTHONPATH",
             )
         return _load(reference)
     if not isinstance(name, str) or name not in _factories():
@@ -210,11 +209,11 @@ def _load(reference: str) -> Any:
         raise RequestError(
             f"cannot load the environment {reference!r}: {error}",
             where="environment",
-            remedy="name it as module:function and install the package that has it",
+            remedy="write module:function, and install the package that contains it",
         ) from None
 
 
-def _explained(error: ValidationError, model: type[BaseModel], prefix: str = "") -> RequestError:
+def _request_error(error: ValidationError, model: type[BaseModel], prefix: str = "") -> RequestError:
     first = error.errors()[0]
     key = prefix + ".".join(map(str, first["loc"]))
     where = f"environment.{key}" if key else "environment"

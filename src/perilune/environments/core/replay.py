@@ -1,4 +1,4 @@
-"""A transcript as the conversation it was."""
+"""Rebuilds the conversation of a transcript."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ from perilune.environments.core.protocol import Environment, Message, Task, Tran
 
 
 def conversation(environment: Environment, task: Task, transcript: Transcript) -> tuple[Message, ...]:
-    """The messages as `transcript.player` saw and wrote them, from the prompt to that player's last action.
+    """The messages that `transcript.player` saw and wrote, from the prompt to that player's last action.
 
-    All actions but the last are played again, here and now: not for actions that are not trusted.
+    Replays all actions but the last in this process, so the actions must be trusted.
 
     Raises:
-        ValueError: when the episode is done before its last action, or the player has none.
+        ValueError: if the episode is done before its last action, or the player took no action.
     """
     if not transcript.earlier and getattr(environment, "max_turns", 1) == 1:
-        return (*task.prompt, _said(transcript.text))
+        return (*task.prompt, _assistant(transcript.text))
     messages: list[Message] = list(task.prompt)
     end = 0
     session = environment.reset(task, transcript.seed)
     try:
-        for place, action in enumerate(transcript.actions):
-            found = session.observation
-            if found.done:
-                raise ValueError(f"the episode was done before action {place + 1}")
-            if found.player == transcript.player:
-                messages += [*found.messages, _said(action)]
+        for index, action in enumerate(transcript.actions):
+            seen = session.observation
+            if seen.done:
+                raise ValueError(f"the episode was done before action {index + 1}")
+            if seen.player == transcript.player:
+                messages += [*seen.messages, _assistant(action)]
                 end = len(messages)
-            if place < len(transcript.earlier):
+            if index < len(transcript.earlier):
                 session.step(action)
     finally:
         session.close()
     if not end:
-        raise ValueError(f"player {transcript.player} takes no action")
+        raise ValueError(f"player {transcript.player} took no action")
     return tuple(messages[:end])
 
 
-def _said(text: str) -> Message:
+def _assistant(text: str) -> Message:
     return {"role": "assistant", "content": text}

@@ -1,10 +1,11 @@
-"""Rewards by name and weight: the environment's own terms, and functions that users bring.
+"""Rewards as weighted sums: the environment's own terms and reward functions of users.
 
-A function is one of TRL's: `def f(prompts, completions, **columns) -> list[float | None]`, async or not. It
-is called with lists of one answer, so that an answer it fails at costs itself alone. None means that it does
-not apply to the task. An exception, NaN or anything else is a recorded failure, and never a zero.
+A reward function has TRL's signature: `def f(prompts, completions, **columns) -> list[float | None]`, async
+or not. It is called with lists of one answer, so an answer that makes it fail affects no other. None means
+that the function does not apply to the task. An exception, NaN or any other value is recorded as a failure,
+never as a reward of 0.
 
-Functions are loaded and run in the scorer's own process alone, after that has given up files and network.
+Functions are loaded and run only in the scorer's process, after it has given up files and network.
 """
 
 from __future__ import annotations
@@ -29,42 +30,45 @@ from perilune.environments.core.protocol import (
 from perilune.environments.core.single_turn import SingleTurn
 from perilune.errors import RequestError
 
-VERIFIER = "verifier"  # the name of what the environment itself says that an answer is worth
-GOLD = "gold"  # the metric that keeps that, where something else is climbed
+VERIFIER = "verifier"  # the term that holds the environment's own reward
+GOLD = "gold"  # the metric that keeps that reward when training optimizes another one
 
 Function = Callable[..., Any]
 
 
 class WeightedRewards(SingleTurn):
-    """An environment whose reward is the weighted sum of the terms that `rewards` names, and of no others.
+    """An environment whose reward is the weighted sum of the terms that `rewards` names.
 
-    What the environment itself says stays among the terms as "verifier", and is the metric "gold"; unless its
-    attribute `judges` is False, and it has nothing to say.
+    Terms that are not listed are ignored. The environment's own reward is kept as the term "verifier" and the
+    metric "gold", unless its attribute `judges` is False: then it has no reward of its own.
 
     Args:
-        rewards: by name: a weight, for "verifier" and the environment's own terms; or a section of
+        rewards: for each name a weight (for "verifier" and the environment's own terms), or a section with
             `function`, `weight`, `format` and, for a function in a file, `source`.
 
     Raises:
-        RequestError: when the environment has several turns, or is not confined.
+        RequestError: if the environment has several turns, or `rewards` has functions and the environment is
+            not confined.
     """
 
     def __init__(self, environment: Environment, rewards: Mapping[str, Any]) -> None:
         if not isinstance(rewards, Mapping):
             raise RequestError(
-                f"rewards are terms by name, not a {type(rewards).__name__}",
+                f"rewards must be a mapping of names, not a {type(rewards).__name__}",
                 where="rewards",
-                remedy="{NAME: weight}, or {NAME: {function: module:name, weight: 1.0}}",
+                remedy="write {NAME: weight}, or {NAME: {function: module:name, weight: 1.0}}",
             )
-        terms = {name: _term(name, term) for name, term in rewards.items()}
+        terms = {name: _parse_term(name, term) for name, term in rewards.items()}
         functions = {name: term for name, term in terms.items() if isinstance(term, dict)}
         if getattr(environment, "max_turns", 1) != 1:
-            raise RequestError("judges answers of one turn, and this environment has more", where="rewards")
+            raise RequestError(
+                "needs a single-turn environment, and this one has several turns", where="rewards"
+            )
         if functions and not getattr(environment, "confined", True):
             raise RequestError(
-                "functions run where nothing can be reached, and this environment needs more than that",
+                "reward functions run in a confined process, and this environment cannot run there",
                 where="rewards",
-                remedy="offer the function as a term of the environment",
+                remedy="make the function a term of the environment",
             )
         self._judges = getattr(environment, "judges", True)
         if not self._judges and VERIFIER in rewards:
@@ -85,20 +89,20 @@ class WeightedRewards(SingleTurn):
         Raises:
             RequestError: naming the function that cannot be loaded, and why.
         """
-        self._functions = {name: _loaded(name, section) for name, section in self._sections.items()}
+        self._functions = {name: _load_function(name, section) for name, section in self._sections.items()}
 
     def __getattr__(self, name: str) -> Any:
-        """What else the environment offers, as its stated answers."""
+        """Forward everything else, such as reference answers, to the environment."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._environment, name)
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """The environment's."""
+        """The environment's tasks."""
         return self._environment.tasks(split, seed)
 
     def close(self) -> None:
-        """Let go of what the environment holds."""
+        """Close the environment."""
         self._environment.close()
 
     def score(self, task: Task, transcript: Transcript) -> Outcome:
@@ -109,11 +113,11 @@ class WeightedRewards(SingleTurn):
         terms = {**verdict.terms, VERIFIER: verdict.reward} if self._judges else {}
         counted: dict[str, float] = {}
         for name in self._weights:
-            found = self._call(name, task, transcript) if name in self._sections else terms.get(name)
-            if isinstance(found, Failure):
-                return found
-            if found is not None:
-                counted[name] = found
+            value = self._call(name, task, transcript) if name in self._sections else terms.get(name)
+            if isinstance(value, Failure):
+                return value
+            if value is not None:
+                counted[name] = value
             elif name not in self._sections:
                 return Failure(VERIFIER, f"no reward term {name!r}; there are {', '.join(sorted(terms))}")
         if not counted:
@@ -125,90 +129,91 @@ class WeightedRewards(SingleTurn):
     def _call(self, name: str, task: Task, transcript: Transcript) -> float | Failure | None:
         function, section = self._functions[name], self._sections[name]
         answer: Message = {"role": "assistant", "content": transcript.text}
-        in_words = section["format"] == "text"
+        is_text = section["format"] == "text"
         columns: dict[str, list[Any]] = {key: [value] for key, value in task.data.items()}
         columns |= {
             "task_id": [task.task_id],
-            "prompts": [_in_words(task.prompt) if in_words else list(task.prompt)],
-            "completions": [transcript.text if in_words else [answer]],
+            "prompts": [_joined_contents(task.prompt) if is_text else list(task.prompt)],
+            "completions": [transcript.text if is_text else [answer]],
         }
         try:
-            found = function(**_accepted(function, columns))
-            if inspect.isawaitable(found):
+            returned = function(**_accepted(function, columns))
+            if inspect.isawaitable(returned):
                 self._loop = self._loop or asyncio.new_event_loop()
-                found = self._loop.run_until_complete(found)
-        except BaseException as error:  # SystemExit and MemoryError of a function are data too
+                returned = self._loop.run_until_complete(returned)
+        except BaseException as error:  # a function's SystemExit or MemoryError must not end the process
             return Failure(VERIFIER, f"reward function {name!r} raised {type(error).__name__}: {error}")
-        return _worth(name, found)
+        return _parse_reward(name, returned)
 
 
-def _term(name: str, term: Any) -> dict[str, Any] | float:
+def _parse_term(name: str, term: Any) -> dict[str, Any] | float:
     """A weight, or a function's section with its defaults.
 
     Raises:
-        RequestError: when it is neither.
+        RequestError: if it is neither.
     """
     section = {"weight": 1.0, "format": "messages", **term} if isinstance(term, Mapping) else {"weight": term}
     weight, function = section["weight"], section.get("function", "")
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-        what = f"the weight is {_shown(weight)}, not a finite number"
-        raise RequestError(what, where=f"rewards.{name}", remedy="a weight, or a section with a function")
+        what = f"the weight is {_describe(weight)}, not a finite number"
+        raise RequestError(what, where=f"rewards.{name}", remedy="write a weight or a function's section")
     if not isinstance(term, Mapping):
         return float(weight)
     if not isinstance(function, str) or ":" not in function:
-        what = f"the function is {_shown(function)}"
-        raise RequestError(what, where=f"rewards.{name}.function", remedy="module:name, or file.py:name")
+        what = f"the function is {_describe(function)}"
+        raise RequestError(what, where=f"rewards.{name}.function", remedy="write module:name or file.py:name")
     if section["format"] not in ("messages", "text"):
-        what = f"the format is {_shown(section['format'])}"
-        raise RequestError(what, where=f"rewards.{name}.format", remedy="messages or text")
+        what = f"the format is {_describe(section['format'])}"
+        raise RequestError(what, where=f"rewards.{name}.format", remedy="write messages or text")
     return {**section, "weight": float(weight)}
 
 
-def _loaded(name: str, section: Mapping[str, Any]) -> Function:
+def _load_function(name: str, section: Mapping[str, Any]) -> Function:
     place, _, attribute = section["function"].rpartition(":")
     try:
         if section.get("source") is None:
-            found = getattr(import_module(place), attribute)
+            function = getattr(import_module(place), attribute)
         else:
             names: dict[str, Any] = {"__name__": f"reward_{name}", "__file__": place}
             exec(compile(section["source"], place, "exec"), names)  # noqa: S102 - the process is confined
-            found = names[attribute]
+            function = names[attribute]
     except BaseException as error:
         raise RequestError(
             f"cannot load {section['function']!r}: {type(error).__name__}: {error}",
             where=f"rewards.{name}.function",
-            remedy="module:function of an installed package, or file.py:function beside the recipe",
+            remedy="write module:function of an installed package, or file.py:function next to the recipe",
         ) from None
-    if not callable(found):
-        raise RequestError(f"{section['function']!r} is no function", where=f"rewards.{name}.function")
-    return found  # type: ignore[no-any-return]
+    if not callable(function):
+        raise RequestError(f"{section['function']!r} is not callable", where=f"rewards.{name}.function")
+    return function  # type: ignore[no-any-return]
 
 
 def _accepted(function: Function, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns that the function takes: all of them, if it has **columns."""
+    """The columns that the function has parameters for; all of them if it takes **columns."""
     parameters = inspect.signature(function).parameters
-    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(columns)
     return {name: value for name, value in columns.items() if name in parameters}
 
 
-def _in_words(prompt: Sequence[Message]) -> str:
+def _joined_contents(prompt: Sequence[Message]) -> str:
     return "\n\n".join(message["content"] for message in prompt)
 
 
-def _worth(name: str, found: Any) -> float | Failure | None:
-    if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != 1:
-        return Failure(VERIFIER, f"reward function {name!r} returned {_shown(found)}, no list of one reward")
-    if found[0] is None:
+def _parse_reward(name: str, returned: Any) -> float | Failure | None:
+    says = f"reward function {name!r} returned"
+    if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != 1:
+        return Failure(VERIFIER, f"{says} {_describe(returned)}, not a list of one reward")
+    if returned[0] is None:
         return None
     try:
-        value = float(found[0])
+        value = float(returned[0])
     except (TypeError, ValueError):
-        return Failure(VERIFIER, f"reward function {name!r} returned {_shown(found[0])}, no number")
+        return Failure(VERIFIER, f"{says} {_describe(returned[0])}, not a number")
     if not math.isfinite(value):
-        return Failure(VERIFIER, f"reward function {name!r} returned {value}")
+        return Failure(VERIFIER, f"{says} {value}")
     return value
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     return f"{type(value).__name__} {repr(value)[:60]}"

@@ -1,4 +1,4 @@
-"""One question, one answer: the environments that are a prompt and a score."""
+"""Single-turn environments: a prompt and a score."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from perilune.environments.core.protocol import (
 
 
 class SingleTurn(ABC):
-    """Base of an environment of one turn: write `tasks` and `score`, and there is nothing else to write."""
+    """Base class of single-turn environments. Implement `tasks` and `score`."""
 
     id: str
     players = 1
@@ -26,32 +26,32 @@ class SingleTurn(ABC):
 
     @abstractmethod
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """Distinct tasks of a split in an order fixed by `seed`; may never end."""
+        """Yield distinct tasks of a split, in an order that `seed` determines. May be infinite."""
 
     @abstractmethod
     def score(self, task: Task, transcript: Transcript) -> Outcome:
-        """Judge the answer `transcript.text`."""
+        """Score the answer `transcript.text`."""
 
     def reset(self, task: Task, seed: int) -> OneAnswer:
-        """Open a session: the prompt, one answer, done. `seed` changes nothing here."""
+        """Open a session that takes one answer. The seed has no effect."""
         return OneAnswer(self, task, seed)
 
     def close(self) -> None:  # noqa: B027  # most have nothing to close
-        """There is nothing to let go of."""
+        """Release resources; by default there are none."""
 
 
 class OneAnswer:
-    """A session of one answer, which the environment's scorer judges."""
+    """A session that takes one answer and scores it."""
 
     def __init__(self, environment: SingleTurn, task: Task, seed: int) -> None:
         self._environment, self._task, self._seed = environment, task, seed
         self.observation = Observation()
 
     def step(self, action: str, finished: bool = True) -> Observation:
-        """Take the answer.
+        """Score the answer.
 
         Raises:
-            EpisodeFailedError: when the scorer could not judge it.
+            EpisodeFailedError: if the answer could not be scored.
         """
         if self.observation.done:
             raise ValueError("the episode is done")
@@ -64,4 +64,4 @@ class OneAnswer:
         return self.observation
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing: the session holds no resources."""

@@ -1,6 +1,7 @@
-"""Trips to plan under hard constraints: drawn with a plan that works, judged constraint by constraint."""
+"""Trips to plan under hard constraints. Each trip is generated with a valid plan and scored constraint by
+constraint.
+"""
 
-from perilune.environments.builtin.planning.environment import PlanningEnvironment
-from perilune.environments.builtin.planning.repair import PlanningRepairEnvironment
+from perilune.environments.builtin.planning.environment import PlanningEnvironment, PlanningRepairEnvironment
 
 __all__ = ["PlanningEnvironment", "PlanningRepairEnvironment"]

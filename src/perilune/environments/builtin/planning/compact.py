@@ -1,10 +1,10 @@
-"""Trips and plans in a few characters, for models that read one character at a time.
+"""Trips and plans in a few characters, for character-level models.
 
-T16 $09 #2              steps of a day, budget, places to visit; and D2 where there are two days
-A3 05-09 2 $5 *7!       where, opening hours, length of a visit, price, interest; "!" must be seen
-B7 00-12 1 $3 *2 @04-05 entry between these steps; @2:04-05 on the second day
+T16 $09 #2              steps per day, budget, places to visit; and D2 if there are two days A3 05-09 2 $5 *7!
+position, opening hours, length of a visit, price, interest; "!": must be visited B7 00-12 1 $3 *2 @04-05
+entry between these steps; @2:04-05 on the second day
 
-;A05,B10 is a plan: where to be when. Days are set apart by "/". Before ";" may stand whatever helps.
+;A05,B10 is a plan: place and time of each visit. "/" separates days. Any text may precede ";".
 """
 
 from __future__ import annotations
@@ -19,43 +19,45 @@ _PLAN = re.compile(r"(?:[A-Z]\d\d(?:,[A-Z]\d\d)*)?", re.ASCII)
 
 
 def prompt(trip: Trip) -> str:
-    """What is asked."""
+    """The prompt of a trip."""
     days = f" D{trip.days}" if trip.days > 1 else ""
     head = f"T{trip.length:02} ${trip.budget:02} #{trip.visits}{days}"
     return "\n".join([head, *(_row(trip, place) for place in trip.places), ""])
 
 
 def write(trip: Trip, plan: Plan) -> str:
-    """A plan, without working."""
+    """A plan without working."""
     days = [",".join(f"{v.name}{v.start:02}" for v in plan if v.day == day + 1) for day in range(trip.days)]
     return MARK + "/".join(days).rstrip("/")
 
 
 def working(trip: Trip, plan: Plan) -> str:
-    """How a plan came about: each place as it was told, then way, arrival, begin, end, and the money left.
+    """The working of a plan: the facts of each place, then travel time, arrival, start, end and the remaining
+    money.
 
-    `A2 00-20 1 $3+2=02>02-03$17 B5 03-15 2 $4+3=06>06-08$13` goes 2 steps to A, is there at 2, stays until 3,
-    and has 17 left; from A it is 3 steps to B.
+    `A2 00-20 1 $3+2=02>02-03$17 B5 03-15 2 $4+3=06>06-08$13` travels 2 steps to A, arrives at 2, stays until
+    3 and has 17 left; from A to B it takes 3 steps.
     """
-    told, left = [], trip.budget
+    steps, left = [], trip.budget
     day, time, here = 1, 0, HOME
     for visit in plan:
         place = trip.place(visit.name)
         assert place is not None
         if visit.day != day:
-            told.append("/")
+            steps.append("/")
             day, time, here = visit.day, 0, HOME
-        way, end = travel(here, place.at), visit.start + place.stay
+        distance, end = travel(here, place.at), visit.start + place.stay
         left -= place.price
-        told.append(f"{_facts(trip, place)}+{way}={time + way:02}>{visit.start:02}-{end:02}${left:02}")
+        arrival = time + distance
+        steps.append(f"{_facts(trip, place)}+{distance}={arrival:02}>{visit.start:02}-{end:02}${left:02}")
         time, here = end, place.at
-    return " ".join(told)
+    return " ".join(steps)
 
 
 def read(text: str) -> Plan | None:
-    """The plan after the one mark there is; None when there is none, or it is malformed.
+    """The plan after the only mark; None if there is no single mark or the plan is malformed.
 
-    Blanks and line ends after it are overlooked.
+    Trailing spaces and line ends are ignored.
     """
     if text.count(MARK) != 1:
         return None
@@ -75,7 +77,7 @@ def _row(trip: Trip, place: Place) -> str:
 
 
 def _facts(trip: Trip, place: Place) -> str:
-    """Where, when, how long and for how much."""
+    """Position, opening hours, length of a visit and price."""
     x, y = place.at
     where = str(x) if all(one.at[1] == 0 for one in trip.places) else f"{x},{y}"
     return f"{place.name}{where} {place.opens:02}-{place.closes:02} {place.stay} ${place.price}"

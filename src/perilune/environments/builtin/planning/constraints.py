@@ -1,4 +1,4 @@
-"""The constraints of a plan, each judged by itself; and what a plan is worth, which is another matter."""
+"""The constraints of a plan, each checked by itself, and the interest of a plan."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from perilune.environments.builtin.planning.trip import HOME, Place, Plan, Trip,
 
 
 def judge(trip: Trip, plan: Plan | None) -> dict[str, bool]:
-    """Which constraints hold, by name; none does of what is no plan.
+    """Whether each constraint holds, by name. For None, which is not a plan, none holds.
 
-    A visit of an unknown place breaks "known" and is left out of everything else.
+    A visit of an unknown place violates "known" and is ignored by all other constraints.
     """
     if plan is None:
         return dict.fromkeys(TERMS, False)
@@ -22,7 +22,7 @@ def judge(trip: Trip, plan: Plan | None) -> dict[str, bool]:
 
 
 def interest(trip: Trip, plan: Plan) -> int:
-    """What the places of a plan are worth together; each counts once."""
+    """The total interest of a plan's places; each place counts once."""
     return sum(place.interest for place in {place.name: place for _, place in _stops(trip, plan)}.values())
 
 
@@ -30,9 +30,9 @@ _Stops = list[tuple[Visit, Place]]
 
 
 def _stops(trip: Trip, plan: Plan) -> _Stops:
-    """Visits of known places by day, in the order in which they were named."""
-    found = [(visit, place) for visit in plan if (place := trip.place(visit.name)) is not None]
-    return sorted(found, key=lambda stop: stop[0].day)
+    """Visits of known places, sorted by day; visits of one day keep their order."""
+    stops = [(visit, place) for visit in plan if (place := trip.place(visit.name)) is not None]
+    return sorted(stops, key=lambda stop: stop[0].day)
 
 
 def _once(trip: Trip, stops: _Stops) -> bool:
@@ -40,7 +40,7 @@ def _once(trip: Trip, stops: _Stops) -> bool:
 
 
 def _travel(trip: Trip, stops: _Stops) -> bool:
-    """Each visit begins when one can be there: from home at a day's begin, or from the place before."""
+    """Each visit starts after the arrival from home (at the start of a day) or from the previous place."""
     for _, of_day in groupby(stops, key=lambda stop: stop[0].day):
         today = list(of_day)
         visit, place = today[0]
@@ -67,7 +67,7 @@ def _window(trip: Trip, stops: _Stops) -> bool:
 
 
 def _day(trip: Trip, stops: _Stops) -> bool:
-    """No more days than there are, and home before each ends."""
+    """The plan uses only existing days, and each day ends at home in time."""
     return all(
         1 <= visit.day <= trip.days and visit.start + place.stay + travel(place.at, HOME) <= trip.length
         for visit, place in stops
@@ -99,5 +99,6 @@ _HOLDS: Mapping[str, Callable[[Trip, _Stops], bool]] = MappingProxyType(
     }
 )
 TERMS = ("syntax", "known", *_HOLDS)
-"""A plan at all; places that there are; nowhere twice; time to get there; within opening hours; within the
-reserved time; no more days than there are, and home in time; what it costs; all that must be seen; enough."""
+"""The text is a plan; all places exist; none is visited twice; travel times, opening hours and reserved
+entries hold; each day exists and ends at home in time; the budget suffices; all required places, and enough
+places, are visited."""

@@ -1,21 +1,24 @@
-"""Trips to plan: one plan is asked for, and every constraint is a reward term."""
+"""Trips to plan, in one turn or in several. Every constraint is a reward term."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from perilune.environments.builtin.planning.constraints import TERMS
 from perilune.environments.builtin.planning.second_opinion import works
-from perilune.environments.builtin.planning.tasks import trips, verdict
-from perilune.environments.builtin.planning.trip_settings import PlanningSpec
+from perilune.environments.builtin.planning.tasks import score_plan, trips
+from perilune.environments.builtin.planning.trip_settings import PlanningRepairSpec, PlanningSpec
+from perilune.environments.core.keyed_random import KeyedRandom
+from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode
 from perilune.environments.core.protocol import Score, Split, Task, Transcript
 from perilune.environments.core.single_turn import SingleTurn
 
 
 class PlanningEnvironment(SingleTurn):
-    """Reward 1 for a plan that keeps to every constraint.
+    """Reward 1 for a plan that satisfies every constraint.
 
-    Each constraint is a term of its own, 1 or 0. The term "quality", the interest of the plan as a share of
-    the best plan's, is 0 where the plan does not work, and no part of the reward.
+    Each constraint is a term with the value 1 or 0. The term "quality" is the plan's interest as a share of
+    the best plan's, 0 for an invalid plan. It is not part of the reward.
     """
 
     Spec = PlanningSpec
@@ -25,17 +28,55 @@ class PlanningEnvironment(SingleTurn):
         self.id = "planning"
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """Trips without end, as long as there are new ones."""
+        """Yield distinct trips until the generator has no new ones."""
         return trips(self.spec, split, seed)
 
     def score(self, task: Task, transcript: Transcript) -> Score:
-        """Judge a plan; what the token limit cut off is none."""
-        return verdict(task, transcript.text if transcript.finished else None)
+        """Score a plan. A plan that the token limit cut off is invalid."""
+        return score_plan(task, transcript.text if transcript.finished else None)
 
     def gold(self, task: Task) -> Transcript:
-        """The most interesting plan, or the best that was found."""
+        """The most interesting plan, or the best one found."""
         return Transcript(task.data["actions"][-1])
 
     def is_right(self, task: Task, transcript: Transcript) -> bool:
-        """A second opinion, for audits: goes through the days step by step, in code of its own."""
+        """A second opinion for audits: follows the days step by step, in separate code."""
+        return transcript.finished and works(task.data["trip"], task.data["style"], transcript.text)
+
+
+class PlanningRepairEnvironment(MultiTurn):
+    """Reward 1 for a plan that satisfies every constraint, within a number of proposals.
+
+    After an invalid proposal the policy sees the names of the violated constraints. Terms are those of the
+    last proposal.
+    """
+
+    Spec = PlanningRepairSpec
+
+    def __init__(self, spec: PlanningRepairSpec) -> None:
+        self.spec = spec
+        self.id = "planning_repair"
+        self.max_turns = spec.proposals
+
+    def tasks(self, split: Split, seed: int) -> Iterator[Task]:
+        """Yield distinct trips until the generator has no new ones."""
+        return trips(self.spec, split, seed, self.spec.proposals)
+
+    def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
+        """Take proposals until one is valid."""
+        score = score_plan(task, (yield ask()))
+        proposals = 1
+        while not score.reward and proposals < self.max_turns:
+            violated = ",".join(name for name in TERMS if not score.terms[name])
+            score = score_plan(task, (yield ask(f"?{violated}\n", role="tool")))
+            proposals += 1
+        metrics = {**score.metrics, "proposals": float(proposals)}
+        yield end_episode(score.reward, terms=score.terms, metrics=metrics)
+
+    def gold(self, task: Task) -> Transcript:
+        """The most interesting plan, or the best one found, as the first proposal."""
+        return Transcript(task.data["actions"][-1])
+
+    def is_right(self, task: Task, transcript: Transcript) -> bool:
+        """A second opinion for audits: whether the last proposal is valid."""
         return transcript.finished and works(task.data["trip"], task.data["style"], transcript.text)

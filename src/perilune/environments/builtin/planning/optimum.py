@@ -1,22 +1,28 @@
-"""The most interesting plan of a trip: by dynamic programming where it is small, else by OR-Tools."""
+"""The most interesting plan of a trip: by dynamic programming for few places, else by OR-Tools' CP-SAT.
+
+https://developers.google.com/optimization (Apache-2.0). One worker, a fixed seed and a limit on deterministic
+time: the same version of OR-Tools returns the same plan on every machine.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from perilune.environments.builtin.planning.trip import HOME, Plan, Trip, Visit, earliest
+from perilune.environments.builtin.planning.trip import HOME, Place, Plan, Trip, Visit, earliest, travel
+from perilune.errors import RequestError, WorkFailedError
 
-SMALL = 10  # places; up to so many the sets of them can all be looked at
+SMALL = 10  # places; up to this number, all sets of places can be enumerated
 
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """What is known of a trip's best plan.
+    """The best known plan of a trip.
 
     Attributes:
-        plan: the best that was found; empty where none was.
-        interest: of that plan.
-        bound: that no plan exceeds.
+        plan: the best plan found; empty if none was found.
+        interest: interest of that plan.
+        bound: upper bound on the interest of every plan.
     """
 
     plan: Plan
@@ -30,29 +36,28 @@ class Optimum:
 
 
 def best_plan(trip: Trip, effort: float) -> Optimum | None:
-    """The most interesting plan that keeps to every constraint; None where there is none.
+    """The most interesting plan that satisfies every constraint; None if there is no valid plan.
 
     Args:
-        effort: deterministic time of OR-Tools, where it is needed.
+        effort: deterministic time for OR-Tools, if it is needed.
 
     Raises:
-        RequestError: when OR-Tools is needed and not installed.
+        RequestError: if OR-Tools is needed and not installed.
     """
     if len(trip.places) <= SMALL:
         return by_sets(trip)
-    from perilune.environments.builtin.planning.cpsat import by_cpsat
-
     return by_cpsat(trip, effort)
 
 
-_State = tuple[int, int]  # the set of places visited, as bits, and the last of them
+_State = tuple[int, int]  # the set of visited places as a bit mask, and the index of the last one
 
 
 def by_sets(trip: Trip) -> Optimum | None:
-    """The best plan by dynamic programming over sets of places (Held and Karp 1962).
+    """The best plan by dynamic programming over sets of places (Held and Karp 1962), in O(2^n n^2).
 
-    To have visited the same places, and be at the same one, earlier is never worse: one can wait, and ways
-    obey the triangle inequality. So of each set and last place the earliest time is enough. O(2^n n^2).
+    Arriving earlier with the same visited places and the same last place is never worse, because the
+    traveller can wait and travel times satisfy the triangle inequality. So the earliest time for each state
+    suffices.
     """
     free = [1 << index for index, _ in enumerate(trip.places)]
     must = sum(bit for bit, place in zip(free, trip.places, strict=True) if place.must_see)
@@ -89,3 +94,93 @@ def by_sets(trip: Trip) -> Optimum | None:
         state, visit = reached[state]
         plan.append(visit)
     return Optimum(tuple(reversed(plan)), worth, worth)
+
+
+def by_cpsat(trip: Trip, effort: float) -> Optimum | None:
+    """The best plan found and a bound on all plans; None if no valid plan exists.
+
+    Args:
+        effort: deterministic time, about seconds.
+
+    Raises:
+        RequestError: if OR-Tools is not installed.
+        WorkFailedError: if the time did not suffice to find any plan.
+    """
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError:
+        raise RequestError(
+            "more than 10 places need OR-Tools, which is not installed",
+            where="environment.places",
+            remedy="pip install 'perilune[planning]', or use at most 10 places",
+        ) from None
+    model = cp_model.CpModel()
+    starts = [model.new_int_var(place.opens, place.closes - place.stay, "") for place in trip.places]
+    on_day = [[model.new_bool_var("") for _ in trip.places] for _ in range(trip.days)]
+    for day, visited in enumerate(on_day, start=1):
+        _add_day(model, trip, day, visited, starts)
+    chosen = [sum(visited[index] for visited in on_day) for index, _ in enumerate(trip.places)]
+    for place, often in zip(trip.places, chosen, strict=True):
+        model.add(often == 1 if place.must_see else often <= 1)
+    model.add(sum(chosen) >= trip.visits)
+    model.add(sum(p.price * often for p, often in zip(trip.places, chosen, strict=True)) <= trip.budget)
+    model.maximize(sum(p.interest * often for p, often in zip(trip.places, chosen, strict=True)))
+
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = 0
+    solver.parameters.max_deterministic_time = effort
+    status = solver.solve(model)
+    if status == cp_model.INFEASIBLE:
+        return None
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        raise WorkFailedError(
+            f"no plan was found in {effort:g} of deterministic time",
+            where="environment.effort",
+            remedy="increase effort, or use fewer places",
+        )
+    plan = [
+        Visit(day, solver.value(starts[index]), place.name)
+        for day, visited in enumerate(on_day, start=1)
+        for index, place in enumerate(trip.places)
+        if solver.value(visited[index])
+    ]
+    plan.sort(key=lambda visit: (visit.day, visit.start))
+    return Optimum(tuple(plan), round(solver.objective_value), int(solver.best_objective_bound + 1e-6))
+
+
+def _add_day(model: Any, trip: Trip, day: int, visited: list[Any], starts: list[Any]) -> None:
+    """A round trip from home through the places visited on this day. Home is node 0."""
+    arcs = [(0, 0, model.new_bool_var(""))]  # no visits on this day
+    for index, place in enumerate(trip.places):
+        arcs.append((index + 1, index + 1, ~visited[index]))
+        _add_hours(model, trip, place, day=day, visited=visited[index], start=starts[index])
+        first, last = model.new_bool_var(""), model.new_bool_var("")
+        arcs += [(0, index + 1, first), (index + 1, 0, last)]
+        for other, after in enumerate(trip.places):
+            if other == index:
+                continue
+            then = model.new_bool_var("")
+            arcs.append((index + 1, other + 1, then))
+            model.add(
+                starts[other] >= starts[index] + place.stay + travel(place.at, after.at)
+            ).only_enforce_if(then)
+    model.add_circuit(arcs)
+
+
+def _add_hours(model: Any, trip: Trip, place: Place, *, day: int, visited: Any, start: Any) -> None:
+    """The times at which the place can be visited on this day.
+
+    The direct distance from and to home suffices, by the triangle inequality.
+    """
+    distance = travel(HOME, place.at)
+    model.add(start >= distance).only_enforce_if(visited)
+    model.add(start + place.stay + distance <= trip.length).only_enforce_if(visited)
+    window = place.window
+    if window is None:
+        return
+    if window.day != day:
+        model.add(visited == 0)
+        return
+    model.add(start >= window.first).only_enforce_if(visited)
+    model.add(start <= window.last).only_enforce_if(visited)

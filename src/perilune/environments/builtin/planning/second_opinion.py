@@ -1,7 +1,7 @@
-"""Whether a plan works, found without the verifier: the traveller is followed, step by step.
+"""Checks a plan without the verifier, by following the traveller step by step.
 
-An audit of a reward needs a second opinion that shares no code with it. This one reads the text by cutting
-it at its separators, and walks: where the traveller is at each step, and whose doors are open then.
+An audit of a reward needs a second opinion that shares no code with it. This one splits the text at its
+separators and walks: it tracks the traveller's position at each step and checks which places are open.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _DIGITS = frozenset("0123456789")
-_WORDS = {
-    "aquarium", "bakery", "castle", "dairy", "exchange", "florist", "gallery", "harbour", "icehouse",
-    "jeweller", "kiosk", "library", "museum", "nursery", "observatory", "park", "quarry", "racecourse",
-    "stadium", "theatre", "university", "vineyard", "windmill", "xylotheque", "yard", "zoo",
-}  # fmt: skip
+_NAMES = """
+aquarium bakery castle dairy exchange florist gallery harbour icehouse jeweller kiosk library museum nursery
+observatory park quarry racecourse stadium theatre university vineyard windmill xylotheque yard zoo
+"""
+_WORDS = frozenset(_NAMES.split())
 
 
 def works(trip: Mapping[str, Any], style: str, text: str) -> bool:
-    """Whether a text is one plan, and keeps to everything that `trip`, as JSON, demands."""
+    """Whether a text is one plan that satisfies all constraints of `trip`, given as JSON."""
     try:
         days = _compact(text) if style == "compact" else _words(text)
         return _walk(trip, days)
@@ -27,7 +27,7 @@ def works(trip: Mapping[str, Any], style: str, text: str) -> bool:
 
 
 class _NoPlanError(Exception):
-    """The text is no plan, or the traveller cannot go on."""
+    """The text is not a plan, or the traveller cannot continue."""
 
 
 def _require(holds: bool) -> None:
@@ -68,7 +68,7 @@ def _words(text: str) -> list[list[tuple[str, int]]]:
 def _walk(trip: Mapping[str, Any], days: Sequence[Sequence[tuple[str, int]]]) -> bool:
     _require(len(days) <= trip["days"] or not any(days[trip["days"] :]))
     places = {place["name"]: place for place in trip["places"]}
-    purse, seen = trip["budget"], []
+    money, seen = trip["budget"], []
     for number, today in enumerate(days, start=1):
         x = y = clock = 0
         for name, start in today:
@@ -82,16 +82,16 @@ def _walk(trip: Mapping[str, Any], days: Sequence[Sequence[tuple[str, int]]]) ->
             window = place["window"]
             if window:
                 _require(window["day"] == number and start in range(window["first"], window["last"] + 1))
-            purse -= place["price"]
+            money -= place["price"]
             seen.append(name)
         clock += len(list(_way(x, y, 0, 0)))
         _require(clock <= trip["length"])
-    _require(purse >= 0 and len(seen) == len(set(seen)) >= trip["visits"])
+    _require(money >= 0 and len(seen) == len(set(seen)) >= trip["visits"])
     return all(name in seen for name, place in places.items() if place["must_see"])
 
 
 def _way(x: int, y: int, to_x: int, to_y: int) -> Iterator[tuple[int, int]]:
-    """Each corner that one comes to, one step after the other."""
+    """The positions along the way, one step apart."""
     while x != to_x:
         x += 1 if x < to_x else -1
         yield x, y

@@ -1,4 +1,4 @@
-"""Trips as tasks: drawn lazily, solved once, and what a text is worth on one."""
+"""Trips as tasks: generates them, solves each once, and scores plans."""
 
 from __future__ import annotations
 
@@ -12,39 +12,29 @@ from perilune.environments.builtin.planning.constraints import TERMS, interest, 
 from perilune.environments.builtin.planning.draw import draw_trip
 from perilune.environments.builtin.planning.optimum import Optimum, best_plan
 from perilune.environments.builtin.planning.trip import HOME, Plan, Trip, travel
-from perilune.environments.builtin.planning.trip_settings import TripDials
+from perilune.environments.builtin.planning.trip_settings import TripSettings
 from perilune.environments.core.protocol import Score, Split, Task
+from perilune.environments.core.splits import new_draws
 from perilune.files import canonical_json, sha256_bytes
-
-HELD_OUT_PARTS = 10  # one tenth of all trips is held out
-MOST_REPEATS = 1000  # in a row, after which there are no new trips
 
 _STYLES: dict[str, ModuleType] = {"compact": compact, "words": words}
 
 
-def trips(dials: TripDials, split: Split, seed: int, proposals: int = 1) -> Iterator[Task]:
-    """Tasks of a split; the one at each place follows from the seed and the place alone.
+def trips(settings: TripSettings, split: Split, seed: int, proposals: int = 1) -> Iterator[Task]:
+    """Yield distinct tasks of a split. Each follows from the seed and its index alone.
 
     Raises:
-        RequestError: when the dials leave no trip, or a solver is needed that is not installed.
-        WorkFailedError: when the solver found no plan in the time that it has.
+        RequestError: if the settings permit no trip, or need a solver that is not installed.
+        WorkFailedError: if the solver found no plan in its time.
     """
-    seen: set[str] = set()
-    repeats = 0
-    for place in itertools.count():
-        trip, planted = draw_trip(dials, random.Random(f"planning/{seed}/{place}"))
-        digest = trip_digest(trip)
-        held_out = int(digest[:8], 16) % HELD_OUT_PARTS == 0
-        if digest not in seen and held_out == (split == "heldout"):
-            seen.add(digest)
-            repeats = 0
-            yield _task(dials, trip, planted, digest, proposals)
-        elif (repeats := repeats + 1) == MOST_REPEATS:
-            return
+    drawn = (draw_trip(settings, random.Random(f"planning/{seed}/{index}")) for index in itertools.count())
+    by_digest = ((trip_digest(trip), (trip, planted)) for trip, planted in drawn)
+    for digest, (trip, planted) in new_draws(split, by_digest):
+        yield _task(settings, trip, planted, digest, proposals)
 
 
-def verdict(task: Task, text: str | None) -> Score:
-    """What an output is worth: every constraint as a term, and their conjunction as the reward."""
+def score_plan(task: Task, text: str | None) -> Score:
+    """Score an output: each constraint is a term, and the reward is 1 if all hold."""
     trip, style = Trip.from_json(task.data["trip"]), _STYLES[task.data["style"]]
     plan = None if text is None else style.read(text)
     held = judge(trip, plan)
@@ -59,20 +49,20 @@ def verdict(task: Task, text: str | None) -> Score:
 
 
 def answer(task: Task, plan: Plan, *, worked: bool) -> str:
-    """What a plan is written as, after its working or at once."""
+    """Write a plan as an answer, after its working or directly."""
     trip, style = Trip.from_json(task.data["trip"]), _STYLES[task.data["style"]]
     written: str = style.write(trip, plan)
     return (style.working(trip, plan) if worked else "") + written
 
 
 def read_answer(task: Task, text: str) -> Plan | None:
-    """The plan that a text states; None when it states none."""
-    found: Plan | None = _STYLES[task.data["style"]].read(text)
-    return found
+    """The plan in a text; None if there is none."""
+    plan: Plan | None = _STYLES[task.data["style"]].read(text)
+    return plan
 
 
 def trip_digest(trip: Trip) -> str:
-    """SHA-256 of what is asked. What places are called, and in which order they are told, does not count."""
+    """SHA-256 of a trip. Names and order of the places do not affect it."""
     raw = trip.to_json()
     unnamed = [{key: value for key, value in place.items() if key != "name"} for place in raw["places"]]
     return sha256_bytes(
@@ -80,28 +70,28 @@ def trip_digest(trip: Trip) -> str:
     )
 
 
-def _task(dials: TripDials, trip: Trip, planted: Plan, digest: str, proposals: int) -> Task:
-    style = _STYLES[dials.style]
-    best = best_plan(trip, dials.effort)
-    assert best is not None, "the planted plan works"
+def _task(settings: TripSettings, trip: Trip, planted: Plan, digest: str, proposals: int) -> Task:
+    style = _STYLES[settings.style]
+    best = best_plan(trip, settings.effort)
+    assert best is not None, "the planted plan is valid"
     return Task(
         task_id=digest[:32],
         prompt=({"role": "user", "content": style.prompt(trip)},),
         data={
             "trip": trip.to_json(),
-            "style": dials.style,
+            "style": settings.style,
             "actions": [style.write(trip, best.plan)],
             "planted": style.write(trip, planted),
             "interest": best.interest,
             "bound": best.bound,
             "proposals": proposals,
         },
-        difficulty=_filled(trip, best),
+        difficulty=_busy_share(trip, best),
     )
 
 
-def _filled(trip: Trip, best: Optimum) -> float:
-    """Share of the days' steps that the best plan is under way or on a visit."""
+def _busy_share(trip: Trip, best: Optimum) -> float:
+    """Share of all steps that the best plan spends on travel and visits."""
     busy = 0
     for day in range(1, trip.days + 1):
         here = HOME

@@ -1,4 +1,4 @@
-"""What a trip is: places with their hours and prices, days that begin and end at home, and a budget."""
+"""The data of a trip: places with hours and prices, days that start and end at home, and a budget."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HOME = (0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A reserved entry: the visit begins on `day` (from 1), not before step `first`, nor after `last`."""
+    """A reserved entry: the visit starts on `day` (from 1) between the steps `first` and `last`."""
 
     day: int
     first: int
@@ -20,17 +20,17 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Somewhere to go. Times are whole steps after a day's begin.
+    """A place to visit. Times are whole steps since the start of a day.
 
     Attributes:
         name: a letter.
-        at: where it is, in steps of travel along two axes; home is at (0, 0).
-        opens, closes: a visit is within these, on any day.
-        stay: steps that a visit takes.
-        price: of a visit.
-        interest: what a visit is worth to the traveller.
-        must_see: whether a trip without it is none.
-        window: None where nothing is reserved.
+        at: coordinates in steps of travel; home is at (0, 0).
+        opens, closes: opening hours, the same every day.
+        stay: length of a visit in steps.
+        price: price of a visit.
+        interest: value of a visit to the traveller.
+        must_see: whether a valid plan must include the place.
+        window: the reserved entry, if any.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One visit of a plan: it begins on `day` (from 1) at step `start`."""
+    """One visit of a plan. It starts on `day` (from 1) at step `start`."""
 
     day: int
     start: int
@@ -58,13 +58,13 @@ Plan = Sequence[Visit]
 
 @dataclass(frozen=True, slots=True)
 class Trip:
-    """What is to be planned.
+    """A trip to plan.
 
     Attributes:
-        days: how many there are.
-        length: steps of a day, at the end of which one is home again.
-        budget: of all visits together.
-        visits: the least number of places to visit.
+        days: number of days.
+        length: steps per day; each day ends at home.
+        budget: for all visits together.
+        visits: minimum number of places to visit.
     """
 
     days: int
@@ -74,29 +74,29 @@ class Trip:
     places: tuple[Place, ...]
 
     def place(self, name: str) -> Place | None:
-        """The place of that name, if there is one."""
+        """The place with that name; None if there is none."""
         return next((place for place in self.places if place.name == name), None)
 
     def to_json(self) -> dict[str, Any]:
-        """As `from_json` reads it; lists instead of tuples, as JSON has them."""
+        """The trip as JSON, with lists instead of tuples."""
         rows = [{**asdict(place), "at": list(place.at)} for place in self.places]
         return {**asdict(self), "places": rows}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Trip:
-        """What `to_json` wrote."""
+        """Inverse of `to_json`."""
         return cls(**{**raw, "places": tuple(_place(one) for one in raw["places"])})
 
 
 def travel(here: tuple[int, int], there: tuple[int, int]) -> int:
-    """Steps from one place to another: along one axis, then along the other."""
+    """Steps from one place to another: the Manhattan distance."""
     return abs(here[0] - there[0]) + abs(here[1] - there[1])
 
 
 def earliest(trip: Trip, place: Place, day: int, time: int, here: tuple[int, int]) -> Visit | None:
-    """The first visit of `place` that can be had by who is at `here` on `day` at step `time`.
+    """The earliest visit of `place` from position `here` on `day` at step `time`.
 
-    Later days begin at home. None when no day is left on which it can be had.
+    Later days start at home. None if the place cannot be visited any more.
     """
     window = place.window
     for today in range(day, trip.days + 1):

@@ -1,4 +1,4 @@
-"""Trips and plans in English, for models that read it. A step is half an hour, and days begin at nine."""
+"""Trips and plans in English. A step is half an hour, and days start at nine."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from perilune.environments.builtin.planning.trip import HOME, Place, Plan, Trip,
 MARK = "PLAN"
 _BEGIN = 9 * 60
 _STEP = 30  # minutes
-_NAMES = (
-    "aquarium", "bakery", "castle", "dairy", "exchange", "florist", "gallery", "harbour", "icehouse",
-    "jeweller", "kiosk", "library", "museum", "nursery", "observatory", "park", "quarry", "racecourse",
-    "stadium", "theatre", "university", "vineyard", "windmill", "xylotheque", "yard", "zoo",
-)  # fmt: skip
+_PLACES = """
+aquarium bakery castle dairy exchange florist gallery harbour icehouse jeweller kiosk library museum nursery
+observatory park quarry racecourse stadium theatre university vineyard windmill xylotheque yard zoo
+"""
+_NAMES = tuple(_PLACES.split())
 _VISIT = re.compile(r"(\d) (\d\d):(\d\d) ([a-z]+)", re.ASCII)
 
 
 def prompt(trip: Trip) -> str:
-    """What is asked."""
+    """The prompt of a trip."""
     days = "one day" if trip.days == 1 else f"{trip.days} days"
     return "\n".join(
         [
@@ -36,13 +36,13 @@ def prompt(trip: Trip) -> str:
 
 
 def write(trip: Trip, plan: Plan) -> str:
-    """A plan, without working."""
+    """A plan without working."""
     return "\n".join([MARK, *(f"{v.day} {_clock(v.start)} {_name(v.name)}" for v in plan)])
 
 
 def working(trip: Trip, plan: Plan) -> str:
-    """How a plan came about, a sentence a visit."""
-    told, left = [], trip.budget
+    """The working of a plan, one sentence per visit."""
+    sentences, left = [], trip.budget
     day, time, here = 1, 0, HOME
     for visit in plan:
         place = trip.place(visit.name)
@@ -51,18 +51,19 @@ def working(trip: Trip, plan: Plan) -> str:
             day, time, here = visit.day, 0, HOME
         arrival, end = time + travel(here, place.at), visit.start + place.stay
         left -= place.price
-        told.append(
+        sentences.append(
             f"Day {day}: to the {_name(place.name)} by {_clock(arrival)}, in at {_clock(visit.start)},"
             f" out at {_clock(end)}, {left} left."
         )
         time, here = end, place.at
-    return "\n".join([*told, ""])
+    return "\n".join([*sentences, ""])
 
 
 def read(text: str) -> Plan | None:
-    """The plan after the one line that says PLAN; None when there is none, or it is malformed.
+    """The plan after the only line PLAN; None if there is no single such line or the plan is malformed.
 
-    Blanks and line ends after it are overlooked. Places that nobody named keep their name, and are unknown.
+    Trailing spaces and line ends are ignored. A name that is not in the list stays as it is, and its place is
+    unknown.
     """
     lines = text.rstrip(" \n").split("\n")
     if lines.count(MARK) != 1:
@@ -78,17 +79,17 @@ def read(text: str) -> Plan | None:
 
 
 def _row(place: Place) -> str:
-    told = [
+    facts = [
         f"- {_name(place.name)} at ({place.at[0]}, {place.at[1]}): open from {_clock(place.opens)}"
         f" to {_clock(place.closes)}, a visit takes {place.stay * _STEP} minutes and costs {place.price},"
         f" interest {place.interest}"
     ]
     if place.must_see:
-        told.append("must be seen")
+        facts.append("must be seen")
     if place.window:
         first, last = _clock(place.window.first), _clock(place.window.last)
-        told.append(f"if visited, then on day {place.window.day} with entry from {first} to {last}")
-    return ", ".join(told)
+        facts.append(f"if visited, then on day {place.window.day} with entry from {first} to {last}")
+    return ", ".join(facts)
 
 
 def _clock(step: int) -> str:
