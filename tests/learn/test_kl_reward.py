@@ -7,7 +7,7 @@ from learning_cases import random_groups, signals_for, small_decoder
 from perilune.learn.advantages import rewards_to_go, whitened
 from perilune.learn.algorithms import StepContext, algorithm
 from perilune.learn.kl_reward import weight_groups
-from perilune.learn.signals import observe
+from perilune.learn.signals import SignalModels, compute_signals
 
 KL = 0.3
 
@@ -16,9 +16,8 @@ KL = 0.3
 def context() -> StepContext:
     """Of random groups, with the log-probs of a reference."""
     groups = random_groups(2)
-    found = observe(
-        {"reference_logprobs"}, groups, small_decoder(), token_budget=50, reference=small_decoder(4)
-    )
+    models = SignalModels(small_decoder(), small_decoder(4))
+    found = compute_signals({"reference_logprobs"}, groups, models, token_budget=50)
     return StepContext(8, KL, "k1_reward", signals={**signals_for(groups), **found})
 
 

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from perilune.errors import RequestError
 from perilune.learn import signals
 from perilune.learn.algorithms import StepContext, algorithm
-from perilune.learn.batch import pack
+from perilune.learn.batch import minibatches, pack
+from perilune.learn.figures import merge_updates
 from perilune.learn.off_policy import (
     OffPolicySettings,
     at_level,
@@ -22,9 +23,8 @@ from perilune.learn.off_policy import (
     learning_rate_scale,
     ratio,
 )
-from perilune.learn.signals import observe
+from perilune.learn.signals import SignalModels, compute_signals
 from perilune.learn.trainer import Learner
-from perilune.learn.updates import merged, minibatches
 from perilune.learn.weights import WeightedGroup
 from perilune.models.attention import PackedAttention
 
@@ -166,7 +166,7 @@ def test_decoupled_equals_its_definition() -> None:
     """-sum w' min(ratio A, clip(ratio) A) / tokens, ratio to the learner of the start, in float64."""
     decoder = small_decoder(dtype=torch.float64)
     groups = random_groups(4)
-    signals = observe({"logprobs"}, groups, small_decoder(seed=2), token_budget=30)
+    signals = compute_signals({"logprobs"}, groups, SignalModels(small_decoder(seed=2)), token_budget=30)
     settings = OffPolicySettings(proximal="learner", weight="truncate", bounds=(0.0, 1.5))
     weighted = algorithm("grpo").weight_groups(groups, StepContext(max_tokens=8))
     fixed, _ = correct(weighted, signals["logprobs"], settings, 0)
@@ -203,9 +203,8 @@ def test_signals_are_of_each_answer_alone(budget: int) -> None:
         for g, group in enumerate(random_groups(1))
     ]
     names = {"logprobs", "values", "deviation", "uncertainty"}
-    found = observe(
-        names, groups, decoder, token_budget=budget, temperature=0.7, reference=reference, critic=critic
-    )
+    models = SignalModels(decoder, reference, critic)
+    found = compute_signals(names, groups, models, token_budget=budget, temperature=0.7)
     for group in groups:
         for one in group:
             if one.failure:
@@ -240,7 +239,9 @@ def test_values_after_a_cut_are_those_of_the_state_that_was_reached() -> None:
             episode(None, failure="verifier: no", name="0/1/1"),
         ],
     ]
-    found = observe({"values", "values_after"}, groups, decoder, token_budget=9, critic=critic)
+    found = compute_signals(
+        {"values", "values_after"}, groups, SignalModels(decoder, critic=critic), token_budget=9
+    )
     assert found["values_after"].keys() == {"0/0/1", "0/1/0"}
     for one in (groups[0][1], groups[1][0]):
         ids = torch.from_numpy(np.concatenate([one.prompt_ids, one.token_ids]).astype(np.int64))
@@ -267,10 +268,10 @@ def _distributions(decoder, one, temperature: float, critic):
 
 def test_distributions_are_compared_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = random_groups(1)
-    policies = {"decoder": small_decoder(), "reference": small_decoder(seed=7)}
-    whole = observe({"deviation", "uncertainty"}, groups, token_budget=1000, **policies)
+    models = SignalModels(small_decoder(), small_decoder(seed=7))
+    whole = compute_signals({"deviation", "uncertainty"}, groups, models, token_budget=1000)
     monkeypatch.setattr(signals, "ROWS", 7)
-    parts = observe({"deviation", "uncertainty"}, groups, token_budget=1000, **policies)
+    parts = compute_signals({"deviation", "uncertainty"}, groups, models, token_budget=1000)
     for name, of_episodes in whole.items():
         for key, values in of_episodes.items():
             np.testing.assert_allclose(parts[name][key], values, atol=1e-6)
@@ -278,16 +279,18 @@ def test_distributions_are_compared_a_few_rows_at_a_time(monkeypatch: pytest.Mon
 
 def test_two_episodes_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match="same id"):
-        observe({"logprobs"}, [[episode(), episode()]], small_decoder(), token_budget=10)
+        compute_signals(
+            {"logprobs"}, [[episode(), episode()]], SignalModels(small_decoder()), token_budget=10
+        )
 
 
 def test_signals_say_what_they_need() -> None:
-    decoder = small_decoder()
-    assert observe(set(), [], decoder, token_budget=10) == {}
+    decoder = SignalModels(small_decoder())
+    assert compute_signals(set(), [], decoder, token_budget=10) == {}
     with pytest.raises(RequestError, match="reference"):
-        observe({"deviation"}, [], decoder, token_budget=10)
+        compute_signals({"deviation"}, [], decoder, token_budget=10)
     with pytest.raises(RequestError, match="critic"):
-        observe({"values"}, [], decoder, token_budget=10)
+        compute_signals({"values"}, [], decoder, token_budget=10)
 
 
 # Several updates of one batch.
@@ -307,8 +310,8 @@ def test_merged_figures_are_those_of_all_tokens() -> None:
         {"tokens": 10.0, "entropy": 1.0, "logprob_gap_max": 0.1},
         {"tokens": 30.0, "entropy": 2.0, "staleness_max": 1.0},
     ]
-    assert merged(parts) == {
+    assert merge_updates(parts) == {
         "tokens": 40, "entropy": 1.75, "logprob_gap_max": 0.1, "staleness_max": 1.0,
     }  # fmt: skip
-    assert merged(parts[:1]) == parts[0]
-    assert merged([{"tokens": 0.0, "lr": 2.0}] * 2) == {"tokens": 0, "lr": 2.0}
+    assert merge_updates(parts[:1]) == parts[0]
+    assert merge_updates([{"tokens": 0.0, "lr": 2.0}] * 2) == {"tokens": 0, "lr": 2.0}

@@ -10,7 +10,7 @@ from preference_cases import random_pairs
 from torch import nn
 
 from perilune.errors import RequestError
-from perilune.learn.packing import pack_pairs
+from perilune.learn.batch import pack_pairs
 from perilune.learn.preference import (
     PairLogprobs,
     PreferenceObjective,

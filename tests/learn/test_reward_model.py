@@ -11,7 +11,7 @@ from learning_cases import episode, small_decoder
 from preference_cases import random_pairs
 
 from perilune.errors import RequestError
-from perilune.learn.packing import pack_pairs
+from perilune.learn.batch import pack_pairs
 from perilune.learn.reward_model import (
     RewardObjective,
     as_read,

@@ -18,8 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perilune.data.episode import Episode
-from perilune.errors import WorkFailedError
-from perilune.learn.weights import PPO, Component, Surrogate, ValueTargets, WeightedGroup
+from perilune.errors import RequestError, WorkFailedError
+from perilune.learn.weights import PPO, Component, Surrogate, ValueTargets, WeightedGroup, aggregate
+
+Pair = tuple[Episode, Episode]
+"""Two answers to one prompt, the better one first."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -289,3 +292,46 @@ def _pack_bin(items: list[_Item], temperature: float) -> PackedBatch:
         old_values=None if value is None else learned((item.old_values for item in items), np.float32),
         temperature=temperature,
     )
+
+
+def minibatches(groups: Sequence[WeightedGroup], count: int) -> list[list[WeightedGroup]]:
+    """Split the groups of a step into at most `count` minibatches, one optimizer step each.
+
+    Live groups are dealt in turn, so that every minibatch has some. Each minibatch has its own denominators.
+    From the second one on, the policy is no longer the one that sampled.
+
+    Returns:
+        at least one minibatch, which may be empty.
+    """
+    dealt = sorted(groups, key=lambda group: group.dead)
+    return [part for start in range(count) if (part := dealt[start::count])] or [[]]
+
+
+def pack_each(episodes: Iterable[Episode], token_budget: int) -> list[PackedBatch]:
+    """Pack episodes in order, without sharing prompts, into batches of at most `token_budget` tokens."""
+    return pack([_all_tokens((one,)) for one in episodes], token_budget)
+
+
+def pack_pairs(pairs: Iterable[Pair], token_budget: int) -> list[PackedBatch]:
+    """Pack the pairs of one step. A pair shares its prompt and is never split, even beyond the budget.
+
+    Raises:
+        RequestError: naming a completion without sampled tokens, or a pair with two different prompts.
+    """
+    pairs = list(pairs)
+    for chosen, rejected in pairs:
+        for one in (chosen, rejected):
+            if not one.loss_mask.any():
+                raise RequestError(
+                    "a completion without sampled tokens cannot be compared", where=one.episode_id
+                )
+        if not np.array_equal(chosen.prompt_ids, rejected.prompt_ids):
+            raise RequestError("the two answers of a pair have different prompts", where=chosen.episode_id)
+    longest = max((len(a.prompt_ids) + len(a.token_ids) + len(b.token_ids) for a, b in pairs), default=0)
+    return pack([_all_tokens(pair) for pair in pairs], max(token_budget, longest))
+
+
+def _all_tokens(episodes: Sequence[Episode]) -> WeightedGroup:
+    """A group whose every sampled token is learned, for objectives that weight tokens themselves."""
+    weights = aggregate(episodes, [1.0] * len(episodes), "token-mean")
+    return WeightedGroup(episodes=tuple(episodes), cross_entropy=weights)

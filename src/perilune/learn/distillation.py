@@ -23,9 +23,8 @@ from torch import Tensor
 
 from perilune.data.episode import Episode
 from perilune.errors import RequestError
-from perilune.learn.batch import PackedBatch
+from perilune.learn.batch import PackedBatch, pack_each
 from perilune.learn.losses import MAX_LOG_RATIO
-from perilune.learn.packing import pack_each
 from perilune.learn.trainer import Learner, predicting_states
 from perilune.models.decoder import Decoder
 from perilune.models.logprobs import gather_logprobs, log_distribution

@@ -1,7 +1,8 @@
-"""Figures of a step: sums over the tokens of each micro-batch, made into those of all."""
+"""Figures of a step, merged from its micro-batches and updates."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch import Tensor
 
 
 class Figures:
-    """Sums over a micro-batch, kept on the device until they are told."""
+    """Sums over one micro-batch. They stay on the device until `read`."""
 
     def __init__(self) -> None:
         self._values: dict[str, Tensor] = {}
@@ -26,21 +27,21 @@ class Figures:
     def add_max(self, name: str, values: Tensor) -> None:
         self.add_total(name, values.max())
 
-    def told(self) -> dict[str, tuple[float, int]]:
-        """By name the value, and over how many tokens it is a mean's sum; 0 for what is no mean."""
+    def read(self) -> dict[str, tuple[float, int]]:
+        """(value, count) by name: count is the number of tokens of a mean's sum, and 0 for other figures."""
         values = torch.stack(list(self._values.values())).tolist()
         return {name: (v, self._counts.get(name, 0)) for name, v in zip(self._values, values, strict=True)}
 
 
-def merged_figures(batches: Sequence[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
-    """Figures of a step from those of its micro-batches, added up in their order.
+def merge_micro_batches(batches: Sequence[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
+    """Figures of one update from those of its micro-batches, added up in order.
 
-    Means are over the whole step's tokens, "..._max" is the largest.
+    Means are over all tokens of the update; figures named "..._max" are maxima.
     """
     totals: dict[str, float] = {"loss": 0.0}
     counts: dict[str, int] = {}
-    for told in batches:
-        for name, (value, count) in told.items():
+    for figures in batches:
+        for name, (value, count) in figures.items():
             before = totals.get(name)
             if before is None:
                 totals[name] = value
@@ -49,3 +50,25 @@ def merged_figures(batches: Sequence[Mapping[str, tuple[float, int]]]) -> dict[s
             counts[name] = counts.get(name, 0) + count
     tokens = float(counts.get("entropy", 0))
     return {name: value / (counts.get(name) or 1) for name, value in totals.items()} | {"tokens": tokens}
+
+
+def merge_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Figures of one step from those of its updates.
+
+    `tokens` is a sum, figures named "..._max" are maxima, and others are means weighted by tokens.
+    """
+    if len(updates) == 1:
+        return dict(updates[0])
+    merged: dict[str, float] = {}
+    for name in dict.fromkeys(name for figures in updates for name in figures):
+        having = [figures for figures in updates if name in figures]
+        if name == "tokens":
+            merged[name] = math.fsum(figures[name] for figures in having)
+        elif name.endswith("_max"):
+            merged[name] = max(figures[name] for figures in having)
+        else:
+            weights = [figures["tokens"] for figures in having]
+            total = math.fsum(weights)
+            mean = math.fsum(figures[name] * w for figures, w in zip(having, weights, strict=True))
+            merged[name] = mean / total if total else having[-1][name]
+    return merged

@@ -29,9 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from perilune.data.episode import Episode
-from perilune.learn.batch import PackedBatch
+from perilune.learn.batch import PackedBatch, Pair, pack_pairs
 from perilune.learn.distributed import SINGLE_RANK, Ranks
-from perilune.learn.packing import Pair, pack_pairs
 from perilune.learn.trainer import predicting_states, target_logprobs
 from perilune.models.decoder import Decoder
 

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perilune.data.episode import Episode
-from perilune.learn.batch import PackedBatch
+from perilune.learn.batch import PackedBatch, Pair, pack_each
 from perilune.learn.distributed import SINGLE_RANK, Ranks
-from perilune.learn.packing import Pair, pack_each
 from perilune.learn.preference import correlation
 from perilune.learn.trainer import predicting_states
 from perilune.models.reward_model import RewardModel

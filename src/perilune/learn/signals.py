@@ -1,13 +1,12 @@
-"""Figures a token that take a forward pass: what algorithms and corrections ask to know before they weigh.
+"""Signals: numbers per token that algorithms and off-policy corrections need from forward passes.
 
-All are of the policy as it is when a step begins, and carry no gradient.
+All signals use the weights at the beginning of the step and carry no gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,24 +23,37 @@ from perilune.learn.distributed import SINGLE_RANK, Ranks
 from perilune.learn.trainer import predicting_states, target_logprobs
 from perilune.models.decoder import Decoder
 
-ROWS = 1024  # distributions of two policies that are held at a time
+ROWS = 1024  # rows whose two distributions over the vocabulary are held in memory at once
+
+
+@dataclass(frozen=True, slots=True)
+class SignalModels:
+    """The models that signals are computed with.
+
+    Attributes:
+        decoder: the policy.
+        reference: the frozen reference policy, for deviation, uncertainty and reference_logprobs.
+        critic: for values and values_after.
+    """
+
+    decoder: Decoder
+    reference: Decoder | None = None
+    critic: Critic | None = None
 
 
 @torch.no_grad()
-def observe(
+def compute_signals(
     names: Collection[Signal],
     groups: Sequence[Group],
-    decoder: Decoder,
+    models: SignalModels,
     *,
     token_budget: int,
     temperature: float = 1.0,
-    reference: Decoder | None = None,
-    critic: Critic | None = None,
     ranks: Ranks = SINGLE_RANK,
 ) -> Signals:
-    """The named signals of all judged episodes; nothing is computed when `names` is empty.
+    """Compute the named signals of all judged episodes; an empty `names` computes nothing.
 
-    Of several processes each computes some, and all are given all.
+    Each rank computes a share of the micro-batches, and all ranks receive all signals.
 
     Raises:
         RequestError: when a signal needs a reference or a critic and there is none.
@@ -49,44 +61,45 @@ def observe(
     """
     if not names:
         return {}
-    if reference is None and {"deviation", "uncertainty", "reference_logprobs"} & set(names):
-        raise RequestError("the distance to a reference policy without one")
-    if critic is None and {"values", "values_after"} & set(names):
-        raise RequestError("values without a critic")
+    if models.reference is None and {"deviation", "uncertainty", "reference_logprobs"} & set(names):
+        raise RequestError("signals that compare with the reference need a reference policy")
+    if models.critic is None and {"values", "values_after"} & set(names):
+        raise RequestError("the signals values and values_after need a critic")
     if "values_after" in names:
-        cut = [[_one_more(one) for one in group if one.truncated and one.loss_mask.any()] for group in groups]
-        options: dict[str, Any] = {"token_budget": token_budget, "critic": critic, "ranks": ranks}
-        later = observe({"values"}, cut, decoder, **options)["values"]
-        rest = observe(
-            {*names} - {"values_after"}, groups, decoder,
-            temperature=temperature, reference=reference, **options,
-        )  # fmt: skip
+        cut = [[_extended(one) for one in group if one.truncated and one.loss_mask.any()] for group in groups]
+        later = compute_signals({"values"}, cut, models, token_budget=token_budget, ranks=ranks)["values"]
+        rest = compute_signals(
+            {*names} - {"values_after"},
+            groups,
+            models,
+            token_budget=token_budget,
+            temperature=temperature,
+            ranks=ranks,
+        )
         return {**rest, "values_after": {key: values[-1:] for key, values in later.items()}}
-    found: dict[Signal, dict[str, np.ndarray]] = {name: {} for name in names}
+    signals: dict[Signal, dict[str, np.ndarray]] = {name: {} for name in names}
     by_id = {episode.episode_id: episode for group in groups for episode in group}
     if len(by_id) < sum(map(len, groups)):
         raise ValueError("two episodes of a step have the same id")
     everything = SFT().weight_groups(groups, StepContext(max_tokens=0))
-    device = next(decoder.parameters()).device
+    device = next(models.decoder.parameters()).device
     batches = pack(everything, token_budget, temperature=temperature)
     own = [
-        torch.stack([*_tokens(list(found), batch.to(device), decoder, reference, critic).values()])
-        .cpu()
-        .numpy()
+        torch.stack([*_token_signals(list(signals), batch.to(device), models).values()]).cpu().numpy()
         for batch in ranks.shard(batches)
     ]
     for batch, rows in zip(batches, ranks.all_gather_arrays("signals", own), strict=True):
         ends = torch.bincount(batch.episode_of).cumsum(0).tolist()
-        for name, values in zip(found, rows, strict=True):
+        for name, values in zip(signals, rows, strict=True):
             for key, part in zip(batch.episode_ids, np.split(values, ends[:-1]), strict=True):
                 mask = by_id[key].loss_mask
-                found[name][key] = np.zeros(len(mask), np.float32)
-                found[name][key][mask] = part
-    return found
+                signals[name][key] = np.zeros(len(mask), np.float32)
+                signals[name][key][mask] = part
+    return signals
 
 
-def _one_more(one: Episode) -> Episode:
-    """An episode with one more token, whichever: the state before it is the one that was cut off."""
+def _extended(one: Episode) -> Episode:
+    """The episode with an arbitrary token appended, so that its last state gets a value."""
     return replace(
         one,
         token_ids=np.append(one.token_ids, one.token_ids[-1]),
@@ -97,39 +110,33 @@ def _one_more(one: Episode) -> Episode:
     )
 
 
-def _tokens(
-    names: Collection[Signal],
-    batch: PackedBatch,
-    decoder: Decoder,
-    reference: Decoder | None,
-    critic: Critic | None,
+def _token_signals(
+    names: Collection[Signal], batch: PackedBatch, models: SignalModels
 ) -> Mapping[Signal, Tensor]:
     """float32[M] of each signal."""
+    decoder, reference, critic = models.decoder, models.reference, models.critic
     states = predicting_states(decoder, batch)
-    found: dict[Signal, Tensor] = {}
+    signals: dict[Signal, Tensor] = {}
     if "logprobs" in names:
-        found["logprobs"] = target_logprobs(decoder, batch, states)[0]
+        signals["logprobs"] = target_logprobs(decoder, batch, states)[0]
     if critic is not None and "values" in names:
-        found["values"] = critic(states)
+        signals["values"] = critic(states)
     if reference is not None and {"deviation", "uncertainty", "reference_logprobs"} & set(names):
-        theirs = predicting_states(reference, batch)
+        reference_states = predicting_states(reference, batch)
         if "reference_logprobs" in names:
-            found["reference_logprobs"] = target_logprobs(reference, batch, theirs)[0]
+            signals["reference_logprobs"] = target_logprobs(reference, batch, reference_states)[0]
         if {"deviation", "uncertainty"} & set(names):
             learned = len(states)
-            parts = list(_compare(decoder, states, reference, theirs, batch.temperature))
+            parts = list(_compare(decoder, states, reference, reference_states, batch.temperature))
             whole = (torch.cat(part)[:learned] for part in zip(*parts, strict=True))
-            found["deviation"], found["uncertainty"] = whole
-    return {name: found[name] for name in names}
+            signals["deviation"], signals["uncertainty"] = whole
+    return {name: signals[name] for name in names}
 
 
 def _compare(
     decoder: Decoder, states: Tensor, reference: Decoder, theirs: Tensor, temperature: float
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Deviation and uncertainty of some rows at a time, for two distributions over the vocabulary are large.
-
-    There are as many rows as `round_up` says.
-    """
+    """Deviation and uncertainty in chunks of `ROWS`, to limit memory; rows are padded to `round_up`."""
     missing = round_up(len(states)) - len(states)
     states, theirs = (F.pad(one, (0, 0, 0, missing)) for one in (states, theirs))
     for mine, other in zip(torch.split(states, ROWS), torch.split(theirs, ROWS), strict=True):

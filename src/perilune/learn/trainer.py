@@ -23,7 +23,7 @@ from perilune.learn.adaptation import comparable, frozen_checksum, trainable
 from perilune.learn.batch import PackedBatch, round_up
 from perilune.learn.critic import Critic
 from perilune.learn.distributed import SINGLE_RANK, Ranks
-from perilune.learn.figures import Figures, merged_figures
+from perilune.learn.figures import Figures, merge_micro_batches
 from perilune.learn.optimizer import AdamW
 from perilune.learn.training_settings import OptimizerSettings
 from perilune.models.attention import PackedAttention
@@ -108,8 +108,8 @@ class Learner:
         """
         with self._in_step():
             seen = [self._learn(batch) for batch in self._own(batches)]
-        every = self.ranks.all_gather_json("figures", [figures.told() for figures in seen])
-        return merged_figures(every)
+        every = self.ranks.all_gather_json("figures", [figures.read() for figures in seen])
+        return merge_micro_batches(every)
 
     def _learn(self, batch: PackedBatch) -> Figures:
         """Add the gradient of one micro-batch to the parameters."""

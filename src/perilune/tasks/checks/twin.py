@@ -16,7 +16,7 @@ from perilune.learn.adaptation import adapt
 from perilune.learn.algorithms import StepContext
 from perilune.learn.critic import Critic
 from perilune.learn.kl_reward import weight_groups
-from perilune.learn.signals import observe
+from perilune.learn.signals import SignalModels, compute_signals
 from perilune.learn.trainer import CRITIC, Learner
 from perilune.learn.weights import WeightedGroup
 from perilune.models.adapters.lora import A, B
@@ -80,10 +80,10 @@ class Twin:
         names = set(spec.algorithm.needs)
         if spec.kl and spec.kl_estimator == "k1_reward":
             names.add("reference_logprobs")
-        signals = observe(
-            names, groups, self.learner.decoder, token_budget=spec.token_budget,
-            temperature=spec.temperature, reference=self.reference, critic=self.critic,
-        )  # fmt: skip
+        models = SignalModels(self.learner.decoder, self.reference, self.critic)
+        signals = compute_signals(
+            names, groups, models, token_budget=spec.token_budget, temperature=spec.temperature
+        )
         context = StepContext(max(_LENGTHS), spec.kl, spec.kl_estimator, 0, signals)
         return weight_groups(spec.algorithm, groups, context)
 

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 from perilune.learn.algorithms import StepContext
 from perilune.learn.algorithms.base import Signal
-from perilune.learn.batch import pack
+from perilune.learn.batch import minibatches, pack
 from perilune.learn.checks import check_packed, check_weights
+from perilune.learn.figures import merge_updates
 from perilune.learn.kl_reward import weight_groups
 from perilune.learn.off_policy import correct, learning_rate_scale
 from perilune.learn.process_rewards import apply_process_rewards
 from perilune.learn.schedules import learning_rate
-from perilune.learn.signals import observe
+from perilune.learn.signals import SignalModels, compute_signals
 from perilune.learn.trainer import Learner, with_reference
-from perilune.learn.updates import merged, minibatches
 from perilune.learn.weights import WeightedGroup
 from perilune.models.decoder import Decoder
 from perilune.rollout.dynamic_sampling import kept
@@ -77,10 +77,14 @@ class PolicyUpdates:
             names.add("logprobs")
         if spec.kl and spec.kl_estimator == "k1_reward":
             names.add("reference_logprobs")
-        signals = observe(
-            names, groups, learner.decoder, token_budget=spec.token_budget, temperature=spec.temperature,
-            reference=self._reference, critic=learner.critic, ranks=learner.ranks,
-        )  # fmt: skip
+        signals = compute_signals(
+            names,
+            groups,
+            SignalModels(learner.decoder, self._reference, learner.critic),
+            token_budget=spec.token_budget,
+            temperature=spec.temperature,
+            ranks=learner.ranks,
+        )
         memory = learner.memory.setdefault("algorithm", {})
         context = StepContext(self._longest, spec.kl, spec.kl_estimator, step, signals, memory)
         weighted = weight_groups(algorithm, groups, context)
@@ -103,4 +107,4 @@ class PolicyUpdates:
                 figures |= learner.optim_step(lr)
             updates.append(figures)
         found = {f"off_policy/{name}": value for name, value in measured.items()}
-        return weighted, merged(updates) | found | {"groups_learned": float(len(learned))}
+        return weighted, merge_updates(updates) | found | {"groups_learned": float(len(learned))}

@@ -12,7 +12,7 @@ from perilune.data.episode import Episode
 from perilune.games.best_response import Bounds, best_response
 from perilune.games.exact_games import Decision, ExactGame
 from perilune.games.open_spiel import OpenSpielEnvironment
-from perilune.learn.signals import observe
+from perilune.learn.signals import SignalModels, compute_signals
 from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.models.text.turns import continuation
@@ -64,9 +64,10 @@ def move_probabilities(
     for start in range(0, len(decisions), AT_ONCE):
         part = decisions[start : start + AT_ONCE]
         groups = [_moves(place, one, tokenizer) for place, one in enumerate(part)]
-        signals = observe({"logprobs"}, groups, decoder, token_budget=TOKEN_BUDGET, temperature=temperature)[
-            "logprobs"
-        ]
+        models = SignalModels(decoder)
+        signals = compute_signals(
+            {"logprobs"}, groups, models, token_budget=TOKEN_BUDGET, temperature=temperature
+        )["logprobs"]
         for group in groups:
             found.append([math.exp(float(signals[one.episode_id].astype(np.float64).sum())) for one in group])
     return found

@@ -73,8 +73,8 @@ class Preference:
     def run(self, workspace: Workspace) -> dict[str, Any]:
         """Pairs in, a checkpoint out."""
         from perilune.errors import WorkFailedError
+        from perilune.learn.batch import Pair, pack_pairs
         from perilune.learn.distributed import SINGLE_RANK, Ranks
-        from perilune.learn.packing import Pair, pack_pairs
         from perilune.learn.preference import PreferenceObjective, evaluate_pairs, with_reference_logprobs
         from perilune.learn.schedules import learning_rate
         from perilune.learn.trainer import Learner

@@ -12,7 +12,7 @@ import numpy as np
 from perilune.data.episode import Episode
 from perilune.data.preferences import FILE, PreferenceRecord, read_preferences
 from perilune.errors import RequestError
-from perilune.learn.packing import Pair
+from perilune.learn.batch import Pair
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.tasks.supervised.demonstrations import places_of
 

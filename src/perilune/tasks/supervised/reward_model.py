@@ -62,7 +62,7 @@ class RewardModelTask:
 
     def run(self, workspace: Workspace) -> dict[str, Any]:
         """Pairs in, a reward model out."""
-        from perilune.learn.packing import pack_pairs
+        from perilune.learn.batch import pack_pairs
         from perilune.learn.reward_model import RewardObjective, as_read, score_figures, score_pairs
         from perilune.learn.schedules import learning_rate
         from perilune.learn.trainer import Learner
