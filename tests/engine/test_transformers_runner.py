@@ -258,15 +258,15 @@ def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda raw: raw.update(model_type="nobody_knows"), "transformers cannot load it"),
+        (lambda raw: raw.update(model_type="nobody_knows"), "transformers cannot load this model"),
         (lambda raw: raw.update(num_hidden_layers=10**6), "num_hidden_layers is 1000000"),
         (lambda raw: raw.update(hidden_size=10**5), "the files hold"),
         (lambda raw: raw.update(num_hidden_layers=1, vocab_size=50), "mismatched"),
         (lambda raw: raw.update(quantization_config={"bits": 4}), "quantization_config"),
         (lambda raw: raw.pop("model_type"), "model_type"),
-        (lambda raw: raw.update(hidden_size=1e30), "cannot load it: .*'hidden_size' expected int"),
-        (lambda raw: raw.update(vocab_size="98"), "cannot load it: .*'vocab_size' expected int"),
-        (lambda raw: raw.update(text_config={"text_config": {}}), "transformers cannot load it"),
+        (lambda raw: raw.update(hidden_size=1e30), "cannot load this model: .*'hidden_size' expected int"),
+        (lambda raw: raw.update(vocab_size="98"), "cannot load this model: .*'vocab_size' expected int"),
+        (lambda raw: raw.update(text_config={"text_config": {}}), "transformers cannot load this model"),
     ],
 )
 def test_a_config_that_is_not_the_models(
@@ -283,7 +283,7 @@ def test_code_that_comes_with_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     (path / "trap.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')\nclass Trap: pass\n")
     entries = {"AutoConfig": "trap.Trap", "AutoModelForCausalLM": "trap.Trap"}
     edit(path, lambda raw: raw.update(model_type="trap", auto_map=entries))
-    with pytest.raises(RequestError, match="transformers cannot load it"):
+    with pytest.raises(RequestError, match="transformers cannot load this model"):
         load_for_inference(path)
     assert not (tmp_path / "sprung").exists()
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import string
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -352,7 +355,25 @@ def test_a_template_that_cannot_be_compiled_is_an_error_and_nothing_more(tmp_pat
         Tokenizer.load(tmp_path)
 
 
-def test_a_template_renders_again_after_its_process_was_killed():
+def process_id(tokenizer: Tokenizer) -> int:
+    return tokenizer.chat_template._process._channel.process_id
+
+
+def test_a_prompt_is_encoded_although_its_template_process_was_killed_once():
+    tokenizer = chatml()
+    before, first = tokenizer.encode_prompt(HELLO), process_id(tokenizer)
+    os.kill(first, signal.SIGKILL)
+    assert tokenizer.encode_prompt(HELLO) == before
+    assert process_id(tokenizer) != first
+
+
+def kill_process(tokenizer: Tokenizer) -> None:
+    with suppress(AttributeError, ProcessLookupError):  # between two processes
+        os.kill(process_id(tokenizer), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kill", [lambda one: one.chat_template.interrupt(), kill_process])
+def test_a_template_renders_again_after_its_process_was_killed(kill):
     tokenizer = chatml()
     before = tokenizer.encode_prompt(HELLO)
     slow = "{% if messages[0].content == 'hang' %}" + "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4
@@ -360,7 +381,7 @@ def test_a_template_renders_again_after_its_process_was_killed():
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(hangs.encode_prompt, [{"role": "user", "content": "hang"}])
         while not waiting.done():
-            hangs.chat_template.interrupt()
+            kill(hangs)
             time.sleep(0.05)
         with pytest.raises(RequestError, match="killed by SIGKILL"):
             waiting.result()

@@ -68,7 +68,7 @@ def test_a_row_that_breaks_the_schema(change: Callable[[Row], object], said: str
     ("answer", "said"),
     [
         ("1" * 5000, "a trace of 5003 tokens; the model takes 4096"),
-        ("naïve", "the tokenizer cannot encode 'ï', in 'naïve'"),
+        ("naïve", "the tokenizer cannot encode 'ï' in 'naïve'"),
     ],
 )
 def test_a_trace_that_the_model_cannot_take(answer: str, said: str, tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_answers_longer_than_the_model(task: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("task", ["rl", "evaluate"])
 def test_a_prompt_that_the_tokenizer_cannot_read(task: str, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="cannot encode '€', in '€"):
+    with pytest.raises(RequestError, match="cannot encode '€' in '€"):
         run_task(tmp_path / task, task, environment={**DIGITS, "prefix": "€"})
 
 

@@ -1,6 +1,6 @@
 """From tokens to text as they come: whole characters only, and nothing of a text that ends the sample.
 
-Text is added at boundaries only, where no later token changes it (`models/text/boundaries.py`).
+Text is added at boundaries only, where no later token changes it (`models/text/token_bytes.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Models of other architectures than the decoder's, computed by transformers: slower, and not trained.
+"""Inference with transformers for architectures that the decoder does not implement. Slower, and no training.
 
-Nothing in the folder is executed: no code that comes with a checkpoint, no pickle, nothing from the network.
+Nothing in the folder is executed: no code from the checkpoint, no pickles, nothing from the network.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from perilune.models.config.reader import UnsupportedModelError
 from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
 
-_DEFAULT_POSITIONS = 2048  # of a model that does not say how long its texts may be
-_MAX_CAUSE = 300  # characters of transformers' own message
+_DEFAULT_POSITIONS = 2048  # for a model whose configuration names no limit
+_MAX_CAUSE = 300  # characters of an error of transformers
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-_LENGTH_DEPENDENT = {"longrope", "dynamic"}  # rotary scalings that change with the length of the text
+_LENGTH_DEPENDENT = {"longrope", "dynamic"}  # rotary scalings that depend on the length of the text
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What an engine asks of a model's configuration; a `DecoderConfig` has these too."""
+    """The attributes of a configuration that an engine needs; `DecoderConfig` has them too."""
 
     vocab_size: int
     max_position_embeddings: int
@@ -45,17 +45,17 @@ class ModelShape:
     distinct_windows: tuple[int | None, ...] = (None,)
 
     def cache_bytes(self, tokens: int, size: int) -> int:
-        """Keys and values of that many tokens, in numbers of `size` bytes; about, where layers differ."""
+        """Bytes of keys and values of `tokens` tokens, `size` per element; approximate if layers differ."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * tokens * size
 
 
 class TransformersModel:
-    """A causal language model as transformers loads it, for inference.
+    """A causal language model loaded by transformers, for inference.
 
     Attributes:
         module: the `PreTrainedModel`.
-        config: its figures.
-        notice: what to tell a user who expected the decoder; set where one had reason to.
+        config: its shape.
+        notice: a message for users who expect the decoder; empty when there is no reason to.
     """
 
     def __init__(self, module: Any, config: ModelShape, notice: str = "") -> None:
@@ -64,31 +64,31 @@ class TransformersModel:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device of the weights."""
         return self.module.device  # type: ignore[no-any-return]
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """Weights, by transformers' names."""
+        """Weights by their names in transformers."""
         state: Mapping[str, Tensor] = self.module.state_dict()
         return state
 
     def in_memory(self) -> AbstractContextManager[None]:
-        """As of a decoder; weights are always in memory."""
+        """As `Decoder.in_memory`; the weights always are."""
         return nullcontext()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take other weights, by transformers' names."""
+        """Load weights by their names in transformers."""
         self.module.load_state_dict(state)
 
     @torch.inference_mode()
     def logits(self, token_ids: Tensor, past: Any, rows: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Scores [S, R, V] of the next token, from int64[S, M] tokens after what `past` holds.
+        """Logits [S, R, V] of the next token, from int64[S, M] tokens that follow those in `past`.
 
         Args:
             past: a `DynamicCache` of S sequences with T tokens each, which grows by M.
-            rows: int64[R], which of the M tokens are asked about, ascending.
-            positions: int64[S, T + M], where each token stands in its sequence, negative where it pads the
-                sequence on the left; None when nothing is padded.
+            rows: int64[R], ascending indices of the M tokens whose logits are needed.
+            positions: int64[S, T + M], the position of each token in its sequence, negative for padding on
+                the left; None without padding.
         """
         options: dict[str, Tensor] = {}
         if positions is not None:
@@ -106,10 +106,10 @@ class TransformersModel:
 def load_for_inference(
     path: Path | str, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[Decoder | TransformersModel, Tokenizer]:
-    """Read a model for an engine to sample from or to score with.
+    """Read a model for sampling and scoring with an engine.
 
-    A `StoredDecoder` where the decoder computes it; otherwise a `TransformersModel`, which says in its
-    `notice` why it is one.
+    Returns a `StoredDecoder` if the decoder implements the architecture, otherwise a `TransformersModel`
+    whose `notice` gives the reason.
 
     Raises:
         RequestError: as `load_checkpoint` and `load_transformers_model`.
@@ -120,7 +120,7 @@ def load_for_inference(
         model = load_transformers_model(path, device, dtype)
         model.notice = (
             f"{error.what}: transformers computes it instead, several times slower;"
-            " it can be sampled from and scored with, not trained"
+            " sampling and scoring work, training does not"
         )
     return model, Tokenizer.load(path)
 
@@ -131,8 +131,8 @@ def load_transformers_model(
     """Read the model of a Hugging Face folder with transformers.
 
     Raises:
-        RequestError: when transformers does not know the architecture, or weights are missing, pickled or of
-            another shape than config.json says.
+        RequestError: when transformers does not know the architecture, or weights are missing, pickled or do
+            not have the shapes in config.json.
     """
     path = Path(path)
     folder = CheckpointFolder(path)
@@ -162,12 +162,12 @@ def load_transformers_model(
                 logging.enable_progress_bar()  # type: ignore[no-untyped-call]
     except RequestError:
         raise
-    except Exception as error:  # a hostile config.json reaches code that expects anything but that
+    except Exception as error:  # a hostile config.json can raise anything in transformers
         cause = " ".join(str(error).split())
         raise RequestError(
-            f"transformers cannot load it: {cause[:_MAX_CAUSE]}",
+            f"transformers cannot load this model: {cause[:_MAX_CAUSE]}",
             where=str(path),
-            remedy="use a checkpoint whose architecture transformers has without code of its own",
+            remedy="use a checkpoint whose architecture is part of transformers",
         ) from None
     module, report = loaded
     for kind in ("missing_keys", "mismatched_keys"):
@@ -194,23 +194,21 @@ def _reject(raw: Any, folder: CheckpointFolder) -> None:
 
 
 def _check_size(config: Any, stored: Mapping[str, Stored], path: Path) -> None:
-    """Refuse a configuration that asks for more numbers than the files hold, before they are made."""
+    """Refuse a configuration with more parameters than the files hold, before they are allocated."""
     from transformers import AutoModelForCausalLM
 
     layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
     if not isinstance(layers, int) or layers > len(stored):
         raise RequestError(
-            f"num_hidden_layers is {layers!r}, and the files hold {len(stored)} tensors", where=str(path)
+            f"num_hidden_layers is {layers!r}, but the files hold {len(stored)} tensors", where=str(path)
         )
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
-    asked, held = (
-        sum(t.numel() for t in empty.parameters()),
-        sum(tensor.numel for tensor in stored.values()),
-    )
-    if asked > held:
+    required = sum(parameter.numel() for parameter in empty.parameters())
+    available = sum(tensor.numel for tensor in stored.values())
+    if required > available:
         raise RequestError(
-            f"config.json asks for {asked} numbers, and the files hold {held}", where=str(path)
+            f"config.json describes {required} parameters, but the files hold {available}", where=str(path)
         )
 
 
@@ -219,15 +217,15 @@ def _shape(config: Any, raw: Mapping[str, Any], folder: CheckpointFolder) -> Mod
     heads = getattr(text, "num_attention_heads", None)
     if not heads:
         raise RequestError(
-            f"a {raw['model_type']} model has no attention heads, whose keys and values an engine could keep",
+            f"a {raw['model_type']} model has no attention heads, and the engine caches keys and values",
             where=str(folder.path),
             remedy="use a model with attention in every layer",
         )
     recurrent = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENTION)
     if recurrent:
+        kinds = ", ".join(map(repr, recurrent))
         raise RequestError(
-            f"a {raw['model_type']} model has layers of kind {', '.join(map(repr, recurrent))}, whose state"
-            " the engine's cache cannot hold",
+            f"a {raw['model_type']} model has layers of kind {kinds}, whose state the engine cannot cache",
             where=str(folder.path / "config.json"),
             remedy="use a model with attention in every layer",
         )
@@ -247,18 +245,17 @@ def _shape(config: Any, raw: Mapping[str, Any], folder: CheckpointFolder) -> Mod
 
 
 def _largest(config: Any, name: str) -> int | None:
-    """A figure of the configuration; the largest of all layers where they differ."""
+    """A value of the configuration; the largest among the layers where they differ."""
     layers = getattr(config, "per_layer_config", None) or [config]
-    found = [value for layer in layers if isinstance(value := getattr(layer, name, None), int)]
-    return max(found, default=None)
+    values = [value for layer in layers if isinstance(value := getattr(layer, name, None), int)]
+    return max(values, default=None)
 
 
 def _positions(config: Any) -> int:
-    """How long a text may be.
+    """Tokens of the longest text.
 
-    Some rotary scalings turn every position differently once a text is longer than the original length. Keys
-    computed before that point are then wrong, and a text scored whole differs from the same text sampled
-    token by token, so that the original length is the limit.
+    Some rotary scalings change the angle of every position once a text exceeds the original length. Cached
+    keys are then wrong, and scoring a text differs from sampling it. So the original length is the limit.
     """
     longest = getattr(config, "max_position_embeddings", None) or _DEFAULT_POSITIONS
     ropes = getattr(config, "rope_parameters", None) or {}

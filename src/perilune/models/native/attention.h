@@ -1,27 +1,27 @@
-/* Attention of one token's query heads over blocks of 16 keys and values.
+/* Attention of the query heads of one token over blocks of 16 keys and values.
  *
- * A block of keys is [D][16] (a key is a column), a block of values [16][D]. What a query gets depends on its
- * own keys and values alone, in order of their positions: it is the same whether the token is sampled, prefilled
- * in a chunk, or learned from.
+ * A block of keys is [D][16] (a key is a column), a block of values [16][D]. The result of a query depends only on
+ * its own keys and values in the order of their positions. So it has the same bits in sampling, in chunked prefill
+ * and in learning.
  */
 #pragma once
 #include "vector.h"
 
 #define BLOCK 16
-#define MOST_HEADS 4 /* heads that share keys and values and are computed together */
+#define MOST_HEADS 4 /* query heads of one key-value head that are computed together */
 
 enum cache_kind { CACHE_FLOAT32, CACHE_BFLOAT16, CACHE_INT8 };
 
 INLINE int64_t element_bytes(int64_t kind) { return kind == CACHE_FLOAT32 ? 4 : kind == CACHE_BFLOAT16 ? 2 : 1; }
 
-/* Blocks of one kind of element; int8 has a scale for each token: its element is value * scale. */
+/* Blocks of one element type. In int8 each token has a scale, and an element is value * scale. */
 struct blocks {
     const void *const *keys;
     const void *const *values;
     const float *const *key_scales;
     const float *const *value_scales;
-    const void *const *ahead; /* the keys that will be wanted next, fetched while the values are read */
-    int64_t ahead_end;        /* blocks of them */
+    const void *const *ahead; /* the keys to prefetch while the values are read */
+    int64_t ahead_end;        /* their number of blocks */
 };
 
 INLINE v16 load_element(const void *p, int64_t index, const int kind)
@@ -99,10 +99,10 @@ INLINE void weigh_values(
             store(out + h * out_stride + column + j * LANES, acc[h][j] * splat(factor[h]));
 }
 
-/* softmax(scale q k^T) v of `heads` queries that stand at one position and share keys and values.
+/* softmax(scale q k^T) v of `heads` queries at one position that share keys and values.
  *
- * They see positions [start, end). `scores` has room for heads * scores_stride floats; `log_total`, where given,
- * receives the log of each softmax's denominator (with the scale in it). */
+ * The queries see positions [start, end). `scores` is a buffer of heads * scores_stride floats. If `log_total` is not
+ * null, it receives the log of the denominator of each softmax, scale included. */
 INLINE void attend_heads(
     const float *q, int64_t q_stride, const struct blocks *kv, int64_t start, int64_t end, int64_t size, float scale,
     float *scores, int64_t scores_stride, float *out, int64_t out_stride, float *log_total, const int heads,

@@ -3,39 +3,39 @@
 #include "experts.h"
 #include "paged.h"
 
-#define ROWS_A_THREAD 64 /* with fewer, threads share the columns of a product rather than its rows */
+#define ROWS_A_THREAD 64 /* with fewer rows, threads split the columns of a product instead of its rows */
 
-/* Pointers that may be null: norms that the architecture lacks. All counts are int64, for the sake of ctypes. */
+/* Norms that the architecture lacks are null. All counts are int64, which simplifies the ctypes structures. */
 struct layer {
     struct weight qkv, out, gate_up, down;
     const float *attention_norm, *mlp_norm;         /* before each part */
     const float *attention_out_norm, *mlp_out_norm; /* after each part */
     const float *q_norm, *k_norm;
     const float *cosine, *sine; /* [positions][D / 2] */
-    int64_t window;             /* tokens that are seen, the present one among them; 0 means all */
-    struct weight router;       /* of the experts, which take the place of gate_up and down */
+    int64_t window;             /* tokens that a query sees, including its own; 0 means all */
+    struct weight router;       /* of the experts, which replace gate_up and down */
     const struct expert *experts;
 };
 
 struct model {
     int64_t layers, hidden, inner, heads, kv_heads, size, vocabulary;
     int64_t experts, experts_per_token, expert_inner, normalised; /* 0 experts: a dense model */
-    int64_t qk_norm_whole; /* norms span all heads of q, and of k */
+    int64_t qk_norm_whole; /* one norm over all heads of q, and one over k */
     int64_t activation;
     int64_t embedding_kind;
     const struct layer *layer;
-    const void *embedding; /* [V][hidden]; null where it is the head */
+    const void *embedding; /* [V][hidden]; null if tied to the head */
     const float *final_norm;
     struct weight head;
     float eps, attention_scale, embedding_scale;
 };
 
-/* What the threads of a step share. Rows of every buffer are `stride` floats apart. */
+/* State shared by the threads of a step. Strides are in floats between rows. */
 struct job {
     const struct model *model;
     const struct cache *caches; /* [layers] */
     const struct step *step;
-    float *x, *h, *wide; /* the residual stream; what a part reads or gives; its inner width */
+    float *x, *h, *wide; /* residual stream; input or output of a part; inner activations */
     int64_t stride, wide_stride;
     struct mixture mixture;
     int by_rows;
@@ -51,7 +51,7 @@ struct part {
     struct attention_room room;
 };
 
-/* out = x w^T: this thread's rows, or, when rows are few, its columns; then all wait for each other. */
+/* out = x w^T: this thread's rows, or, with few rows, its columns followed by a barrier. */
 static void multiply(struct part *part, const float *x, int64_t x_stride, const struct weight *w, float *out, int64_t out_stride)
 {
     int64_t first = 0, last = panel_count(w), from = part->from, to = part->to;
@@ -64,7 +64,7 @@ static void multiply(struct part *part, const float *x, int64_t x_stride, const 
     if (!part->job->by_rows) meet(part->team);
 }
 
-/* `norm` may be null: then the row is only copied. */
+/* Norm each row, or copy it if `norm` is null. */
 static void norm_rows(const struct part *part, const float *x, const float *norm, float *out)
 {
     const struct model *m = part->job->model;
@@ -74,7 +74,7 @@ static void norm_rows(const struct part *part, const float *x, const float *norm
         else memcpy(out + row * stride, x + row * stride, m->hidden * sizeof(float));
 }
 
-/* x += norm(y), y with its own distance between rows; without a norm x += y. */
+/* x += norm(y), or x += y if `norm` is null. */
 static void add_rows(const struct part *part, float *y, int64_t y_stride, const float *norm)
 {
     const struct model *m = part->job->model;
@@ -99,7 +99,7 @@ static void embed_rows(const struct part *part)
     }
 }
 
-/* Norm and rotate q and k of this thread's rows, which lie in `wide` with v after them. */
+/* Norm and rotate q and k of this thread's rows in `wide`, where v follows them. */
 static void turn_rows(const struct part *part, const struct layer *layer)
 {
     struct job *job = part->job;
@@ -135,9 +135,9 @@ static void attend(const struct part *part, int64_t index)
     turn_rows(part, layer);
     keep_rows(&a, job->wide + q_width, job->wide_stride, job->wide + q_width + k_width, job->wide_stride, part->from,
               part->to);
-    meet(part->team); /* a row attends to what other threads have kept */
+    meet(part->team); /* rows attend to keys that other threads stored */
     attend_pairs(&a, &part->room, part->rank, part->team->size);
-    meet(part->team); /* pairs are shared otherwise than rows */
+    meet(part->team); /* pairs are split differently from rows */
 }
 
 /* The feed-forward network of a dense layer, from h to h. */
@@ -216,7 +216,7 @@ static void step_part(void *argument, int64_t rank, struct team *team)
     free(part.rounded);
 }
 
-/* 0, or 1 where memory ran out. Positions, tokens and blocks were checked by the caller. */
+/* Returns 1 if memory ran out, else 0. The caller has checked positions, tokens and blocks. */
 int perilune_step(const struct model *m, const struct cache *caches, const struct step *step, int64_t threads)
 {
     struct job job = {.model = m, .caches = caches, .step = step};

@@ -1,8 +1,8 @@
-/* A mixture of experts: each token goes through the few experts that its router finds most probable.
+/* A mixture of experts: the experts that the router finds most probable compute each token.
  *
- * The rows of a step are grouped by expert, so that a step reads each expert's weights once. A pair is a token and
- * one of its experts. Every sum over a token's experts runs from the most probable to the least, so a token's bits
- * do not depend on its neighbours.
+ * The rows of a step are grouped by expert, so a step reads the weights of each expert once. A pair is a token and
+ * one of its experts. The sum over the experts of a token runs from the most probable to the least, so the bits of a
+ * token do not depend on its neighbours.
  */
 #pragma once
 #include <stdlib.h>
@@ -14,21 +14,21 @@ struct expert {
     struct weight gate_up, down;
 };
 
-/* One layer's routes and its rows, one for each pair, in one step. */
+/* The routes of one layer in one step, and a row for each pair. */
 struct mixture {
     int64_t experts, per_token, hidden, inner, normalised, activation;
     float *weights;  /* [rows][per_token] */
     int64_t *chosen; /* [rows][per_token] experts */
-    int64_t *place;  /* [rows][per_token] where the pair's row lies in x and in wide */
-    int64_t *end;    /* [experts] where each expert's rows end, and those of the next begin */
-    float *x, *wide; /* what an expert reads, later gives; its inner width */
+    int64_t *place;  /* [rows][per_token] row of the pair in x and in wide */
+    int64_t *end;    /* [experts] end of the rows of each expert */
+    float *x, *wide; /* input and later output of the experts; their inner activations */
     int64_t stride, wide_stride;
 };
 
-/* softmax(logits), written over the logits, then the `per_token` largest: their indices, the largest first and of
- * equal ones the lower index first, and their probabilities, made to sum to one where `normalised`.
+/* Overwrite the logits with their softmax, and choose the `per_token` largest: their indices, the largest first and
+ * the lower index first on ties, and their probabilities, scaled to sum to one if `normalised`.
  *
- * Not inlined: learning and sampling must round alike, so they run the same instructions. */
+ * Not inlined, so that learning and sampling run the same instructions and round alike. */
 static __attribute__((noinline)) void route_row(
     float *logits, int64_t experts, int64_t per_token, int64_t normalised, float *weights, int64_t *chosen)
 {
@@ -62,7 +62,7 @@ static void route_token(const struct mixture *m, int64_t row, float *logits)
     route_row(logits, m->experts, m->per_token, m->normalised, m->weights + at, m->chosen + at);
 }
 
-/* Give each pair its place, expert by expert and in the order of rows. */
+/* Assign a row to each pair, sorted by expert and then by token. */
 static void group_by_expert(struct mixture *m, int64_t rows)
 {
     int64_t pairs = rows * m->per_token, start = 0;
@@ -82,8 +82,8 @@ static void scatter_token(const struct mixture *m, int64_t row, const float *x)
         memcpy(m->x + m->place[pair] * m->stride, x, m->hidden * sizeof(float));
 }
 
-/* x = down(activation(gate(x)) * up(x)) for each expert's rows: this thread's columns of each product. Ends when all
- * threads have. */
+/* x = down(activation(gate(x)) * up(x)) for the rows of each expert; this thread computes some columns of each
+ * product. Ends with a barrier. */
 static void run_experts(
     const struct mixture *m, const struct expert *experts, int64_t rank, struct team *team, uint16_t *rounded)
 {
@@ -91,7 +91,7 @@ static void run_experts(
     for (int64_t e = 0; e < m->experts; e++) {
         int64_t start = e ? m->end[e - 1] : 0, count = m->end[e] - start;
         float *x = m->x + start * m->stride, *wide = m->wide + start * m->wide_stride;
-        share(half, 1, (rank + e) % team->size, team->size, &first, &last); /* the larger share is not always one's */
+        share(half, 1, (rank + e) % team->size, team->size, &first, &last); /* rotate who gets the larger share */
         product(x, m->stride, &experts[e].gate_up, first, last, wide, m->wide_stride, count, rounded);
         product(x, m->stride, &experts[e].gate_up, half + first, half + last, wide, m->wide_stride, count, rounded);
         for (int64_t row = 0; row < count; row++) {
@@ -109,13 +109,13 @@ static void run_experts(
     meet(team);
 }
 
-/* Not inlined: the product is rounded before it is added to others, as torch does. */
+/* Not inlined, so that the product is rounded before the addition, as in torch. */
 static __attribute__((noinline)) void scale_row(float *x, int64_t size, float factor)
 {
     for (int64_t i = 0; i < size; i += LANES) store(x + i, load(x + i) * splat(factor));
 }
 
-/* out = the sum of what a token's experts gave, each times its weight. */
+/* out = the weighted sum of the outputs of a token's experts. */
 static void combine_token(const struct mixture *m, int64_t row, float *out)
 {
     for (int64_t pair = row * m->per_token; pair < (row + 1) * m->per_token; pair++) {
@@ -127,7 +127,7 @@ static void combine_token(const struct mixture *m, int64_t row, float *out)
     }
 }
 
-/* 1 where memory ran out; `free_mixture_room` is due in any case. */
+/* Returns 1 if memory ran out. The caller must call `free_mixture_room` in any case. */
 static int make_mixture_room(struct mixture *m, int64_t rows)
 {
     int64_t pairs = rows * m->per_token;

@@ -1,13 +1,13 @@
-/* The same arithmetic as single operations, for learning and for what samples outside a step. */
+/* The arithmetic of a step as single operations, for learning and for sampling with torch. */
 #pragma once
 #include "decoder.h"
 
-/* Numbers of rows below which a second thread costs more than it brings. */
+/* Below these sizes a second thread costs more time than it saves. */
 #define ROWS_TO_SHARE 64
 #define DRAWS_TO_SHARE (1 << 16) /* logits */
 
-/* float weight[O][I], its rows `stride` apart, into panels of `kind`. For INT8 `scale`, float[panels * 32], is
- * written too: one for each output. */
+/* Pack float weight[O][I], with `stride` floats between rows, into panels of `kind`. INT8 also writes `scale`,
+ * float[panels * 32], one per output. */
 void perilune_pack(
     const float *weight, int64_t outputs, int64_t inputs, int64_t stride, int64_t kind, void *panels, float *scale)
 {
@@ -20,7 +20,7 @@ void perilune_pack(
                 top[c] = fabsf(row[k]) > top[c] ? fabsf(row[k]) : top[c];
             if (kind == INT8) scale[panel * PANEL + c] = top[c] / 127.0f;
         }
-        for (int64_t start = 0; start < inputs; start += LANES) /* a little at a time, for what is written to stay near */
+        for (int64_t start = 0; start < inputs; start += LANES) /* in small pieces, so that the written panel stays in the cache */
             for (int64_t c = 0; c < PANEL; c++) {
                 const float *row = panel * PANEL + c < outputs ? weight + (panel * PANEL + c) * stride : 0;
                 for (int64_t k = start; k < inputs && k < start + LANES; k++) {
@@ -52,7 +52,7 @@ static void linear_part(void *argument, int64_t rank, struct team *team)
             l->rounded ? l->rounded + from * l->x_stride : 0);
 }
 
-/* out[rows][O] = x[rows][I] weight^T + bias; `rounded` is room for x in bfloat16 where the weight is that. */
+/* out[rows][O] = x[rows][I] weight^T + bias; `rounded` is a buffer for x in bfloat16, for bfloat16 weights. */
 void perilune_linear(
     const float *x, int64_t rows, int64_t x_stride, const struct weight *weight, float *out, uint16_t *rounded,
     int64_t threads)
@@ -61,7 +61,7 @@ void perilune_linear(
     run_together(linear_part, &l, rows < ROWS_TO_SHARE ? 1 : threads);
 }
 
-/* One of the operations on rows below, and what it works on; not every field is every operation's. */
+/* The arguments of an operation on rows; each operation uses some of them. */
 struct rows {
     const float *a, *b, *c, *d;
     float *out, *second, *third;
@@ -104,7 +104,7 @@ void perilune_rms_norm(
     run_rows(&rows, threads);
 }
 
-/* With n = f x: dx = f (g - n mean(n g)) for g = w dy, and dw = sum over rows of n dy, one sum for each thread. */
+/* With n = f x: dx = f (g - n mean(n g)) for g = w dy, and dw = sum over rows of n dy, one sum per thread. */
 static void rms_norm_backward_part(const struct rows *r, int64_t from, int64_t to, int64_t rank)
 {
     float *sums = r->second + rank * r->modulus * r->size;
@@ -122,7 +122,7 @@ static void rms_norm_backward_part(const struct rows *r, int64_t from, int64_t t
     }
 }
 
-/* `grad_weight` has room for one weights * size for each thread, zeros at first; the first becomes the sum. */
+/* `grad_weight` is zeros[threads][weights * size]; the sum is written to its first row. */
 void perilune_rms_norm_backward(
     const float *x, int64_t count, int64_t size, const float *weight, int64_t weights, const float *factor,
     const float *grad, float *grad_x, float *grad_weight, int64_t threads)
@@ -146,7 +146,7 @@ static void rotate_part(const struct rows *r, int64_t from, int64_t to, int64_t 
         }
 }
 
-/* x[rows][heads][D] turned by cosine and sine[rows][D / 2], their rows `stride` apart; `direction` -1 turns back. */
+/* Rotate x[rows][heads][D] by cosine and sine[rows][D / 2], `stride` floats per row; `direction` -1 rotates back. */
 void perilune_rotate(
     const float *x, int64_t count, int64_t heads, int64_t size, const float *cosine, const float *sine,
     int64_t stride, float direction, float *out, int64_t threads)
@@ -212,7 +212,7 @@ static void route_part(void *argument, int64_t rank, struct team *team)
                   r->weights + row * r->per_token, r->chosen + row * r->per_token);
 }
 
-/* Of router logits[rows][experts], which are overwritten, weights[rows][per_token] and the experts they belong to. */
+/* Weights[rows][per_token] and chosen experts from router logits[rows][experts], which are overwritten. */
 void perilune_route(
     float *logits, int64_t rows, int64_t experts, int64_t per_token, int64_t normalised, float *weights,
     int64_t *chosen, int64_t threads)
@@ -241,8 +241,8 @@ static void token_logprobs_part(const struct rows *r, int64_t from, int64_t to, 
     }
 }
 
-/* log softmax(scale * logits)[token] for each row, shift and offset of its softmax in normalizers[count][2], and
- * (where given) the entropy. Minus infinity and NaN come out as such. */
+/* log softmax(scale * logits)[token] for each row, shift and offset of its softmax in normalizers[count][2], and,
+ * if `entropy` is not null, the entropy. Minus infinity and NaN are passed on. */
 void perilune_token_logprobs(
     const float *logits, int64_t count, int64_t size, const int64_t *tokens, float scale, float *out,
     float *normalizers, float *entropy, int64_t threads)
@@ -277,9 +277,8 @@ void perilune_token_logprobs_backward(
     run_rows(&rows, threads);
 }
 
-/* One token for each of `count` draws from the logits in row rows[i] (row i where `rows` is null): by uniform[i]
- * in [0, 1), or the likeliest where scales[i] is 0. Its log-prob is under the distribution it was drawn from
- * (under the unscaled one where the scale is 0). */
+/* Draw `count` tokens from the logits in row rows[i] (row i if `rows` is null) by uniform[i] in [0, 1), or the most
+ * likely token if scales[i] is 0. The log-prob is under the distribution drawn from (unscaled if the scale is 0). */
 struct draws {
     const float *logits, *scales;
     const int64_t *rows;

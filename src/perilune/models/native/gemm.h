@@ -1,19 +1,19 @@
-/* out[n, o] = sum over k of x[n, k] * weight[o, k], k from first to last in one chain of fused multiply-adds.
+/* out[n, o] = sum over k of x[n, k] * weight[o, k], as one chain of fused multiply-adds in the order of k.
  *
- * The weight lies in panels of 32 outputs, [panel][k][32], read once from front to back. A tile keeps up to 12
- * rows times 32 outputs in registers for the whole sum, so a row's bits cannot depend on the other rows, on
- * their number, or on the thread.
+ * The weight is stored in panels of 32 outputs, [panel][k][32], and read once from front to back. A tile keeps up to
+ * 12 rows times 32 outputs in registers for the whole sum, so the bits of a row do not depend on the other rows,
+ * on their number, or on the thread.
  */
 #pragma once
 #include "vector.h"
 
 #define PANEL 32
 #define TILE_ROWS 12
-#define APART 16 /* floats between rows: rows a power of two apart share few places in a cache */
+#define APART 16 /* padding floats between rows: a stride of a power of two causes cache conflicts */
 
 enum weight_kind { FLOAT32, BFLOAT16, INT8 };
 
-/* A weight as `pack_weight` made it. `scale` is per output, for INT8 only; `bias` may be null. */
+/* A weight packed by `perilune_pack`. `scale` is per output, for INT8 only; `bias` may be null. */
 struct weight {
     const void *panels;
     const float *scale;
@@ -25,7 +25,7 @@ struct weight {
 INLINE int64_t panels_of(int64_t outputs) { return (outputs + PANEL - 1) / PANEL; }
 INLINE int64_t panel_count(const struct weight *w) { return panels_of(w->outputs); }
 
-/* One row of float32 or bfloat16 panels as it was before it was packed. */
+/* One row of float32 or bfloat16 panels, unpacked. */
 static void unpack_row(const struct weight *w, int64_t row, float *out)
 {
     int64_t start = row / PANEL * w->inputs * PANEL, c = row % PANEL;
@@ -66,7 +66,7 @@ INLINE void tile_int8(tile acc, const float *x, int64_t stride, const int8_t *pa
     }
 }
 
-/* Panels of bfloat16 hold pairs, [panel][k / 2][32][2]; x holds rounded pairs too. */
+/* Panels of bfloat16 hold pairs, [panel][k / 2][32][2]; x holds rounded pairs. */
 INLINE void tile_bfloat16(
     tile acc, const uint16_t *x, int64_t stride, const uint16_t *panel, int64_t inputs, const int rows)
 {
@@ -159,7 +159,7 @@ INLINE void product_tile(
     product_tile(from, x_stride, w, panel, to, out_stride, ROWS, KIND); \
     break
 
-/* All rows of x times panels [first, last), in chunks of rows that stay in the nearest caches. */
+/* All rows of x times panels [first, last), in chunks of rows that fit the L2 cache. */
 #define DEFINE_PRODUCT(NAME, TYPE, KIND)                                                                 \
     static __attribute__((noinline)) void NAME(const TYPE *x, int64_t x_stride, const struct weight *w,  \
         int64_t first, int64_t last, float *out, int64_t out_stride, int64_t count)                      \
@@ -183,7 +183,7 @@ DEFINE_PRODUCT(product_float32, float, FLOAT32)
 DEFINE_PRODUCT(product_int8, float, INT8)
 DEFINE_PRODUCT(product_bfloat16, uint16_t, BFLOAT16)
 
-/* out = x w^T for panels [first, last). `rounded` is room for x in bfloat16, used where the weight is. */
+/* out = x w^T for panels [first, last). `rounded` is a buffer for x in bfloat16, for bfloat16 weights. */
 static void product(
     const float *x, int64_t x_stride, const struct weight *w, int64_t first, int64_t last, float *out,
     int64_t out_stride, int64_t count, uint16_t *rounded)

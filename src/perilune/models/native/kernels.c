@@ -1,4 +1,4 @@
-/* Everything in one unit, so that the compiler sees through all of it. */
+/* One compilation unit, so that the compiler can inline across all files. */
 #include "decoder.h"
 #include "exports.h"
 #include "packed.h"

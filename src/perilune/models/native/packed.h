@@ -7,14 +7,14 @@
 #include "attention.h"
 #include "threads.h"
 
-/* Rows of q, k, v and of their gradients are so many floats apart; what is written is contiguous. */
+/* Strides are in floats between rows of q, k, v and their gradients. Outputs are contiguous. */
 struct packed {
     const float *q, *k, *v;
     int64_t q_stride, k_stride, v_stride, heads, kv_heads, size, window, sequences;
     const int64_t *starts, *lengths, *prefix_starts, *prefixes;
     float scale, *out, *log_total;
-    /* Backward: gradients of q, k and v (those of k and v start at zero) from that of out. Families are runs of
-     * sequences that share a prefix, and one thread's work: sums into the prefix then have one order. */
+    /* Backward: gradients of q, k and v (zero-initialised for k and v) from that of out. A family is a run of
+     * sequences that share a prefix. One thread computes a whole family, so sums into the prefix have one order. */
     const float *grad_out;
     float *grad_q, *grad_k, *grad_v;
     const int64_t *family; /* [families + 1], bounds in the sequences */
@@ -23,7 +23,7 @@ struct packed {
     atomic_long next;
 };
 
-/* Keys and values of one sequence and head, as columns [block][D][16] and rows [token][D]; padding is zero. */
+/* Keys and values of one sequence and head as columns [block][D][16] and rows [token][D], padded with zeros. */
 struct gathered {
     float *key_columns, *value_columns, *key_rows, *value_rows, *scores, *grads, *grad_keys, *grad_values;
     const void **pointers; /* to the blocks of key columns, value rows, value columns, key rows */
@@ -140,7 +140,7 @@ INLINE void add_outer(
 }
 
 /* p = exp(s - log_total); dv += p do; dp = do v; ds = p (dp - do.out) scale; dq = ds k; dk += ds q
- * (Dao, "FlashAttention-2", 2023, algorithm 2, without its tiling over queries). */
+ * (Dao, "FlashAttention-2", 2023, algorithm 2, without tiling over queries). */
 INLINE void backward_of_query(
     const struct packed *p, struct gathered *g, int64_t row, int64_t first, int64_t position, const int heads)
 {

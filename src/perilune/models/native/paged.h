@@ -1,17 +1,17 @@
-/* The paged cache: keeping keys and values in it, and attention over it. */
+/* The paged KV cache: storing keys and values, and attention over them. */
 #pragma once
 #include <stdlib.h>
 #include "attention.h"
 #include "threads.h"
 
-/* Of one layer. */
+/* The cache of one layer. */
 struct cache {
     void *keys, *values; /* [blocks][KV][D][16] and [blocks][KV][16][D] */
     float *key_scales, *value_scales; /* [blocks][KV][16], int8 only */
     int64_t kind, table;
 };
 
-/* Tokens of one step: row r stands at positions[r] of sequence[r], whose blocks a row of `tables` names. */
+/* The tokens of one step. Row r is at positions[r] of sequence[r], and `tables` has the blocks of each sequence. */
 struct step {
     int64_t rows, sequences, tables_stride, logit_count;
     const int64_t *tokens, *positions, *logit_rows;
@@ -25,7 +25,7 @@ INLINE int64_t block_of(const struct step *step, int64_t table, int64_t row, int
     return step->tables[(table * step->sequences + step->sequence[row]) * step->tables_stride + position / BLOCK];
 }
 
-/* Keep one key and value, float[D] each, of one head in their block. */
+/* Store one key and value, float[D] each, of one head in their block. */
 static void keep(const struct cache *cache, int64_t place, int64_t size, int64_t at, const float *k, const float *v)
 {
     int64_t start = place * size * BLOCK;
@@ -62,7 +62,7 @@ struct attention {
     float scale;
 };
 
-/* What a thread needs for it, for sequences of up to `longest` positions, a multiple of 16. */
+/* Buffers of one thread for sequences of up to `longest` positions, a multiple of 16. */
 struct attention_room {
     float *scores;
     const void **pointers;
@@ -80,7 +80,7 @@ static int make_attention_room(struct attention_room *room, int64_t longest)
 {
     room->longest = longest;
     room->scores = malloc(MOST_HEADS * longest * sizeof(float));
-    room->pointers = malloc(2 * 4 * longest / BLOCK * sizeof(void *)); /* of two pairs */
+    room->pointers = malloc(2 * 4 * longest / BLOCK * sizeof(void *)); /* for two pairs */
     return !room->scores || !room->pointers;
 }
 
@@ -109,7 +109,7 @@ DEFINE_ATTEND(attend_float32, CACHE_FLOAT32)
 DEFINE_ATTEND(attend_bfloat16, CACHE_BFLOAT16)
 DEFINE_ATTEND(attend_int8, CACHE_INT8)
 
-/* Where the keys and values of one (row, key-value head) pair lie. */
+/* The blocks of one (row, key-value head) pair. */
 struct pair {
     struct blocks blocks;
     int64_t row, head, position, start;
@@ -148,7 +148,7 @@ static void attend_pairs(const struct attention *a, const struct attention_room 
         if (index + 1 < to) {
             find_pair(a, room, index + 1, (index - from + 1) % 2, next);
             pair->blocks.ahead = next->blocks.keys;
-            /* before `start` its pointers are not set */
+            /* pointers before `start` are not set */
             pair->blocks.ahead_end = next->start ? 0 : next->position / BLOCK + 1;
         }
         for (int64_t done = 0; done < group; done += MOST_HEADS) {
@@ -164,7 +164,7 @@ static void attend_pairs(const struct attention *a, const struct attention_room 
     }
 }
 
-/* Keep k and v, float[rows][KV * D] each, of rows [from, to). */
+/* Store k and v, float[rows][KV * D] each, of rows [from, to). */
 static void keep_rows(
     const struct attention *a, const float *k, int64_t k_stride, const float *v, int64_t v_stride, int64_t from,
     int64_t to)
@@ -178,7 +178,7 @@ static void keep_rows(
     }
 }
 
-/* The same for a decoder that is computed elsewhere, layer by layer: keep k and v, then attend. */
+/* Store k and v, then attend: one layer of a decoder that torch computes. */
 struct attention_call {
     struct attention attention;
     const float *k, *v;
@@ -195,7 +195,7 @@ static void attention_part(void *argument, int64_t rank, struct team *team)
     if (make_attention_room(&room, longest_of(a->step))) atomic_store(&call->failed, 1);
     share(a->step->rows, 1, rank, team->size, &from, &to);
     keep_rows(a, call->k, call->k_stride, call->v, call->v_stride, from, to);
-    meet(team); /* a row attends to what other threads have kept */
+    meet(team); /* rows attend to keys that other threads stored */
     if (!atomic_load(&call->failed)) attend_pairs(a, &room, rank, team->size);
     free_attention_room(&room);
 }

@@ -1,4 +1,4 @@
-/* What is done to each row by itself: norms, rotation, gates, probabilities. */
+/* Operations on single rows: norms, rotation, gates, probabilities. */
 #pragma once
 #include "vector.h"
 
@@ -22,7 +22,7 @@ INLINE float rms_norm_row(const float *x, const float *weight, int64_t size, flo
 }
 
 /* Rotary embedding of one head: (a, b) becomes (a cos - b sin, b cos + a sin), a and b the halves of `half`
- * elements. Direction -1 turns back. `out` may be `x`. */
+ * elements. Direction -1 rotates back. `out` may be `x`. */
 INLINE void rotate_row(
     const float *x, const float *cosine, const float *sine, int64_t half, float direction, float *out)
 {
@@ -54,8 +54,8 @@ INLINE void gate_row(float *gate, const float *up, int64_t count, int64_t activa
 
 /* The distribution softmax(scale * x) of one row: log p(x) = (x - shift) * scale - offset.
  *
- * The largest logit is subtracted before scaling. The other way round, a scale of 1e6 (temperature 1e-6) multiplies
- * the rounding errors of large logits to whole nats. At scale 1 the log of the sum is part of the shift instead. */
+ * The largest logit is subtracted before scaling. In the other order, a scale of 1e6 (temperature 1e-6) would turn
+ * the rounding errors of large logits into whole nats. At scale 1 the shift includes the log of the sum. */
 struct softmax {
     float shift, scale, offset;
 };
@@ -80,16 +80,16 @@ INLINE struct softmax softmax_of(const float *x, int64_t size, float scale)
 
 INLINE v16 scaled(v16 x, struct softmax s) { return (x - splat(s.shift)) * splat(s.scale); }
 
-/* The log-prob of one logit. `volatile` keeps the compiler from fusing product and difference in some callers only:
- * sampling, scoring and learning must agree in every bit. */
+/* The log-prob of one logit. `volatile` prevents the compiler from fusing product and difference in only some of the
+ * callers: sampling, scoring and learning must agree bit for bit. */
 INLINE float log_probability(float x, struct softmax s)
 {
     volatile float product = (x - s.shift) * s.scale;
     return product - s.offset;
 }
 
-/* The token whose share of the cumulative distribution holds `uniform` in [0, 1); never one of weight zero.
- * Sums in double, 256 tokens at a time, so that it costs little more than one pass. */
+/* The token whose interval of the cumulative distribution contains `uniform` in [0, 1); its weight is never zero.
+ * Sums are double. Partial sums of 256 tokens make the search little more expensive than one pass. */
 #define STRIDE 256
 INLINE int64_t invert_cumulative(const float *logits, int64_t size, struct softmax of, double uniform, double *sums)
 {
@@ -121,5 +121,5 @@ INLINE int64_t invert_cumulative(const float *logits, int64_t size, struct softm
             if (reached > threshold) return last;
         }
     }
-    return last; /* rounding at the very end: the last token that has any weight in this stride */
+    return last; /* rounding at the end: the last token with a positive weight in this stride */
 }

@@ -1,4 +1,4 @@
-/* A few threads that work on one thing together, and wait for each other between its parts. */
+/* A pool of threads that run one function together and meet at barriers. */
 #pragma once
 #include <pthread.h>
 #include <sched.h>
@@ -7,7 +7,7 @@
 #include <unistd.h>
 
 #define MOST_THREADS 64
-#define SPINS 2000 /* some microseconds of looking before a thread goes to sleep or gives way */
+#define SPINS 2000 /* a few microseconds of busy waiting before a thread sleeps or yields */
 
 struct team {
     int64_t size;
@@ -19,7 +19,7 @@ typedef void work(void *argument, int64_t rank, struct team *team);
 static struct {
     pthread_mutex_t lock;
     pthread_cond_t wake, done;
-    int64_t started, busy; /* threads that exist; threads that still work */
+    int64_t started, busy; /* threads that exist; threads still running the function */
     atomic_long turn;
     work *function;
     void *argument;
@@ -36,7 +36,7 @@ static inline void relax(void)
 #endif
 }
 
-/* Wait until every thread of the team is here. */
+/* Barrier: wait for all threads of the team. */
 static void meet(struct team *team)
 {
     if (team->size == 1) return;
@@ -55,7 +55,7 @@ static void meet(struct team *team)
 static void *worker(void *rank_pointer)
 {
     int64_t rank = (int64_t)(intptr_t)rank_pointer;
-    long seen = 0; /* the turn it was made for is always a later one */
+    long seen = 0; /* the first turn of this thread is always a later one */
     for (;;) {
         for (int spin = 0; spin < SPINS && atomic_load(&pool.turn) == seen; spin++) relax();
         pthread_mutex_lock(&pool.lock);
@@ -72,7 +72,7 @@ static void *worker(void *rank_pointer)
     return 0;
 }
 
-/* Run `function` as `size` threads, this one among them, and return when all have. */
+/* Run `function` on `size` threads, including this one, and return when all have finished. */
 static void run_together(work *function, void *argument, int64_t size)
 {
     if (size <= 1) {
@@ -83,7 +83,7 @@ static void run_together(work *function, void *argument, int64_t size)
     if (size > MOST_THREADS) size = MOST_THREADS;
     pthread_mutex_lock(&one_at_a_time);
     pthread_mutex_lock(&pool.lock);
-    if (pool.process != getpid()) { /* a fork takes no threads along */
+    if (pool.process != getpid()) { /* a forked process has none of the threads */
         pool.process = getpid();
         pool.started = 1;
         atomic_store(&pool.turn, 0);
@@ -111,7 +111,7 @@ static void run_together(work *function, void *argument, int64_t size)
     pthread_mutex_unlock(&one_at_a_time);
 }
 
-/* The part [from, to) of `count` things that is this rank's, in whole multiples of `step`. */
+/* The range [from, to) of `count` items for this rank, in multiples of `step`. */
 static inline void share(int64_t count, int64_t step, int64_t rank, int64_t size, int64_t *from, int64_t *to)
 {
     int64_t steps = (count + step - 1) / step;

@@ -1,8 +1,8 @@
-/* Sixteen floats at a time, and the functions of them that the library's versions round differently by place.
+/* Vectors of sixteen floats, and functions on them whose library versions round differently by position.
  *
- * GCC's and Clang's vector extensions compile to whatever the processor has: one AVX-512 register, two of AVX2,
- * four of NEON. Sums always run in sixteen lanes and are joined by one fixed tree, so that a number depends on
- * the data alone and never on where in a batch, or on which processor width, it was computed.
+ * The vector extensions of GCC and Clang compile to one AVX-512 register, two of AVX2 or four of NEON. Sums always
+ * use sixteen lanes and one fixed reduction tree, so a result depends only on the data, not on the position in a
+ * batch or the width of the processor's registers.
  */
 #pragma once
 #include <math.h>
@@ -61,7 +61,7 @@ INLINE uint16_t narrow(float x)
 
 INLINE v16 widen_bytes(const int8_t *p)
 {
-#ifdef __AVX512F__ /* compilers take the general form apart, byte by byte */
+#ifdef __AVX512F__ /* compilers convert the general form byte by byte */
     return (v16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
 #else
     return __builtin_convertvector(*(const i8_quarter *)p, v16);
@@ -93,9 +93,9 @@ INLINE float maximum(v16 x)
     return x[0];
 }
 
-/* exp(x) within 2 units in the last place; 0 below -87.3, where float32 loses its normal numbers, and at most
- * exp(88). x = n ln 2 + r, exp(r) by the Taylor polynomial of degree 6 (|r| <= 0.35), 2^n put into the exponent.
- * NaN stays NaN. */
+/* exp(x) within 2 units in the last place; 0 below -87.3, where float32 becomes subnormal, and at most exp(88).
+ * x = n ln 2 + r: exp(r) is the Taylor polynomial of degree 6 (|r| <= 0.35), and 2^n sets the exponent. NaN stays
+ * NaN. */
 INLINE v16 exponential(v16 x)
 {
     v16 bounded = pick(x > splat(88.0f), splat(88.0f), x);

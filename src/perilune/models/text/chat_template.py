@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from perilune.errors import RequestError
-from perilune.sandbox.channel import BrokenChannelError, Channel
+from perilune.sandbox.channel import BrokenChannelError, Channel, KilledError
+
+T = TypeVar("T")
 
 _START_SECONDS = 60.0  # to import Jinja and compile the template
-_RENDER_SECONDS = 5.0  # for one text, on the clock and the processor
-_ANSWER_BYTES = 64 << 20  # the longest text, each character written as \uXXXX\uXXXX
-_SENT_TOGETHER = 64  # requests that wait in the pipe
+_RENDER_SECONDS = 5.0  # wall-clock and processor time for one text
+_ANSWER_BYTES = 64 << 20  # the longest text with each character escaped as \uXXXX\uXXXX
+_SENT_TOGETHER = 64  # requests in the pipe at a time
 
 
 class ChatTemplate:
@@ -27,7 +29,7 @@ class ChatTemplate:
 
     Args:
         source: the template's text.
-        where: the file it came from, for messages.
+        where: the file of the template, for errors.
 
     Raises:
         RequestError: when it is not valid Jinja, with file and line.
@@ -40,9 +42,9 @@ class ChatTemplate:
             self._process = _processes.setdefault(source, _TemplateProcess(source))
         try:
             self._process.start()
-        except _TemplateRefusedError as refused:
-            line = f":{refused.line}" if refused.line else ""
-            raise RequestError(f"chat template does not parse: {refused}", where=f"{where}{line}") from None
+        except (_TemplateRefusedError, BrokenChannelError) as error:
+            line = f":{error.line}" if isinstance(error, _TemplateRefusedError) and error.line else ""
+            raise RequestError(f"chat template does not parse: {error}", where=f"{where}{line}") from None
 
     def render(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
         """Render `messages` ({"role", "content", ...} each); `variables` are the template's other inputs.
@@ -53,11 +55,11 @@ class ChatTemplate:
         return self.render_all([{**variables, "messages": messages}])[0]
 
     def render_all(self, inputs: Sequence[Mapping[str, Any]]) -> list[str]:
-        """One text for each set of inputs, `messages` among them; inputs are what JSON can hold.
+        """One text for each set of inputs, which include `messages` and must be JSON values.
 
         Raises:
-            RequestError: when the template refuses the messages, fails, leaves Jinja's sandbox, or takes too
-                much time or memory.
+            RequestError: when the template refuses the messages, fails, tries to leave Jinja's sandbox, or
+                takes too much time or memory.
         """
         try:
             return self._process.render(
@@ -71,7 +73,7 @@ class ChatTemplate:
             ) from None
 
     def interrupt(self) -> None:
-        """End a render that is in progress in another thread; it fails there."""
+        """Stop a render that is in progress in another thread; the render fails."""
         self._process.interrupt()
 
 
@@ -84,40 +86,59 @@ class _TemplateRefusedError(Exception):
 
 
 class _TemplateProcess:
-    """The process that renders one template, one request at a time; replaced when it breaks."""
+    """The child process of one template. It renders one request at a time, and is replaced when it dies."""
 
     def __init__(self, source: str) -> None:
         self._source = source
         self._lock = threading.Lock()
         self._channel: Channel | None = None
+        self._interrupted = False
 
     def start(self) -> None:
-        """Compile the template, unless that has been done.
+        """Start the process and compile the template, unless that is done.
 
         Raises:
-            _TemplateRefusedError: when it cannot be compiled.
+            _TemplateRefusedError, BrokenChannelError: when the template cannot be compiled.
         """
         with self._lock:
-            self._started()
+            self._retried(self._started)
 
     def render(self, inputs: Sequence[Mapping[str, Any]]) -> list[str]:
-        """One text for each of `inputs`."""
-        texts: list[str] = []
+        """One text for each of `inputs`.
+
+        Raises:
+            _TemplateRefusedError, BrokenChannelError: when the template cannot render the inputs.
+        """
         with self._lock:
-            try:
-                while len(texts) < len(inputs):
-                    texts += self._exchange(inputs[len(texts) : len(texts) + _SENT_TOGETHER])
-            except _TemplateRefusedError:
-                raise
-            except BaseException:  # answers may still be under way
-                self._close()
-                raise
-        return texts
+            return self._retried(lambda: self._render(inputs))
 
     def interrupt(self) -> None:
-        """Kill the process, from another thread than the one that waits for it."""
+        """Kill the process while another thread waits for it."""
+        self._interrupted = True
         if (channel := self._channel) is not None:
             channel.kill()
+
+    def _retried(self, action: Callable[[], T]) -> T:
+        """Run `action`, and again if a signal from outside, such as the OOM killer's, killed the process."""
+        self._interrupted = False
+        try:
+            return action()
+        except KilledError:
+            if self._interrupted:
+                raise
+            return action()
+
+    def _render(self, inputs: Sequence[Mapping[str, Any]]) -> list[str]:
+        texts: list[str] = []
+        try:
+            while len(texts) < len(inputs):
+                texts += self._exchange(inputs[len(texts) : len(texts) + _SENT_TOGETHER])
+        except _TemplateRefusedError:
+            raise
+        except BaseException:  # answers may still be in the pipe
+            self._close()
+            raise
+        return texts
 
     def _exchange(self, inputs: Sequence[Mapping[str, Any]]) -> list[str]:
         channel = self._started()
@@ -136,9 +157,9 @@ class _TemplateProcess:
             channel.send({"source": self._source, "seconds": _RENDER_SECONDS})
             try:
                 answer = channel.receive(_START_SECONDS)
-            except BrokenChannelError as broken:
+            except BrokenChannelError:
                 self._close()
-                raise _TemplateRefusedError(str(broken)) from None
+                raise
             if "refused" in answer:
                 self._close()
                 raise _TemplateRefusedError(str(answer["refused"]), answer.get("line"))
@@ -150,6 +171,6 @@ class _TemplateProcess:
             self._channel = None
 
 
-# Equal templates share one process, however often a checkpoint is loaded.
+# Equal templates share one process.
 _processes: weakref.WeakValueDictionary[str, _TemplateProcess] = weakref.WeakValueDictionary()
 _starting = threading.Lock()

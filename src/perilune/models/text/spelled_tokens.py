@@ -1,8 +1,8 @@
-"""Control tokens that a message spells out: they pass through the chat template and stay text.
+"""Keeps control tokens that a message spells out as plain text when a chat template renders it.
 
-A template writes control tokens as text (`<|im_start|>`), and a message may hold the same text. After
-rendering the two look alike. So each control token that a message spells out is replaced by a rare ideograph
-that appears in no message. After rendering the ideograph marks where to encode plain text.
+A template writes control tokens as text (`<|im_start|>`), and a message may contain the same text. After
+rendering, the two look alike. So before rendering, each control token in a message is replaced by a rare
+ideograph that no message contains. After rendering, the ideograph marks where to encode plain text.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import tokenizers
 
 from perilune.errors import RequestError
 
-# Characters of one class that every filter of Jinja leaves as they are: no case, no space, printable.
+# Characters that every Jinja filter leaves unchanged: no case, no space, printable.
 _IDEOGRAPHS = range(0x20000, 0x2A6E0)
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """What a chat template wrote.
+    """The output of a chat template.
 
     Attributes:
-        text: with an ideograph for each control token that a message spelled out.
-        spelled: what those ideographs stand for.
+        text: the output, with an ideograph for each control token that a message spelled out.
+        spelled: the control token of each ideograph.
     """
 
     text: str
     spelled: Mapping[str, str] = field(default_factory=dict)
 
     def with_text(self, text: str) -> Rendered:
-        """A part of it."""
+        """A copy with `text`, which is a part of this text."""
         return replace(self, text=text)
 
     def pieces(self) -> list[str]:
-        """The text in pieces: what the template wrote at even places, spelled control tokens at odd ones."""
+        """The text in pieces: template output at even indices, spelled-out control tokens at odd ones."""
         if not self.spelled:
             return [self.text]
         parts = re.split(f"([{''.join(self.spelled)}])", self.text)
@@ -45,37 +45,37 @@ class Rendered:
 
 
 class SpelledTokens:
-    """Finds the control tokens of one tokenizer in what others say."""
+    """Finds the control tokens of one tokenizer in messages."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         names = []
         for token in backend.get_added_tokens_decoder().values():
             if token.special and token.content:
-                # The tokenizer finds a normalized token in normalized text, which may be in lower case.
+                # A normalized token also matches normalized text, which may be lower case.
                 name = re.escape(token.content)
                 names.append(f"(?i:{name})" if token.normalized else name)
-        # Longer names first: one may begin with another.
+        # Longer names first, because a name may be a prefix of another.
         self._pattern = re.compile("|".join(sorted(names, key=len, reverse=True)) or r"(?!)")
 
     def hide(self, inputs: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, str]]:
-        """`inputs` of a template with the control tokens in them replaced, and what stands for which.
+        """Template inputs with their control tokens replaced, and the control token of each ideograph.
 
         Raises:
-            RequestError: when there are more different ones than ideographs.
+            RequestError: when there are more different control tokens than ideographs.
         """
-        found: list[str] = []
+        spelled: list[str] = []
         characters: set[str] = set()
 
-        def look(text: str) -> str:
-            found.extend(self._pattern.findall(text))
+        def collect(text: str) -> str:
+            spelled.extend(self._pattern.findall(text))
             characters.update(text)
             return text
 
-        _map_texts(inputs, look)
-        if not found:
+        _map_texts(inputs, collect)
+        if not spelled:
             return inputs, {}
         free = (chr(code) for code in _IDEOGRAPHS if chr(code) not in characters)
-        names = dict.fromkeys(found)
+        names = dict.fromkeys(spelled)
         stand_ins = dict(zip(names, free, strict=False))
         if len(stand_ins) < len(names):
             raise RequestError(f"the messages spell out {len(names):,} different control tokens")
@@ -84,7 +84,7 @@ class SpelledTokens:
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """`value` with every text in it changed, the names of mappings too."""
+    """`value` with `change` applied to every text in it, including keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):

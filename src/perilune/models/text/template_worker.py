@@ -1,12 +1,12 @@
-"""Inside the template process: compiles one chat template and renders it, a line of JSON at a time.
+"""The child process that compiles one chat template and renders it. It reads and writes lines of JSON.
 
-The process confines itself before it looks at the template, because Jinja runs parts of a template while it
-compiles it. The first request is {"source", "seconds"} and is answered by {"ready"} or {"refused"}. Each
-further request holds the template's inputs and is answered by {"text"} or {"failure"}.
+The process confines itself before it reads the template, because Jinja runs parts of a template during
+compilation. The answer to the first request, {"source", "seconds"}, is {"ready"} or {"refused"}. Each further
+request holds the inputs of the template, and its answer is {"text"} or {"failure"}.
 
 Whitespace rules, `raise_exception`, `tojson` and `{% generation %}` follow Hugging Face transformers, so that
-a template gives the same text in both. `strftime_now` is not defined: a prompt that depends on the day cannot
-be reproduced, and templates that ask for it have a fixed date to fall back on.
+a template gives the same text in both. `strftime_now` is not defined: a prompt that depends on the date
+cannot be reproduced, and templates that use it fall back to a fixed date.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 import jinja2
-import jinja2.debug  # Jinja imports it at the first error, when no file can be read any more
+import jinja2.debug  # Jinja imports it at the first error, when the process can no longer read files
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -32,13 +32,13 @@ from perilune.sandbox.limits import allow_cpu, lower
 from perilune.sandbox.own_root import library_folders
 from perilune.sandbox.seccomp import call_filter
 
-MEMORY_BYTES = 256 << 20  # address space beyond what Python and Jinja take
-MOST_CHARACTERS = 4 << 20  # of one rendered text
+MEMORY_BYTES = 256 << 20  # address space besides that of Python and Jinja
+MOST_CHARACTERS = 4 << 20  # in one rendered text
 _LONGEST_REASON = 500
 
 
 def main() -> None:
-    """Serve until standard input ends."""
+    """Serve requests until standard input ends."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     opening = json.loads(sys.stdin.buffer.readline())
@@ -76,7 +76,7 @@ def _answer(answers: BinaryIO, document: Mapping[str, Any]) -> None:
 
 
 def _confine() -> None:
-    """Give up files, processes, sockets, privileges and most memory, for good."""
+    """Irreversibly give up files, processes, sockets, privileges and most memory."""
     lower(resource.RLIMIT_CORE, 0)
     lower(resource.RLIMIT_FSIZE, 0)
     lower(resource.RLIMIT_NOFILE, 16)
@@ -101,12 +101,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}` marks assistant text for masks; here it is its contents."""
+    """Renders the contents of `{% generation %}...{% endgeneration %}`, which marks assistant text."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Replace the block by what it encloses."""
+        """Replace the block by its contents."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -118,7 +118,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes <, > and & for HTML, which would change what the model reads.
+    # Jinja's own filter escapes <, > and & for HTML, which would change the prompt.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,14 +1,15 @@
-"""The bytes that each token stands for, which a grammar over text needs and no tokenizer library tells.
+"""The bytes of each token, which the `tokenizers` library does not report.
 
-Three kinds of vocabulary are understood, told apart by the decoder in tokenizer.json:
+The decoder in tokenizer.json distinguishes three kinds of vocabulary:
 
 * byte-level BPE (GPT-2, Qwen, Llama 3): each character of a token stands for one byte;
 * sentencepiece (Llama 2, Mistral, Gemma): "▁" stands for a space, and `<0x0A>` for a byte;
-* tokens that are the text itself, joined without anything between (our character tokenizer).
+* plain text, joined without separators (the character tokenizer).
 """
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -20,14 +21,14 @@ import tokenizers
 from perilune.errors import RequestError
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_EDGES = ("Fuse", "Strip")  # what joins tokens, or trims only the whole text
+_EDGES = ("Fuse", "Strip")  # decoders that join tokens or trim the whole text
 
 
 def token_bytes(backend: tokenizers.Tokenizer, *, where: str = "tokenizer") -> list[bytes | None]:
-    """Bytes of every token by id; None for control tokens, unknown tokens and holes: they are no text.
+    """Bytes of every token by id; None for control tokens, the unknown token and unused ids.
 
     Raises:
-        RequestError: when the tokenizer joins tokens in a way that gives one of them no bytes of its own.
+        RequestError: when the text of a token depends on its neighbours.
     """
     description = json.loads(backend.to_str())
     to_bytes = _reader(description.get("decoder"), where)
@@ -44,7 +45,7 @@ def token_bytes(backend: tokenizers.Tokenizer, *, where: str = "tokenizer") -> l
 
 
 def _reader(decoder: Mapping[str, Any] | None, where: str) -> Callable[[str], bytes]:
-    """The function from a token's spelling to its bytes that `decoder` describes."""
+    """The function from a token to its bytes, for the decoder in tokenizer.json."""
     steps = [] if decoder is None else decoder.get("decoders", [decoder])
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds:
@@ -58,23 +59,23 @@ def _reader(decoder: Mapping[str, Any] | None, where: str) -> Callable[[str], by
         elif step["type"] not in (*_EDGES, "ByteFallback"):
             raise _unknown(step["type"], where)
     if not replaced and not kinds & {"Fuse", "ByteFallback"}:
-        raise _unknown(None, where)  # without a decoder, tokens are joined with spaces
+        raise _unknown(None, where)  # without a decoder, spaces join the tokens
 
-    def spelled(token: str) -> bytes:
+    def to_bytes(token: str) -> bytes:
         byte = BYTE_TOKEN.fullmatch(token) if "ByteFallback" in kinds else None
         if byte:
             return bytes([int(byte[1], 16)])
         return reduce(lambda text, pair: text.replace(*pair), replaced, token).encode()
 
-    return spelled
+    return to_bytes
 
 
 def _unknown(kind: str | None, where: str) -> RequestError:
-    found = f"a decoder of type {kind}" if kind else "no decoder"
+    decoder = f"a decoder of type {kind}" if kind else "no decoder"
     return RequestError(
-        f"the tokenizer has {found}, so that the text of a token depends on its neighbours",
+        f"the tokenizer has {decoder}, so the text of a token depends on its neighbours",
         where=where,
-        remedy="use a byte-level, sentencepiece or character tokenizer where output is constrained",
+        remedy="use a byte-level, sentencepiece or character tokenizer for constrained output",
     )
 
 
@@ -84,7 +85,7 @@ def byte_level(token: str) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, bytes]:
-    """GPT-2's alphabet: printable bytes are written as themselves, the others as characters from 256 on."""
+    """GPT-2's alphabet: printable bytes stand for themselves, the others are characters from 256 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)}
     others = (byte for byte in range(256) if byte not in printable)
     shifted = {chr(256 + place): bytes([byte]) for place, byte in enumerate(others)}
@@ -92,3 +93,45 @@ def _byte_alphabet() -> dict[str, bytes]:
 
 
 _BYTE_OF = _byte_alphabet()
+
+
+class Boundaries:
+    """Positions between tokens where no later token changes the text so far.
+
+    A character may be split over several tokens. Incomplete characters depend on the kind of vocabulary:
+
+    * byte-level: the bytes of all tokens are decoded together. A boundary is where no character is
+      incomplete.
+    * byte fallback: a run of byte tokens such as `<0xE4>` becomes text only if the whole run is UTF-8, and
+      one replacement character per byte otherwise. A boundary is where the run has ended.
+    * others: every token ends at a boundary.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        decoder = {} if backend.decoder is None else json.loads(backend.decoder.__getstate__())
+        kinds = {step["type"] for step in decoder.get("decoders", [decoder]) if step}
+        self._backend = backend
+        self._byte_level, self._byte_fallback = "ByteLevel" in kinds, "ByteFallback" in kinds
+        self._special = {
+            index for index, token in backend.get_added_tokens_decoder().items() if token.special
+        }
+
+    def is_text(self, token_id: int) -> bool:
+        """Whether a token is text. Control tokens and unused ids are not."""
+        return token_id not in self._special and self._backend.id_to_token(token_id) is not None
+
+    def open_bytes(self, before: bytes, token_id: int) -> bytes:
+        """The bytes after the last boundary; empty when the text ends at a boundary.
+
+        Args:
+            before: the result for the previous token.
+            token_id: a token for which `is_text` is true.
+        """
+        token: str = self._backend.id_to_token(token_id) or ""
+        if self._byte_level:
+            data = before + byte_level(token)
+            _, finished = codecs.utf_8_decode(data, "replace", False)
+            return data[finished:]
+        if self._byte_fallback and (byte := BYTE_TOKEN.fullmatch(token)):
+            return before + bytes([int(byte[1], 16)])
+        return b""

@@ -1,9 +1,8 @@
-"""Text to token ids and back, from the files of a Hugging Face folder.
+"""Converts text to token ids and back with the tokenizer of a Hugging Face folder.
 
-The work is done by the `tokenizers` library; what is added here is the folder's convention
-(tokenizer.json, tokenizer_config.json, chat_template.jinja), prompts, completions, and the rule that
-text is only text: an `<eos>` spelled out in a question or in a model's answer is those five characters,
-and never the token that ends a sequence.
+The `tokenizers` library does the encoding. This module adds the files of the folder (tokenizer.json,
+tokenizer_config.json, chat_template.jinja), prompts and completions. It treats text as text: an `<eos>`
+spelled out in a question or an answer is five characters, not the token that ends a sequence.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from perilune.errors import RequestError
 from perilune.files import read_json, read_regular, write_atomic, write_json
 from perilune.models.checkpoints.folder import CheckpointFolder
-from perilune.models.text.boundaries import Boundaries
 from perilune.models.text.chat_template import ChatTemplate
 from perilune.models.text.spelled_tokens import Rendered, SpelledTokens
-from perilune.models.text.token_bytes import token_bytes
+from perilune.models.text.token_bytes import Boundaries, token_bytes
 
 PRINTABLE_ASCII = "\n" + "".join(chr(code) for code in range(32, 127))
 
@@ -33,14 +31,14 @@ class Tokenizer:
     """A tokenizer with its special tokens and chat template.
 
     Args:
-        backend: the `tokenizers.Tokenizer` that does the work.
-        config: the contents of tokenizer_config.json; `eos_token` is required, `pad_token`, `bos_token`,
-            `add_bos_token` and `chat_template` are used when present, the rest is kept for `save`.
-        chat_template: text of chat_template.jinja, which takes precedence over the config's.
-        where: file to name in messages.
+        backend: the `tokenizers.Tokenizer`.
+        config: the contents of tokenizer_config.json. `eos_token` is required; `pad_token`, `bos_token`,
+            `add_bos_token` and `chat_template` are optional; `save` writes all other keys back.
+        chat_template: the text of chat_template.jinja, which takes precedence over the config's.
+        where: file to name in errors.
 
     Attributes:
-        eos_token_id: ends a completion. A model may stop on further ids (its generation_config.json).
+        eos_token_id: ends a completion. A model may stop at other ids too (its generation_config.json).
         pad_token_id, bos_token_id: None when the tokenizer has none.
         vocab_size: one more than the largest id.
 
@@ -56,10 +54,10 @@ class Tokenizer:
         chat_template: str | None = None,
         where: str = "tokenizer",
     ) -> None:
-        # A saved tokenizer may pad and cut every batch it sees; token ids here are exact.
+        # A saved tokenizer may have padding and truncation switched on.
         backend.no_padding()
         backend.no_truncation()
-        backend.encode_special_tokens = True  # a special token that is spelled out is text
+        backend.encode_special_tokens = True  # special tokens in a text are encoded as text
         self._backend = backend
         self._config = dict(config)
         self._where = where
@@ -104,10 +102,10 @@ class Tokenizer:
 
     @classmethod
     def characters(cls, alphabet: str = PRINTABLE_ASCII) -> Tokenizer:
-        """One token a character: `<pad>` is 0, `<eos>` is 1, then `alphabet` in its order.
+        """A tokenizer with one token per character: `<pad>` is 0, `<eos>` is 1, then `alphabet` in order.
 
-        The default alphabet, newline and printable ASCII, makes 98 tokens. A character outside it cannot
-        be encoded and is an error, never a silent `<unk>`.
+        The default alphabet, newline and printable ASCII, makes 98 tokens. Encoding another character is an
+        error; there is no `<unk>`.
         """
         specials = ("<pad>", "<eos>")
         vocabulary = {token: index for index, token in enumerate((*specials, *alphabet))}
@@ -144,7 +142,7 @@ class Tokenizer:
             write_atomic(folder / _TEMPLATE_FILE, self.chat_template.source)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, nothing added; special tokens spelled in it are ordinary text.
+        """Token ids of `text` alone. Special tokens that it spells out are encoded as text.
 
         Raises:
             RequestError: when the vocabulary cannot express the text.
@@ -152,33 +150,33 @@ class Tokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of many texts at once, several times faster than one by one."""
+        """`encode` for many texts, several times faster than one by one."""
         return self._encode(self._backend, texts)
 
     def encode_rendered(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of texts that a chat template wrote: here, and only here, special tokens are tokens."""
+        """Token ids of texts from a chat template. Only here are special tokens encoded as tokens."""
         return self._encode(self._template_backend, texts)
 
     def has_same_tokens(self, other: Tokenizer) -> bool:
-        """Whether every token id is the same text in both, and ends an answer in both or neither."""
+        """Whether both have the same vocabulary and end-of-sequence token."""
         return self._vocabulary() == other._vocabulary() and self.eos_token_id == other.eos_token_id
 
     def _vocabulary(self) -> dict[str, int]:
         return dict(self._backend.get_vocab(with_added_tokens=True))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids` (any integer sequence, numpy included) without special tokens."""
+        """The text of `token_ids` (any sequence of integers, also numpy) without special tokens."""
         text: str = self._backend.decode([int(token) for token in token_ids], skip_special_tokens=True)
         return text
 
     def decode_batch(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        """`decode` of many sequences at once."""
+        """`decode` for many sequences."""
         ids = [[int(token) for token in sequence] for sequence in sequences]
         texts: list[str] = self._backend.decode_batch(ids, skip_special_tokens=True)
         return texts
 
     def token_text(self, token_id: int) -> str:
-        """What one token says by itself, control tokens by their names."""
+        """The text of a single token; the name of a control token."""
         text: str = self._backend.decode([token_id], skip_special_tokens=False)
         return text
 
@@ -188,34 +186,34 @@ class Tokenizer:
         return Boundaries(self._backend)
 
     def token_bytes(self) -> list[bytes | None]:
-        """The bytes that each token stands for, by id; None for control tokens.
+        """The bytes of each token by id; None for control tokens.
 
         Raises:
-            RequestError: when a token of this tokenizer has no bytes of its own.
+            RequestError: when the text of a token depends on its neighbours.
         """
         return token_bytes(self._backend, where=self._where)
 
     def render_prompt(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
-        """The string the policy is prompted with: the chat template up to where the assistant speaks.
+        """The text of the prompt: the chat template up to the beginning of the assistant's turn.
 
-        Without a template it is the messages' contents, joined. `variables` reach the template
-        (for example `enable_thinking=False` for Qwen3).
+        Without a template, the joined contents of the messages. `variables` are passed to the template (for
+        example `enable_thinking=False` for Qwen3).
         """
         if self.chat_template is None:
             return "".join(str(message["content"]) for message in messages)
         return self.chat_template.render_all([self._defaults | variables | {"messages": messages}])[0]
 
     def encode_prompt(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> list[int]:
-        """Token ids of `render_prompt`, ready for the policy to continue.
+        """Token ids of `render_prompt`.
 
-        A control token that a message or a variable spells out is text; those of the template are tokens.
+        Control tokens of the template become tokens. Those that a message or a variable spells out stay text.
         """
         return self.encode_prompts([messages], **variables)[0]
 
     def encode_prompts(
         self, conversations: Sequence[Sequence[Mapping[str, Any]]], /, **variables: Any
     ) -> list[list[int]]:
-        """`encode_prompt` of many conversations at once."""
+        """`encode_prompt` for many conversations."""
         if self.chat_template is None:
             texts = [self.render_prompt(messages) for messages in conversations]
             return [self._prompt_prefix + ids for ids in self.encode_batch(texts)]
@@ -224,14 +222,14 @@ class Tokenizer:
     def render_pieces(
         self, conversations: Sequence[Sequence[Mapping[str, Any]]], /, **variables: Any
     ) -> list[Rendered]:
-        """`render_prompt` of many conversations, with the control tokens that messages spell out marked."""
+        """`render_prompt` for many conversations, with marks for control tokens that messages spell out."""
         assert self.chat_template is not None
         hidden = [self._spelled_tokens.hide(variables | {"messages": messages}) for messages in conversations]
         texts = self.chat_template.render_all([{**self._defaults, **inputs} for inputs, _ in hidden])
         return [Rendered(text, spelled) for text, (_, spelled) in zip(texts, hidden, strict=True)]
 
     def encode_pieces(self, rendered: Sequence[Rendered]) -> list[list[int]]:
-        """Token ids of what a template wrote (BOS included), with spelled control tokens as text."""
+        """Token ids of rendered templates, BOS included; control tokens spelled in messages stay text."""
         pieces = [one.pieces() for one in rendered]
         written = iter(self.encode_rendered([piece for one in pieces for piece in one[::2]]))
         return [
@@ -244,20 +242,20 @@ class Tokenizer:
         ]
 
     def encode_text_prompt(self, text: str) -> list[int]:
-        """Token ids of a text to be continued as it stands, with BOS before it where the folder says so."""
+        """Token ids of a text to continue without a template, after BOS if the tokenizer adds it."""
         return self._prompt_prefix + self.encode(text)
 
     def encode_completion(self, text: str) -> list[int]:
-        """Token ids of what the assistant says, ended by `eos_token_id`."""
+        """Token ids of an answer of the assistant, with `eos_token_id` at the end."""
         return [*self.encode(text), self.eos_token_id]
 
     def encode_completions(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode_completion` of many texts at once."""
+        """`encode_completion` for many texts."""
         return [[*ids, self.eos_token_id] for ids in self.encode_batch(texts)]
 
     @cached_property
     def _template_backend(self) -> tokenizers.Tokenizer:
-        """A copy that takes special tokens for tokens; one backend cannot do both in two threads."""
+        """A copy that encodes special tokens as tokens; two threads cannot share one backend for both."""
         backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
         backend.encode_special_tokens = False
         return backend
@@ -268,7 +266,7 @@ class Tokenizer:
 
     @property
     def _defaults(self) -> dict[str, Any]:
-        """Inputs of a template that nobody gave."""
+        """Default inputs of a template."""
         return {"tools": None, "documents": None, "add_generation_prompt": True, **self._special_tokens}
 
     def _encode(self, backend: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
@@ -276,7 +274,7 @@ class Tokenizer:
             encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except (KeyboardInterrupt, SystemExit):
             raise
-        # A pattern that exceeds its matching limit panics inside the Rust library: not an Exception.
+        # A pattern beyond its matching limit panics in the Rust library; a panic is not an Exception.
         except BaseException as error:
             raise self._cannot_encode(texts, error) from None
         return [encoding.ids for encoding in encodings]
@@ -288,7 +286,7 @@ class Tokenizer:
                     self._backend.encode(character, add_special_tokens=False)
                 except Exception:
                     return RequestError(
-                        f"the tokenizer cannot encode {character!r}, in {_shorten(text)!r}",
+                        f"the tokenizer cannot encode {character!r} in {_shorten(text)!r}",
                         where=self._where,
                         remedy="use a tokenizer whose vocabulary has this character, or change the text",
                     )
@@ -313,7 +311,7 @@ class Tokenizer:
         return token_id
 
     def _bos_prefix(self) -> list[int]:
-        """BOS when the folder asks for it: by `add_bos_token`, or by its post-processor (Llama 3)."""
+        """BOS if `add_bos_token` or the post-processor (Llama 3) adds it."""
         if self.bos_token_id is None:
             return []
         processed = self._backend.encode("", add_special_tokens=True).ids[:1] == [self.bos_token_id]
@@ -326,7 +324,7 @@ def _read_backend(file: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_str(content)
     except (KeyboardInterrupt, SystemExit):
         raise
-    # A malformed file can also panic inside the Rust library, and a panic is not an Exception.
+    # A malformed file can panic in the Rust library; a panic is not an Exception.
     except BaseException as error:
         raise RequestError(
             f"not a tokenizer: {_shorten(str(error), 200)}", where=str(file), remedy="fetch the file again"
@@ -341,7 +339,7 @@ def _read_text(file: Path) -> str:
 
 
 def _template_in(config: Mapping[str, Any], where: str) -> str | None:
-    """The `chat_template` key: text, or a list of named templates of which "default" is meant."""
+    """The template under `chat_template`: a text, or "default" from a list of named templates."""
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, Mapping)}

@@ -1,8 +1,8 @@
-"""What stands between two turns of a policy, in tokens: tokens that were sampled are never made again.
+"""Token ids of conversations with several turns, in which sampled tokens are never encoded again.
 
-The text of a conversation does not determine its tokens: a policy may have spelt a word in other pieces than
-its tokenizer would. So a conversation grows by its end alone: sampled tokens stay, and after them come the
-tokens of what others said, with whatever the chat template puts around it.
+The text of a conversation does not determine its tokens, because the policy may have sampled a word in other
+pieces than the tokenizer would choose. So a conversation only grows at the end: sampled tokens stay, and the
+messages of the other side follow, with the text that the chat template puts around them.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ Message = Mapping[str, str]
 def continuation(
     tokenizer: Tokenizer, opening: Sequence[Message], messages: Sequence[Message], last_token: int
 ) -> list[int]:
-    """Token ids to put after a turn of the policy, so that it may speak again.
+    """Token ids between a turn of the policy and its next turn.
+
+    A control token that `messages` spell out stays text.
 
     Args:
-        opening: the messages that the conversation began with; a template may refuse others without them.
-        messages: what was said since the policy's turn.
-        last_token: that ended the turn; it is not repeated where the template would write it.
-
-    What `messages` say is text: a control token spelt in it does not become one.
+        opening: the first messages of the conversation, which a template may require.
+        messages: the messages since the policy's turn.
+        last_token: the last token of that turn; it is not repeated when the template writes it.
 
     Raises:
-        RequestError: when the template refuses the messages, or changes what the assistant says.
+        RequestError: when the template refuses the messages or changes the assistant's text.
     """
     if tokenizer.chat_template is None:
         return tokenizer.encode("".join(message["content"] for message in messages))
@@ -42,11 +42,11 @@ def continuation(
 def encode_turns(
     tokenizer: Tokenizer, messages: Sequence[Message]
 ) -> tuple[list[int], list[int], list[bool]]:
-    """A conversation to be imitated, in the tokens that it would have grown in.
+    """Token ids of a conversation to imitate, as if the policy had sampled its turns.
 
     Returns:
-        the prompt's token ids; those of all that follows; and, for each of the latter, whether the assistant
-        says it, its end-of-sequence tokens included.
+        the prompt's token ids; all token ids after it; and for each of these, whether it belongs to the
+        assistant, whose end-of-sequence tokens count.
 
     Raises:
         RequestError: as `continuation`, and when the vocabulary lacks a character.
@@ -56,32 +56,32 @@ def encode_turns(
     prompt_ids = tokenizer.encode_prompt(opening)
     token_ids: list[int] = []
     mask: list[bool] = []
-    heard: list[Message] = []
+    observations: list[Message] = []
     for message in messages[first:]:
         if message["role"] != "assistant":
-            heard.append(message)
+            observations.append(message)
             continue
         if token_ids:
-            between = continuation(tokenizer, opening, heard, token_ids[-1])
+            between = continuation(tokenizer, opening, observations, token_ids[-1])
             token_ids += between
             mask += [False] * len(between)
-        said = tokenizer.encode_completion(message["content"])
-        token_ids += said
-        mask += [True] * len(said)
-        heard = []
+        completion = tokenizer.encode_completion(message["content"])
+        token_ids += completion
+        mask += [True] * len(completion)
+        observations = []
     return prompt_ids, token_ids, mask
 
 
 def _after(
     tokenizer: Tokenizer, opening: Sequence[Message], messages: Sequence[Message], mark: str
 ) -> Rendered:
-    """What the template writes after an assistant that says `mark`, a text that nothing else holds."""
-    said = {"role": "assistant", "content": mark}
-    (rendered,) = tokenizer.render_pieces([[*opening, said, *messages]])
-    _, found, after = rendered.text.partition(mark)
-    if not found:
+    """The template's output after an assistant message with the text `mark`, which is unique."""
+    marked = {"role": "assistant", "content": mark}
+    (rendered,) = tokenizer.render_pieces([[*opening, marked, *messages]])
+    _, separator, after = rendered.text.partition(mark)
+    if not separator:
         raise RequestError(
-            "the chat template does not repeat what a message says, so turns cannot be joined",
+            "the chat template does not write the text of a message unchanged, so turns cannot be joined",
             where="chat template",
         )
     return rendered.with_text(after)
