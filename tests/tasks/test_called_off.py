@@ -10,8 +10,8 @@ from task_cases import DIGITS, metrics, run_task
 
 from perilune.engine.engine import Engine
 from perilune.errors import WorkFailedError
+from perilune.tasks.rl import update as policy_update
 from perilune.tasks.rl.metrics import DEAD_PATIENCE
-from perilune.tasks.rl.spec import update as policy_update
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo"])

@@ -32,7 +32,7 @@ def final(bundle: Path) -> Path:
 
 def run_until_killed(attempt: Path) -> None:
     """Die in the third step, with two checkpoints written."""
-    from perilune.tasks.rl.spec import update as policy_update
+    from perilune.tasks.rl import update as policy_update
 
     right = policy_update.PolicyUpdates._make
 
