@@ -21,7 +21,7 @@ from perilune.learn.batch import PackedBatch
 from perilune.learn.optimizer import AdamW
 from perilune.learn.trainer import Learner
 from perilune.learn.weights import WeightedGroup
-from perilune.models.adapters.files import lora
+from perilune.models.adapters import lora
 from perilune.models.decoder import Block
 from perilune.tasks.rl import update as policy_update
 from perilune.tasks.stage import policy as session

@@ -11,7 +11,8 @@ from task_cases import DIGITS, episodes, make_bundle, make_job, metrics, run_in,
 from perilune.bundle.compare import compare_artifacts
 from perilune.errors import WorkFailedError
 from perilune.files import read_json
-from perilune.tasks.rl.metrics import Observer
+from perilune.tasks.rl.metrics import Recorder
+from perilune.tasks.stage.training import StepReport
 
 ENDS = {**DIGITS, "factory": "task_environments:Ends"}
 DECOUPLED = {"proximal": "learner", "weight": "truncate", "bounds": [0.0, 2.0], "ess_target": 1.0}
@@ -72,15 +73,15 @@ def test_an_interrupted_run_ends_as_the_whole_one(
 ) -> None:
     name, expected = whole
     bundle = make_bundle(tmp_path / "bundle", make_job("rl", keep={"optimizer": True}, **DEMANDING[name]))
-    record = Observer.record
+    record = Recorder.record
 
-    def interrupted(self: Observer, step: int, *rest: Any) -> None:
+    def interrupted(self: Recorder, step: int, *rest: Any) -> StepReport:
         if step == 3:
             raise WorkFailedError("pulled the plug")
-        record(self, step, *rest)
+        return record(self, step, *rest)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Observer, "record", interrupted)
+        patched.setattr(Recorder, "record", interrupted)
         with pytest.raises(WorkFailedError, match="pulled"):
             run_in(bundle)
     run_in(bundle)

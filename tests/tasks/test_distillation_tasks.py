@@ -17,9 +17,9 @@ from perilune.environments.core.protocol import Task
 from perilune.errors import RequestError
 from perilune.models.checkpoints.loading import load_checkpoint, new_model, save_checkpoint
 from perilune.models.text.tokenizer import Tokenizer
-from perilune.tasks.distill.hints import hinted
 from perilune.tasks.distill.loop import teacher_prompts
 from perilune.tasks.stage.policy import Policy
+from perilune.tasks.stage.system_prompt import hinted
 
 ENDS = {**DIGITS, "factory": "task_environments:Ends"}
 HINT = "Please end soon. "
@@ -116,7 +116,7 @@ def test_a_task_reward_reaches_the_gradient(tmp_path: Path) -> None:
 def test_a_teacher_of_other_tokens_is_refused(tmp_path: Path) -> None:
     tokenizer = Tokenizer.characters("0123456789=+ abc")
     save_checkpoint(tmp_path / "other", new_model("tiny", tokenizer, 0), tokenizer)
-    with pytest.raises(RequestError, match="different tokens"):
+    with pytest.raises(RequestError, match="different vocabularies"):
         run_task(tmp_path / "b", "distill", teacher="x", inputs={"teacher": tmp_path / "other"})
 
 

@@ -199,7 +199,7 @@ def test_a_task_without_steps_begins_anew(task: str, tmp_path: Path) -> None:
 
 
 def test_dead_steps_of_an_earlier_attempt_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a run that is killed often enough would never be called off."""
+    """Or a run that is killed often enough would never be stopped."""
     monkeypatch.setattr("perilune.tasks.rl.metrics.DEAD_PATIENCE", 3)
     job = make_job("rl", environment={**DIGITS, "equal": 0.0}, steps=8)
     first = make_bundle(tmp_path / "1", job)

@@ -19,10 +19,11 @@ from perilune.files import sha256_file
 from perilune.learn import checkpoints
 from perilune.models.checkpoints.checksum import checksum
 from perilune.models.checkpoints.loading import load_checkpoint
-from perilune.tasks.rl.metrics import Observer
+from perilune.tasks.rl.metrics import Recorder
 from perilune.tasks.selfplay.judging import Table
 from perilune.tasks.selfplay.league import League
 from perilune.tasks.selfplay.snapshots import Snapshots
+from perilune.tasks.stage.training import StepReport
 
 DUEL = {"id": "factory", "factory": "duel_environment:Duel"}
 FINAL = "artifacts/checkpoints/final"
@@ -125,15 +126,15 @@ def test_a_kill_changes_nothing_league_included(
     """Killed after the fifth step, whose judgement of step 4 no checkpoint has."""
     job, inputs = make_job("selfplay", inputs={"checkpoint": start}, **options()), {"checkpoint": start}
     broken = make_bundle(tmp_path / "one", job, inputs)
-    record = Observer.record
+    record = Recorder.record
 
-    def dies(self: Observer, step: int, *arguments: Any) -> None:
+    def dies(self: Recorder, step: int, *arguments: Any) -> StepReport:
         if step == 5:
             raise KeyboardInterrupt
-        record(self, step, *arguments)
+        return record(self, step, *arguments)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Observer, "record", dies)
+        patch.setattr(Recorder, "record", dies)
         run_in(broken)
     again = make_bundle(tmp_path / "two", job, inputs)
     restore_outputs(broken / "artifacts", again / "artifacts")
@@ -244,7 +245,7 @@ def drawn(choice: str) -> list[int]:
     ],
 )
 def test_what_has_nobody_to_play_against_is_refused(change: dict[str, Any], message: str) -> None:
-    from perilune.tasks.selfplay.spec import plugin
+    from perilune.tasks.selfplay.stage import plugin
 
     with pytest.raises(RequestError, match=message):
         plugin.plan(make_job("selfplay", **options(**change)))

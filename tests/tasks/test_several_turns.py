@@ -28,7 +28,8 @@ from perilune.rollout.groups import Groups
 from perilune.rollout.rollout import Seat
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker, session_seed
-from perilune.tasks.rl.metrics import Observer
+from perilune.tasks.rl.metrics import Recorder
+from perilune.tasks.stage.training import StepReport
 from perilune.verifiers import Scorer
 
 TALK = {"id": "factory", "factory": "task_environments:Talk"}
@@ -341,15 +342,15 @@ def test_a_climb_of_two_players_goes_on_with_the_tasks_it_would_have_had(
     options: dict[str, Any] = {"environment": environment, "max_tokens": 40, "steps": 4, "save_every": 2}
     whole = run_task(tmp_path / "whole", "rl", **options)
     broken = make_bundle(tmp_path / "broken", make_job("rl", **options))
-    right = Observer.record
+    right = Recorder.record
 
-    def stops(self: Observer, step: int, *args: Any) -> None:
+    def stops(self: Recorder, step: int, *args: Any) -> StepReport:
         if step == 3:
             raise KeyboardInterrupt
-        right(self, step, *args)
+        return right(self, step, *args)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Observer, "record", stops)
+        patch.setattr(Recorder, "record", stops)
         run_in(broken)
     assert compare_artifacts(whole, run_in(broken)) == []
 

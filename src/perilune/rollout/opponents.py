@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from perilune.engine.backend import SamplingBackend
-from perilune.learn.weights import WeightedGroup
-from perilune.models.adapters.files import save_policy
-from perilune.models.decoder import Decoder
-from perilune.models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from perilune.rollout.worker import RolloutWorker
+    pass
 
 
 class Opponents(Protocol):
@@ -48,24 +43,3 @@ class Rivals:
     def seats(self, key: tuple[int, int, int], players: int) -> Collection[int]:
         """All but that of the task's place."""
         return {seat for seat in range(players) if seat != key[2] % players}
-
-
-class Alone:
-    """Nobody plays but the policy that learns."""
-
-    def __init__(self, rollouts: RolloutWorker) -> None:
-        self.rollouts = rollouts
-
-    def after(
-        self, step: int, groups: Sequence[WeightedGroup], figures: Mapping[str, float]
-    ) -> Mapping[str, float]:
-        """The figures as they are."""
-        return figures
-
-    def write(self, path: Path, decoder: Decoder, tokenizer: Tokenizer) -> None:
-        """Write the policy as it is."""
-        save_policy(path, decoder, tokenizer)
-
-    def summary(self) -> Mapping[str, Any]:
-        """There is nothing to add."""
-        return {}

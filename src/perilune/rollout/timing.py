@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 
@@ -17,15 +19,13 @@ class Stopwatch:
     tokens: int = 0
     started: float = field(default_factory=time.perf_counter)
     _processor_began: float = field(default_factory=time.process_time)
-    _learning_since: float = 0.0
 
-    def start_learning(self) -> None:
-        """Learning begins."""
-        self._learning_since = time.perf_counter()
-
-    def stop_learning(self) -> None:
-        """Learning has ended for this step."""
-        self.learning += time.perf_counter() - self._learning_since
+    @contextmanager
+    def learns(self) -> Iterator[None]:
+        """Count the seconds of the block as learning."""
+        begun = time.perf_counter()
+        yield
+        self.learning += time.perf_counter() - begun
 
     @property
     def elapsed(self) -> float:

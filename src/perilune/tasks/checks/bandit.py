@@ -53,8 +53,7 @@ def solve_bandit(spec: RLSpec, device: torch.device) -> str:
         critic = Critic(policy.config.hidden_size).to(device) if "values" in spec.algorithm.needs else None
     learner = Learner(policy, own, critic=critic, critic_lr=getattr(own.algorithm, "critic_lr", None))
     engine = Engine(policy, slots=64, cache_tokens=2048)
-    uses_reference = spec.kl > 0 or "deviation" in spec.algorithm.needs
-    updates = PolicyUpdates(own, learner, reference if uses_reference else None)
+    updates = PolicyUpdates(own, learner, reference if spec.uses_reference else None)
     first = chance = _chance(policy, spec.temperature)
     for step in range(STEPS):
         engine.update_weights(None, learner.version)

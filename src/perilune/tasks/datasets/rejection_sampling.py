@@ -1,135 +1,94 @@
-"""rejection_sampling: traces by a checkpoint itself, of which only the right ones are kept.
+"""The work of rejection_sampling: a checkpoint samples traces, and the right ones are kept.
 
-With a system message it is off-policy context distillation: the model is told more than the one that will be
-trained, so what gives the message away, or would never occur to a model without it, is refused as well.
+With a system message this is off-policy context distillation. The sampling policy then knows more than the
+policy that will be trained, so answers that reveal the message, or are implausible without it, are rejected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
-from pydantic import Field
+from perilune.bundle.workspace import Workspace
+from perilune.data.episode import Episode
+from perilune.data.leaks import leak
+from perilune.data.records import TraceRecord, write_records
+from perilune.errors import WorkFailedError
+from perilune.files import write_json_lines
+from perilune.rollout.timing import Stopwatch
+from perilune.tasks.datasets.own_traces import likeliest, own_record, sampled_by
+from perilune.tasks.datasets.specs import RejectionSamplingSpec
+from perilune.tasks.stage.outcomes import passed
+from perilune.tasks.stage.player import Player, open_player, outcome_figures
+from perilune.tasks.stage.system_prompt import hinted
 
-from perilune.bundle.job import Job
-from perilune.bundle.plugin import Consumes
-from perilune.data.leaks import PHRASES
-from perilune.tasks.stage.sampling import SamplingSpec
-
-if TYPE_CHECKING:
-    from perilune.bundle.workspace import Workspace
-    from perilune.data.episode import Episode
-    from perilune.tasks.stage.player import Player
+OUTPUT = "artifacts/traces"
 
 
-class RejectionSamplingSpec(SamplingSpec):
-    """Fields of a rejection_sampling stage."""
-
-    checkpoint: Annotated[str, Consumes("checkpoint")] = Field(description="stage whose checkpoint writes")
-    system: str = Field("", description="system message it writes under; the traces are without it")
-    tasks: int = Field(1024, ge=1, description="training tasks to answer")
-    samples: int = Field(4, ge=1, description="answers a task, of which the likeliest right one is kept")
-    ngram: int = Field(8, ge=2, description="characters in a row, copied from `system`, that are a leak")
-    phrases: tuple[str, ...] = Field(PHRASES, description="what speaks of instructions, and is a leak too")
-    min_logprob: float | None = Field(
-        None, lt=0, description="nats that no token may be below, to the model without `system`; null: any"
+def run(workspace: Workspace, spec: RejectionSamplingSpec) -> dict[str, Any]:
+    """Sample with and without the system message, and keep right answers that do not need it."""
+    workspace.rewind(-1)  # removes the figures of an earlier attempt
+    watch = Stopwatch()
+    answers = spec.tasks * spec.samples
+    rounds = 2 if spec.system else 1
+    with open_player(workspace, spec.max_tokens) as player:
+        tasks = player.training_tasks().take(spec.tasks)
+        played = []
+        for done, asked in enumerate((hinted(tasks, spec.system), tasks)[:rounds]):
+            played.append(
+                player.play(
+                    asked, samples=spec.samples, temperature=spec.temperature, step=done, watch=watch,
+                    done=done * answers, total=rounds * answers,
+                )
+            )  # fmt: skip
+        groups = played[0]
+        reasons = _reasons(groups, spec, player)
+    provenance = sampled_by(workspace.job)
+    kept: list[TraceRecord] = []
+    refused: list[dict[str, Any]] = []
+    for group in groups:
+        right = [one for one in group if reasons[one.episode_id] is None]
+        refused += [_refused(one, reason) for one in group if (reason := reasons[one.episode_id])]
+        if (best := likeliest(right)) is not None:
+            kept.append(own_record(best, provenance, spec.system))
+    output = workspace.root / OUTPUT
+    write_json_lines(output / "rejected.jsonl", refused)
+    episodes = [one for group in groups for one in group]
+    figures = outcome_figures(episodes, f"stage {workspace.job.stage}")
+    kinds = Counter(reason.partition(":")[0] for reason in reasons.values() if reason)
+    judged_right = sum(kinds[name] for name in ("leak", "implausible")) + sum(
+        reason is None for reason in reasons.values()
     )
-
-
-class RejectionSampling:
-    """Sample, judge, refuse; what is left is training data."""
-
-    name = "rejection_sampling"
-    spec = RejectionSamplingSpec
-    produces = "dataset"
-    output = "artifacts/traces"
-
-    def plan(self, job: Job) -> Mapping[str, object]:
-        """Answers to sample."""
-        from perilune.tasks.stage.memory_plan import sampling_memory
-
-        spec = RejectionSamplingSpec.model_validate(job.spec)
-        answers = spec.tasks * spec.samples
-        told = f" under {spec.system[:40]!r}" if spec.system else ""
-        return {
-            "answers": f"{spec.tasks} training tasks x {spec.samples} = {answers:,}{told}",
-            "memory": sampling_memory(job, spec.max_tokens, answers),
-        }
-
-    def run(self, workspace: Workspace) -> dict[str, Any]:
-        """Sample under the system message, and without it for comparison; keep what holds without it."""
-        from collections import Counter
-
-        from perilune.data.records import TraceRecord, write_records
-        from perilune.errors import WorkFailedError
-        from perilune.files import write_json_lines
-        from perilune.rollout.timing import Stopwatch
-        from perilune.tasks.datasets.own_traces import likeliest, own_record, sampled_by
-        from perilune.tasks.distill.hints import hinted
-        from perilune.tasks.stage.player import open_player, outcome_figures
-
-        spec = RejectionSamplingSpec.model_validate(workspace.job.spec)
-        workspace.rewind(-1)  # what an earlier attempt left
-        watch = Stopwatch()
-        answers = spec.tasks * spec.samples
-        rounds = 2 if spec.system else 1
-        with open_player(workspace, spec.max_tokens) as player:
-            tasks = player.training_tasks().take(spec.tasks)
-            played = []
-            for done, asked in enumerate((hinted(tasks, spec.system), tasks)[:rounds]):
-                played.append(
-                    player.play(
-                        asked, samples=spec.samples, temperature=spec.temperature, step=done, watch=watch,
-                        done=done * answers, total=rounds * answers,
-                    )
-                )  # fmt: skip
-            groups = played[0]
-            reasons = _reasons(groups, spec, player)
-        provenance = sampled_by(workspace.job)
-        kept: list[TraceRecord] = []
-        refused: list[dict[str, Any]] = []
-        for group in groups:
-            right = [one for one in group if reasons[one.episode_id] is None]
-            refused += [_refused(one, reason) for one in group if (reason := reasons[one.episode_id])]
-            if (best := likeliest(right)) is not None:
-                kept.append(own_record(best, provenance, spec.system))
-        output = workspace.root / self.output
-        write_json_lines(output / "rejected.jsonl", refused)
-        episodes = [one for group in groups for one in group]
-        figures = outcome_figures(episodes, f"stage {workspace.job.stage}")
-        kinds = Counter(reason.partition(":")[0] for reason in reasons.values() if reason)
-        judged_right = sum(kinds[name] for name in ("leak", "implausible")) + sum(
-            reason is None for reason in reasons.values()
+    told: dict[str, Any] = {
+        "rows": len(kept),
+        "rejected": len(refused),
+        "accept_rate": sum(reason is None for reason in reasons.values()) / answers,
+        "pass_rate": figures["pass_rate"],
+        "leak_rate": kinds["leak"] / max(judged_right, 1),
+        "implausible_rate": kinds["implausible"] / max(judged_right, 1),
+    }
+    if spec.system:
+        without = [one for group in played[1] for one in group]
+        told["unhinted_pass_rate"] = outcome_figures(without, "without system")["pass_rate"]
+    workspace.metric(0, **told)
+    workspace.timing(0, **watch.figures())
+    if not kept:
+        raise WorkFailedError(
+            f"none of {answers:,} answers was kept ({dict(kinds)})",
+            where=f"stage {workspace.job.stage}",
+            remedy=f"look at {OUTPUT}/rejected.jsonl in the run's directory",
         )
-        told: dict[str, Any] = {
-            "rows": len(kept),
-            "rejected": len(refused),
-            "accept_rate": sum(reason is None for reason in reasons.values()) / answers,
-            "pass_rate": figures["pass_rate"],
-            "leak_rate": kinds["leak"] / max(judged_right, 1),
-            "implausible_rate": kinds["implausible"] / max(judged_right, 1),
-        }
-        if spec.system:
-            without = [one for group in played[1] for one in group]
-            told["unhinted_pass_rate"] = outcome_figures(without, "without system")["pass_rate"]
-        workspace.metric(0, **told)
-        workspace.timing(0, **watch.figures())
-        if not kept:
-            raise WorkFailedError(
-                f"none of {answers:,} answers was kept ({dict(kinds)})",
-                where=f"stage {workspace.job.stage}",
-                remedy=f"look at {self.output}/rejected.jsonl in the run's directory",
-            )
-        write_records(output / "records.jsonl", kept)
-        workspace.progress(rounds * answers, rounds * answers, "answers", kept=len(kept))
-        return {
-            "kind": "dataset",
-            **told,
-            "reasons": dict(kinds),
-            "sources": {kept[0].source: len(kept)},
-            "environment": player.environment.id,
-            "seconds": watch.elapsed,
-        }
+    write_records(output / "records.jsonl", kept)
+    workspace.progress(rounds * answers, rounds * answers, "answers", kept=len(kept))
+    return {
+        "kind": "dataset",
+        **told,
+        "reasons": dict(kinds),
+        "sources": {kept[0].source: len(kept)},
+        "environment": player.environment.id,
+        "seconds": watch.elapsed,
+    }
 
 
 def _reasons(
@@ -139,8 +98,6 @@ def _reasons(
 
     Leaks and implausible answers are counted among the right ones only.
     """
-    from perilune.data.leaks import leak
-    from perilune.tasks.stage.outcomes import passed
 
     found: dict[str, str | None] = {}
     right: list[Episode] = []
@@ -179,6 +136,3 @@ def _said(episode: Episode, system: str, *, by_policy: bool) -> str:
 
 def _refused(episode: Episode, reason: str) -> dict[str, Any]:
     return {"task_id": episode.task_id, "source": "sampled", "text": episode.text, "reason": reason}
-
-
-plugin = RejectionSampling()

@@ -14,7 +14,6 @@ from perilune.data.episode import Episode
 from perilune.data.generators.registry import by_content
 from perilune.data.generators.teacher import Candidate, Rejected
 from perilune.data.records import Provenance, TraceRecord, settings_digest
-from perilune.engine.engine import Engine
 from perilune.engine.request import SamplingParams
 from perilune.environments.core.protocol import Environment, Task
 from perilune.files import sha256_file
@@ -22,7 +21,7 @@ from perilune.models.checkpoints.loading import load_checkpoint
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker
 from perilune.tasks.datasets.own_traces import likeliest, own_record
-from perilune.tasks.stage.memory_plan import engine_room, planned_tokens, require_room
+from perilune.tasks.stage.memory_plan import make_engine, planned_tokens, require_room
 from perilune.tasks.stage.outcomes import passed
 from perilune.verifiers import Scorer
 
@@ -68,7 +67,7 @@ class Sampled:
         config = decoder.config
         require_room(config, sampling.max_tokens)
         longest = planned_tokens(section, sampling.max_tokens, config)
-        engine = Engine(decoder, **engine_room(config, longest, device.type))
+        engine = make_engine(decoder, longest)
         params = SamplingParams(sampling.max_tokens, sampling.temperature, config.eos_token_ids)
         files = {path.name: sha256_file(path) for path in sorted(folder.iterdir()) if path.is_file()}
         settings = settings_digest(

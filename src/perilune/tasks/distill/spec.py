@@ -1,23 +1,15 @@
-"""distill: the student answers, the teacher says of every token how likely it would have been."""
+"""The fields of a distill stage."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes
 from perilune.learn.training_settings import LearnerSettings
-from perilune.tasks.stage.learning_rates import describe_learning_rate, read_spec
-from perilune.tasks.stage.retention import Saving, planned
+from perilune.tasks.stage.retention import Saving
 from perilune.tasks.stage.sampling import SamplingSpec
-
-if TYPE_CHECKING:
-    from perilune.bundle.workspace import Workspace
-    from perilune.models.config.decoder_config import DecoderConfig
-    from perilune.tasks.stage.memory_plan import StageMemory
 
 
 class DistillSpec(Saving, LearnerSettings, SamplingSpec):
@@ -57,59 +49,3 @@ class DistillSpec(Saving, LearnerSettings, SamplingSpec):
         if self.task_reward and (self.loss != "reverse_kl" or self.samples < 2):
             raise ValueError("task_reward needs loss: reverse_kl, and at least 2 samples to compare")
         return self
-
-
-class Distill:
-    """On-policy distillation, from a teacher of the same tokens, or from the student itself told more."""
-
-    name = "distill"
-    spec = DistillSpec
-    produces = "checkpoint"
-    output = "artifacts/checkpoints/final"
-    parallel = True
-
-    def plan(self, job: Job) -> Mapping[str, object]:
-        """Answers, the loss, the schedule and memory."""
-        from perilune.tasks.stage.memory_plan import model_config
-
-        spec = read_spec(DistillSpec, job)
-        memory = distill_memory(spec, model_config(job), job.resources.device)
-        answers = spec.steps * spec.prompts * spec.samples
-        told = f", the teacher told {spec.system[:40]!r}" if spec.system else ""
-        return {
-            "answers": f"{spec.steps} steps x {spec.prompts} tasks x {spec.samples} = {answers:,}",
-            "loss": f"{spec.loss}, {spec.on_policy:.0%} of steps on-policy{told}",
-            "learning rate": describe_learning_rate(spec, job),
-            "checkpoints": planned(spec, memory),
-            **spec.planned(),
-            "memory": memory,
-        }
-
-    def run(self, workspace: Workspace) -> dict[str, Any]:
-        """The loop."""
-        from perilune.tasks.distill.loop import run
-
-        spec = read_spec(DistillSpec, workspace.job, workspace.log)
-        return run(workspace, spec, lambda config, device: distill_memory(spec, config, device))
-
-
-def distill_memory(spec: DistillSpec, config: DecoderConfig, device: str) -> StageMemory:
-    """Memory of student and teacher; `config` is the larger one's.
-
-    Raises:
-        RequestError: when the answers leave no room for a prompt.
-    """
-    from perilune.tasks.stage.memory_plan import stage_memory
-
-    return stage_memory(
-        config,
-        samples=spec.prompts * spec.samples,
-        max_tokens=spec.max_tokens,
-        token_budget=spec.token_budget,
-        reference=True,
-        learner=spec,
-        device=device,
-    )
-
-
-plugin = Distill()

@@ -1,11 +1,11 @@
-"""What the rounds of a flywheel do, and what is known after each: yield, gain, the verifier, the cost."""
+"""The loop of flywheel. Each round samples, trains and evaluates, and records yield, gain and cost."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perilune.bundle.workspace import Workspace
 from perilune.data.episode import Episode
@@ -22,36 +22,54 @@ from perilune.metrics.flywheel import gain_interval, likelihood_ratio, rounds_to
 from perilune.rollout.groups import Groups
 from perilune.rollout.timing import Stopwatch
 from perilune.tasks.datasets.own_traces import likeliest, own_record, sampled_by
+from perilune.tasks.flywheel.spec import FlywheelSpec
 from perilune.tasks.stage.outcomes import CORRECT
-from perilune.tasks.stage.player import Player
+from perilune.tasks.stage.player import Player, open_player
 from perilune.tasks.stage.policy import heldout_tasks
 from perilune.tasks.stage.publishing import Publisher
-from perilune.tasks.stage.training import save_when_due
+from perilune.tasks.stage.training import StepReport, TrainingLoop
 from perilune.tasks.supervised.demonstrations import Demonstrations
 from perilune.watchdog import Waiting
-
-if TYPE_CHECKING:
-    from perilune.tasks.flywheel.spec import FlywheelSpec
 
 HELD_OUT_SAMPLES = 4
 GOAL = 0.9  # pass rate that the fitted growth is extended to
 
 
+def run(workspace: Workspace, spec: FlywheelSpec) -> dict[str, Any]:
+    """Run the rounds, and return the stage's summary."""
+    with open_player(workspace, spec.max_tokens, spec) as player:
+        learner = Learner(player.policy.decoder, spec)
+        loop = TrainingLoop(workspace, learner, spec)
+        rounds = Rounds(workspace, spec, player, learner)
+        if loop.first == 0:
+            workspace.rewind(-1)
+            rounds.begin()
+
+        def step(done: int, watch: Stopwatch) -> StepReport | None:
+            if rounds.stalled:
+                return None
+            sampled = rounds.sample(done + 1, watch)
+            with watch.learns():
+                rounds.train(done + 1)
+            return rounds.evaluate(done + 1, sampled, watch)
+
+        loop.run(step)
+    return {**loop.finish(player.policy), **rounds.summary()}
+
+
 @dataclass(frozen=True)
 class Sampled:
-    """What a round's sampling gave.
+    """The result of a round's sampling.
 
     Attributes:
         kept: records written.
         counts: answers by label ("right", "wrong", "unknown"), and how many of each passed ("right kept").
         tokens: sampled for all answers.
-        watch: its seconds.
     """
 
     kept: int
     counts: Counter[str]
     tokens: int
-    watch: Stopwatch
 
 
 class Rounds:
@@ -66,9 +84,9 @@ class Rounds:
         self._traces = workspace.artifacts / "traces"
 
     def begin(self) -> None:
-        """Judge the policy that the first round begins with."""
+        """Evaluate the policy before the first round."""
         self._learner.memory["rates"] = []
-        self._record(0, self._judged(0), {})
+        self._workspace.metric(0, **self._figures(0, self._pass_rate(0), {}))
 
     @property
     def stalled(self) -> bool:
@@ -82,9 +100,9 @@ class Rounds:
         rates = self._learner.memory["rates"]
         return gain_interval(rates[-2:], seed=self._workspace.job.seed) if len(rates) > 1 else None
 
-    def sample(self, number: int) -> Sampled:
-        """Answers to fresh tasks; of each task the likeliest that passes is written down to be learned."""
-        spec, watch = self._spec, Stopwatch()
+    def sample(self, number: int, watch: Stopwatch) -> Sampled:
+        """Answer fresh tasks, and write the likeliest passing answer of each as a training record."""
+        spec = self._spec
         tasks = self._tasks.take(spec.tasks)
         self._learner.memory["tasks"] = self._learner.memory.get("tasks", 0) + len(tasks)
         groups = self._player.play(
@@ -100,7 +118,7 @@ class Rounds:
                 remedy="begin with a policy that sometimes answers rightly, or sample more",
             )
         tokens = sum(len(one.token_ids) for group in groups for one in group)
-        return Sampled(len(kept), self._labels(tasks, groups), tokens, watch)
+        return Sampled(len(kept), self._labels(tasks, groups), tokens)
 
     def train(self, number: int) -> None:
         """Imitate the traces of all rounds so far."""
@@ -128,8 +146,8 @@ class Rounds:
                 waiting.progress()
         self._publisher.publish()
 
-    def judge(self, number: int, sampled: Sampled) -> None:
-        """Measure the pass rate and the gain, write them down, and save."""
+    def evaluate(self, number: int, sampled: Sampled, watch: Stopwatch) -> StepReport:
+        """Measure the pass rate on held-out tasks, and the gain over the round before."""
         counts = sampled.counts
         answers = self._spec.tasks * self._spec.samples
         figures: dict[str, Any] = {
@@ -142,11 +160,9 @@ class Rounds:
                 counts["right kept"], counts["right"], counts["wrong kept"], counts["wrong"]
             )
             figures |= _named("verifier_ratio", ratio)
-        self._record(number, self._judged(number), figures)
-        self._workspace.timing(
-            number, **sampled.watch.figures(), seconds_per_row=sampled.watch.elapsed / max(sampled.kept, 1)
-        )
-        save_when_due(self._workspace, self._learner, number, self._spec)
+        metrics = self._figures(number, self._pass_rate(number), figures)
+        seconds = {"seconds_per_row": watch.elapsed / max(sampled.kept, 1)}
+        return StepReport(metrics, {"pass_rate": metrics["pass_rate"]}, seconds)
 
     def summary(self) -> dict[str, Any]:
         """Rates by round, the growth fitted to them, and how the rounds ended."""
@@ -168,7 +184,7 @@ class Rounds:
                 found[f"rounds_to_{GOAL:g}"] = rounds_to(last, GOAL, gain.mean)
         return found
 
-    def _judged(self, number: int) -> Interval:
+    def _pass_rate(self, number: int) -> Interval:
         groups = self._player.play(
             self._heldout, samples=HELD_OUT_SAMPLES, temperature=self._spec.temperature, step=2 * number + 1,
             watch=Stopwatch(),
@@ -177,13 +193,13 @@ class Rounds:
         self._learner.memory["rates"] = [*self._learner.memory["rates"], rates]
         return bootstrap_problems(list(rates.values()), seed=self._workspace.job.seed)
 
-    def _record(self, number: int, rate: Interval, figures: dict[str, Any]) -> None:
+    def _figures(self, number: int, rate: Interval, figures: dict[str, Any]) -> dict[str, Any]:
         gain = self._last_gain
         if gain is not None:
             figures |= _named("gain", gain)
-        self._workspace.metric(number, **_named("pass_rate", rate), **figures)
         grown = "" if gain is None else f", odds x {gain.mean:.2f}"
         self._workspace.log(f"round {number}: {rate.mean:.1%} of held-out answers right{grown}")
+        return {**_named("pass_rate", rate), **figures}
 
     def _all_traces(self, number: int) -> list[Any]:
         paths = [self._traces / f"round-{earlier:03d}.jsonl" for earlier in range(1, number + 1)]

@@ -1,4 +1,4 @@
-"""What is written down of every step of reinforcement learning, and when a climb is called off."""
+"""The metrics and episodes of every step of reinforcement learning, and the stop of a run without signal."""
 
 from __future__ import annotations
 
@@ -20,45 +20,43 @@ from perilune.rollout.timing import Stopwatch
 from perilune.tasks.checks.collapse import CollapseWatch
 from perilune.tasks.checks.gold_watch import GoldWatch
 from perilune.tasks.stage.outcomes import passed, strategies
-from perilune.tasks.stage.training import first_and_last
+from perilune.tasks.stage.training import StepReport, first_and_last
 
-DEAD_LIMIT = 0.95  # share of groups that teach nothing ...
-DEAD_PATIENCE = 20  # ... for this many steps in a row
+DEAD_LIMIT = 0.95  # share of dead groups above which a step has no signal
+DEAD_PATIENCE = 20  # such steps in a row after which the run is stopped
 
 
-class Observer:
-    """Writes metrics, timings and episodes of each step, and stops a run that cannot be right.
+class Recorder:
+    """Turns each step into metrics, writes its episodes, and stops a run that has nothing to learn from.
 
-    Made after the workspace was rewound: what it then holds of earlier steps counts.
-    Pass rates and rewards are of all episodes the verifier judged, before dead groups are left out.
+    Make it after the workspace was rewound: it reads the metrics of earlier attempts. Pass rates and rewards
+    are means over all scored episodes, dead groups among them.
 
     Args:
-        called_off: whether a run ends that has had nothing to learn for too long.
+        stop_without_signal: stop after `DEAD_PATIENCE` steps in which nearly all groups were dead.
     """
 
-    def __init__(self, workspace: Workspace, steps: int, gold: GoldWatch, *, called_off: bool = True) -> None:
+    def __init__(self, workspace: Workspace, gold: GoldWatch, *, stop_without_signal: bool = True) -> None:
         self._workspace = workspace
-        self._called_off = called_off
-        self._steps = steps
+        self._stop_without_signal = stop_without_signal
         self._gold = gold
         self._dead_in_a_row = 0
-        self._total = Stopwatch()
         workspace.episodes.mkdir(exist_ok=True)
         self._collapse = CollapseWatch()
-        for line in workspace.metrics():  # of the attempts before this one
+        for line in workspace.metrics():
             self._count_dead(line["dead_groups"])
             self._collapse.observe(line["step"], line["reward"], line["dead_groups"])
 
     def record(
         self, step: int, groups: Sequence[WeightedGroup], figures: Mapping[str, float], watch: Stopwatch
-    ) -> None:
-        """Write one step down, where this process is the one that writes.
+    ) -> StepReport:
+        """Write the episodes of a step and return its metrics; only the process that leads has any.
 
         Raises:
-            WorkFailedError: when no episode was judged, or there has been nothing to learn from for too long.
+            WorkFailedError: when no episode was scored.
         """
         if not self._workspace.leads:
-            return
+            return StepReport({})
         episodes = [one for group in groups for one in group.episodes]
         rewards = [one.reward for one in episodes if one.reward is not None]
         if not rewards:
@@ -84,13 +82,9 @@ class Observer:
             line[f"strategy/{name}"] = found["share"]
             line[f"accuracy/{name}"] = found["accuracy"]
         write_episodes(self._workspace.episodes / f"step-{step:06d}.parquet", with_advantages(groups))
-        self._workspace.metric(step, **line)
-        self._workspace.timing(step, **watch.figures())
-        self._workspace.progress(
-            step, self._steps, reward=mean, pass_rate=line["pass_rate"], length=line["length"],
-            tokens_per_second=watch.figures()["tokens_per_second"],
-        )  # fmt: skip
-        self._check(step, dead)
+        shown = {name: line[name] for name in ("reward", "pass_rate", "length")}
+        shown["tokens_per_second"] = watch.figures()["tokens_per_second"]
+        return StepReport(line, shown, failure=self._without_signal(step, dead))
 
     def _watch_collapse(self, step: int, reward: float, dead: float) -> float:
         if changed := self._collapse.observe(step, reward, dead):
@@ -111,16 +105,17 @@ class Observer:
             ]
         }
 
-    def _check(self, step: int, dead: float) -> None:
+    def _without_signal(self, step: int, dead: float) -> WorkFailedError | None:
         self._count_dead(dead)
-        if self._called_off and self._dead_in_a_row >= DEAD_PATIENCE:
-            raise WorkFailedError(
-                f"more than {DEAD_LIMIT:.0%} of groups had equal rewards for {DEAD_PATIENCE} steps:"
-                " there is nothing to learn from",
-                where=f"step {step}",
-                remedy="start from a checkpoint that passes at least 10 to 25% of tasks, choose easier tasks"
-                " or more samples; if the reward fell to zero, lower lr",
-            )
+        if not self._stop_without_signal or self._dead_in_a_row < DEAD_PATIENCE:
+            return None
+        return WorkFailedError(
+            f"more than {DEAD_LIMIT:.0%} of groups had equal rewards for {DEAD_PATIENCE} steps:"
+            " there is nothing to learn from",
+            where=f"step {step}",
+            remedy="start from a checkpoint that passes at least 10 to 25% of tasks, choose easier tasks"
+            " or more samples; if the reward fell to zero, lower lr",
+        )
 
     def _count_dead(self, dead: float) -> None:
         self._dead_in_a_row = self._dead_in_a_row + 1 if dead > DEAD_LIMIT else 0
@@ -140,7 +135,6 @@ class Observer:
             "failures": sum(line["failures"] for line in lines),
             "length_dynamics": lengths_over(self._workspace),
             "implicit_objective": [list(point) for point in curve],
-            "seconds": self._total.elapsed,
             **self._gold.summary(),
         }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,19 +22,18 @@ from perilune.learn.weights import WeightedGroup
 from perilune.models.adapters.files import save_policy
 from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
+from perilune.tasks.rl.opponents import NoOpponents
 from perilune.tasks.selfplay.health import alarms, game_figures
 from perilune.tasks.selfplay.judging import Judge, Table
 from perilune.tasks.selfplay.snapshots import Snapshots
+from perilune.tasks.selfplay.spec import SelfPlaySpec
 from perilune.tasks.stage.publishing import Publisher
 from perilune.watchdog import Waiting
-
-if TYPE_CHECKING:
-    from perilune.tasks.selfplay.spec import SelfPlaySpec
 
 MEMORY = 0.9  # of the mean points against a member, at each step in which it is met
 
 
-class League:
+class League(NoOpponents):
     """The frozen policies of a stage. What must survive a kill is in the learner's memory and in their files.
 
     Args:
@@ -51,7 +50,7 @@ class League:
         self._workspace, self._spec, self._settings = workspace, spec, spec.league
         self._learner, self._snapshots, self._judge = learner, snapshots, judge
         self._lines: list[Mapping[str, float]] | None = None
-        self.rollouts = replace(judge.rollouts, opponents=self)
+        super().__init__(replace(judge.rollouts, opponents=self))
 
     @property
     def _record(self) -> dict[str, Any]:

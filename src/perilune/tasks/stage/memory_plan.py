@@ -1,4 +1,4 @@
-"""What a stage will need of model and memory, before any work starts; and what it took."""
+"""The memory of a stage: the plan before it starts, the engine's share of it, and the peak that was used."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ from perilune.rollout.limits import episode_tokens
 if TYPE_CHECKING:
     import torch
 
+    from perilune.engine.engine import Engine
     from perilune.learn.training_settings import LearnerSettings
+    from perilune.models.decoder import Decoder
 
 LEAST_BUDGET = 64  # tokens; with fewer, a step is mostly overhead
 SLOTS = 256  # most samples in flight
@@ -108,6 +110,14 @@ def engine_room(config: DecoderConfig, max_tokens: int, device: str) -> EngineRo
     counts = range(1, 1 - (-config.max_position_embeddings // BLOCK))
     one = BLOCK * bisect_right(counts, room, key=lambda count: blocks_bytes(config, 1 + count, slots))
     return EngineRoom(slots=slots, cache_tokens=max(planned, min(config.max_position_embeddings, one)))
+
+
+def make_engine(decoder: Decoder, max_tokens: int) -> Engine:
+    """An engine for episodes of at most `max_tokens` after the prompt, on the decoder's device."""
+    from perilune.engine.engine import Engine
+
+    device = next(decoder.parameters()).device
+    return Engine(decoder, **engine_room(decoder.config, max_tokens, device.type))
 
 
 def stage_memory(

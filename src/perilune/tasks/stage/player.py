@@ -1,14 +1,15 @@
-"""What stages that sample answers and have them judged open first, and the figures of what came back."""
+"""Set up for stages that sample answers: a policy with its engine, environment and rollout worker."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from perilune.bundle.machine import require_memory
 from perilune.bundle.workspace import Workspace
 from perilune.data.episode import Episode
 from perilune.engine.engine import Engine
@@ -17,11 +18,12 @@ from perilune.environments.core.protocol import Environment, Task
 from perilune.environments.core.registry import make_environment
 from perilune.errors import WorkFailedError
 from perilune.learn.training_settings import LearnerSettings
+from perilune.models.config.decoder_config import DecoderConfig
 from perilune.rollout.failures import failure_figures
 from perilune.rollout.groups import Groups
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker
-from perilune.tasks.stage.memory_plan import engine_room, planned_tokens, require_room
+from perilune.tasks.stage.memory_plan import StageMemory, make_engine, planned_tokens, require_room
 from perilune.tasks.stage.outcomes import passed, strategies
 from perilune.tasks.stage.policy import Policy, join_ranks, load_policy, prepare_device
 from perilune.tasks.stage.training_tasks import TrainingTasks
@@ -30,7 +32,12 @@ from perilune.verifiers import Scorer
 
 @dataclass(frozen=True)
 class Player:
-    """A policy, the environment it plays in, and what joins them."""
+    """A policy, the environment it plays in, and the engine and worker that join them.
+
+    Attributes:
+        longest: most tokens of an episode after its prompt.
+        memory: the stage's memory plan, where the stage gave one.
+    """
 
     workspace: Workspace
     device: torch.device
@@ -39,6 +46,8 @@ class Player:
     engine: Engine
     rollouts: RolloutWorker
     max_tokens: int
+    longest: int
+    memory: StageMemory | None = None
 
     def training_tasks(self, skip: int = 0) -> TrainingTasks:
         """Training tasks after the first `skip`."""
@@ -55,43 +64,52 @@ class Player:
         done: int = 0,
         total: int | None = None,
     ) -> Groups:
-        """Sample and judge; with `total`, tell of progress in answers, `done` of them before these."""
+        """Sample and score; with `total`, report progress in answers, `done` of them before these."""
         params = SamplingParams(self.max_tokens, temperature, self.policy.stop_token_ids)
 
-        def told(finished: int, _: int) -> None:
+        def report(finished: int, _: int) -> None:
             if total is not None:
                 self.workspace.progress(done + finished, total, "answers")
 
         return self.rollouts.play(
-            tasks, samples=samples, params=params, step=step, watch=watch, on_progress=told
+            tasks, samples=samples, params=params, step=step, watch=watch, on_progress=report
         )
 
 
 @contextmanager
 def open_player(
-    workspace: Workspace, max_tokens: int, settings: LearnerSettings | None = None
+    workspace: Workspace,
+    max_tokens: int,
+    settings: LearnerSettings | None = None,
+    memory: Callable[[DecoderConfig, int, str], StageMemory] | None = None,
 ) -> Iterator[Player]:
-    """Load the stage's checkpoint and open its environment.
+    """Load the stage's checkpoint, open its environment, and set up engine and rollouts.
 
     Args:
-        settings: how the policy is to learn, where it is.
+        max_tokens: of a turn.
+        settings: of learning, for a policy that is trained.
+        memory: plans the stage's memory from the model's shape, the longest episode and the type of device;
+            the plan is compared with the machine before the engine is set up.
 
     Raises:
-        RequestError: when the answers leave no room for a prompt.
+        RequestError: when the answers leave no room for a prompt, or the plan does not fit.
     """
     with Scorer(workspace.job.environment) as scorer:  # its process warms up while the model loads
         device = prepare_device(workspace)
         policy = load_policy(workspace, device, settings)
-        require_room(policy.decoder.config, max_tokens)
-        environment = make_environment(workspace.job.environment)
         config = policy.decoder.config
+        require_room(config, max_tokens)
+        environment = make_environment(workspace.job.environment)
         longest = planned_tokens(workspace.job.environment, max_tokens, config)
-        engine = Engine(policy.decoder, **engine_room(config, longest, device.type))
+        planned = None
+        if memory is not None:
+            planned = require_memory(memory(config, longest, device.type), workspace.job.resources)
+        engine = make_engine(policy.decoder, longest)
+        ranks = join_ranks(workspace, device)
         rollouts = RolloutWorker(
-            engine, policy.tokenizer, scorer, environment, workspace.job.seed,
-            ranks=join_ranks(workspace, device),
-        )  # fmt: skip
-        yield Player(workspace, device, policy, environment, engine, rollouts, max_tokens)
+            engine, policy.tokenizer, scorer, environment, workspace.job.seed, ranks=ranks
+        )
+        yield Player(workspace, device, policy, environment, engine, rollouts, max_tokens, longest, planned)
 
 
 def outcome_figures(episodes: Sequence[Episode], where: str) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def prune(workspace: Workspace, spec: Saving, *, beside: int = 0) -> None:
             forget(step_directory(workspace, step))
 
 
-def persistent(workspace: Workspace, spec: Saving, step: int) -> Interval | None:
+def figure_of(workspace: Workspace, spec: Saving, step: int) -> Interval | None:
     """The mean of the figure that decides, over the steps that led to a checkpoint, with its interval.
 
     Those steps are the last `save_every`; they are resampled. None when none of them has the figure.
@@ -91,7 +91,7 @@ def best_step(workspace: Workspace, spec: Saving, steps: Sequence[int]) -> int |
     if spec.keep.best is None:
         return None
     sign = 1 if spec.keep.best.endswith(LOWER_IS_BETTER) else -1
-    seen = [(sign * found.mean, step) for step in steps if (found := persistent(workspace, spec, step))]
+    seen = [(sign * found.mean, step) for step in steps if (found := figure_of(workspace, spec, step))]
     return min(seen)[1] if seen else None
 
 
@@ -103,8 +103,8 @@ def best_summary(workspace: Workspace, spec: Saving) -> dict[str, Any]:
     if spec.keep.best is None:
         return {}
     step = best_step(workspace, spec, [*saved_steps(workspace), spec.steps])
-    last = persistent(workspace, spec, spec.steps)
-    found = None if step is None else persistent(workspace, spec, step)
+    last = figure_of(workspace, spec, spec.steps)
+    found = None if step is None else figure_of(workspace, spec, step)
     return {
         "best": {
             "figure": spec.keep.best,

@@ -1,24 +1,25 @@
-"""What sft and rl share around their loops: resuming, saving, and the checkpoint at the end."""
+"""The loop of every stage that trains: it resumes, times, records, saves and finishes; a stage gives a step."""
 
 from __future__ import annotations
 
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from perilune.bundle.workspace import Workspace
-from perilune.errors import RequestError
+from perilune.errors import RequestError, WorkFailedError
 from perilune.files import fsync_directory
 from perilune.learn.adaptation import trainable
 from perilune.learn.checkpoints import is_complete, latest_complete
 from perilune.learn.distributed import Ranks
 from perilune.learn.trainer import Learner
-from perilune.learn.training_settings import LearnerSettings
 from perilune.models.adapters.files import save_policy
 from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
+from perilune.rollout.timing import Stopwatch
 from perilune.tasks.stage.policy import Policy
 from perilune.tasks.stage.retention import (
     BEST,
@@ -38,7 +39,7 @@ OPTIMIZER = "optimizer"  # beside the final weights: the learner's state
 
 
 class Resumable(Protocol):
-    """What can be written down and gone on with."""
+    """A learner whose state can be saved and loaded."""
 
     ranks: Ranks
 
@@ -47,16 +48,106 @@ class Resumable(Protocol):
     def load_state(self, directory: Path) -> dict[str, Any]: ...
 
 
-def resume(workspace: Workspace, learner: Resumable) -> int:
-    """Continue from the last complete checkpoint of an earlier attempt; return the step to start at.
+@dataclass(frozen=True)
+class StepReport:
+    """The outcome of one step.
 
-    What was being written when it died is removed.
+    Attributes:
+        metrics: reproducible figures, for metrics.jsonl.
+        progress: figures beside the progress bar.
+        timing: wall-clock figures beside those of the stopwatch, for timings.jsonl.
+        failure: stops the stage, once the step has been recorded.
+    """
+
+    metrics: Mapping[str, Any]
+    progress: Mapping[str, float] = field(default_factory=dict)
+    timing: Mapping[str, float] = field(default_factory=dict)
+    failure: WorkFailedError | None = None
+
+
+class TrainingLoop:
+    """Runs the steps of a stage from the last checkpoint to the final one.
+
+    Make it when the learner is complete and before anything reads the workspace's metrics: it restores the
+    learner from the last checkpoint of an earlier attempt, and removes what that attempt recorded after it.
+
+    Attributes:
+        first: steps that are already done.
+    """
+
+    def __init__(self, workspace: Workspace, learner: Resumable, spec: Saving) -> None:
+        self._workspace, self._learner, self._spec = workspace, learner, spec
+        self._watch = Stopwatch()
+        if isinstance(learner, Learner) and getattr(spec, "restore_optimizer", False):
+            _restore_optimizer(workspace, learner)
+        self.first = resume(workspace, learner)
+
+    def run(self, step: Callable[[int, Stopwatch], StepReport | None]) -> None:
+        """Call `step` with the number of steps done and a fresh stopwatch, and record its report.
+
+        Args:
+            step: returns None to end the loop early.
+
+        Raises:
+            WorkFailedError: the failure that a step reports.
+        """
+        workspace, spec = self._workspace, self._spec
+        for done in range(self.first, spec.steps):
+            watch = Stopwatch()
+            report = step(done, watch)
+            if report is None:
+                return
+            workspace.metric(done + 1, **report.metrics)
+            workspace.timing(done + 1, **{**watch.figures(), **report.timing})
+            workspace.progress(done + 1, spec.steps, "steps", **report.progress)
+            if report.failure is not None:
+                raise report.failure
+            self._save_when_due(done + 1)
+
+    def _save_when_due(self, step: int) -> None:
+        """After every `save_every` steps but the last, write a checkpoint and remove older ones."""
+        workspace, spec = self._workspace, self._spec
+        if step % spec.save_every or step >= spec.steps:
+            return
+        with Waiting("checkpoint"):
+            self._learner.save_state(step_directory(workspace, step), {"step": step})
+        if not workspace.leads:
+            return
+        prune(workspace, spec)
+        held = disk_bytes(workspace)
+        workspace.event("checkpoint", step=step, disk_bytes=held)
+        workspace.log(f"checkpoint of step {step}; all checkpoints take {held / 1e6:,.1f} MB")
+        if spec.keep.best and best_step(workspace, spec, [step]) is None:
+            workspace.log(f"keep.best: the last {spec.save_every} steps have no figure {spec.keep.best!r}")
+
+    def finish(
+        self, policy: Policy, write: Callable[[Path, Decoder, Tokenizer], None] = save_policy
+    ) -> dict[str, Any]:
+        """Write the final checkpoint in Hugging Face format, and the best one; nothing may train after this.
+
+        The learner's state lies beside the final weights until the stage's summary is written, so that a kill
+        costs nothing; `keep.optimizer` keeps it for good. To write the best checkpoint, learner and policy
+        load it.
+
+        Returns:
+            the first entries of a training summary; only "seconds" where another process leads.
+        """
+        assert isinstance(self._learner, Learner)
+        return _finish(self._workspace, policy, self._learner, self._spec, write) | {
+            "seconds": self._watch.elapsed
+        }
+
+
+def resume(workspace: Workspace, learner: Resumable) -> int:
+    """Load the last complete checkpoint of an earlier attempt; return the number of steps done.
+
+    Incomplete and damaged checkpoints are removed, and so are the metrics of later steps.
     """
     found = _checkpoint_to_resume(workspace) if workspace.leads else None
     name = learner.ranks.broadcast("checkpoint to resume", "" if found is None else str(found))
     step = int(learner.load_state(Path(name))["step"]) if name else 0
     if workspace.leads:
-        for later in saved_steps(workspace):  # of no use: they are damaged
+        for later in saved_steps(workspace):  # damaged ones
             if later > step:
                 forget(step_directory(workspace, later))
     workspace.rewind(step)
@@ -79,39 +170,13 @@ def _checkpoint_to_resume(workspace: Workspace) -> Path | None:
     return directory
 
 
-def save_when_due(workspace: Workspace, learner: Resumable, step: int, spec: Saving) -> None:
-    """After every `save_every` steps but the last: write a checkpoint to resume from, and drop older ones."""
-    if step % spec.save_every or step >= spec.steps:
-        return
-    with Waiting("checkpoint"):
-        learner.save_state(step_directory(workspace, step), {"step": step})
-    if not workspace.leads:
-        return
-    prune(workspace, spec)
-    held = disk_bytes(workspace)
-    workspace.event("checkpoint", step=step, disk_bytes=held)
-    workspace.log(f"checkpoint of step {step}; all that are kept take {held / 1e6:,.1f} MB")
-    if spec.keep.best and best_step(workspace, spec, [step]) is None:
-        workspace.log(f"keep.best: no figure {spec.keep.best!r} in the last {spec.save_every} steps")
-
-
-def finish(
+def _finish(
     workspace: Workspace,
     policy: Policy,
     learner: Learner,
     spec: Saving,
-    write: Callable[[Path, Decoder, Tokenizer], None] = save_policy,
+    write: Callable[[Path, Decoder, Tokenizer], None],
 ) -> dict[str, Any]:
-    """Write the final checkpoint in Hugging Face format, and the best one.
-
-    The learner's state lies beside the final weights until the stage's summary is written, so that a kill
-    costs nothing; `keep.optimizer` keeps it for good.
-
-    The best is written as a model, and learner and policy are that one then; nothing may learn after this.
-
-    Returns:
-        what every summary of training begins with; nothing where another process is the one that writes.
-    """
     state = workspace.checkpoints / FINAL / OPTIMIZER
     with Waiting("final checkpoint"):
         if not (workspace.checkpoints / FINAL).exists():
@@ -140,7 +205,7 @@ def finish(
         workspace.delete_at_end(dropped)
     chosen_best = best_summary(workspace, spec)
     if chosen_best and chosen_best["best"]["step"] is None:
-        workspace.log(f"keep.best: no step wrote a figure {spec.keep.best!r}, so that none is the best")
+        workspace.log(f"keep.best: no step has a figure {spec.keep.best!r}; no best checkpoint was kept")
     parameters = sum(parameter.numel() for parameter in policy.decoder.parameters())
     return {
         "kind": "training",
@@ -153,13 +218,13 @@ def finish(
 
 
 def put_in_place(partial: Path, whole: Path) -> None:
-    """Give a directory that is complete its name."""
+    """Rename a complete directory to its final name, durably."""
     partial.rename(whole)
     fsync_directory(whole.parent)
 
 
 def first_and_last(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """Means of the named figures over the first and the last few steps, and the tokens learned from.
+    """Means of the named figures over the first and the last steps, and the number of tokens learned from.
 
     Args:
         lines: as `Workspace.metrics` gives them.
@@ -176,14 +241,12 @@ def first_and_last(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> 
     }
 
 
-def restore_optimizer(workspace: Workspace, learner: Learner, settings: LearnerSettings) -> None:
-    """Where the settings ask for it, start from the second moments beside the checkpoint's weights.
+def _restore_optimizer(workspace: Workspace, learner: Learner) -> None:
+    """Load the second moments stored beside the weights of the stage's checkpoint.
 
     Raises:
         RequestError: when the checkpoint has no optimizer state, or one of other parameters.
     """
-    if not settings.restore_optimizer:
-        return
     state = workspace.input("checkpoint") / OPTIMIZER if workspace.has_input("checkpoint") else None
     if state is None or not state.is_dir():
         raise RequestError(

@@ -1,4 +1,4 @@
-"""A climb that cannot be right is called off: nothing to learn from, or sampler and learner differ."""
+"""A run that cannot be right is stopped: nothing to learn from, or sampler and learner differ."""
 
 from __future__ import annotations
 

@@ -1,0 +1,104 @@
+"""The stages that make training data: collect, rejection_sampling, pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from perilune.bundle.job import Job
+from perilune.errors import RequestError
+from perilune.tasks.datasets.specs import CollectSpec, PairsSpec, RejectionSamplingSpec
+from perilune.tasks.stage.stage import Stage
+
+if TYPE_CHECKING:
+    from perilune.bundle.workspace import Workspace
+
+
+class Collect(Stage[CollectSpec]):
+    """A teacher writes traces, and those that pass the verifier become training data."""
+
+    name = "collect"
+    spec = CollectSpec
+    produces = "dataset"
+    output = "artifacts/traces"
+
+    def describe(self, spec: CollectSpec, job: Job) -> Mapping[str, object]:
+        """What will be written, by which teacher."""
+        from perilune.data.generators.registry import make_teacher
+
+        teacher = make_teacher(spec.teacher, spec.strategies, spec.options)
+        for name in spec.system:
+            if name not in teacher.shares:
+                raise RequestError(
+                    f"no traces are made by the strategy '{name}'",
+                    where=f"system.{name}",
+                    remedy=f"one of: {', '.join(teacher.shares)}",
+                )
+        mix = ", ".join(f"{share:.0%} {name}" for name, share in teacher.shares.items())
+        return {
+            "traces": f"{spec.traces:,} verified, one a task, from the training split",
+            "teacher": f"{teacher.name} ({mix})" if mix else teacher.name,
+        }
+
+    def execute(self, spec: CollectSpec, workspace: Workspace) -> dict[str, Any]:
+        """Generate and verify traces."""
+        from perilune.tasks.datasets.collect import run
+
+        return run(workspace, spec)
+
+
+class RejectionSampling(Stage[RejectionSamplingSpec]):
+    """A checkpoint samples traces, and those that pass the verifier become training data."""
+
+    name = "rejection_sampling"
+    spec = RejectionSamplingSpec
+    produces = "dataset"
+    output = "artifacts/traces"
+
+    def describe(self, spec: RejectionSamplingSpec, job: Job) -> Mapping[str, object]:
+        """Answers to sample."""
+        from perilune.tasks.stage.memory_plan import sampling_memory
+
+        answers = spec.tasks * spec.samples
+        system = f" under {spec.system[:40]!r}" if spec.system else ""
+        return {
+            "answers": f"{spec.tasks} training tasks x {spec.samples} = {answers:,}{system}",
+            "memory": sampling_memory(job, spec.max_tokens, answers),
+        }
+
+    def execute(self, spec: RejectionSamplingSpec, workspace: Workspace) -> dict[str, Any]:
+        """Sample, score and filter traces."""
+        from perilune.tasks.datasets.rejection_sampling import run
+
+        return run(workspace, spec)
+
+
+class Pairs(Stage[PairsSpec]):
+    """The verifier compares two answers to a task; the pairs become a preference dataset."""
+
+    name = "pairs"
+    spec = PairsSpec
+    produces = "preferences"
+    output = "artifacts/pairs"
+
+    def describe(self, spec: PairsSpec, job: Job) -> Mapping[str, object]:
+        """Answers to sample, and how many pairs at most."""
+        from perilune.tasks.stage.memory_plan import sampling_memory
+
+        answers = spec.tasks * spec.samples
+        return {
+            "answers": f"{spec.tasks} training tasks x {spec.samples} = {answers:,}",
+            "pairs at most": f"{spec.tasks * min(spec.pairs_per_task, spec.samples // 2):,}",
+            "memory": sampling_memory(job, spec.max_tokens, answers),
+        }
+
+    def execute(self, spec: PairsSpec, workspace: Workspace) -> dict[str, Any]:
+        """Sample, score and pair answers."""
+        from perilune.tasks.datasets.pairs import run
+
+        return run(workspace, spec)
+
+
+collect = Collect()
+rejection_sampling = RejectionSampling()
+pairs = Pairs()

@@ -1,0 +1,45 @@
+"""distill: the student samples, and a teacher scores every token of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from perilune.bundle.job import Job
+from perilune.tasks.distill.spec import DistillSpec
+from perilune.tasks.stage.stage import Stage, training_plan
+
+if TYPE_CHECKING:
+    from perilune.bundle.workspace import Workspace
+
+
+class Distill(Stage[DistillSpec]):
+    """On-policy distillation, from a teacher with the same tokens or from a prompted copy of the student."""
+
+    name = "distill"
+    spec = DistillSpec
+    produces = "checkpoint"
+    parallel = True
+
+    def describe(self, spec: DistillSpec, job: Job) -> Mapping[str, object]:
+        """Answers, the loss, the schedule and memory."""
+        from perilune.tasks.distill.memory import distill_memory
+        from perilune.tasks.stage.memory_plan import model_config
+
+        memory = distill_memory(spec, model_config(job), job.resources.device)
+        answers = spec.steps * spec.prompts * spec.samples
+        system = f", the teacher under {spec.system[:40]!r}" if spec.system else ""
+        return {
+            "answers": f"{spec.steps} steps x {spec.prompts} tasks x {spec.samples} = {answers:,}",
+            "loss": f"{spec.loss}, {spec.on_policy:.0%} of steps on-policy{system}",
+            **training_plan(spec, job, memory),
+        }
+
+    def execute(self, spec: DistillSpec, workspace: Workspace) -> dict[str, Any]:
+        """Sample with the student, score with the teacher, train the student."""
+        from perilune.tasks.distill.loop import run
+
+        return run(workspace, spec)
+
+
+plugin = Distill()

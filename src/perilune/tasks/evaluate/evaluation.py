@@ -1,0 +1,90 @@
+"""The work of evaluate: sample held-out tasks, score the answers, and summarise them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from perilune.bundle.machine import require_memory
+from perilune.bundle.workspace import Workspace
+from perilune.data.episodes_file import write_episodes
+from perilune.environments.core.registry import make_environment
+from perilune.rollout.timing import Stopwatch
+from perilune.rollout.worker import RolloutWorker
+from perilune.tasks.evaluate.spec import EvaluateSpec
+from perilune.tasks.stage.memory_plan import make_engine, memory_figures, planned_tokens, stage_memory
+from perilune.tasks.stage.outcomes import evaluation_summary
+from perilune.tasks.stage.policy import heldout_tasks, load_policy, prepare_device
+from perilune.tasks.stage.sampling import Sampler, open_server, remote_sampler
+from perilune.tasks.stage.system_prompt import hinted
+from perilune.verifiers import Scorer
+
+
+def run(workspace: Workspace, spec: EvaluateSpec) -> dict[str, Any]:
+    """Sample and score answers; return the summary."""
+    seed = workspace.job.seed
+    workspace.rewind(-1)  # removes the figures of an earlier attempt
+    with (
+        Scorer(workspace.job.environment) as scorer,  # its process warms up while the model loads
+        _sampler(spec, workspace) as (sampler, figures),
+    ):
+        environment = make_environment(workspace.job.environment)
+        rollouts = RolloutWorker(sampler.engine, sampler.tokenizer, scorer, environment, seed)
+        tasks = hinted(heldout_tasks(environment, spec.tasks, seed), spec.system)
+        total = spec.tasks * (spec.samples + 1)
+        watch = Stopwatch()
+        groups = rollouts.play(
+            tasks,
+            samples=spec.samples,
+            params=spec.params(sampler.stop_token_ids),
+            step=0,
+            watch=watch,
+            on_progress=lambda done, _: workspace.progress(done, total, "answers"),
+        )
+        sampled = spec.tasks * spec.samples
+        greedy = rollouts.play(
+            tasks,
+            samples=1,
+            params=spec.params(sampler.stop_token_ids, greedy=True),
+            step=0,
+            watch=watch,
+            on_progress=lambda done, _: workspace.progress(sampled + done, total, "answers"),
+        )
+
+    workspace.episodes.mkdir(exist_ok=True)
+    write_episodes(workspace.episodes / "step-000000.parquet", [one for group in groups for one in group])
+    write_episodes(workspace.episodes / "greedy.parquet", [group[0] for group in greedy])
+    summary = evaluation_summary(environment.id, groups, [group[0] for group in greedy], seed)
+    mean = summary["pass@1"]["mean"]
+    workspace.metric(0, **{key: summary[key] for key in ("pass@1", "greedy", "length", "truncated")})
+    workspace.timing(0, **watch.figures())
+    workspace.progress(total, total, "answers", **{"pass@1": mean})
+    workspace.log(f"pass@1 {mean:.3f} on {spec.tasks} held-out tasks of {environment.id}")
+    return summary | {
+        "tokens_per_second": watch.figures()["tokens_per_second"],
+        "seconds": watch.elapsed,
+        **figures(),
+    }
+
+
+@contextmanager
+def _sampler(
+    spec: EvaluateSpec, workspace: Workspace
+) -> Iterator[tuple[Sampler, Callable[[], dict[str, Any]]]]:
+    """The engine or server that answers, and a function for its entries in the summary."""
+    if spec.engine is not None:
+        with open_server(spec.engine, workspace) as server:
+            described = {"url": server.url, "model": server.model, "kind": server.server}
+            yield remote_sampler(server, workspace), lambda: {"server": described}
+        return
+
+    device = prepare_device(workspace)
+    policy = load_policy(workspace, device, only_samples=True)
+    config = policy.decoder.config
+    longest = planned_tokens(workspace.job.environment, spec.max_tokens, config)
+    needed = stage_memory(config, samples=spec.tasks * spec.samples, max_tokens=longest, device=device.type)
+    memory = require_memory(needed, workspace.job.resources)
+    engine = make_engine(policy.decoder, longest)
+    sampler = Sampler(engine, policy.tokenizer, policy.stop_token_ids)
+    yield sampler, lambda: {"memory": memory_figures(memory, device)}

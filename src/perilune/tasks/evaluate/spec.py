@@ -1,0 +1,22 @@
+"""The fields of an evaluate stage."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from perilune.bundle.plugin import Consumes
+from perilune.tasks.stage.sampling import SamplingSpec, ServerSpec
+
+
+class EvaluateSpec(SamplingSpec):
+    """Fields of an evaluate stage."""
+
+    checkpoint: Annotated[str, Consumes("checkpoint")] = Field(description="stage whose checkpoint is judged")
+    tasks: int = Field(128, ge=1, le=1_000_000, description="held-out tasks")
+    samples: int = Field(8, ge=1, le=4096, description="samples a task, for pass@k up to this k")
+    system: str = Field("", description="system message before each task; empty: none")
+    engine: ServerSpec | None = Field(
+        None, description="server that holds the weights; of the checkpoint, only the tokenizer is then read"
+    )

@@ -1,0 +1,50 @@
+"""flywheel: sample, verify, filter, train, evaluate, and again, while it still gains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from perilune.bundle.job import Job
+from perilune.tasks.flywheel.spec import FlywheelSpec
+from perilune.tasks.stage.stage import Stage, training_plan
+
+if TYPE_CHECKING:
+    from perilune.bundle.workspace import Workspace
+
+
+class Flywheel(Stage[FlywheelSpec]):
+    """Rounds of training on one's own right answers."""
+
+    name = "flywheel"
+    spec = FlywheelSpec
+    produces = "checkpoint"
+
+    def describe(self, spec: FlywheelSpec, job: Job) -> Mapping[str, object]:
+        """Answers, updates and memory."""
+        from perilune.tasks.stage.memory_plan import model_config, stage_memory
+
+        answers = spec.tasks * spec.samples
+        memory = stage_memory(
+            model_config(job),
+            samples=answers,
+            max_tokens=spec.max_tokens,
+            token_budget=spec.token_budget,
+            device=job.resources.device,
+            learner=spec,
+        )
+        return {
+            "answers": f"{spec.steps} x {spec.tasks} tasks x {spec.samples} = {spec.steps * answers:,}",
+            "updates": f"{spec.steps} x {spec.updates}",
+            "evaluated on": f"{spec.heldout} held-out tasks before the first round and after each",
+            **training_plan(spec, job, memory),
+        }
+
+    def execute(self, spec: FlywheelSpec, workspace: Workspace) -> dict[str, Any]:
+        """Run rounds until one gains nothing."""
+        from perilune.tasks.flywheel.loop import run
+
+        return run(workspace, spec)
+
+
+plugin = Flywheel()

@@ -1,0 +1,46 @@
+"""calibrate: whether training-free process rewards can be trusted with a policy, before training on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from perilune.bundle.job import Job
+from perilune.tasks.process_rewards.spec import CalibrateSpec
+from perilune.tasks.stage.stage import Stage
+
+if TYPE_CHECKING:
+    from perilune.bundle.workspace import Workspace
+
+
+class Calibrate(Stage[CalibrateSpec]):
+    """Compares the process rewards of an rl stage with Monte Carlo values of the same prefixes."""
+
+    name = "calibrate"
+    spec = CalibrateSpec
+    produces = "evaluation"
+    output = "artifacts/summary.json"
+
+    def describe(self, spec: CalibrateSpec, job: Job) -> Mapping[str, object]:
+        """Answers to sample."""
+        from perilune.tasks.stage.memory_plan import model_config, stage_memory
+
+        answers = spec.tasks * spec.samples
+        most = spec.process_rewards.segments.most if spec.process_rewards else 0
+        memory = stage_memory(
+            model_config(job), samples=answers, max_tokens=spec.max_tokens, device=job.resources.device
+        )
+        return {
+            "answers": f"{spec.tasks} held-out tasks x {spec.samples} = {answers:,}",
+            "continuations": f"{spec.continuations} from each of at most {most} prefixes an answer",
+            "memory": memory,
+        }
+
+    def execute(self, spec: CalibrateSpec, workspace: Workspace) -> dict[str, Any]:
+        """Sample answers, value their prefixes, and compare."""
+        from perilune.tasks.process_rewards.calibrate import run
+
+        return run(workspace, spec)
+
+
+plugin = Calibrate()

@@ -1,0 +1,109 @@
+"""The loop of reinforcement learning. `step` is all of it: publish weights, sample groups, learn, record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from perilune.bundle.workspace import Workspace
+from perilune.learn.critic import Critic
+from perilune.learn.trainer import Learner
+from perilune.rollout.learned_reward import LearnedReward
+from perilune.rollout.timing import Stopwatch
+from perilune.tasks.checks.gold_watch import GoldWatch
+from perilune.tasks.checks.preflight import run_preflight
+from perilune.tasks.rl.memory import rl_memory
+from perilune.tasks.rl.metrics import Recorder
+from perilune.tasks.rl.opponents import NoOpponents
+from perilune.tasks.rl.sampling import GroupSampler
+from perilune.tasks.rl.spec import RLSpec
+from perilune.tasks.rl.update import PolicyUpdates
+from perilune.tasks.stage.memory_plan import memory_figures
+from perilune.tasks.stage.player import Player, open_player
+from perilune.tasks.stage.policy import load_reference
+from perilune.tasks.stage.publishing import Publisher
+from perilune.tasks.stage.training import StepReport, TrainingLoop
+
+MakeOpponents = Callable[[Player, Learner], NoOpponents]
+
+
+def run(
+    workspace: Workspace,
+    spec: RLSpec,
+    make_opponents: MakeOpponents = lambda player, learner: NoOpponents(player.rollouts),
+    *,
+    stop_without_signal: bool = True,
+) -> dict[str, Any]:
+    """Train the policy, and return the stage's summary.
+
+    Args:
+        make_opponents: the players beside the policy that learns; none by default.
+        stop_without_signal: stop a run in which nearly all groups have had equal rewards for many steps.
+    """
+    with open_player(workspace, spec.max_tokens, spec, partial(rl_memory, spec)) as opened:
+        player = replace(opened, rollouts=replace(opened.rollouts, learned=_reward_model(spec, opened)))
+        policy, device = player.policy, player.device
+        load_start = partial(load_reference, workspace, device, policy, spec)
+        reference = load_start() if spec.uses_reference else None
+        learner = _learner(spec, player)
+        opponents = make_opponents(player, learner)
+        loop = TrainingLoop(workspace, learner, spec)
+        run_preflight(workspace, spec, policy.decoder.config, device, loop.first)
+
+        sampler = GroupSampler(spec, player, opponents.rollouts, taken=learner.memory.get("tasks", 0))
+        publisher = Publisher(player.engine, learner, reference)
+        updates = PolicyUpdates(
+            spec,
+            learner,
+            reference,
+            longest=player.longest,
+            draws_are_known=getattr(player.environment, "players", 1) == 1,
+        )
+        gold = GoldWatch(workspace, load_start, spec.temperature)
+        recorder = Recorder(workspace, gold, stop_without_signal=stop_without_signal)
+
+        def step(done: int, watch: Stopwatch) -> StepReport:
+            publisher.publish()
+            groups = publisher.checked(sampler.sample(done + 1, watch))
+            learner.memory["tasks"] = sampler.taken
+            with watch.learns():
+                weighted, figures = updates.make(groups, done)
+            known = opponents.after(done + 1, weighted, figures | {"epoch": sampler.epoch})
+            return recorder.record(done + 1, weighted, known, watch)
+
+        loop.run(step)
+    assert player.memory is not None
+    return {
+        **loop.finish(policy, opponents.write),
+        **opponents.summary(),
+        **recorder.summary(spec.algorithm, spec.samples),
+        "memory": memory_figures(player.memory, device),
+    }
+
+
+def _learner(spec: RLSpec, player: Player) -> Learner:
+    decoder, critic = player.policy.decoder, None
+    if "values" in spec.algorithm.needs:
+        critic = Critic(decoder.config.hidden_size).to(player.device)
+    return Learner(
+        decoder,
+        spec,
+        critic=critic,
+        critic_lr=getattr(spec.algorithm, "critic_lr", None),
+        ranks=player.rollouts.ranks,
+    )
+
+
+def _reward_model(spec: RLSpec, player: Player) -> LearnedReward | None:
+    workspace = player.workspace
+    if not workspace.has_input("reward_model"):
+        return None
+    return LearnedReward.load(
+        workspace.input("reward_model"),
+        player.device,
+        player.policy.tokenizer,
+        spec.verifier_weight,
+        spec.token_budget,
+    )

@@ -1,0 +1,73 @@
+"""rl: reinforcement learning against the environment's verifier, or against a reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from perilune.bundle.job import Job
+from perilune.environments.core.registry import REWARDS
+from perilune.errors import RequestError
+from perilune.learn.algorithms import Algorithm
+from perilune.tasks.rl.spec import RLSpec
+from perilune.tasks.stage.stage import Stage, training_plan
+
+if TYPE_CHECKING:
+    from perilune.bundle.workspace import Workspace
+
+Spec = TypeVar("Spec", bound=RLSpec)
+
+
+class ReinforcementStage(Stage[Spec]):
+    """What rl and selfplay have in common: the plan."""
+
+    produces = "checkpoint"
+
+    def describe(self, spec: Spec, job: Job) -> Mapping[str, object]:
+        """Episodes, updates, the schedule and memory."""
+        from perilune.tasks.rl.memory import rl_memory
+        from perilune.tasks.stage.memory_plan import model_config, planned_tokens
+
+        if spec.reward_model and not spec.verifier_weight and job.environment.get(REWARDS):
+            raise RequestError(
+                "`rewards` is ignored when `reward_model` is set",
+                where=f"stages.{job.stage}.reward_model",
+                remedy="set verifier_weight above 0 to combine them, or leave one of them out",
+            )
+        config = model_config(job)
+        longest = planned_tokens(job.environment, spec.max_tokens, config)
+        episodes = spec.steps * spec.prompts * spec.samples
+        most = spec.algorithm.refills
+        refills = f", and dead groups refilled up to {most} times a step" if most else ""
+        return {
+            "episodes": f"{spec.steps} steps x {spec.prompts} tasks x {spec.samples} = {episodes:,}{refills}",
+            "tokens at most": f"{episodes * (1 + most) * longest:,}",
+            "algorithm": f"{_describe(spec.algorithm)}, updates a step"
+            f" {spec.updates_per_batch * spec.epochs_per_batch}, KL {spec.kl:g}",
+            **({"process rewards": spec.process_rewards.describe()} if spec.process_rewards else {}),
+            **training_plan(spec, job, rl_memory(spec, config, longest, job.resources.device)),
+        }
+
+
+class RL(ReinforcementStage[RLSpec]):
+    """Reinforcement learning against the environment's verifier."""
+
+    name = "rl"
+    spec = RLSpec
+    parallel = True
+
+    def execute(self, spec: RLSpec, workspace: Workspace) -> dict[str, Any]:
+        """Sample, score, compare within the group, learn."""
+        from perilune.tasks.rl.loop import run
+
+        return run(workspace, spec)
+
+
+def _describe(algorithm: Algorithm) -> str:
+    """Name and options."""
+    options = algorithm.model_dump(exclude={"name"}, exclude_none=True)
+    listed = ", ".join(f"{name} {value}" for name, value in options.items())
+    return f"{algorithm.name} ({listed})"
+
+
+plugin = RL()

@@ -1,0 +1,38 @@
+"""The loop of selfplay: the RL loop, with a league of frozen policies as opponents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from perilune.bundle.workspace import Workspace
+from perilune.games.exact_games import ExactGame
+from perilune.learn.trainer import Learner
+from perilune.tasks.rl.loop import run as run_rl
+from perilune.tasks.selfplay.judging import Judge
+from perilune.tasks.selfplay.league import League
+from perilune.tasks.selfplay.snapshots import Snapshots
+from perilune.tasks.selfplay.spec import SelfPlaySpec
+from perilune.tasks.stage.memory_plan import make_engine
+from perilune.tasks.stage.player import Player
+from perilune.tasks.stage.policy import heldout_tasks, load_policy
+
+
+def run(workspace: Workspace, spec: SelfPlaySpec) -> dict[str, Any]:
+    """Train the policy, and return the stage's summary."""
+
+    def make_league(player: Player, learner: Learner) -> League:
+        job = workspace.job
+        frozen = load_policy(workspace, player.device, spec)
+        engine = make_engine(frozen.decoder, player.longest)
+        judge = Judge(
+            player.rollouts,
+            job.environment,
+            heldout_tasks(player.environment, spec.league.games, job.seed),
+            spec.params(frozen.stop_token_ids),
+            ExactGame.of(player.environment),
+        )
+        snapshots = Snapshots(workspace.checkpoints / "league", frozen.decoder, engine)
+        return League(workspace, spec, learner, snapshots, judge)
+
+    # In some games every match is a draw: equal rewards are no reason to stop.
+    return run_rl(workspace, spec, make_league, stop_without_signal=False)

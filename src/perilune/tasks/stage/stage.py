@@ -1,0 +1,88 @@
+"""What every stage plugin shares: the spec is validated once, then the stage is planned or run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+from pydantic import BaseModel
+
+from perilune.bundle.job import Job
+from perilune.bundle.plugin import OutputKind
+from perilune.learn.learning_rates import default_lr, with_default_lr
+from perilune.learn.training_settings import LearnerSettings, OptimizerSettings
+from perilune.tasks.stage.retention import Saving, planned
+
+if TYPE_CHECKING:
+    from perilune.bundle.workspace import Workspace
+    from perilune.tasks.stage.memory_plan import StageMemory
+
+Spec = TypeVar("Spec", bound=BaseModel)
+
+
+class Stage(Generic[Spec]):
+    """A stage plugin (`perilune.bundle.plugin.TaskPlugin`) with a typed spec.
+
+    Subclasses implement `describe` and `execute`. Their modules stay light: `execute` imports the stage's
+    loop, and the loop imports torch.
+
+    Attributes:
+        parallel: several processes may run the stage together.
+        standalone: the stage needs neither the recipe's model nor its environment.
+    """
+
+    name: str
+    spec: type[Spec]
+    produces: OutputKind
+    output: str = "artifacts/checkpoints/final"
+    parallel: bool = False
+    standalone: bool = False
+
+    def plan(self, job: Job) -> Mapping[str, object]:
+        """Validate the spec and describe the work: name to printable value.
+
+        Raises:
+            RequestError: when the job cannot work.
+        """
+        return self.describe(read_spec(self.spec, job), job)
+
+    def run(self, workspace: Workspace) -> dict[str, Any]:
+        """Validate the spec, do the work, and return the summary."""
+        return self.execute(read_spec(self.spec, workspace.job, workspace.log), workspace)
+
+    def describe(self, spec: Spec, job: Job) -> Mapping[str, object]:
+        """The plan of a stage with this spec."""
+        raise NotImplementedError
+
+    def execute(self, spec: Spec, workspace: Workspace) -> dict[str, Any]:
+        """The work of a stage with this spec; returns the summary."""
+        raise NotImplementedError
+
+
+def read_spec(kind: type[Spec], job: Job, log: Callable[[str], None] | None = None) -> Spec:
+    """The job's spec, with the learning rate filled in; a default rate is logged with its reason."""
+    spec = kind.model_validate(with_default_lr(job.task, job.spec, job.model))
+    if log is not None and isinstance(spec, OptimizerSettings) and _lr_reason(spec, job):
+        log(f"learning rate: {_describe_learning_rate(spec, job)}")
+    return spec
+
+
+def training_plan(spec: OptimizerSettings, job: Job, memory: StageMemory) -> dict[str, object]:
+    """The last lines of a training stage's plan: learning rate, checkpoints, adapter, memory."""
+    return {
+        "learning rate": _describe_learning_rate(spec, job),
+        "checkpoints": planned(cast(Saving, spec), memory),
+        **(spec.planned() if isinstance(spec, LearnerSettings) else {}),
+        "memory": memory,
+    }
+
+
+def _describe_learning_rate(spec: OptimizerSettings, job: Job) -> str:
+    """The schedule, and for a default rate the reason for it."""
+    reason = _lr_reason(spec, job)
+    return spec.describe_schedule() + (f"; {reason}" if reason else "")
+
+
+def _lr_reason(spec: OptimizerSettings, job: Job) -> str:
+    rate, reason = default_lr(job.task, job.spec, job.model)
+    return reason if spec.lr == rate else ""

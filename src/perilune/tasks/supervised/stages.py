@@ -1,0 +1,92 @@
+"""The stages that train on data: sft, preference, reward_model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from perilune.bundle.job import Job
+from perilune.tasks.stage.stage import Stage, training_plan
+from perilune.tasks.supervised.specs import PreferenceSpec, RewardModelSpec, SFTSpec
+
+if TYPE_CHECKING:
+    from perilune.bundle.workspace import Workspace
+
+
+class SFT(Stage[SFTSpec]):
+    """Supervised fine-tuning on the assistant's part of each trace."""
+
+    name = "sft"
+    spec = SFTSpec
+    produces = "checkpoint"
+    parallel = True
+
+    def describe(self, spec: SFTSpec, job: Job) -> Mapping[str, object]:
+        """Traces seen, the schedule and memory."""
+        from perilune.tasks.stage.memory_plan import model_config, stage_memory
+
+        memory = stage_memory(model_config(job), token_budget=spec.token_budget, learner=spec)
+        return {"traces seen": _examples(spec), **training_plan(spec, job, memory)}
+
+    def execute(self, spec: SFTSpec, workspace: Workspace) -> dict[str, Any]:
+        """Train on traces."""
+        from perilune.tasks.supervised.sft import run
+
+        return run(workspace, spec)
+
+
+class Preference(Stage[PreferenceSpec]):
+    """Direct preference optimisation (DPO, IPO), with figures that show when it only lowers answers."""
+
+    name = "preference"
+    spec = PreferenceSpec
+    produces = "checkpoint"
+    parallel = True
+
+    def describe(self, spec: PreferenceSpec, job: Job) -> Mapping[str, object]:
+        """Pairs seen, the loss, the schedule and memory."""
+        from perilune.tasks.stage.memory_plan import model_config, stage_memory
+
+        memory = stage_memory(model_config(job), token_budget=spec.token_budget, learner=spec)
+        return {
+            "pairs seen": _examples(spec),
+            "loss": f"{spec.loss}, beta {spec.beta:g}, the reference scored once",
+            **training_plan(spec, job, memory),
+        }
+
+    def execute(self, spec: PreferenceSpec, workspace: Workspace) -> dict[str, Any]:
+        """Train on pairs."""
+        from perilune.tasks.supervised.preference import run
+
+        return run(workspace, spec)
+
+
+class RewardModelStage(Stage[RewardModelSpec]):
+    """A Bradley-Terry reward model on the decoder."""
+
+    name = "reward_model"
+    spec = RewardModelSpec
+    produces = "reward_model"
+    parallel = True
+
+    def describe(self, spec: RewardModelSpec, job: Job) -> Mapping[str, object]:
+        """Pairs seen, the schedule and memory."""
+        from perilune.tasks.stage.memory_plan import model_config, stage_memory
+
+        memory = stage_memory(model_config(job), token_budget=spec.token_budget)
+        return {"pairs seen": _examples(spec), **training_plan(spec, job, memory)}
+
+    def execute(self, spec: RewardModelSpec, workspace: Workspace) -> dict[str, Any]:
+        """Train a reward model on pairs."""
+        from perilune.tasks.supervised.reward_model import run
+
+        return run(workspace, spec)
+
+
+def _examples(spec: SFTSpec | PreferenceSpec | RewardModelSpec) -> str:
+    return f"{spec.steps} steps x {spec.batch_size} = {spec.steps * spec.batch_size:,}"
+
+
+sft = SFT()
+preference = Preference()
+reward_model = RewardModelStage()
