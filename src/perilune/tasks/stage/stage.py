@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 Spec = TypeVar("Spec", bound=BaseModel)
 
 
-class Stage(Generic[Spec]):
+class Stage(ABC, Generic[Spec]):
     """A stage plugin (`perilune.bundle.plugin.TaskPlugin`) with a typed spec.
 
     Subclasses implement `describe` and `execute`. Their modules stay light: `execute` imports the stage's
@@ -50,13 +51,13 @@ class Stage(Generic[Spec]):
         """Validate the spec, do the work, and return the summary."""
         return self.execute(read_spec(self.spec, workspace.job, workspace.log), workspace)
 
+    @abstractmethod
     def describe(self, spec: Spec, job: Job) -> Mapping[str, object]:
         """The plan of a stage with this spec."""
-        raise NotImplementedError
 
+    @abstractmethod
     def execute(self, spec: Spec, workspace: Workspace) -> dict[str, Any]:
         """The work of a stage with this spec; returns the summary."""
-        raise NotImplementedError
 
 
 def read_spec(kind: type[Spec], job: Job, log: Callable[[str], None] | None = None) -> Spec:

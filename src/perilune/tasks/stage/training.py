@@ -1,4 +1,4 @@
-"""The loop of every stage that trains: it resumes, times, records, saves and finishes; a stage gives a step."""
+"""The loop of every stage that trains: it resumes, times, records, saves and finishes around the step."""
 
 from __future__ import annotations
 
