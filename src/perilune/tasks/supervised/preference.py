@@ -8,8 +8,8 @@ from typing import Any
 from perilune.bundle.machine import require_memory
 from perilune.bundle.workspace import Workspace
 from perilune.errors import WorkFailedError
-from perilune.learn.distributed import SINGLE_RANK, Ranks
 from perilune.learn.batch import Pair, pack_pairs
+from perilune.learn.distributed import SINGLE_RANK, Ranks
 from perilune.learn.preference import PreferenceObjective, evaluate_pairs, with_reference_logprobs
 from perilune.learn.schedules import learning_rate
 from perilune.learn.trainer import Learner
