@@ -95,7 +95,7 @@ def test_rewards_can_be_given_on_the_command_line(folder, here):
         ("rewards=[1]", "rewards: should be a section"),
         ("rewards={a: {function: 3}}", "rewards.a.function is 3"),
         ("rewards={a: {weight: 1}}", "rewards.a.function is missing"), ("rewards={a: x}", 'rewards.a is "x"'),
-        ("rewards={a: {function: 'mine.py:nope'}}", "defines no 'nope'"),
+        ("rewards={a: {function: 'mine.py:nope'}}", "does not define 'nope'"),
         ("rewards={a: {function: 'mine.py:last_box', wait: 1}}", "rewards.a.wait is not a known key"),
         ("rewards={verifier: 1}", "no verdict of its own"), ("rewards={a: .nan}", "not a finite number"),
         ("a..b=1", "is not KEY=VALUE"), ("=3", "is not KEY=VALUE"), ("match", "is not KEY=VALUE"),

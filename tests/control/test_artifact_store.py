@@ -30,7 +30,7 @@ def test_runs_are_pushed_once_and_pulled_whole(
     assert len(sent) == 2 and all(sent.values())
     first, second = sent.values()
     assert second < first  # they share the wheel and more
-    assert perilune("artifacts", "push")[1] == "everything is there\n"
+    assert perilune("artifacts", "push")[1] == "the store has every succeeded run\n"
     again = json.loads(perilune("artifacts", "push", "one", "--json")[1])["sent"]
     assert list(again.values()) == [0]
     monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "elsewhere"))  # where nobody knows the runs

@@ -93,7 +93,7 @@ def test_a_dry_run_tells_all_and_does_nothing(
     shutil.move(tmp_path / "address.json", cloud.folder / "address.json")
     assert code == 0 and "unknown: " in said and "MISSING: not set" in said
     code, there, _ = perilune("run", "three.yaml", "--plan", "--template", "box")
-    assert code == 0 and "ssh nowhere.invalid" in there and "0 of 1 slots are taken: begins at once" in there
+    assert code == 0 and "ssh nowhere.invalid" in there and "0 of 1 slots are taken: starts at once" in there
     assert "the-value-of-it" not in out + said + there
     assert max(map(len, there.splitlines())) <= 100
     assert state(control) == before

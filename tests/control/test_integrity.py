@@ -129,7 +129,7 @@ def test_a_crate_lists_every_file_with_what_went_in_and_what_came_out(exported: 
 def test_the_commands(perilune: Command, control: Control, tmp_path: Path) -> None:
     carry_out(control, drill_plan("one", steps=1), drill_plan("two", steps=2))
     code, out, _ = perilune("verify")
-    assert code == 0 and out == "verified: 3 records, all as recorded and signed\n"
+    assert code == 0 and out == "verified: all 3 records\n"
     assert perilune("export", "two", "--out", str(tmp_path / "out"), "--ro-crate")[0] == 0
     assert perilune("verify", str(tmp_path / "out"))[0] == 0
     assert perilune("verify", str(tmp_path / "out"), "--key", str(control.home.keys / PUBLIC))[0] == 0

@@ -37,7 +37,7 @@ def test_machines_are_listed_shown_and_ended(
     assert code == 0 and json.loads(out)["state"] == "terminating"
     tend_until(fleet, key, MachineState.GONE)
     assert not bill(cloud)["alive"]
-    assert "no machine is called 'nonsense'" in perilune("machines", "show", "nonsense")[2]
+    assert "no machine 'nonsense'" in perilune("machines", "show", "nonsense")[2]
 
 
 def test_what_is_not_proven_gone_comes_first_with_what_it_costs(
@@ -66,7 +66,7 @@ def test_reaping_finds_what_nothing_here_knows_of(
     cloud.create(stray, MachineRequest("small", 600.0))
     assert perilune("machines", "reap")[1] == "no machine is left to terminate\n" and bill(cloud)["alive"]
     code, out, _ = perilune("machines", "reap", "--grace", "0", "--wait", "20")
-    assert code == 0 and out.startswith(f"{stray}: nothing here knew of it") and not bill(cloud)["alive"]
+    assert code == 0 and out.startswith(f"{stray}: was not recorded here") and not bill(cloud)["alive"]
 
 
 @pytest.mark.parametrize("silent", [False, True])

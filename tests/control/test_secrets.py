@@ -221,7 +221,7 @@ def test_freezing_refuses_a_value_that_is_kept_elsewhere(
 def test_where_secrets_are_kept(
     control: Control, perilune: Command, keyring: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "no secret has a place" in perilune("secrets", "list")[1]
+    assert "no secrets are configured" in perilune("secrets", "list")[1]
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{CANARY}\n"))
     assert perilune("secrets", "set", "JUDGE_KEY", "--keyring")[0] == 0
     assert json.loads(keyring.read_text()) == {"perilune/JUDGE_KEY": CANARY}

@@ -153,7 +153,7 @@ def test_the_commands(perilune: Command, tmp_path: Path) -> None:
     assert json.loads(perilune("templates", "show", "box", "--json")[1])["limits"]["max_lifetime"] == 604800
     assert perilune("templates", "validate", "box")[0] == 0
     assert perilune("run", "quickstart", "--template", "nowhere")[0] == 2
-    assert "there is none" in perilune("run", "quickstart", "--with", "a=b")[2]
+    assert "no template is given" in perilune("run", "quickstart", "--with", "a=b")[2]
 
 
 def fields(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, Any]]:

@@ -91,7 +91,7 @@ HOSTILE = {
     "many biases": (complete(logit_bias={str(place): 1 for place in range(20_000)}), "logit_bias"),
     "many stops": (complete(stop=[1] * 700_000), "stop"),
     "a large enum": (schema({"enum": [f"v{place}" for place in range(120_000)]}), "more than 10,000 values"),
-    "a long constant": (schema({"const": "x" * 1_000_000}), "more than 131,072 characters"),
+    "a long constant": (schema({"const": "x" * 1_000_000}), "longer than 131,072 characters"),
     "a large bound": (schema({"type": "string", "minLength": 10**400}), "schema"),
     "an infinite bound": (schema({"type": "number", "maximum": float("inf")}), ""),
     "half a character": (schema({"const": "\ud800"}), ""),

@@ -81,7 +81,7 @@ def test_an_adapter_needs_a_name_and_a_folder(given: str) -> None:
 
 
 def test_the_models_own_name_is_taken(folders: tuple[Path, Path]) -> None:
-    with pytest.raises(RequestError, match="the model's own name"):
+    with pytest.raises(RequestError, match="is the name of the model"):
         _service(Settings(folders[0], "base", adapters={"base": folders[1]}), print)
 
 

@@ -230,7 +230,7 @@ def test_a_recipe_carries_the_function_s_text(tmp_path: Path) -> None:
     assert job.environment["rewards"]["brevity"]["source"] == FUNCTIONS  # the bundle needs no other file
     assert job.environment["rewards"]["well_formed"] == 0.1
     for old, new, said in (
-        ("mine.py:brevity", "mine.py:brevty", "defines no 'brevty'(.|\\n)*brevity"),
+        ("mine.py:brevity", "mine.py:brevty", "does not define 'brevty'(.|\\n)*brevity"),
         ("mine.py", "yours.py", "yours.py cannot be read: no file yours.py"),
         ("brevity: {", "verifier: {", "verifier"),
         ("0.2", ".nan", "finite"),
@@ -240,7 +240,7 @@ def test_a_recipe_carries_the_function_s_text(tmp_path: Path) -> None:
             load_recipe(tmp_path / "paid.yaml")
     (tmp_path / "mine.py").write_text("def brevity(:")
     (tmp_path / "paid.yaml").write_text(RECIPE)
-    with pytest.raises(RequestError, match=r"mine\.py:1 is no Python"):
+    with pytest.raises(RequestError, match=r"mine\.py:1 is not valid Python"):
         load_recipe(tmp_path / "paid.yaml")
 
 

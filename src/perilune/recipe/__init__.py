@@ -1,1 +1,1 @@
-"""What the user writes: a typed YAML recipe becomes validated stages."""
+"""Recipes: from a YAML file to validated stages and their jobs."""

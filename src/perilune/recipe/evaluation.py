@@ -20,9 +20,9 @@ def evaluation_recipe(
     """The recipe that evaluates the checkpoint in `folder`.
 
     Args:
-        environment: its section; it may hold `rewards`.
-        fields: of the stage: tasks, samples, max_tokens and others.
-        called: how the user names the checkpoint; by default the folder.
+        environment: the section of the environment, which may have `rewards`.
+        fields: keys of the stage: tasks, samples, max_tokens and others.
+        called: the name of the checkpoint in the name of the recipe. Default: the folder.
 
     Raises:
         RequestError: when the environment or a field is wrong.

@@ -1,4 +1,4 @@
-"""From a YAML file and `--set` overrides to a validated recipe, or one message that says what to change."""
+"""Loads a recipe: reads the YAML file, applies the `--set` overrides and validates the result."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read and validate a recipe.
 
     Args:
-        source: path of a YAML file. A string that is no path may name a bundled recipe, such as "quickstart".
-        overrides: "key.key=value", the value in YAML; a stage is reached by its name ("rl.steps=10").
+        source: path of a YAML file, or the name of a bundled recipe such as "quickstart".
+        overrides: "key.key=value" with the value in YAML. Stages go by their names: "rl.steps=10".
 
     Raises:
-        RequestError: file, line and key, what is wrong there and what is allowed.
+        RequestError: with the file, line and key of the first error, and what is allowed there.
     """
     path = Path(source)
     if isinstance(source, str) and not path.exists() and source in bundled_recipes():
@@ -33,7 +33,7 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise RequestError(
             "a recipe is a mapping of keys to values",
             where=document.place(()) or str(path),
-            remedy=f"the recipes in {_bundled_folder()} show the form",
+            remedy=f"see the recipes in {_bundled_folder()}",
         )
     for override in overrides:
         _apply(document, override)
@@ -44,13 +44,11 @@ def bundled_recipe(name: str) -> Path:
     """Path of a recipe that ships with the package.
 
     Raises:
-        RequestError: when there is none of that name.
+        RequestError: when no bundled recipe has that name.
     """
     path = _bundled_folder() / f"{name}.yaml"
     if name not in bundled_recipes():
-        raise RequestError(
-            f"no bundled recipe is called '{name}'", remedy=f"one of: {', '.join(bundled_recipes())}"
-        )
+        raise RequestError(f"no bundled recipe '{name}'", remedy=f"one of: {', '.join(bundled_recipes())}")
     return path
 
 
@@ -65,7 +63,7 @@ def _bundled_folder() -> Path:
 
 def _read(path: Path) -> str:
     if path.is_dir():
-        raise RequestError("a folder, not a recipe", where=str(path))
+        raise RequestError("is a folder, not a recipe", where=str(path), remedy="the path of a YAML file")
     try:
         if not path.exists():
             remedy = f"a path to a YAML file; bundled recipes: {', '.join(bundled_recipes())}"
@@ -83,7 +81,7 @@ def _apply(document: Document, override: str) -> None:
     key, equals, text = override.partition("=")
     place = f"--set {override}"
     if not equals or not key.strip():
-        raise RequestError("not of the form key=value", where=place, remedy="--set rl.steps=10")
+        raise RequestError("is not KEY=VALUE", where=place, remedy="--set rl.steps=10")
     try:
         parsed = parse_yaml(text, place)
     except RequestError as error:
@@ -92,7 +90,7 @@ def _apply(document: Document, override: str) -> None:
 
 
 def _key_path(value: dict[str, Any], keys: list[str], place: str) -> KeyPath:
-    """Where in the document `keys` point; the names of stages become their positions."""
+    """The path in the document that `keys` name, with the names of stages replaced by their positions."""
     stages = value.get("stages")
     listed = stages if isinstance(stages, list) else []
     names = [stage.get("name") if isinstance(stage, dict) else None for stage in listed]
@@ -106,7 +104,7 @@ def _key_path(value: dict[str, Any], keys: list[str], place: str) -> KeyPath:
     if keys[0] in names and len(keys) > 1:
         return ("stages", names.index(keys[0]), *keys[1:])
     if keys[0] in names:
-        raise RequestError(f"{keys[0]} is a stage; name one of its fields", where=place)
-    problem = Problem((), f"no key or stage is called '{keys[0]}'", nearest(keys[0], known))
+        raise RequestError(f"{keys[0]} is a stage; set one of its keys, such as {keys[0]}.steps", where=place)
+    problem = Problem((), f"no key or stage '{keys[0]}'", nearest(keys[0], known))
     raise_first([problem], lambda _: place)
     raise AssertionError("unreachable")

@@ -1,4 +1,4 @@
-"""Where a recipe's model lies on this machine. Nothing is downloaded."""
+"""Finds the model of a recipe on this machine. Downloads nothing."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from perilune.files import read_regular
 from perilune.recipe.problems import Problem, ProblemsError
 
 LARGEST_TEMPLATE = 1 << 20  # bytes
-REQUIRED = "config.json"  # what makes a folder a Hugging Face model
+REQUIRED = "config.json"  # the file that every Hugging Face model has
 
 
 def find_model(path: str, base: Path) -> Path:
-    """The absolute folder of the model called `path`: a folder (relative to `base`), or an id in the cache.
+    """The absolute folder of a model: `path` is a folder (relative to `base`) or an id in the local cache.
 
     Raises:
-        ProblemsError: when it is neither, or the folder is no Hugging Face model.
+        ProblemsError: when it is neither, or the folder is not a Hugging Face model.
     """
     folder = (base / Path(path).expanduser()).absolute()
     found = folder if folder.is_dir() else _cached(path)
@@ -31,10 +31,10 @@ def find_model(path: str, base: Path) -> Path:
 
 
 def read_chat_template(path: str, base: Path) -> str:
-    """Text of the chat template in the file `path` (relative to `base`).
+    """The text of the chat template in the file `path` (relative to `base`).
 
     Raises:
-        ProblemsError: when it cannot be read.
+        ProblemsError: when the file cannot be read.
     """
     file = (base / Path(path).expanduser()).absolute()
     try:
@@ -49,7 +49,7 @@ def read_chat_template(path: str, base: Path) -> str:
 
 
 def _cached(model_id: str) -> Path | None:
-    """The snapshot of `model_id` that the Hugging Face cache calls main, or None."""
+    """The snapshot of the branch main of `model_id` in the Hugging Face cache, or None."""
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
     if model_id.startswith((".", "/", "~")) or ".." in model_id:

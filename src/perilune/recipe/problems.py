@@ -1,4 +1,4 @@
-"""What is wrong with a document, in words for the person who wrote it."""
+"""Validation errors in the words of the recipe, with the key and a remedy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from perilune.recipe.source import KeyPath
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
-_IN_YAML = {  # the validator's words are JSON's
+_IN_YAML = {  # pydantic speaks of JSON
     "should be an object": "should be a section of keys",
     "should be a valid dictionary": "should be a section of keys",
     "should be a valid array": "should be a list",
@@ -24,7 +24,7 @@ _IN_YAML = {  # the validator's words are JSON's
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong: at which key, what, and what would be right."""
+    """One error: the key, what is wrong, and how to fix it."""
 
     path: KeyPath
     what: str
@@ -32,7 +32,7 @@ class Problem:
 
 
 class ProblemsError(Exception):
-    """Everything wrong with one part of a document; never reaches a user as it is."""
+    """All errors in one part of a document. `raise_first` turns them into the user's error."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__(problems)
@@ -40,15 +40,15 @@ class ProblemsError(Exception):
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """Advice for a name that is not among `valid`: the one that was probably meant, then all of them."""
+    """The remedy for a name that is not in `valid`: the closest name, then all names."""
     names = list(valid)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    listed = f"one of: {', '.join(names)}" if names else "nothing is allowed here"
+    listed = f"one of: {', '.join(names)}" if names else "remove it; no names are possible here"
     return f"'{close[0]}'; {listed}" if close else listed
 
 
 def raise_first(problems: Sequence[Problem], place: Callable[[KeyPath], str]) -> NoReturn:
-    """Raise the first of `problems` as the user's error; the others are counted.
+    """Raise the first of `problems` as the user's error, with the number of the others.
 
     Raises:
         RequestError: always.
@@ -59,24 +59,24 @@ def raise_first(problems: Sequence[Problem], place: Callable[[KeyPath], str]) ->
 
 
 def validate(model: type[ModelT], value: Any, path: KeyPath, label: str) -> ModelT:
-    """Validate `value`, found at `path`, as a `model`; `label` is how messages name that path.
+    """Validate the `value` at `path` as a `model`; `label` names that path in messages.
 
-    Types are taken as written: "2" is not a number and 1 is not true.
+    Types are strict: "2" is not a number, and 1 is not true.
 
     Raises:
-        ProblemsError: everything that is wrong with it.
+        ProblemsError: with all errors.
     """
     try:
         return model.model_validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
         found = [dict(detail) for detail in error.errors(include_url=False)]
-    told = [one for one in found if not _of_another_kind(one, value)] or found
-    told.sort(key=lambda one: one["type"] != "extra_forbidden")  # a key that is misspelt is missing too
-    raise ProblemsError([_problem(model, one, value, path, label) for one in told])
+    details = [one for one in found if not _is_wrong_alternative(one, value)] or found
+    details.sort(key=lambda one: one["type"] != "extra_forbidden")  # a misspelt key is also a missing key
+    raise ProblemsError([_problem(model, one, value, path, label) for one in details])
 
 
-def _of_another_kind(detail: Mapping[str, Any], value: Any) -> bool:
-    """Whether all it says is that a section is none of the other things that may stand in its place."""
+def _is_wrong_alternative(detail: Mapping[str, Any], value: Any) -> bool:
+    """Whether the error only says that a section is not another type that its key also allows."""
     *_, last = detail["loc"] or ("",)
     return (
         isinstance(detail["input"], dict)
@@ -86,10 +86,9 @@ def _of_another_kind(detail: Mapping[str, Any], value: Any) -> bool:
 
 
 def _keys(detail: Mapping[str, Any], value: Any) -> KeyPath:
-    """Where it is, as the user wrote it.
+    """The path of the error as the user wrote it.
 
-    Where several things may stand, the validator's location also says which of them it took; nobody wrote
-    that.
+    For a union, pydantic's location also contains the chosen alternative, which is not in the document.
     """
     written: list[str | int] = []
     for part in detail["loc"]:
@@ -113,9 +112,9 @@ def _problem(
     if detail["type"] == "union_tag_not_found":
         return Problem(full, f"{key}.{detail['ctx']['discriminator'].strip(chr(39))} is missing")
     if detail["type"] == "union_tag_invalid":
-        asked = detail["ctx"]["tag"]
+        tag = detail["ctx"]["tag"]
         names = detail["ctx"]["expected_tags"].replace("'", "").split(", ")
-        return Problem(full, f"{key}: no {location[-1]} is called '{asked}'", nearest(asked, names))
+        return Problem(full, f"{key}: no {location[-1]} '{tag}'", nearest(tag, names))
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
     message = _IN_YAML.get(message, message)
     if isinstance(detail["input"], dict | list):
@@ -125,7 +124,7 @@ def _problem(
 
 
 def _owner(model: type[BaseModel], location: KeyPath) -> type[BaseModel]:
-    """The model among whose fields the last part of a validator's location was looked for."""
+    """The model whose fields do not include the last part of pydantic's location."""
     kinds = [model]
     for part in location[:-1]:
         named = [kind for kind in kinds if part in (*_names_of(kind), kind.__name__)]
@@ -137,7 +136,7 @@ def _owner(model: type[BaseModel], location: KeyPath) -> type[BaseModel]:
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
-    """Every section that an annotation allows, wherever it stands in it."""
+    """All models in an annotation."""
     if _is_model(annotation):
         return [annotation]
     return [found for inner in get_args(annotation) for found in _models(inner)]
@@ -148,6 +147,6 @@ def _is_model(annotation: Any) -> TypeGuard[type[BaseModel]]:
 
 
 def _names_of(kind: type[BaseModel]) -> list[Any]:
-    """What tells a section from others that may stand in its place: what it may be called, or its type."""
+    """The names or types that select this model in a union."""
     fields = [kind.model_fields[key] for key in ("name", "type") if key in kind.model_fields]
     return [name for field in fields for name in (field.default, *get_args(field.annotation))]

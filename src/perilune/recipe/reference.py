@@ -1,4 +1,4 @@
-"""Every key a recipe may have, gathered from the models that validate it: for editors, and for the docs.
+"""All keys of a recipe, collected from the models that validate it, for the docs and for editors.
 
 `python -m perilune.recipe.reference markdown|schema` prints docs/reference/recipe.md or the JSON schema.
 """
@@ -22,7 +22,7 @@ STAGE_HEADER = ("name", "task")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key a user may write, as the docs show it."""
+    """One key as the docs show it."""
 
     name: str
     type: str
@@ -31,7 +31,7 @@ class Key:
 
 
 def sections() -> dict[str, tuple[Key, ...]]:
-    """Every section of a recipe with its keys: "recipe", "model", "environment: ID", "task: NAME", ..."""
+    """The sections of a recipe with their keys: "recipe", "model", "environment: ID", "task: NAME", ..."""
     fields = Recipe.model_fields
     found = {"recipe": _keys(Recipe, only=tuple(fields))}
     for name in ("model", "resources"):
@@ -48,10 +48,10 @@ def sections() -> dict[str, tuple[Key, ...]]:
 
 
 def user_keys() -> tuple[str, ...]:
-    """All keys, sections that only hold other keys left out: what a user can be asked to know.
+    """The keys that a user has to know.
 
-    Of the options of what is chosen by name, such as an algorithm, a user meets those of one; and those of a
-    section that is absent unless somebody asks for it, such as `lora`, only whoever does.
+    Leaves out sections that only contain other keys, the options of what is chosen by name, such as an
+    algorithm, and the keys of optional sections, such as `lora`.
     """
     holders = {"model", "environment", "resources", "stages"}
     choices = _choices()
@@ -60,12 +60,12 @@ def user_keys() -> tuple[str, ...]:
         for section, keys in sections().items()
         for key in keys
         if not (section in choices or (section == "recipe" and key.name in holders))
-        and not _is_in_a_section_of(keys, key)
+        and not _is_inside_another(keys, key)
     )
 
 
-def _is_in_a_section_of(keys: Sequence[Key], key: Key) -> bool:
-    """Whether a key is one of a section that has a key of its own, as sections that may be absent have."""
+def _is_inside_another(keys: Sequence[Key], key: Key) -> bool:
+    """Whether a key is inside an optional section, which is itself one of `keys`."""
     return any(key.name.startswith(f"{other.name}.") for other in keys)
 
 
@@ -88,13 +88,13 @@ def recipe_schema() -> dict[str, Any]:
 
 
 def markdown() -> str:
-    """The reference page of the docs."""
+    """The reference page."""
     lines = [
         "# Recipe",
         "",
-        "A recipe is one YAML file. These are all its keys; anything else in it is an error that names the",
-        "line and the nearest key. `--set KEY=VALUE` replaces one: `--set seed=1`, `--set rl.steps=10` (a",
-        "stage by its name), `--set environment.task=countdown`.",
+        "A recipe is one YAML file with the keys below. Any other key is an error that names the line and",
+        "the closest key. `--set KEY=VALUE` sets a key on the command line: `--set seed=1`,",
+        "`--set environment.task=countdown`, and `--set rl.steps=10` for the stage named rl.",
         "",
         "<!-- Written by `python -m perilune.recipe.reference markdown`; a test keeps it in step. -->",
     ]
@@ -110,14 +110,14 @@ def markdown() -> str:
 
 
 def environment_models() -> dict[str, type[BaseModel]]:
-    """Environments that show the model of their section, by id."""
+    """The models of environment sections, by the id of the environment."""
     registry = environment_registry()
     models = {name: registry.environment_spec(name) for name in registry.environment_ids()}
     return {name: model for name, model in models.items() if model is not None}
 
 
 def _choices() -> dict[str, type[BaseModel]]:
-    """Sections that a task's field holds one of, chosen by its name: "algorithm: grpo", ..."""
+    """Sections that a key of a task selects by name: "algorithm: grpo", ..."""
     found = {}
     for task in plugin_names():
         for field, info in load_plugin(task).spec.model_fields.items():
@@ -138,7 +138,7 @@ def _keys(model: type[BaseModel], only: tuple[str, ...] | None = None, prefix: s
 
 
 def _described(shown: str, name: str, schema: dict[str, Any], consumes: str) -> Iterator[Key]:
-    """The row of one key; a section inside a task's keys gives a row for each of its own."""
+    """The row of one key, or a row for each key of a nested section."""
     inner = schema["properties"][name]
     optional = [part for part in inner.get("anyOf", ()) if "properties" in part]
     if optional and schema["title"] != "Recipe":
@@ -148,14 +148,14 @@ def _described(shown: str, name: str, schema: dict[str, Any], consumes: str) -> 
         for deeper in inner["properties"]:
             yield from _described(f"{shown}.{deeper}", deeper, inner, "")
         return
-    kind = f"stage that makes a {consumes}" if consumes else _type(inner)
+    kind = f"name of a stage that makes a {consumes}" if consumes else _type(inner)
     default = "required" if name in schema.get("required", ()) else _default(inner)
     yield Key(shown, kind, default, inner.get("description", ""))
 
 
 def _default(schema: dict[str, Any]) -> str:
     value = schema.get("default")
-    if isinstance(value, dict) and "name" in value:  # what is chosen by name
+    if isinstance(value, dict) and "name" in value:  # a choice by name
         value = value["name"]
     if value in (None, [], {}, "") or isinstance(value, dict):
         return ""
@@ -163,7 +163,7 @@ def _default(schema: dict[str, Any]) -> str:
 
 
 def _type(schema: dict[str, Any]) -> str:
-    """A JSON schema as a few words."""
+    """The type in a JSON schema as text."""
     if "anyOf" in schema:
         return " or ".join(_type(part) for part in schema["anyOf"] if part.get("type") != "null")
     if "oneOf" in schema:
@@ -177,16 +177,16 @@ def _type(schema: dict[str, Any]) -> str:
     if kind == "list" and "items" in schema:
         kind = f"list of {_type(schema['items'])}"
     signs = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
-    limits = [f"{sign} {schema[word]:g}" for word, sign in signs.items() if _tells(schema.get(word))]
+    limits = [f"{sign} {schema[word]:g}" for word, sign in signs.items() if _is_real(schema.get(word))]
     return f"{kind} {', '.join(limits)}".strip()
 
 
-def _tells(limit: float | None) -> bool:
-    return limit is not None and abs(limit) < 2**53  # limits of the machine's integers say nothing
+def _is_real(limit: float | None) -> bool:
+    return limit is not None and abs(limit) < 2**53  # not a bound of 64-bit integers
 
 
 def _inlined(model: type[BaseModel]) -> dict[str, Any]:
-    """JSON schema of `model` with its `$defs` put where they are referred to."""
+    """The JSON schema of `model` with each `$ref` replaced by its definition."""
     schema = model.model_json_schema()
     definitions = schema.pop("$defs", {})
 
@@ -196,7 +196,7 @@ def _inlined(model: type[BaseModel]) -> dict[str, Any]:
         if not isinstance(value, dict):
             return value
         target = str(value.get("$ref", "")).removeprefix("#/$defs/")
-        dropped = {"$ref", "discriminator"}  # the second has names of definitions, and says nothing new
+        dropped = {"$ref", "discriminator"}  # the second repeats names of definitions
         rest = {key: inline(item) for key, item in value.items() if key not in dropped}
         return inline(definitions[target]) | rest if target else rest
 
@@ -205,5 +205,5 @@ def _inlined(model: type[BaseModel]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    asked = sys.argv[1] if len(sys.argv) > 1 else "markdown"
-    print(markdown() if asked == "markdown" else json.dumps(recipe_schema(), indent=2), end="")
+    kind = sys.argv[1] if len(sys.argv) > 1 else "markdown"
+    print(markdown() if kind == "markdown" else json.dumps(recipe_schema(), indent=2), end="")

@@ -1,4 +1,4 @@
-"""From a document to a recipe: each section checked by its owner, stages ordered by what they consume."""
+"""Validates the sections of a recipe with the models of their owners, and orders the stages."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _BLANK_STAGE = {"name": "blank", "task": "blank"}
 
 
 def resolve(document: Document, folder: Path) -> Recipe:
-    """Validate a document and put its stages in an order in which they can run.
+    """Validate a document and sort its stages so that each follows the stages it consumes.
 
     Args:
-        folder: what relative paths in the document are relative to.
+        folder: base of relative paths in the document.
 
     Raises:
-        RequestError: the first thing that is wrong, by position in the file, and how many more there are.
+        RequestError: with the first error by position in the file, and the number of the others.
     """
     problems: list[Problem] = []
     recipe: Recipe | None = None
@@ -48,7 +48,7 @@ def resolve(document: Document, folder: Path) -> Recipe:
                 value[section] = check(value[section])
             except ProblemsError as found:
                 problems += found.problems
-                value[section] = blank  # so that the rest is still checked
+                value[section] = blank  # a valid value, so that the rest is checked too
     try:
         recipe = validate(Recipe, value, (), "")
         located = {
@@ -64,9 +64,9 @@ def resolve(document: Document, folder: Path) -> Recipe:
 
 
 def environment_registry() -> Any:
-    """The module that knows the environments.
+    """The registry of environments.
 
-    Found by name: the planes, which import this module, know nothing of environments.
+    Imported by name, because the control plane imports this module and must not depend on environments.
     """
     return import_module("perilune.environments.core.registry")
 
@@ -78,8 +78,7 @@ def _order(place: str) -> tuple[bool, int, str]:
 
 
 def _located(model: ModelSpec, document: Document, folder: Path) -> ModelSpec:
-    """The model with its files found; what `--set` says is relative to where the command runs."""
-
+    """The model with absolute paths. Paths from `--set` are relative to the working directory."""
     found: dict[str, str] = {}
     if model.path is not None:
         found["path"] = str(find_model(model.path, _base(document, ("model", "path"), folder)))
@@ -90,11 +89,9 @@ def _located(model: ModelSpec, document: Document, folder: Path) -> ModelSpec:
 
 
 def _rewards(recipe: Recipe, document: Document, folder: Path) -> dict[str, float | RewardFunction]:
-    """The rewards with the text of the functions' files."""
+    """The rewards with the source text of their functions."""
     if isinstance(recipe.rewards.get(VERIFIER), RewardFunction):
-        what = (
-            f"rewards.{VERIFIER}: this is the environment's own verdict; give it a weight, or choose a name"
-        )
+        what = f"rewards.{VERIFIER} is the environment's own verifier; give a weight, or rename the function"
         raise ProblemsError([Problem(("rewards", VERIFIER), what)])
     found = {
         name: with_source(name, term, _base(document, ("rewards", name, "function"), folder))
@@ -102,7 +99,7 @@ def _rewards(recipe: Recipe, document: Document, folder: Path) -> dict[str, floa
         else term
         for name, term in recipe.rewards.items()
     }
-    if not recipe.environment:  # empty where it is wrong, which is told of by itself
+    if not recipe.environment:  # empty if it was invalid, which is reported already
         return found
     if not found:
         _require_verdicts(recipe)
@@ -115,27 +112,27 @@ def _rewards(recipe: Recipe, document: Document, folder: Path) -> dict[str, floa
 
 
 def _require_verdicts(recipe: Recipe) -> None:
-    """Refuse environments that judge nothing, where there are no rewards that do."""
+    """Refuse environments without a verifier if no rewards are given."""
     sections: list[tuple[KeyPath, Mapping[str, Any]]] = [(("environment",), recipe.environment)]
     sections += [(("stages", n, "environment"), stage.environment) for n, stage in enumerate(recipe.stages)]
     for path, section in sections:
         if section and not environment_registry().has_verdict(section):
-            what = f"{'.'.join(map(str, path))}.match is null, and there are no rewards that judge instead"
-            remedy = "give rewards a function, or say how answers are compared"
+            what = f"{'.'.join(map(str, path))}.match is null and no rewards are given, so nothing is scored"
+            remedy = "add a reward function to rewards, or set match"
             raise ProblemsError([Problem((*path, "match"), what, remedy)])
 
 
 def _base(document: Document, path: KeyPath, folder: Path) -> Path:
-    """What the file that a key names is relative to."""
+    """The base of a relative path at `path`: the recipe's folder, or the working directory for `--set`."""
     return Path.cwd() if document.place(path).startswith("--set") else folder
 
 
 def _environment(
     value: Any, base: Callable[[KeyPath], Path], where: KeyPath = ("environment",), label: str = "environment"
 ) -> dict[str, Any]:
-    """Check the section against the environment's own model, then against the environment itself."""
+    """Validate the section with the environment's model, then by constructing the environment."""
     if not isinstance(value, dict):
-        raise ProblemsError([Problem(where, f"{label} must be a section that has keys")])
+        raise ProblemsError([Problem(where, f"{label} must be a section with keys")])
     registry = environment_registry()
     known = value.get("id") in registry.environment_ids()
     checked: dict[str, Any] = value
@@ -170,9 +167,13 @@ def _stages(
             problems += found.problems
             continue
         if stage.name in positions:
-            problems.append(Problem((*path, "name"), f"two stages are called '{stage.name}'"))
+            problems.append(Problem((*path, "name"), f"two stages have the name '{stage.name}'"))
         elif stage.name in Recipe.model_fields:
-            problems.append(Problem((*path, "name"), f"'{stage.name}' is a key of the recipe, not a name"))
+            problems.append(
+                Problem(
+                    (*path, "name"), f"'{stage.name}' is a key of recipes, so a stage cannot have this name"
+                )
+            )
         else:
             positions[stage.name] = index
             stages.append(stage)
@@ -208,14 +209,14 @@ def _stage(item: Any, path: KeyPath, base: Callable[[KeyPath], Path], environmen
 
 
 def _absolute(name: str | None, base: Path) -> str | None:
-    """A file or folder as an absolute path; a URL as it is."""
+    """A file or folder as an absolute path; a URL unchanged."""
     if name is None or "://" in name or "@" in name.partition("/")[0]:
         return name
     return str((base / Path(name).expanduser()).absolute())
 
 
 def _links(stage: Stage, stages: list[Stage], positions: dict[str, int]) -> list[Problem]:
-    """What is wrong with what `stage` consumes."""
+    """The errors in the references from `stage` to other stages."""
     makes: dict[str, OutputKind] = {MODEL: "checkpoint"}
     makes |= {other.name: load_plugin(other.task).produces for other in stages if other is not stage}
     wanted = consumed_fields(load_plugin(stage.task).spec)
@@ -225,21 +226,23 @@ def _links(stage: Stage, stages: list[Stage], positions: dict[str, int]) -> list
         kind = wanted[field]
         fitting = [name for name, made in makes.items() if made == kind]
         key = f"stages.{stage.name}.{field}"
+        choices = f"one of: {', '.join(fitting)}" if fitting else f"add a stage that makes a {kind}"
         if source == stage.name:
-            problems.append(Problem(path, f"{key}: a stage cannot consume itself", _listed(fitting)))
+            problems.append(Problem(path, f"{key}: a stage cannot consume itself", choices))
         elif source not in makes:
-            problems.append(Problem(path, f"{key}: no stage is called '{source}'", nearest(source, fitting)))
+            what = f"{key} takes the output of a stage, and no stage is named '{source}'"
+            problems.append(Problem(path, what, nearest(source, fitting) if fitting else choices))
         elif makes[source] != kind:
-            what = f"{key} wants a {kind}, and '{source}' makes a {makes[source]}"
-            problems.append(Problem(path, what, _listed(fitting)))
+            what = f"{key} needs a stage that makes a {kind}, and '{source}' makes a {makes[source]}"
+            problems.append(Problem(path, what, choices))
     return problems
 
 
 def _ordered(stages: list[Stage], positions: dict[str, int]) -> list[Stage]:
-    """The stages, each after those it consumes, otherwise as written.
+    """The stages in the written order, except that each follows the stages it consumes.
 
     Raises:
-        ProblemsError: when some consume each other in a circle.
+        ProblemsError: when stages consume each other in a circle.
     """
     ready: list[Stage] = []
     done = {MODEL}
@@ -257,13 +260,9 @@ def _ordered(stages: list[Stage], positions: dict[str, int]) -> list[Stage]:
 
 
 def _circle(waiting: list[Stage]) -> list[str]:
-    """Names along one circle among stages none of which can run."""
+    """The names along a circle among stages that all wait for each other."""
     needs = {stage.name: stage.consumes.values() for stage in waiting}
     walk = [waiting[0].name]
     while walk.count(walk[-1]) == 1:
         walk.append(next(name for name in needs[walk[-1]] if name in needs))
     return walk[walk.index(walk[-1]) :]
-
-
-def _listed(names: Any) -> str:
-    return f"one of: {', '.join(names)}"

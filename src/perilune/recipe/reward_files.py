@@ -1,4 +1,4 @@
-"""The files of a recipe's reward functions, read so that a bundle holds all that it needs."""
+"""Reads the source files of reward functions, so that a bundle contains them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class _Terms(Frozen):
 
 
 def reward_terms(value: Any, base: Path, place: str) -> dict[str, Any]:
-    """What `rewards` says outside a recipe, checked, with the text of its functions' files.
+    """Validate a `rewards` section from outside a recipe, and read the source of its functions.
 
     Args:
-        base: what relative paths are relative to.
-        place: what messages call it.
+        base: base of relative paths.
+        place: name of the section in messages.
 
     Raises:
-        RequestError: the first thing that is wrong.
+        RequestError: with the first error.
     """
     try:
         terms = validate(_Terms, {"rewards": value}, (), "").rewards
@@ -41,10 +41,10 @@ def reward_terms(value: Any, base: Path, place: str) -> dict[str, Any]:
 
 
 def with_source(name: str, term: RewardFunction, base: Path) -> RewardFunction:
-    """The function of the term `name` with the text of its file (relative to `base`), if it is in one.
+    """The reward `name` with the source text of its file (relative to `base`), if it has a file.
 
     Raises:
-        ProblemsError: when the file cannot be read, is no Python, or does not define the function.
+        ProblemsError: when the file cannot be read, is not Python, or does not define the function.
     """
     place, _, attribute = term.function.rpartition(":")
     if not place.endswith(".py") or term.source is not None:
@@ -69,9 +69,9 @@ def with_source(name: str, term: RewardFunction, base: Path) -> RewardFunction:
     except (RecursionError, MemoryError):
         raise ProblemsError([Problem(path, f"{key}: {file} is nested too deeply")]) from None
     except SyntaxError as error:
-        what = f"{key}: {file}:{error.lineno} is no Python: {error.msg}"
+        what = f"{key}: {file}:{error.lineno} is not valid Python: {error.msg}"
         raise ProblemsError([Problem(path, what)]) from None
     if attribute not in defined:
-        what = f"{key}: {file} defines no '{attribute}'"
+        what = f"{key}: {file} does not define '{attribute}'"
         raise ProblemsError([Problem(path, what, nearest(attribute, defined))])
     return term.model_copy(update={"source": text})

@@ -1,6 +1,6 @@
-"""What a recipe is, once read: frozen, typed, every default filled in.
+"""The typed recipe, with every default filled in.
 
-A stage's own fields belong to its task plugin, the environment's to its adapter; this page holds the rest.
+The task plugin defines the keys of a stage, and the environment those of its section. The rest are here.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from perilune.bundle.plugin import (
 )
 from perilune.tracking.sinks import SinkName
 
-MODEL = "model"  # the reserved stage name: the recipe's own model section
-VERIFIER = "verifier"  # the name of the environment's own verdict among rewards
+MODEL = "model"  # reserved stage name: the model section of the recipe
+VERIFIER = "verifier"  # reserved reward name: the environment's own verifier
 NAME_PATTERN = r"^[A-Za-z][A-Za-z0-9_-]{0,63}$"
 
 
 class ModelSpec(Frozen):
-    """The model that training starts from: a fresh one by `preset`, or weights at `path`.
+    """The model that training starts from: a new one by `preset`, or weights at `path`.
 
-    In a recipe that has been read, `path` is an absolute folder and `chat_template` the template's text.
+    In a loaded recipe, `path` is an absolute folder and `chat_template` is the text of the template.
     """
 
     preset: Literal["tiny", "small"] | None = Field(
-        None, description="built-in architecture, trained from nothing"
+        None, description="built-in architecture with random weights"
     )
     path: str | None = Field(None, description="Hugging Face folder, or id of a model in the local cache")
     chat_template: str | None = Field(None, description="Jinja file that replaces the model's own template")
@@ -45,19 +45,21 @@ class ModelSpec(Frozen):
 
 
 class RewardFunction(Frozen):
-    """A reward function as TRL has them: `def f(prompts, completions, **columns) -> list[float | None]`.
+    """A reward function as in TRL: `def f(prompts, completions, **columns) -> list[float | None]`.
 
-    In a recipe that has been read, `source` is the text of the file that `function` names.
+    In a loaded recipe, `source` is the text of the file that `function` names.
     """
 
     function: str = Field(
         pattern=r"^[^:]+:[A-Za-z_]\w*$", description="module:name of an installed package, or file.py:name"
     )
-    weight: float = Field(1.0, allow_inf_nan=False, description="how much its reward counts")
+    weight: float = Field(1.0, allow_inf_nan=False, description="weight of this reward in the sum")
     format: Literal["messages", "text"] = Field(
-        "messages", description="what it is given: lists of messages, or plain text"
+        "messages", description="what the function receives: lists of messages, or plain text"
     )
-    source: str | None = Field(None, description="the function's file; filled in when the recipe is read")
+    source: str | None = Field(
+        None, description="source of the function; filled in when the recipe is loaded"
+    )
 
 
 Weight = Annotated[float, Field(allow_inf_nan=False)]
@@ -69,48 +71,48 @@ class Stage(Frozen):
     Attributes:
         name: unique within the recipe.
         task: name of the task plugin.
-        spec: the plugin's own fields, every default filled in.
-        environment: of a stage that has been read, its whole section; empty where it is the recipe's.
-        consumes: field of `spec` to the stage whose output it takes ("model" for the recipe's own model).
+        spec: the keys of the task plugin, with every default filled in.
+        environment: in a loaded recipe, the whole section; empty if the stage uses the recipe's.
+        consumes: key of `spec` to the stage whose output it takes ("model" for the model section).
     """
 
-    name: str = Field(pattern=NAME_PATTERN, description="name by which other stages refer to this one")
-    task: str = Field(description="kind of stage; the fields it takes are listed below")
-    environment: dict[str, Any] = Field(
-        {}, description="fields of the environment that are others in this stage"
-    )
+    name: str = Field(pattern=NAME_PATTERN, description="name of the stage; other stages refer to it")
+    task: str = Field(description="kind of stage; its keys are listed below")
+    environment: dict[str, Any] = Field({}, description="keys of the environment that differ in this stage")
     spec: dict[str, Any] = Field(default_factory=dict)
     consumes: dict[str, str] = Field(default_factory=dict)
 
 
 class Recipe(Frozen):
-    """What to make, validated; `stages` are in an order in which they can run."""
+    """A validated recipe. Each stage follows the stages that it consumes."""
 
     name: str = Field(pattern=NAME_PATTERN, description="name of the experiment")
-    seed: int = Field(0, ge=0, lt=2**63, description="the one seed that every random number derives from")
+    seed: int = Field(0, ge=0, lt=2**63, description="seed of every random number")
     model: ModelSpec | None = Field(
-        None, description="the model that training starts from; only tasks of another kind do without"
+        None, description="the model that training starts from; needed by all tasks that use a language model"
     )
     environment: dict[str, Any] = Field(
-        {}, description="where episodes happen; only tasks of another kind do without"
+        {}, description="source of tasks and scores; needed by all tasks that use a language model"
     )
     rewards: dict[str, Weight | RewardFunction] = Field(
-        {}, description="what an answer is worth: terms by name, each a weight or a function; see the how-to"
+        {}, description="reward terms by name, each a weight or a function; see how-to/rewards.md"
     )
-    resources: Resources = Field(Resources(), description="what each stage may use")
-    secrets: tuple[str, ...] = Field((), description="names, never values, of environment variables")
-    tracking: tuple[SinkName, ...] = Field((), description="what figures are copied to while stages run")
-    stages: tuple[Stage, ...] = Field(min_length=1, description="what to do, ordered by what consumes what")
+    resources: Resources = Field(Resources(), description="resources of each stage")
+    secrets: tuple[str, ...] = Field((), description="names of secrets that stages receive; never values")
+    tracking: tuple[SinkName, ...] = Field(
+        (), description="trackers that metrics are copied to while stages run"
+    )
+    stages: tuple[Stage, ...] = Field(min_length=1, description="the stages to run, in any order")
 
     @field_validator("resources")
     @classmethod
-    def _something_to_cut(cls, resources: Resources) -> Resources:
+    def _sharding_needs_processes(cls, resources: Resources) -> Resources:
         if resources.sharded and resources.processes * resources.nodes == 1:
-            raise ValueError("sharded cuts weights over several processes, and there is one")
+            raise ValueError("sharded needs more than one process; set processes or nodes")
         return resources
 
     @model_validator(mode="after")
-    def _what_stages_need(self) -> Recipe:
+    def _has_model_and_environment(self) -> Recipe:
         tasks = {stage.task for stage in self.stages} & set(plugin_names())
         if any(needs_a_model(load_plugin(task)) for task in tasks):
             for name in ("model", "environment"):
@@ -122,7 +124,7 @@ class Recipe(Frozen):
         """The stage called `name`.
 
         Raises:
-            KeyError: when there is none.
+            KeyError: when no stage has that name.
         """
         for stage in self.stages:
             if stage.name == name:
@@ -133,7 +135,7 @@ class Recipe(Frozen):
 def with_rewards(
     environment: Mapping[str, Any], rewards: Mapping[str, float | RewardFunction]
 ) -> dict[str, Any]:
-    """The environment's section as a job has it: with the rewards, if there are any."""
+    """The environment section of a job: with the rewards, if there are any."""
     terms = {
         name: term.model_dump() if isinstance(term, RewardFunction) else term
         for name, term in rewards.items()
@@ -142,7 +144,7 @@ def with_rewards(
 
 
 def job_for(recipe: Recipe, stage: Stage) -> Job:
-    """What one stage asks to be run; its inputs are filled in once the stages it consumes have finished."""
+    """The job of one stage, without its inputs, which exist once the consumed stages have finished."""
     model = {} if recipe.model is None else recipe.model.model_dump()
     return Job(
         task=stage.task,

@@ -1,6 +1,6 @@
-"""Reading YAML so that every value knows the line it came from.
+"""Reads YAML and records the line of every value.
 
-The accepted YAML is what JSON can say: mappings with text keys, lists, text, numbers, true, false, null.
+Accepts only what JSON can express: mappings with text keys, lists, text, numbers, true, false and null.
 Words such as `yes` and `no` are text. Aliases and tags are refused, so a small file stays a small document.
 """
 
@@ -25,20 +25,20 @@ _CONTAINERS = (f"{_TAG}map", f"{_TAG}seq")
 
 @dataclass
 class Document:
-    """A value, and for every path inside it where it was written ("recipe.yaml:12" or "--set seed=1")."""
+    """A value, and the source of every path inside it ("recipe.yaml:12" or "--set seed=1")."""
 
     value: Any
     places: dict[KeyPath, str] = field(default_factory=dict)
 
     def place(self, path: Sequence[str | int]) -> str:
-        """Where the value at `path`, or else the nearest section around it, was written."""
+        """The source of the value at `path`, or of the closest section around it."""
         for length in range(len(path), -1, -1):
             if (found := self.places.get(tuple(path[:length]))) is not None:
                 return found
         return ""
 
     def set(self, path: KeyPath, value: Any, place: str) -> None:
-        """Replace the value at `path`; sections that are missing on the way are made.
+        """Replace the value at `path`, and create missing sections on the way.
 
         Raises:
             RequestError: when something on the way is not a section.
@@ -48,7 +48,7 @@ class Document:
             section = walk[-1]
             container: type[Any] = list if isinstance(key, int) else dict
             if not isinstance(section, container):
-                raise RequestError(f"{dotted(path[:depth])} is not a section that has keys", where=place)
+                raise RequestError(f"{dotted(path[:depth])} is not a section with keys", where=place)
             if container is dict and key not in section:
                 section[key] = {}
                 self.places[path[: depth + 1]] = place
@@ -64,13 +64,13 @@ def dotted(path: Sequence[str | int]) -> str:
 
 
 def parse_yaml(text: str, name: str) -> Document:
-    """Read the YAML in `text`; `name` is what messages call it.
+    """Parse the YAML in `text`; `name` is its name in messages.
 
     Raises:
-        RequestError: when it is too large, malformed, or says what JSON cannot.
+        RequestError: when it is too large, malformed, or contains what JSON cannot express.
     """
     if len(text.encode()) > MAX_BYTES:
-        raise RequestError(f"larger than {MAX_BYTES // 1024} KiB", where=name)
+        raise RequestError(f"is larger than {MAX_BYTES // 1024} KiB", where=name)
     try:
         node = yaml.compose(text, Loader=_Loader)
         document = Document(None)
@@ -87,12 +87,12 @@ def parse_yaml(text: str, name: str) -> Document:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with the scalars of JSON: no dates, no octal numbers, no `yes`; and `1e-3` is a number."""
+    """YAML with the scalars of JSON: no dates or octal numbers, `yes` is text, and `1e-3` is a number."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.composer.ComposerError(None, None, "aliases (*name) are not part of a recipe", mark)
+            raise yaml.composer.ComposerError(None, None, "aliases (*name) are not supported", mark)
         return super().compose_node(parent, index)
 
 
@@ -113,12 +113,12 @@ for _kind, _pattern, _first in (
 
 
 def _build(node: yaml.Node, path: KeyPath, name: str, places: dict[KeyPath, str]) -> Any:
-    """The value of `node`; notes in `places` where it and everything inside it is written."""
+    """The value of `node`; records in `places` where it and everything inside it is written."""
     places.setdefault(path, _place(node, name))
     if isinstance(node, yaml.ScalarNode):
         return _scalar(node, path, name)
     if node.tag not in _CONTAINERS:
-        raise RequestError(f"the tag {node.tag} is not part of a recipe", where=_place(node, name))
+        raise RequestError(f"the tag {node.tag} is not supported", where=_place(node, name))
     if isinstance(node, yaml.SequenceNode):
         return [_build(item, (*path, index), name, places) for index, item in enumerate(node.value)]
     assert isinstance(node, yaml.MappingNode)
@@ -131,7 +131,7 @@ def _build(node: yaml.Node, path: KeyPath, name: str, places: dict[KeyPath, str]
         inner = (*path, key)
         if key in section:
             first = places[inner].rpartition(":")[2]
-            raise RequestError(f"{dotted(inner)} is written twice (first in line {first})", where=where)
+            raise RequestError(f"{dotted(inner)} is given twice (first in line {first})", where=where)
         places[inner] = where
         section[key] = _build(value_node, inner, name, places)
     return section
@@ -153,7 +153,7 @@ def _scalar(node: yaml.ScalarNode, path: KeyPath, name: str) -> str | int | floa
         case "int" | "float":
             key = f"{dotted(path)}: " if path else ""
             raise RequestError(f"{key}{text} is not a finite number", where=_place(node, name))
-    raise RequestError(f"the tag {node.tag} is not part of a recipe", where=_place(node, name))
+    raise RequestError(f"the tag {node.tag} is not supported", where=_place(node, name))
 
 
 def _number(text: str) -> float:

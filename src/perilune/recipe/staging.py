@@ -1,4 +1,4 @@
-"""Files that a recipe names in an environment section or a stage, staged when a job is frozen."""
+"""Turns the files that a job names into inputs of its bundle."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from perilune.files import with_field
 
 
 def staged(job: Job) -> tuple[Job, dict[str, Path]]:
-    """The job with the files that it names among its inputs, and where they lie.
+    """The job with the files that it names among its inputs, and the paths to copy them from.
 
-    It names them as they lie in the bundle, which is the same on every machine.
+    In the returned job, the keys contain the paths in the bundle, which are the same on every machine.
     """
     job, files = _environment(job)
     stage = getattr(load_plugin(job.task), "stage", None)
@@ -27,7 +27,9 @@ def staged(job: Job) -> tuple[Job, dict[str, Path]]:
 
 
 def _environment(job: Job) -> tuple[Job, dict[str, Path]]:
-    registry = import_module("perilune.environments.core.registry")  # the planes know nothing of environments
+    registry = import_module(
+        "perilune.environments.core.registry"
+    )  # by name: see resolve.environment_registry
     section, references = job.environment, list(job.inputs)
     found: dict[str, Path] = {}
     for key, path in registry.file_fields(section).items():

@@ -1,1 +1,1 @@
-"""A checkpoint behind the HTTP interface of OpenAI: `perilune serve`."""
+"""The server of `perilune serve`: a checkpoint behind OpenAI's HTTP API."""

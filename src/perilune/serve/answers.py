@@ -1,4 +1,4 @@
-"""What is answered: the documents of chat and text completions, whole and in pieces."""
+"""The documents of chat and text completions, whole and as chunks of a stream."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ from perilune.engine.request import Delta
 
 DONE = b"data: [DONE]\n\n"
 
-# An answer that its format could not be gone on with is as incomplete as one that was cut off, and OpenAI's
-# clients know no word for it; "stop" would tell them that it is whole.
+# OpenAI has no finish reason for an answer whose format allows no further token. Such an answer is
+# incomplete, like one that was cut off, and "stop" would mark it as complete.
 _INCOMPLETE: dict[str | None, str] = {"aborted": "length"}
 
-_encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode  # made once: it is half the cost
+_encode = json.JSONEncoder(
+    separators=(",", ":"), ensure_ascii=False
+).encode  # creating an encoder costs as much as encoding
 
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens that a request took."""
+    """Tokens of a request."""
 
     prompt: int
     completion: int = 0
     cached: int = 0
 
     def document(self) -> dict[str, Any]:
-        """As OpenAI counts."""
+        """The object `usage` of OpenAI's API."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
@@ -41,11 +43,11 @@ class Usage:
 
 
 class Spelling:
-    """What single tokens say, for the lists of log-probs.
+    """Text and bytes of single tokens, for the lists of log-probs.
 
     Args:
-        spell: text of one token, control tokens by their names.
-        token_bytes: bytes of each token by id; None where nobody knows.
+        spell: gives the text of one token; of a control token, its name.
+        token_bytes: bytes of each token by id; None where unknown.
     """
 
     def __init__(self, spell: Callable[[int], str], token_bytes: Sequence[bytes | None]) -> None:
@@ -53,28 +55,28 @@ class Spelling:
         self._bytes = token_bytes
 
     def width(self, token: int) -> int:
-        """Characters that it adds to the text; none when it is a control token."""
+        """Characters that `token` adds to the text; 0 for a control token."""
         return len(self.text(token)) if self.bytes(token) is not None else 0
 
     def bytes(self, token: int) -> list[int] | None:
-        """Its bytes, of which several tokens may make one character; None for control tokens."""
+        """The bytes of `token`, which may be part of a character; None for control tokens."""
         found = self._bytes[token] if token < len(self._bytes) else None
         return None if found is None else list(found)
 
 
 class Answer:
-    """One response: its identity, and the forms its parts take.
+    """Builds the documents of one response.
 
     Args:
-        chat: whether it is a chat completion, or one of text.
-        logprobs: give log-probs.
-        with_ids: give token ids and policy versions too.
+        chat: a chat completion; otherwise a text completion.
+        logprobs: include log-probs.
+        with_ids: include token ids and policy versions.
     """
 
     def __init__(self, model: str, spelling: Spelling, *, chat: bool, logprobs: bool, with_ids: bool) -> None:
         self._spelling, self._chat = spelling, chat
         self._logprobs, self._with_ids = logprobs, with_ids
-        self._offsets: dict[int, int] = {}  # characters that a choice's tokens have said so far
+        self._offsets: dict[int, int] = {}  # characters of each choice so far
         self._kind, self._piece_kind = (
             ("chat.completion", "chat.completion.chunk") if chat else ("text_completion",) * 2
         )
@@ -87,7 +89,7 @@ class Answer:
     def whole(
         self, choices: Sequence[Delta], prompts: Sequence[Sequence[int]], usage: Usage
     ) -> dict[str, Any]:
-        """The response in one document; the choices of each of `prompts` follow each other."""
+        """The whole response. The choices of each prompt are consecutive."""
         each = len(choices) // len(prompts)
         listed = []
         for index, gained in enumerate(choices):
@@ -102,14 +104,14 @@ class Answer:
         return {"object": self._kind, **self._head, "choices": listed, "usage": usage.document()}
 
     def opening(self, index: int) -> bytes:
-        """The event that opens a choice: of a chat, who speaks; of a text, nothing."""
+        """The first event of a choice: the role in a chat; empty for text."""
         if not self._chat:
             return b""
         delta = {"role": "assistant", "content": "", "refusal": None}
         return self._event([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
 
     def piece(self, index: int, gained: Delta) -> bytes:
-        """The event of what one choice has gained."""
+        """The event with the new tokens of one choice."""
         choice = self._choice(index, gained)
         if self._chat:
             choice["delta"] = {"content": gained.text} if gained.text or gained.token_ids else {}
@@ -118,7 +120,7 @@ class Answer:
         return self._event([choice])
 
     def closing(self, usage: Usage) -> bytes:
-        """The event that says what it took."""
+        """The last event, with the usage."""
         return self._event([], usage=usage.document())
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""The routes, and what stands around them."""
+"""The ASGI application: routes, error handlers and middleware."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_app(service: Service, *, token: str | None, bodies: BodyLimits) -> Fast
     """The application that answers with `service`.
 
     Args:
-        token: what requests must bear; None when only this machine can ask.
+        token: bearer token of requests; None if only this machine can connect.
     """
 
     @asynccontextmanager
@@ -34,7 +34,7 @@ def make_app(service: Service, *, token: str | None, bodies: BodyLimits) -> Fast
         service.thread.stop()
         service.close()
 
-    # No page of documentation: it would load scripts from elsewhere.
+    # No documentation page, because it would load scripts from other hosts.
     app = FastAPI(title="perilune serve", docs_url=None, redoc_url=None, lifespan=lifespan)
     for kind, answer in (
         (AnyHTTPException, answer_error),

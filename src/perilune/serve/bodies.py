@@ -1,7 +1,7 @@
-"""From the bytes of a body to a checked request, in bounded time whatever the bytes are.
+"""Parses and validates request bodies in bounded time.
 
-The JSON parser and pydantic hold Python's lock while they work, so all other threads wait. Their work grows
-with the number of values, not of bytes. So values are counted first, and validation ends at the first error.
+The JSON parser and pydantic hold the GIL, so all other threads wait for them. Their time grows with the
+number of values, not of bytes. Therefore values are counted first, and validation stops at the first error.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from perilune.serve.errors import ApiError, shorten
 Body = TypeVar("Body", bound=BaseModel)
 
 _MOST = {b"{": 1 << 16, b"[": 1 << 16, b":": 1 << 16, b",": 1 << 20, b'"': 1 << 18}
-"""How often a character that begins or parts values may stand outside texts; quotes count everywhere."""
+"""Most characters that start or separate values, counted outside strings; quotes count everywhere."""
 
 
 def read_body(data: bytes, kind: type[Body]) -> Body:
-    """The request that `data` holds.
+    """Parse and validate the request in `data`.
 
     Raises:
-        ApiError: 400, naming the first thing wrong with it.
+        ApiError: 400, with the first error.
     """
     document = _parse(data)
     try:
@@ -31,23 +31,23 @@ def read_body(data: bytes, kind: type[Body]) -> Body:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
     place = [str(part) for part in first["loc"]]
-    told = first["msg"].removeprefix("Value error, ")
+    message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        place.append(told)
-        told = f"unrecognised argument: {shorten('.'.join(place))}"
+        place.append(message)
+        message = f"unrecognised argument: {shorten('.'.join(place))}"
     field = shorten(".".join(place))
     if first["type"] == "missing":
-        told = f"{field} is missing"
+        message = f"{field} is missing"
     elif field and first["type"] != "extra_forbidden":
-        told = f"{field}: {told}"
-    raise ApiError(400, told, param=field or None)
+        message = f"{field}: {message}"
+    raise ApiError(400, message, param=field or None)
 
 
 def check_values(document: Any, most: int, deepest: int) -> None:
-    """Refuse a JSON value that holds many others or nests deep, in time that `most` bounds.
+    """Check that a JSON value has at most `most` values and `deepest` levels, in time O(`most`).
 
     Raises:
-        ValueError: when it does.
+        ValueError: when it has more.
     """
     waiting, seen = [(document, 1)], 1
     while waiting:
@@ -70,7 +70,10 @@ def _parse(data: bytes) -> Any:
         return json.loads(data)
     except json.JSONDecodeError as error:
         reason = f"{error.msg}, at character {error.pos}"
-    except (ValueError, RecursionError) as error:  # not Unicode, a number of many digits, deep nesting
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # not Unicode, a number with too many digits, or deep nesting
         reason = str(error)
     raise ApiError(400, f"the body is not JSON: {reason}", code="invalid_json")
 

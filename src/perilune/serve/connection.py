@@ -1,4 +1,4 @@
-"""Connections: an idle or slow client loses its own, and no number of connections shuts others out."""
+"""Connections: the server drops idle and slow clients, and a flood of connections locks nobody out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
@@ -14,21 +14,21 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from perilune.serve.errors import error_document
 
-_SEND_BUFFER = 256 << 10  # bytes that the kernel holds for a reader; left to itself it takes megabytes
-_MOST_HEADERS = 100
-_MOST_HEAD_BYTES = 32 << 10  # of a request's line and headers
+_SEND_BUFFER = 256 << 10  # bytes that the kernel buffers for a reader; its own default is megabytes
+_MAX_HEADERS = 100
+_MAX_HEAD_BYTES = 32 << 10  # of the request line and the headers
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """What clients may do with connections.
+    """Limits on the connections of clients.
 
     Attributes:
-        most: connections at a time. A new one takes the place of the one whose client has owed a whole
-            request for the longest time.
-        head_seconds: for the headers of each request, from the connection or the last answer on.
-        stalled: seconds after which a reader that takes nothing is given up.
-        request_bytes: most bytes of one request, with all that surrounds its body.
+        most: connections at a time. A new one replaces the one whose client has owed a whole request for the
+            longest time.
+        head_seconds: to receive the headers of each request, from the connection or the last answer on.
+        stalled: seconds after which a client that reads nothing is disconnected.
+        request_bytes: largest request, with its headers and chunk framing.
     """
 
     most: int
@@ -37,126 +37,140 @@ class ConnectionLimits:
     request_bytes: int
 
 
-def protocol_for(limits: ConnectionLimits, on_stall: Callable[[], None]) -> type[asyncio.Protocol]:
-    """uvicorn's protocol within `limits`; `on_stall` is called when a reader is given up."""
-    connected: set[Connection] = set()
-    waiting: dict[Connection, None] = {}  # those that have sent no whole request, longest first
+@dataclass
+class _Connections:
+    """The connections of one server.
 
-    class Connection(HttpToolsProtocol):
-        _giving_up: asyncio.TimerHandle | None = None
-        _awaiting_head: asyncio.TimerHandle | None = None
-        _in_head = False
-        _bytes = 0  # of this request
-        _headers = 0
+    Attributes:
+        on_stall: called when a client that reads nothing is disconnected.
+        waiting: connections that have not sent a whole request, the oldest first.
+    """
 
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
-            if len(connected) >= limits.most:
-                longest = next(iter(waiting), None)
-                if longest is None:  # all are being answered
-                    self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "the server has too many connections")
-                    return
-                longest.give_up()
-            connected.add(self)
+    limits: ConnectionLimits
+    on_stall: Callable[[], None]
+    connected: set[_Connection] = field(default_factory=set)
+    waiting: dict[_Connection, None] = field(default_factory=dict)
+
+
+def limited_protocol(limits: ConnectionLimits, on_stall: Callable[[], None]) -> type[asyncio.Protocol]:
+    """uvicorn's HTTP protocol with `limits`; `on_stall` is called for a dropped client that reads nothing."""
+    return type("Connection", (_Connection,), {"shared": _Connections(limits, on_stall)})
+
+
+class _Connection(HttpToolsProtocol):
+    shared: _Connections
+    _stall_timer: asyncio.TimerHandle | None = None
+    _head_timer: asyncio.TimerHandle | None = None
+    _in_head = False
+    _bytes = 0  # of the current request
+    _headers = 0
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+        if len(self.shared.connected) >= self.shared.limits.most:
+            oldest = next(iter(self.shared.waiting), None)
+            if oldest is None:  # every connection is being answered
+                self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "the server has too many connections")
+                return
+            oldest.drop()
+        self.shared.connected.add(self)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._leave()
+        self._stop_stall_timer()
+
+    def data_received(self, data: bytes) -> None:
+        self._bytes += len(data)
+        super().data_received(data)
+        if self._in_head and self._bytes > _MAX_HEAD_BYTES:
+            self._refuse_head()
+        elif self._bytes > self.shared.limits.request_bytes:
+            self.drop()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._bytes, self._headers = True, 0, 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers += 1
+        if self._headers > _MAX_HEADERS:
+            raise ValueError("too many headers")  # the parser stops and calls `send_400_response`
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._in_head = False
+        self._stop_head_timer()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self.shared.waiting.pop(self, None)
+
+    def on_response_complete(self) -> None:
+        if self.cycle.response_complete and self.cycle.more_body:
+            self.transport.close()  # the rest of the body may never arrive
+        super().on_response_complete()
+        if self.cycle.response_complete:
             self._await_head()
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            super().connection_lost(exc)
-            self._leave()
-            self._stop_waiting()
+    def send_400_response(self, msg: str) -> None:
+        """Answer a request that is not HTTP."""
+        if self._headers > _MAX_HEADERS:
+            self._refuse_head()
+        else:
+            self._refuse(HTTPStatus.BAD_REQUEST, msg)
 
-        def data_received(self, data: bytes) -> None:
-            self._bytes += len(data)
-            super().data_received(data)
-            if self._in_head and self._bytes > _MOST_HEAD_BYTES:
-                self._refuse_head()
-            elif self._bytes > limits.request_bytes:
-                self.give_up()
+    def pause_writing(self) -> None:
+        """The buffers are full, so the answer waits for its reader."""
+        super().pause_writing()
+        self._stall_timer = self.loop.call_later(self.shared.limits.stalled, self._stall)
 
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            self._in_head, self._bytes, self._headers = True, 0, 0
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_stall_timer()
 
-        def on_header(self, name: bytes, value: bytes) -> None:
-            self._headers += 1
-            if self._headers > _MOST_HEADERS:
-                raise ValueError("too many headers")  # the parser stops, and `send_400_response` follows
-            super().on_header(name, value)
+    def drop(self) -> None:
+        """Close the connection now and discard unsent bytes."""
+        self._leave()
+        self.transport.abort()
 
-        def on_headers_complete(self) -> None:
-            super().on_headers_complete()
-            self._in_head = False
-            self._stop_awaiting_head()
+    def _stall(self) -> None:
+        self.drop()
+        self.shared.on_stall()
 
-        def on_message_complete(self) -> None:
-            super().on_message_complete()
-            waiting.pop(self, None)
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
 
-        def on_response_complete(self) -> None:
-            if self.cycle.response_complete and self.cycle.more_body:
-                self.transport.close()  # the rest of the body may never come
-            super().on_response_complete()
-            if self.cycle.response_complete:
-                self._await_head()
+    def _await_head(self) -> None:
+        self.shared.waiting[self] = None
+        self._head_timer = self.loop.call_later(self.shared.limits.head_seconds, self.drop)
 
-        def send_400_response(self, msg: str) -> None:
-            """Answer what is no HTTP."""
-            if self._headers > _MOST_HEADERS:
-                self._refuse_head()
-            else:
-                self._refuse(HTTPStatus.BAD_REQUEST, msg)
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
-        def pause_writing(self) -> None:
-            """As much is sent as the network takes; from here on the answer waits for the reader."""
-            super().pause_writing()
-            self._giving_up = self.loop.call_later(limits.stalled, self._stall)
+    def _leave(self) -> None:
+        self.shared.connected.discard(self)
+        self.shared.waiting.pop(self, None)
+        self._stop_head_timer()
 
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            self._stop_waiting()
+    def _refuse_head(self) -> None:
+        limit = f"{_MAX_HEADERS} headers or {_MAX_HEAD_BYTES:,} bytes of headers"
+        self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"the request has more than {limit}")
 
-        def give_up(self) -> None:
-            """Close at once, whatever is unsent."""
-            self._leave()
-            self.transport.abort()
-
-        def _stall(self) -> None:
-            self.give_up()
-            on_stall()
-
-        def _stop_waiting(self) -> None:
-            if self._giving_up is not None:
-                self._giving_up.cancel()
-                self._giving_up = None
-
-        def _await_head(self) -> None:
-            waiting[self] = None
-            self._awaiting_head = self.loop.call_later(limits.head_seconds, self.give_up)
-
-        def _stop_awaiting_head(self) -> None:
-            if self._awaiting_head is not None:
-                self._awaiting_head.cancel()
-                self._awaiting_head = None
-
-        def _leave(self) -> None:
-            connected.discard(self)
-            waiting.pop(self, None)
-            self._stop_awaiting_head()
-
-        def _refuse_head(self) -> None:
-            most = f"{_MOST_HEADERS} headers or {_MOST_HEAD_BYTES:,} bytes of them"
-            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"the request has more than {most}")
-
-        def _refuse(self, status: HTTPStatus, message: str) -> None:
-            if self.cycle is not None and not self.cycle.response_complete:
-                self.give_up()  # in the middle of another answer
-                return
-            body = json.dumps(error_document(status, message)).encode()
-            head = f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: application/json\r\n"
-            self.transport.write(
-                f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
-            )
-            self.transport.close()
-
-    return Connection
+    def _refuse(self, status: HTTPStatus, message: str) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.drop()  # in the middle of another answer
+            return
+        body = json.dumps(error_document(status, message)).encode()
+        head = f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: application/json\r\n"
+        self.transport.write(
+            f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
+        )
+        self.transport.close()

@@ -1,12 +1,11 @@
-"""The engine's own thread, and how the event loop talks to it.
+"""The thread that steps the engine, and its interface to the event loop.
 
-The thread does nothing but step the engine; orders (add, abort) are taken between two steps. What a step
-yields crosses to the event loop in one call and is handed to the streams there. A stream that nobody reads
-merges what comes, so it holds at most one answer: a slow reader costs memory that its request's own limits
-bound, and never time of the engine or of another reader.
+The thread runs commands (add, abort) between two steps. It passes the deltas of a step to the event loop in
+one call, which distributes them to the streams. A stream merges the deltas that its reader has not taken yet,
+so it holds at most one answer: a slow reader costs bounded memory, and no time of the engine or others.
 
-A request that fails ends its own stream. When a whole step fails, everything in flight is answered with an
-error and the engine is restarted; only an engine that fails right after that stays down.
+A request that fails ends only its own stream. If a step fails, all requests in flight get an error and the
+engine is restarted. If the restart fails, the server stops.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class SteppingEngine(Protocol):
-    """What is needed of the engine."""
+    """The part of the engine that the thread uses."""
 
     @property
     def unfinished(self) -> bool:
@@ -40,17 +39,17 @@ class SteppingEngine(Protocol):
     def abort(self, request_id: int) -> object: ...
 
     def restart(self) -> None:
-        """Begin anew with nothing in flight; raises when the engine cannot sample any more."""
+        """Drop all requests; raises if the engine can no longer sample."""
         ...
 
 
 class Stream:
-    """What the samples of some requests gain, read in pieces; belongs to the event loop.
+    """The deltas of some requests, for one reader in the event loop.
 
-    The samples of all requests are numbered through; such a number is called a choice.
+    The samples of all requests are numbered consecutively; these numbers are called choices.
 
     Args:
-        in_pieces: a delta a token; otherwise each choice comes in one when it has ended.
+        in_pieces: one delta for each token; otherwise one delta for each finished choice.
     """
 
     def __init__(self, requests: Sequence[Request], thread: EngineThread, *, in_pieces: bool) -> None:
@@ -59,49 +58,49 @@ class Stream:
         self._thread = thread
         self.ids: tuple[int, ...] = ()
         self._accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._news, self._over = asyncio.Event(), asyncio.Event()
+        self._changed, self._ended = asyncio.Event(), asyncio.Event()
         self._pending: dict[int, Delta] = {}
         self._failure: BaseException | None = None
 
     async def accepted(self) -> None:
-        """Wait until the engine has taken the requests.
+        """Wait until the engine has accepted the requests.
 
         Raises:
-            RequestError: when it does not.
+            RequestError: when the engine refuses them.
         """
         await self._accepted
 
     async def next(self) -> list[tuple[int, Delta]]:
-        """What came since the last call, at most one delta a choice; empty at the end.
+        """The new deltas, at most one for each choice; empty at the end.
 
         Raises:
-            RequestError: when the requests turned out to be impossible.
-            WorkFailedError: when they or the engine failed, or somebody else aborted them.
+            RequestError: when the engine finds the requests impossible.
+            WorkFailedError: when the requests or the engine failed, or the requests were aborted.
         """
         while not self._pending:
             if self._failure is not None:
                 raise self._failure
             if not self.remaining:
                 return []
-            self._news.clear()
-            await self._news.wait()
-        news, self._pending = list(self._pending.items()), {}
-        return news
+            self._changed.clear()
+            await self._changed.wait()
+        deltas, self._pending = list(self._pending.items()), {}
+        return deltas
 
     async def linger(self, seconds: float) -> None:
-        """Let more come before the next piece is taken; returns at once when there will be no more."""
+        """Wait, so that the next delta has more tokens; returns at once if the stream has ended."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._over.wait()
+                await self._ended.wait()
 
     def abort(self, reason: str = "aborted") -> None:
-        """Let go of what is not finished, and of its blocks."""
+        """Stop the unfinished choices and free their cache blocks."""
         if self.remaining:
             self.failed(WorkFailedError(reason))
             self._thread.abort(self.ids)
 
     def opened(self, ids: tuple[int, ...]) -> None:
-        """The engine has taken the requests."""
+        """Record that the engine has accepted the requests."""
         self.ids = ids
         if not self.remaining:  # aborted meanwhile
             self._thread.abort(ids)
@@ -109,17 +108,17 @@ class Stream:
             self._accepted.set_result(None)
 
     def failed(self, error: BaseException) -> None:
-        """There will be no more."""
+        """End the stream with an error."""
         self._failure, self.remaining = error, 0
         self._thread.forget(self)
         if not self._accepted.done():
             self._accepted.set_exception(error)
-            self._accepted.exception()  # whoever waited may have gone
-        self._news.set()
-        self._over.set()
+            self._accepted.exception()  # nobody may be waiting any more
+        self._changed.set()
+        self._ended.set()
 
     def push(self, choice: int, delta: Delta) -> None:
-        """Take a delta, into the one that waits if there is one."""
+        """Add a delta, merged into the one that waits for the reader if there is one."""
         if delta.finish_reason is not None:
             self.remaining -= 1
         waiting = self._pending.get(choice)
@@ -128,17 +127,17 @@ class Stream:
         else:
             merge(waiting, delta)
         if not self.remaining:
-            self._over.set()
-        self._news.set()
+            self._ended.set()
+        self._changed.set()
 
 
 class EngineThread:
-    """Steps an engine in a thread of its own.
+    """Steps an engine in a thread.
 
     Args:
-        engine: used by nobody else from `start` on.
-        on_failure: called in the event loop when the engine failed for good; nothing works from then on.
-        on_restart: called in the event loop when the engine failed and works again.
+        engine: only this thread may use it after `start`.
+        on_failure: called in the event loop when the engine has failed permanently.
+        on_restart: called in the event loop when the engine was restarted after a failure.
     """
 
     def __init__(
@@ -150,8 +149,8 @@ class EngineThread:
     ) -> None:
         self._engine = engine
         self.on_failure, self.on_restart = on_failure, on_restart
-        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # Of the event loop: streams that are not finished, and the stream and first choice of each request.
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # Used in the event loop only: unfinished streams, and the stream and first choice of each request.
         self._unfinished: set[Stream] = set()
         self._places: dict[int, tuple[Stream, int]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -159,32 +158,32 @@ class EngineThread:
         self.failure: BaseException | None = None
 
     def start(self) -> None:
-        """Begin; called in the event loop that streams are read in."""
+        """Start the thread. Call it in the event loop that reads the streams."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after its present step."""
-        self._orders.put(None)
+        """Stop the thread after its current step."""
+        self._commands.put(None)
         self._thread.join()
 
     @property
     def open_samples(self) -> int:
-        """Samples that were submitted and are not finished."""
+        """Unfinished samples."""
         return sum(stream.remaining for stream in self._unfinished)
 
     async def submit(self, requests: Sequence[Request], *, in_pieces: bool) -> Stream:
-        """Give requests to the engine: all of them, or none; `in_pieces` as in `Stream`.
+        """Pass requests to the engine, which accepts all or none; `in_pieces` as in `Stream`.
 
         Raises:
-            RequestError: when the engine does not take one.
+            RequestError: when the engine refuses a request.
             WorkFailedError: when the engine has failed.
         """
         if self.failure is not None:
             raise WorkFailedError("the engine has failed")
         stream = Stream(requests, self, in_pieces=in_pieces)
         self._unfinished.add(stream)
-        self._orders.put(lambda: self._add(stream))
+        self._commands.put(lambda: self._add(stream))
         try:
             await stream.accepted()
         except asyncio.CancelledError:
@@ -193,56 +192,56 @@ class EngineThread:
         return stream
 
     def abort(self, ids: Sequence[int]) -> None:
-        """Let go of requests."""
+        """Stop requests."""
         for request_id in ids:
             self._places.pop(request_id, None)
-        self._orders.put(lambda: self._abort(ids))
+        self._commands.put(lambda: self._abort(ids))
 
     def abort_all(self, reason: str) -> None:
-        """Let go of everything; readers are told why."""
+        """Stop all requests; their readers get `reason` as the error."""
         for stream in list(self._unfinished):
             stream.abort(reason)
 
     def forget(self, stream: Stream) -> None:
-        """The stream is over."""
+        """Remove a stream that has ended."""
         self._unfinished.discard(stream)
 
     def _run(self) -> None:
         while True:
             try:
-                if not self._take_orders():
+                if not self._run_commands():
                     return
                 deltas = self._engine.step()
-            except BaseException as error:  # libraries in Rust panic with what is not an Exception
+            except BaseException as error:  # a panic in a Rust library is not an Exception
                 if not self._restart(error):
                     return
                 continue
             if deltas:
-                self._tell(lambda deltas=deltas: self._deliver(deltas))  # type: ignore[misc]
+                self._call_in_loop(lambda deltas=deltas: self._deliver(deltas))  # type: ignore[misc]
 
     def _restart(self, error: BaseException) -> bool:
-        """Answer everything in flight with an error, and begin anew; whether the engine works again."""
+        """Fail all requests in flight and restart the engine; returns whether the engine works again."""
         _log.error("the engine failed and is restarted", exc_info=error)
-        self._tell(self._fail_all)
+        self._call_in_loop(self._fail_all)
         try:
             self._engine.restart()
         except BaseException as persistent:
             failure = persistent
-            self._tell(lambda: self._end(failure))
+            self._call_in_loop(lambda: self._end(failure))
             return False
-        self._tell(self.on_restart)
+        self._call_in_loop(self.on_restart)
         return True
 
-    def _take_orders(self) -> bool:
-        """Do what was asked for; waits while there is nothing else to do. False when it is over."""
+    def _run_commands(self) -> bool:
+        """Run queued commands; waits while the engine is idle. Returns False when the thread must stop."""
         while True:
             try:
-                order = self._orders.get(block=not self._engine.unfinished)
+                command = self._commands.get(block=not self._engine.unfinished)
             except queue.Empty:
                 return True
-            if order is None:
+            if command is None:
                 return False
-            order()
+            command()
 
     def _add(self, stream: Stream) -> None:
         ids: list[int] = []
@@ -254,18 +253,18 @@ class EngineThread:
             if refusal is not error:
                 _log.error("a request could not be added", exc_info=error)
             self._abort(ids)
-            self._tell(lambda: stream.failed(refusal))
+            self._call_in_loop(lambda: stream.failed(refusal))
             return
-        self._tell(lambda: self._opened(stream, tuple(ids)))
+        self._call_in_loop(lambda: self._opened(stream, tuple(ids)))
 
     def _abort(self, ids: Sequence[int]) -> None:
         for request_id in ids:
             self._engine.abort(request_id)
 
-    def _tell(self, message: Callable[[], None]) -> None:
+    def _call_in_loop(self, callback: Callable[[], None]) -> None:
         assert self._loop is not None
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(message)
+            self._loop.call_soon_threadsafe(callback)
 
     def _opened(self, stream: Stream, ids: tuple[int, ...]) -> None:
         choice = 0
@@ -302,7 +301,7 @@ class EngineThread:
 
 
 def merge(earlier: Delta, later: Delta) -> None:
-    """Add what `later` brings to `earlier`, which came before it."""
+    """Append `later` to `earlier`."""
     earlier.token_ids += later.token_ids
     earlier.logprobs += later.logprobs
     earlier.policy_version += later.policy_version

@@ -1,4 +1,4 @@
-"""Whatever goes wrong, as the error body that OpenAI's clients understand."""
+"""Errors as the JSON bodies of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from starlette.responses import Response
 from perilune.errors import PeriluneError
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-CLIENT_LEFT = 499  # as nginx calls it
-_SHOWN = 200  # characters of what was sent that are told back
+CLIENT_LEFT = 499  # nginx's status for a client that closed the connection
+_SHOWN = 200  # characters of a request's value that an error message repeats
 
 
 class ApiError(HTTPException):
@@ -22,9 +22,9 @@ class ApiError(HTTPException):
 
     Args:
         status: HTTP status.
-        message: what is wrong, with the value that was seen.
-        param: the field that is wrong.
-        code: a word for programs, such as "context_length_exceeded".
+        message: what is wrong, with the value.
+        param: the invalid field.
+        code: an identifier for programs, such as "context_length_exceeded".
     """
 
     def __init__(
@@ -46,12 +46,17 @@ def error_document(
     """OpenAI's error body."""
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return {
-        "error": {"message": _whole(message), "type": kind, "param": param and _whole(param), "code": code}
+        "error": {
+            "message": _encodable(message),
+            "type": kind,
+            "param": param and _encodable(param),
+            "code": code,
+        }
     }
 
 
 async def answer_error(request: Request, error: Exception) -> JSONResponse:
-    """The response to any `HTTPException`, ours and the framework's."""
+    """The response to an `HTTPException` of ours or of the framework."""
     assert isinstance(error, AnyHTTPException)
     document = error_document(
         error.status_code, error.detail, getattr(error, "param", None), getattr(error, "code", None)
@@ -60,33 +65,37 @@ async def answer_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def answer_refused(request: Request, error: Exception) -> JSONResponse:
-    """The response to what the library refused or failed at."""
+    """The response to an error of the library."""
     assert isinstance(error, PeriluneError)
-    told = f"{error.what} ({error.remedy})" if error.remedy else error.what
     status = status_of(error)
-    return JSONResponse(error_document(status, told, error.where or None), status)
+    return JSONResponse(error_document(status, with_remedy(error), error.where or None), status)
 
 
 def status_of(error: PeriluneError) -> int:
-    """The HTTP status of what the library refused or failed at."""
+    """The HTTP status of an error of the library."""
     return 400 if error.exit_code == 2 else 500
 
 
+def with_remedy(error: PeriluneError) -> str:
+    """The message of an error and its remedy on one line."""
+    return f"{error.what} ({error.remedy})" if error.remedy else error.what
+
+
 async def answer_gone(request: Request, error: Exception) -> Response:
-    """What nobody is there to see: the client left before its body was complete."""
+    """The response when the client left before its body was complete; only the log sees it."""
     return Response(status_code=CLIENT_LEFT)
 
 
 async def answer_unexpected(request: Request, error: Exception) -> JSONResponse:
-    """The response to a defect; what it was stands in the server's log."""
-    return JSONResponse(error_document(500, "the server failed; its log says more"), 500)
+    """The response to a defect in the server, which logs it."""
+    return JSONResponse(error_document(500, "the server failed; see its log"), 500)
 
 
 def shorten(text: str) -> str:
-    """What is told back of what was sent."""
+    """`text`, cut to the length that error messages repeat."""
     return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
 
 
-def _whole(text: str) -> str:
-    """Without half characters: what is told back may hold some, and an answer cannot."""
+def _encodable(text: str) -> str:
+    """`text` without lone surrogates, which UTF-8 cannot encode."""
     return text.encode(errors="replace").decode()

@@ -1,6 +1,6 @@
-"""What every request passes before anything reads it: who asks, from where, and how much is sent.
+"""Middleware that checks every request first: its token, its host, and the size of its body.
 
-A pure ASGI layer: it sees a body in pieces, refuses before the rest has come, and keeps nothing.
+It is pure ASGI: it sees a body in chunks, refuses it before the rest has arrived, and buffers nothing.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 @dataclass(frozen=True)
 class BodyLimits:
-    """What a request's body may take.
+    """Limits on request bodies.
 
     Attributes:
         most: bytes.
-        seconds: for all of it to come.
+        seconds: to receive the whole body.
     """
 
     most: int
@@ -34,16 +34,16 @@ class BodyLimits:
 
     @property
     def discarded(self) -> int:
-        """Bytes of a body that is too long which are still taken, to be able to say so."""
+        """Bytes of a too large body to read, so that the client sees the error."""
         return 16 * self.most
 
 
 class Guard:
-    """Refuses what must not reach the application.
+    """Refuses invalid requests before they reach the application.
 
     Args:
-        token: what a request must bear, or None when only this machine can ask.
-        draining: true once no new work is taken.
+        token: bearer token of requests, or None if only this machine can connect.
+        draining: returns whether the server is shutting down.
     """
 
     def __init__(
@@ -68,22 +68,23 @@ class Guard:
         await refusal(scope, receive, send)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> JSONResponse | None:
-        return self._stranger(scope, headers) or (
+        return self._unauthorized(scope, headers) or (
             self._bad_post(headers) if scope["method"] == "POST" else None
         )
 
-    def _stranger(self, scope: Scope, headers: dict[bytes, bytes]) -> JSONResponse | None:
+    def _unauthorized(self, scope: Scope, headers: dict[bytes, bytes]) -> JSONResponse | None:
         if self._token is None:
-            # A page in a browser can make a name of its own point here; its requests still carry that name.
+            # DNS rebinding: a web page can point its own host name here, but its requests carry that name.
             host = headers.get(b"host", b"").decode("latin-1").lower()
             if host not in _LOCAL_NAMES and host.rpartition(":")[0] not in _LOCAL_NAMES:
-                return _error(403, "this server answers only to localhost", code="wrong_host")
+                return _error(403, "this server only answers requests to localhost", code="wrong_host")
         elif scope["path"] not in _OPEN and not self._authentic(headers):
-            told, asked = (
-                "give the server's token: Authorization: Bearer TOKEN",
-                {"WWW-Authenticate": "Bearer"},
+            return _error(
+                401,
+                "the token is missing or wrong; send Authorization: Bearer TOKEN",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
             )
-            return _error(401, told, code="invalid_api_key", headers=asked)
         return None
 
     def _bad_post(self, headers: dict[bytes, bytes]) -> JSONResponse | None:
@@ -91,7 +92,7 @@ class Guard:
             return _error(503, "the server is shutting down", headers={"Retry-After": "10"})
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if kind != b"application/json":
-            # Also what keeps a page of another site from asking without the browser asking us first.
+            # This also forces browsers to send a CORS preflight for pages of other sites.
             return _error(415, "the body must have Content-Type: application/json")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._bodies.most:
@@ -101,11 +102,11 @@ class Guard:
     def _authentic(self, headers: dict[bytes, bytes]) -> bool:
         assert self._token is not None
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        # Compared in constant time: how long it takes tells nothing of the token.
+        # In constant time, so that timing reveals nothing about the token.
         return hmac.compare_digest(given.strip(), self._token) and scheme.lower() == b"bearer"
 
     def _counted(self, receive: Receive) -> Receive:
-        """`receive` that raises when a body is too long or too slow; the framework answers what is raised."""
+        """`receive` that raises an `ApiError` when a body is too large or too slow."""
         received = 0
         deadline = asyncio.get_running_loop().time() + self._bodies.seconds
         complete = False
@@ -113,12 +114,12 @@ class Guard:
         async def counted() -> Message:
             nonlocal received, complete
             if complete:
-                return await receive()  # for the end of the connection, which may be long in coming
+                return await receive()  # waits for the end of the connection, without a deadline
             try:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
-                late = f"the body did not come within {self._bodies.seconds:g} seconds"
+                late = f"the body did not arrive within {self._bodies.seconds:g} seconds"
                 raise ApiError(408, late) from None
             received += len(message.get("body", b""))
             complete = message["type"] != "http.request" or not message.get("more_body", False)
@@ -131,7 +132,7 @@ class Guard:
         return counted
 
     async def _discard(self, receive: Receive) -> None:
-        """Read on for a while: a client that is cut off while it sends does not see the answer."""
+        """Read more of the body: a client that is cut off while it sends never sees the response."""
         left = self._bodies.discarded
         try:
             async with asyncio.timeout(self._bodies.seconds):
@@ -144,7 +145,7 @@ class Guard:
             return
 
     def _too_long(self) -> str:
-        return f"the body has more than {self._bodies.most:,} bytes"
+        return f"the body is larger than {self._bodies.most:,} bytes"
 
 
 def _error(

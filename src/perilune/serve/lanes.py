@@ -1,6 +1,6 @@
-"""Threads for what takes too long for the event loop: short work, long work, chat templates and schemas.
+"""Threads for work that would block the event loop: short work, long work, chat templates and schemas.
 
-Each lane does one thing at a time. Long work waits for other long work, and short work never waits for it.
+Each lane runs one task at a time, so long work waits for other long work and short work never does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
-LONG = 1 << 14  # bytes or characters from which on work is long: some milliseconds of it
+LONG = 1 << 14  # bytes or characters from which work is long: a few milliseconds
 
 
 class Lanes:
@@ -25,19 +25,19 @@ class Lanes:
         }
 
     async def short_or_long(self, size: int, work: Callable[[], Result]) -> Result:
-        """The result of `work` on so many bytes or characters."""
+        """Run `work` on `size` bytes or characters."""
         return await self._run("short" if size < LONG else "long", work)
 
     async def template(self, work: Callable[[], Result]) -> Result:
-        """The result of `work` that waits for a chat template, whose author decides how long it takes."""
+        """Run `work` that renders a chat template, which may take any time."""
         return await self._run("template", work)
 
     async def schema(self, work: Callable[[], Result]) -> Result:
-        """The result of `work` that compiles a schema."""
+        """Run `work` that compiles a schema."""
         return await self._run("schema", work)
 
     def close(self) -> None:
-        """Drop what has not begun."""
+        """Cancel work that has not started."""
         for threads in self._threads.values():
             threads.shutdown(wait=False, cancel_futures=True)
 

@@ -1,4 +1,4 @@
-"""What Prometheus reads at /metrics."""
+"""Metrics for Prometheus at /metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-_LATELY = 0.2  # weight of the newest answer in the running mean of how long answers take
+_LATELY = 0.2  # weight of the newest answer in the running mean of answer times
 
 
 class Metrics:
@@ -22,10 +22,10 @@ class Metrics:
             "perilune_requests", "Requests answered", ["path", "status"], registry=self._registry
         )
         self._disconnects = Counter(
-            "perilune_disconnects", "Answers whose reader left", registry=self._registry
+            "perilune_disconnects", "Answers whose client disconnected", registry=self._registry
         )
         self._stalls = Counter(
-            "perilune_stalls", "Connections closed because nothing was read", registry=self._registry
+            "perilune_stalls", "Connections closed because the client read nothing", registry=self._registry
         )
         self._restarts = Counter(
             "perilune_engine_restarts",
@@ -34,38 +34,42 @@ class Metrics:
         )
         self._tokens = Counter("perilune_tokens", "Tokens", ["kind"], registry=self._registry)
         self._first = Histogram(
-            "perilune_first_token_seconds", "From request to first token, of streams", buckets=_SECONDS,
+            "perilune_first_token_seconds",
+            "Seconds from the request to the first token of a stream",
+            buckets=_SECONDS,
             registry=self._registry,
-        )  # fmt: skip
+        )
         self._whole = Histogram(
-            "perilune_answer_seconds", "From request to the end of its answer", buckets=_SECONDS,
+            "perilune_answer_seconds",
+            "Seconds from the request to the end of its answer",
+            buckets=_SECONDS,
             registry=self._registry,
-        )  # fmt: skip
+        )
         self._gauges: dict[str, Gauge] = {}
-        self.answer_seconds = 1.0  # that an answer took lately
+        self.answer_seconds = 1.0  # running mean
 
     def answered(self, path: str, status: int) -> None:
-        """A request was answered."""
+        """Count an answered request."""
         self._requests.labels(path, str(status)).inc()
 
     def disconnected(self) -> None:
-        """A reader left."""
+        """Count a client that disconnected."""
         self._disconnects.inc()
 
     def stalled(self) -> None:
-        """A reader took nothing for too long."""
+        """Count a client that read nothing for too long."""
         self._stalls.inc()
 
     def restarted(self) -> None:
-        """The engine failed and works again."""
+        """Count a restart of the engine."""
         self._restarts.inc()
 
     def first_token(self, since: float) -> None:
-        """The first token of a stream, asked for at `since` on the performance counter."""
+        """Record the first token of a stream, requested at `since` on the performance counter."""
         self._first.observe(time.perf_counter() - since)
 
     def finished(self, since: float, *, prompt: int, completion: int, cached: int) -> None:
-        """A request is done, having taken that many tokens."""
+        """Record a finished request and its tokens."""
         seconds = time.perf_counter() - since
         self._whole.observe(seconds)
         self.answer_seconds += _LATELY * (seconds - self.answer_seconds)
@@ -73,9 +77,9 @@ class Metrics:
             self._tokens.labels(kind).inc(count)
 
     def response(self, now: Mapping[str, float]) -> Response:
-        """The page, with the figures of this moment by their names."""
+        """The page, with the current values `now` as gauges."""
         for name, value in now.items():
             if name not in self._gauges:
-                self._gauges[name] = Gauge(f"perilune_{name}", "At this moment", registry=self._registry)
+                self._gauges[name] = Gauge(f"perilune_{name}", "Current value", registry=self._registry)
             self._gauges[name].set(value)
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)

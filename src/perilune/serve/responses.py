@@ -1,4 +1,4 @@
-"""Sending an answer, and noticing when nobody is left to read it."""
+"""Sends responses, and stops work when the client disconnects."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from starlette.types import Receive, Scope, Send
 Result = TypeVar("Result")
 
 
-class Disconnected(Exception):  # noqa: N818 - nothing went wrong here
-    """The client left."""
+class Disconnected(Exception):  # noqa: N818 - not an error
+    """The client disconnected."""
 
 
 async def while_connected(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
-    """The result of `work`, which is cancelled when the client leaves.
+    """The result of `work`, which is cancelled when the client disconnects.
 
     Raises:
-        Disconnected: when it left.
+        Disconnected: when it did.
     """
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -37,7 +37,7 @@ class EventStream(Response):
 
     Args:
         events: the bytes to send, piece by piece.
-        finished: called with True when all was sent, else with False.
+        finished: called with whether all events were sent.
     """
 
     media_type = "text/event-stream"
@@ -64,13 +64,13 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _left(receive: Receive) -> None:
+async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel what is not done, and let it clean up."""
+    """Cancel unfinished tasks and wait for their cleanup."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

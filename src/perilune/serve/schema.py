@@ -1,8 +1,8 @@
-"""What may be asked: the bodies of OpenAI's chat and text completions, and the extensions that servers share.
+"""Request bodies: OpenAI's chat and text completions, with the extensions of vLLM and SGLang.
 
-An argument that is not listed is refused, as OpenAI refuses it: an option that is silently ignored gives
-another answer than the one that was asked for. Of OpenAI's own arguments that are not served, those that
-cannot change an answer are ignored, and those that can are refused unless they ask for nothing.
+Unknown arguments are refused, as OpenAI does, because ignoring an option silently would change the answer. Of
+OpenAI's arguments that are not supported, those that cannot change an answer are ignored, and the others are
+refused unless their value has no effect.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from perilune.serve.bodies import check_values
 MOST_CHOICES = 256  # samples of one request
 MOST_STOPS = 16
 MOST_LOGPROBS = 20
-NO_EFFECT = frozenset({
-    "metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier", "store",
-    "user",
-})  # fmt: skip
-# Arguments that are not served, and the values with which they ask for nothing.
-NOT_SERVED: Mapping[str, tuple[Any, ...]] = {
+NO_EFFECT = frozenset(
+    ("metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier")
+) | {"store", "user"}
+# Unsupported arguments, and their values without effect.
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
     "echo": (False,),
@@ -51,7 +50,7 @@ NOT_SERVED: Mapping[str, tuple[Any, ...]] = {
 _MOST_VALUES = 10_000  # of a schema, of chat_template_kwargs, and of logit_bias
 _DEEPEST = 64
 _MOST_MESSAGES = 10_000
-_SHOWN = 200  # characters of an argument that is not known
+_SHOWN = 200  # characters of an unknown argument
 
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
@@ -65,7 +64,7 @@ class _Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, document: Any) -> Any:
-        """Refuse the first argument that is not known; pydantic would list them all."""
+        """Refuse the first unknown argument; pydantic would list all."""
         if isinstance(document, dict):
             known = _names(cls)
             for name in document:
@@ -92,22 +91,22 @@ Biases = Annotated[
 
 
 class StreamOptions(_Body):
-    """How a stream is sent."""
+    """Options of a stream."""
 
     include_usage: bool = False
 
 
 class JsonSchema(_Body):
-    """A schema that answers must fit."""
+    """A schema that answers must match."""
 
     name: str = "answer"
     description: str | None = None
     schema_: Document = Field(alias="schema")
-    strict: bool | None = None  # answers always fit
+    strict: bool | None = None  # answers always match
 
 
 class ResponseFormat(_Body):
-    """What answers must look like."""
+    """The format of answers."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -115,24 +114,24 @@ class ResponseFormat(_Body):
     @model_validator(mode="after")
     def _has_schema(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema belongs to type json_schema, and that type needs it")
+            raise ValueError("json_schema and type: json_schema must be given together")
         return self
 
     @property
     def schema_document(self) -> dict[str, Any] | None:
-        """The JSON schema to fit, or None for text."""
+        """The JSON schema of answers, or None for text."""
         if self.json_schema is not None:
             return self.json_schema.schema_
         return {"type": "object"} if self.type == "json_object" else None
 
 
 class Sampling(_Body):
-    """What both kinds of completions take.
+    """The arguments that chat and text completions share.
 
     Attributes:
-        key: (seed, step, task) of the random numbers, instead of `seed`.
-        return_token_ids: give token ids, and the policy version of each, beside the text.
-        ignore_eos: end only at `stop` and `stop_token_ids`.
+        key: (seed, step, task), the counters of the random numbers, instead of `seed`.
+        return_token_ids: also return token ids and the policy version of each token.
+        ignore_eos: stop only at `stop` and `stop_token_ids`.
     """
 
     model: str
@@ -161,39 +160,39 @@ class Sampling(_Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _what_openai_has_besides(cls, body: Any) -> Any:
+    def _without_unsupported(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             raise ValueError("the body is not a JSON object")  # noqa: TRY004 - pydantic's own way
         kept = {}
         for name, value in body.items():
-            if name in NOT_SERVED:
-                if value is not None and not _is_one_of(value, NOT_SERVED[name]):
-                    raise ValueError(f"{name} is not served here")
-            elif name not in NO_EFFECT and value is not None:  # null is as good as left out
+            if name in UNSUPPORTED:
+                if value is not None and not _is_one_of(value, UNSUPPORTED[name]):
+                    raise ValueError(f"{name} is not supported")
+            elif name not in NO_EFFECT and value is not None:  # null means absent
                 kept[name] = value
         return kept
 
     @model_validator(mode="after")
     def _consistent(self) -> Sampling:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is only for streams")
+            raise ValueError("stream_options needs stream: true")
         if self.key is not None and self.seed is not None:
-            raise ValueError("key and seed both choose the random numbers; give one of them")
+            raise ValueError("key and seed both select the random numbers; give only one")
         return self
 
     @property
     def random_key(self) -> tuple[int, int, int] | None:
-        """The counters of the random numbers; None when any will do."""
+        """The counters of the random numbers, or None."""
         if self.key is not None:
             return self.key
         return None if self.seed is None else (self.seed % 2**64, 0, 0)
 
     def params(self, max_tokens: int, end_tokens: tuple[int, ...], top_logprobs: int) -> SamplingParams:
-        """How to continue, for the engine.
+        """The sampling parameters for the engine.
 
         Args:
-            max_tokens: most tokens of the answer.
-            end_tokens: what ends the model's answers, unless it is to be ignored.
+            max_tokens: longest answer in tokens.
+            end_tokens: tokens that end an answer of the model, unless `ignore_eos`.
         """
         ends = () if self.ignore_eos else end_tokens
         return SamplingParams(
@@ -231,7 +230,7 @@ class CompletionBody(Sampling):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each text, or its tokens, that is to be continued."""
+        """The prompts, as texts or token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -240,14 +239,14 @@ class CompletionBody(Sampling):
 
 
 class TextPart(_Body):
-    """A piece of a message."""
+    """A part of a message."""
 
     type: Literal["text"]
     text: str
 
 
 class Message(_Body):
-    """One turn of a conversation."""
+    """One message of a conversation."""
 
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
@@ -255,7 +254,7 @@ class Message(_Body):
 
     @property
     def document(self) -> dict[str, str]:
-        """As a chat template reads it."""
+        """The message as chat templates expect it."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
@@ -265,8 +264,8 @@ class ChatBody(Sampling):
     """POST /v1/chat/completions.
 
     Attributes:
-        max_completion_tokens: newer name of `max_tokens`; without either, as many as there is room for.
-        chat_template_kwargs: further inputs of the chat template, such as {"enable_thinking": false}.
+        max_completion_tokens: newer name of `max_tokens`. Default: as many as fit into the context.
+        chat_template_kwargs: further variables of the chat template, such as {"enable_thinking": false}.
     """
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)]
@@ -277,14 +276,14 @@ class ChatBody(Sampling):
     chat_template_kwargs: Document = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _logprobs_asked_for(self) -> ChatBody:
+    def _check_combinations(self) -> ChatBody:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
         if "messages" in self.chat_template_kwargs:
-            raise ValueError("chat_template_kwargs: messages stand beside it")
+            raise ValueError("chat_template_kwargs cannot contain messages")
         return self
 
     @property
     def most_tokens(self) -> int | None:
-        """The limit, by either of its names."""
+        """The limit under either name."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

@@ -1,4 +1,4 @@
-"""From a checkpoint to a server that answers, and to its orderly end."""
+"""Starts the server for a checkpoint, and shuts it down in order."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from perilune.errors import RequestError, WorkFailedError
 from perilune.models.adapters.files import Adapter
 from perilune.models.transformers_model import TransformersModel, load_for_inference
 from perilune.serve.app import make_app
-from perilune.serve.connection import ConnectionLimits, protocol_for
+from perilune.serve.connection import ConnectionLimits, limited_protocol
 from perilune.serve.engine_thread import EngineThread
 from perilune.serve.guard import BodyLimits
 from perilune.serve.service import ServedModel, Service
 
 SHORTEST_TOKEN = 16  # characters; shorter ones can be guessed
-_BACKLOG = 2048  # connections that the kernel holds, and asyncio accepts, at a time
-_DESCRIPTORS = 16_384  # asked for; the system may allow fewer
+_BACKLOG = 2048  # connections that wait to be accepted
+_DESCRIPTORS = 16_384  # requested; the system may allow fewer
 _RESERVED_DESCRIPTORS = 256  # for files, pipes and processes
 _MOST_CONNECTIONS = 4096
-_HEAD_SECONDS = 10.0  # for the headers of a request to come
-_LAST_WORDS = 5  # seconds for aborted answers to be sent
+_HEAD_SECONDS = 10.0  # to receive the headers of a request
+_CLOSE_SECONDS = 5  # to send the ends of aborted answers
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How to serve.
+    """Settings of the server.
 
     Attributes:
         checkpoint: Hugging Face folder.
-        name: by which requests ask for the model.
-        token_env: name of the environment variable that holds the token; "" for none.
-        slots: most samples in flight.
-        max_queue: most samples that wait beside them.
-        cache_tokens: room for keys and values, in tokens of all samples together; 0 for the engine's default.
-        max_body: bytes of a request's body.
-        drain: seconds that answers have to be finished in once the server is told to end.
-        stalled: seconds after which a client that takes or sends nothing is given up.
-        max_connections: most at a time; None for as many as descriptors allow, 4096 at most.
-        adapters: folders of LoRA adapters, as PEFT writes them, by the names that requests ask for them by.
+        name: name of the model in requests.
+        token_env: name of the environment variable with the token; "" for none.
+        slots: samples that the engine computes at a time.
+        max_queue: samples that may wait.
+        cache_tokens: size of the KV cache in tokens of all samples; 0 for the engine's default.
+        max_body: largest request body in bytes.
+        drain: seconds to finish open requests after SIGTERM.
+        stalled: seconds until a client that neither reads nor sends is disconnected.
+        max_connections: connections at a time; None for what the limit on open files allows, at most 4096.
+        adapters: folders of LoRA adapters in PEFT format, by their names in requests.
     """
 
     checkpoint: Path
@@ -72,13 +72,13 @@ class Settings:
 def serve(
     settings: Settings, announce: Callable[[str], None], notify: Callable[[str], None] = lambda notice: None
 ) -> None:
-    """Serve until the process is told to end; then finish what is being answered.
+    """Serve until SIGTERM or Ctrl-C, then finish open requests.
 
-    `announce` is called with the server's URL once it answers, `notify` with what is worth knowing before.
+    `announce` is called with the URL once the server answers, and `notify` with notices about the model.
 
     Raises:
-        RequestError: when the checkpoint cannot be used, the address is not free, or others than this machine
-            could ask without a token.
+        RequestError: when the checkpoint cannot be used, the address is not free, or the server would listen
+            on a public address without a token.
         WorkFailedError: when the engine fails.
     """
     token = _token(settings)
@@ -91,7 +91,7 @@ def serve(
 
 
 def _service(settings: Settings, notify: Callable[[str], None]) -> Service:
-    """Read the checkpoint and make everything that answers with it."""
+    """Load the checkpoint and create the engine and the service."""
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.dtype]
     loaded, tokenizer = load_for_inference(settings.checkpoint, _device(settings.device), dtype)
     if isinstance(loaded, TransformersModel):
@@ -102,7 +102,9 @@ def _service(settings: Settings, notify: Callable[[str], None]) -> Service:
     )
     for name, folder in settings.adapters.items():
         if name == settings.name:
-            raise RequestError(f"{name!r} is the model's own name", where="--adapter", remedy="give another")
+            raise RequestError(
+                f"{name!r} is the name of the model", where="--adapter", remedy="use another name"
+            )
         engine.add_adapter(name, Adapter.load(folder))
     ends = (*config.eos_token_ids, tokenizer.eos_token_id)
     model = ServedModel(
@@ -126,22 +128,24 @@ def _service(settings: Settings, notify: Callable[[str], None]) -> Service:
     return Service(model, EngineThread(engine), settings.slots + settings.max_queue, figures)
 
 
-def _device(wanted: str) -> str:
+def _device(requested: str) -> str:
     available = torch.cuda.is_available()
-    if wanted == "cuda" and not available:
-        raise RequestError("device cuda is asked for and this machine has none", remedy="perilune doctor")
-    return "cuda" if available and wanted != "cpu" else "cpu"
+    if requested == "cuda" and not available:
+        raise RequestError(
+            "device cuda was requested, and this machine has no CUDA device", remedy="perilune doctor"
+        )
+    return "cuda" if available and requested != "cpu" else "cpu"
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, with an end in two parts: no new work but all that was begun, then the connections."""
+    """uvicorn with a shutdown in two steps: finish open requests, then close connections."""
 
     def __init__(
         self, service: Service, settings: Settings, token: str | None, announce: Callable[[], None]
     ) -> None:
         bodies = BodyLimits(settings.max_body, min(BodyLimits.seconds, settings.stalled))
         app = make_app(service, token=token, bodies=bodies)
-        backlog, connections = _room_for_connections()
+        backlog, connections = _connection_limits()
         limits = ConnectionLimits(
             most=min(settings.max_connections or _MOST_CONNECTIONS, connections),
             head_seconds=min(_HEAD_SECONDS, settings.stalled),
@@ -150,30 +154,34 @@ class _Server(uvicorn.Server):
         )
         super().__init__(
             uvicorn.Config(
-                app, log_level="warning", access_log=False, server_header=False, backlog=backlog,
-                timeout_graceful_shutdown=_LAST_WORDS,
-                http=protocol_for(limits, service.metrics.stalled),
+                app,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                backlog=backlog,
+                timeout_graceful_shutdown=_CLOSE_SECONDS,
+                http=limited_protocol(limits, service.metrics.stalled),
             )
-        )  # fmt: skip
+        )
         self._service, self._drain, self._announce = service, settings.drain, announce
         self._draining: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         service.thread.on_failure = lambda error: setattr(self, "should_exit", True)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to answer, and say so."""
+        """Start to answer, and announce the URL."""
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
         self._announce()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal lets answers be finished, the second does not."""
+        """The first signal finishes open requests, the second exits at once."""
         if self._service.draining or self._loop is None:
             self.should_exit = self.force_exit = True
         else:
-            self._loop.call_soon_threadsafe(self._begin_to_end)
+            self._loop.call_soon_threadsafe(self._begin_shutdown)
 
-    def _begin_to_end(self) -> None:
+    def _begin_shutdown(self) -> None:
         self._service.draining = True
         self._draining = asyncio.get_running_loop().create_task(self._finish())
 
@@ -185,41 +193,41 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _room_for_connections() -> tuple[int, int]:
-    """How many connections may wait to be accepted, and how many there may be beside them."""
+def _connection_limits() -> tuple[int, int]:
+    """The number of connections that may wait to be accepted, and of those that may be open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
         soft = allowed
-    # asyncio accepts a whole backlog before it looks at the first of them.
+    # asyncio accepts a whole backlog before it serves the first connection of it.
     backlog = min(_BACKLOG, soft // 4)
     return backlog, max(soft - backlog - _RESERVED_DESCRIPTORS, 1)
 
 
 def _token(settings: Settings) -> str | None:
-    """The token that requests must bear.
+    """The bearer token of requests, or None.
 
     Raises:
-        RequestError: when it is named and not set, or too short; or when there is none and others could ask.
+        RequestError: when the token is not set or too short, or a public address has no token.
     """
     if not settings.token_env:
         if not _is_loopback(settings.host):
             raise RequestError(
-                f"on {settings.host} others than this machine can ask, and no token is named",
+                f"the server would listen on the public address {settings.host} without a token",
                 where="--host",
-                remedy="export PERILUNE_TOKEN=$(openssl rand -hex 24), then --token-env PERILUNE_TOKEN",
+                remedy="export PERILUNE_TOKEN=$(openssl rand -hex 24), then add --token-env PERILUNE_TOKEN",
             )
         return None
     token = os.environ.get(settings.token_env, "")
     if len(token) < SHORTEST_TOKEN:
-        found = "is not set" if not token else f"has {len(token)} characters, fewer than {SHORTEST_TOKEN}"
-        raise RequestError(f"{settings.token_env} {found}", where="--token-env")
+        problem = f"has {len(token)} characters, and needs {SHORTEST_TOKEN}" if token else "is not set"
+        raise RequestError(f"{settings.token_env} {problem}", where="--token-env")
     return token
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`, whatever addresses it stands for."""
+    """Whether all addresses of `host` are loopback addresses."""
     addresses = _addresses(host, 0)
     return all(ipaddress.ip_address(address[4][0]).is_loopback for address in addresses)
 
@@ -229,15 +237,15 @@ def _addresses(host: str, port: int) -> list[tuple[int, int, int, str, tuple[str
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)  # type: ignore[return-value]
     except OSError as error:
         raise RequestError(
-            f"{host!r} is no address of this machine: {error.strerror}", where="--host"
+            f"{host!r} is not an address of this machine: {error.strerror}", where="--host"
         ) from None
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """A socket bound to the address; bound before the model is read, so that a taken port is known at once.
+    """A socket bound to the address, before the model is loaded, so that a port in use is an early error.
 
     Raises:
-        RequestError: when it is not free.
+        RequestError: when the address is not free.
     """
     family, _, _, _, address = _addresses(host, port)[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -247,9 +255,10 @@ def _listening(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise RequestError(
-            f"cannot listen on {host} port {port}: {error.strerror}", where="--port",
-            remedy="give another port; 0 takes a free one",
-        ) from None  # fmt: skip
+            f"cannot listen on {host} port {port}: {error.strerror}",
+            where="--port",
+            remedy="use another port, or 0 for a free one",
+        ) from None
     return listener
 
 

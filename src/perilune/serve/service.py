@@ -1,4 +1,4 @@
-"""From a request to its answer: tokens in, the engine, text out."""
+"""Answers requests: encodes prompts, submits them to the engine, and returns the responses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from perilune.models.text.tokenizer import Tokenizer
 from perilune.serve.answers import Answer, Spelling
 from perilune.serve.bodies import read_body
 from perilune.serve.engine_thread import EngineThread, Stream
-from perilune.serve.errors import CLIENT_LEFT, ApiError, shorten
+from perilune.serve.errors import CLIENT_LEFT, ApiError, shorten, with_remedy
 from perilune.serve.exchange import Exchange
 from perilune.serve.lanes import LONG, Lanes
 from perilune.serve.metrics import Metrics
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
 
 _KEPT_SCHEMAS = 64  # compiled grammars
 _MOST_SCHEMA = 1 << 17  # characters
-_CHARACTERS_A_TOKEN = 16  # that a prompt may have for each token of the context; English has 4 to 5
+_CHARACTERS_A_TOKEN = 16  # of a prompt for each token of the context; English has 4 to 5
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What is served.
+    """The model that is served.
 
     Attributes:
-        name: by which requests ask for it.
-        context: most tokens of prompt and answer together, which positions and cache have room for.
-        end_tokens: what ends an answer.
-        adapters: names of LoRA adapters; who asks for one by its name gets the model with it.
+        name: its name in requests.
+        context: most tokens of prompt and answer together, limited by positions and cache.
+        end_tokens: tokens that end an answer.
+        adapters: names of LoRA adapters; a request selects one with `model`.
     """
 
     name: str
@@ -58,7 +58,7 @@ class ServedModel:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that can be asked for."""
+        """The names that a request may give as `model`."""
         return self.name, *self.adapters
 
 
@@ -66,8 +66,8 @@ class Service:
     """Answers requests with one engine.
 
     Args:
-        most_samples: that the engine works on or keeps waiting; what is asked for beyond is refused with 429.
-        figures: the engine's, for /metrics; called from the event loop.
+        most_samples: samples in progress or waiting; further requests are refused with 429.
+        figures: the engine's metrics for /metrics; called from the event loop.
     """
 
     def __init__(
@@ -81,26 +81,26 @@ class Service:
         self.metrics = Metrics()
         thread.on_restart = self.metrics.restarted
         self.draining = False
-        self.answering = 0  # requests whose answers are not completely sent
-        self._aborted = ""  # why nothing more is answered
-        self._entering = 0  # samples on their way to the engine
+        self.answering = 0  # requests whose answers are not sent completely
+        self._aborted = ""  # the reason, once all requests were aborted
+        self._entering = 0  # samples that are not submitted to the engine yet
         self._lanes = Lanes()
         self._constraint = lru_cache(_KEPT_SCHEMAS)(self._make_constraint)
         self._spelling = Spelling(model.tokenizer.token_text, _token_bytes(model.tokenizer))
 
     def close(self) -> None:
-        """Let go of the lanes."""
+        """Shut the lanes down."""
         self._lanes.close()
 
     def abort_all(self, reason: str) -> None:
-        """Let go of everything that is prepared and sampled; who asked is told why."""
+        """Stop all requests; their clients get `reason` as the error."""
         self._aborted = reason
         self.thread.abort_all(reason)
         if self.model.tokenizer.chat_template is not None:
             self.model.tokenizer.chat_template.interrupt()
 
     def figures(self) -> dict[str, float]:
-        """The engine's and the server's figures of this moment."""
+        """Current metrics of the engine and the server."""
         return {
             **self._figures(),
             "samples_open": self.thread.open_samples,
@@ -130,7 +130,7 @@ class Service:
         data = await request.body()
         body = await self._lanes.short_or_long(len(data), lambda: read_body(data, CompletionBody))
         if body.n * len(body.prompts) > MOST_CHOICES:
-            raise ApiError(400, f"more than {MOST_CHOICES} choices in one request", param="n")
+            raise ApiError(400, f"a request may have at most {MOST_CHOICES} choices", param="n")
 
         async def encode() -> list[list[int]]:
             return await self._lanes.short_or_long(
@@ -154,26 +154,28 @@ class Service:
         if isinstance(prompt, str):
             self._check_characters(len(prompt), "prompt")
             prompt = self.model.tokenizer.encode_text_prompt(prompt)
-        self._room_after(len(prompt), max_tokens, "prompt")
+        self._tokens_left(len(prompt), max_tokens, "prompt")
         return prompt
 
     def _check_characters(self, found: int, param: str) -> None:
-        """Refuse a text that cannot fit before it is encoded: millions of characters take seconds."""
+        """Refuse a text that cannot fit before encoding it, which takes seconds for long texts."""
         most = max(_CHARACTERS_A_TOKEN * self.model.context, LONG)
         if found > most:
-            told = (
-                f"the prompt has {found:,} characters; the context has room for {self.model.context:,} tokens"
-            )
-            raise ApiError(400, told, param=param, code="context_length_exceeded")
-
-    def _room_after(self, prompt: int, max_tokens: int | None, param: str) -> int:
-        """Tokens that an answer may have after a prompt of so many."""
-        room = self.model.context - prompt
-        if room < 1 or (max_tokens is not None and max_tokens > room):
-            asked = "" if max_tokens is None else f", and {max_tokens} more are asked for"
             raise ApiError(
                 400,
-                f"the context has room for {self.model.context} tokens; the prompt has {prompt}{asked}",
+                f"the prompt has {found:,} characters; the context has {self.model.context:,} tokens",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def _tokens_left(self, prompt: int, max_tokens: int | None, param: str) -> int:
+        """Tokens that are left for an answer after a prompt of `prompt` tokens."""
+        room = self.model.context - prompt
+        if room < 1 or (max_tokens is not None and max_tokens > room):
+            more = "" if max_tokens is None else f", and max_tokens is {max_tokens}"
+            raise ApiError(
+                400,
+                f"the context has {self.model.context} tokens; the prompt has {prompt}{more}",
                 param=param,
                 code="context_length_exceeded",
             )
@@ -222,7 +224,7 @@ class Service:
         max_tokens: int | None,
         top_logprobs: int,
     ) -> Stream:
-        """Give the request to the engine."""
+        """Encode the request and submit it to the engine."""
         self._entering += body.n
         try:
             prompts = await encode()
@@ -243,10 +245,10 @@ class Service:
     def _admit(self, body: Sampling) -> None:
         if body.model not in self.model.names:
             names = ", ".join(map(repr, self.model.names))
-            told = f"there is no model {shorten(body.model)!r} here; there is {names}"
-            raise ApiError(404, told, param="model", code="model_not_found")
+            message = f"no model {shorten(body.model)!r}; this server has {names}"
+            raise ApiError(404, message, param="model", code="model_not_found")
         busy = self.thread.open_samples + self._entering >= self._most_samples
-        # An answer that is sampled and not yet read costs memory only.
+        # An answer that is sampled but not read yet costs memory only.
         if busy or self.answering >= 2 * self._most_samples:
             wait = {"Retry-After": str(min(max(math.ceil(self.metrics.answer_seconds), 1), 30))}
             raise ApiError(429, "the queue is full", code="queue_full", headers=wait)
@@ -260,12 +262,12 @@ class Service:
         constraint: Constraint | None,
     ) -> list[EngineRequest]:
         param = "messages" if isinstance(body, ChatBody) else "prompt"
-        room = self._room_after(max(map(len, prompts)), max_tokens, param)
+        room = self._tokens_left(max(map(len, prompts)), max_tokens, param)
         params = self._params(body, max_tokens or room, top_logprobs)
         seed, step, task = body.random_key or (secrets.randbits(64), 0, 0)
         adapter = None if body.model == self.model.name else body.model
         return [
-            # Prompts of one request are told apart by their place.
+            # Each prompt of a request has its own random numbers.
             EngineRequest(
                 prompt,
                 params,
@@ -280,25 +282,25 @@ class Service:
     def _params(self, body: Sampling, max_tokens: int, top_logprobs: int) -> SamplingParams:
         outside = [token for token in (body.logit_bias or {}) if token >= self.model.vocab_size]
         if outside:
-            raise ApiError(400, f"there is no token {outside[0]}", param="logit_bias")
+            raise ApiError(400, f"the vocabulary has no token {outside[0]}", param="logit_bias")
         return body.params(max_tokens, self.model.end_tokens, top_logprobs)
 
     def _constrained(self, body: Sampling) -> Constraint | None:
         schema = body.response_format and body.response_format.schema_document
         if schema is None:
             return None
-        text = json.dumps(schema)  # in the order it was given, which is that of answers
+        text = json.dumps(schema)  # keeps the order of keys, which is the order in answers
         if len(text) > _MOST_SCHEMA:
             raise ApiError(
-                400, f"the schema has more than {_MOST_SCHEMA:,} characters", param="response_format"
+                400, f"the schema is longer than {_MOST_SCHEMA:,} characters", param="response_format"
             )
         try:
             return self._constraint(text)
         except RequestError as error:
-            told = f"{error.what} ({error.remedy})" if error.remedy else error.what
-        except (ValueError, TypeError) as error:  # a number beyond 64 bits, half a character
-            told = f"the schema cannot be read: {shorten(str(error))}"
-        raise ApiError(400, told, param="response_format")
+            message = with_remedy(error)
+        except (ValueError, TypeError) as error:  # a number beyond 64 bits, a lone surrogate
+            message = f"the schema is invalid: {shorten(str(error))}"
+        raise ApiError(400, message, param="response_format")
 
     def _make_constraint(self, schema: str) -> Constraint:
         return self._constraints.json_schema(schema)
@@ -313,5 +315,5 @@ class Service:
 def _token_bytes(tokenizer: Tokenizer) -> list[bytes | None]:
     try:
         return tokenizer.token_bytes()
-    except RequestError:  # its tokens have none of their own
+    except RequestError:  # a tokenizer without bytes of single tokens
         return []
