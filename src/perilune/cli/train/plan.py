@@ -119,11 +119,13 @@ def _secret(name: str, problem: str) -> str:
 
 def _retries(retry: Mapping[str, Any]) -> str:
     kinds = (
-        ("infrastructure", "failures of the machine"),
+        ("infrastructure", "machine failures"),
         ("lost", "lost workers"),
-        ("user", "failures of the task"),
+        ("user", "task failures"),
     )
-    return ", ".join(f"{retry[kind]} for {failures}" for kind, failures in kinds) + "; always for preemptions"
+    return (
+        ", ".join(f"{retry[kind]} for {failures}" for kind, failures in kinds) + "; no limit for preemptions"
+    )
 
 
 def _limits(limits: Mapping[str, Any]) -> list[str]:
