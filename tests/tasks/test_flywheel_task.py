@@ -13,6 +13,7 @@ from perilune.errors import WorkFailedError
 from perilune.execution.placements.local import restore_outputs
 from perilune.files import sha256_file
 from perilune.tasks.flywheel.loop import Rounds
+from perilune.tasks.stage.training import StepReport
 
 ENDS = {**DIGITS, "factory": "task_environments:Ends"}
 NEVER = {**DIGITS, "equal": 0.0}
@@ -48,15 +49,15 @@ def test_a_kill_between_rounds_changes_nothing(
 ) -> None:
     job = make_job("flywheel", environment=ENDS)
     broken = make_bundle(tmp_path / "one", job)
-    judge = Rounds.judge
+    evaluate = Rounds.evaluate
 
-    def dies(self: Rounds, number: int, sampled: Any) -> None:
+    def dies(self: Rounds, number: int, *rest: Any) -> StepReport:
         if number == 2:
             raise KeyboardInterrupt
-        judge(self, number, sampled)
+        return evaluate(self, number, *rest)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Rounds, "judge", dies)
+        patch.setattr(Rounds, "evaluate", dies)
         run_in(broken)
     again = make_bundle(tmp_path / "two", job)
     restore_outputs(broken / "artifacts", again / "artifacts")

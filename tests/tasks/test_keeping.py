@@ -159,4 +159,4 @@ def test_a_figure_that_no_step_writes_is_told_of_at_the_end(
 ) -> None:
     bundle = run_task(tmp_path / "bundle", "rl", keep={"best": "rewrad"}, steps=1)
     assert summary(bundle)["best"]["step"] is None
-    assert "no step wrote a figure 'rewrad'" in capsys.readouterr().out
+    assert "no step has a figure 'rewrad'" in capsys.readouterr().out

@@ -109,8 +109,8 @@ def test_preference_resumes_where_it_was(trained: Path, tmp_path: Path, pairs: P
 def test_another_reference_than_the_start_stops_the_run(
     pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import perilune.learn.preference as preference
     from perilune.models.checkpoints.loading import new_model
+    from perilune.tasks.supervised import preference
 
     right = preference.with_reference_logprobs
     other = new_model("tiny", Tokenizer.characters(), seed=99)
@@ -128,7 +128,7 @@ def test_the_alarm_is_raised_once_after_a_few_steps(tmp_path: Path) -> None:
     alarm = CollapseAlarm(workspace)
     down = {"collapse": 1.0, "chosen_shift": -0.2}
     for step, figures in enumerate([down, down, {"collapse": 0.0}, *[down] * 8], start=1):
-        alarm.look(step, figures)
+        alarm.observe(step, figures)
         workspace.metric(step, **figures)
     assert alarm.step == 8
     assert CollapseAlarm(workspace).step == 8  # as a new attempt would see it
