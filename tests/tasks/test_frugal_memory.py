@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from task_cases import make_job
+from torch.utils.checkpoint import checkpoint
 
 from perilune.bundle.plugin import load_plugin
 from perilune.data.episode import Episode
@@ -58,8 +59,10 @@ def test_a_narrow_base_takes_what_was_planned(config: DecoderConfig, kind: BaseK
 
 
 def learn(folder: Path, options: dict[str, Any], sender: Any) -> None:
-    """A step; tell by how much this process has grown."""
+    """Train one step, and send by how many bytes this process has grown."""
     torch.set_num_threads(1)
+    one = torch.ones(1, requires_grad=True)  # loads what recomputing needs before the measurement
+    checkpoint(torch.sin, one, use_reentrant=False, preserve_rng_state=False).backward()
     start = peak_resident()
     settings = LearnerSettings.model_validate(options)
     decoder, _ = load_checkpoint(folder, base=settings.lora.base if settings.lora else "float32")
@@ -81,11 +84,7 @@ def learn(folder: Path, options: dict[str, Any], sender: Any) -> None:
 
 
 def test_peaks_are_within_the_plan_and_in_its_order(tmp_path: Path) -> None:
-    """Of processes forked from one that has everything loaded, so that only learning is measured."""
-    from torch.utils.checkpoint import checkpoint
-
-    one = torch.ones(1, requires_grad=True)
-    checkpoint(torch.sin, one, use_reentrant=False, preserve_rng_state=False).backward()
+    """Of fresh processes: a fork of this one would reuse heap that earlier tests have freed."""
     settings: dict[str, dict[str, Any]] = {
         "whole": {},
         "adapter": {"lora": {"base": "int8"}},
@@ -95,7 +94,10 @@ def test_peaks_are_within_the_plan_and_in_its_order(tmp_path: Path) -> None:
     tokenizer = Tokenizer.characters()
     save_checkpoint(tmp_path, new_model(WIDE, tokenizer, seed=0), tokenizer)
     peaks, plans = {}, {}
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["torch.utils.checkpoint", "perilune.tasks.stage.memory_plan", "perilune.learn.trainer"]
+    )
     for name, options in settings.items():
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=learn, args=(tmp_path, options, sender))
