@@ -58,7 +58,7 @@ def test_what_is_wrong_is_said_with_its_line(said: str, what: str, remedy: str, 
     ("said", "what", "remedy"),
     [
         ("{levle: token}", "stages.rl.off_policy.levle is not a known key", "'level'"),
-        ("{weight: truncate}", "weight corrects twice while the ratio is to the sampler", ""),
+        ("{weight: truncate}", "weight would correct twice, because the ratio is to the sampler", ""),
         ("{bounds: [2, 1]}", "bounds must be 0 <= lowest < highest", ""),
         ("{proximal: sampelr}", "stages.rl.off_policy.proximal is", ""),
     ],

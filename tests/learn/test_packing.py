@@ -187,7 +187,7 @@ def test_an_empty_prompt_is_refused_by_name() -> None:
 
 def test_a_reference_kl_needs_the_reference() -> None:
     learner = Learner(small_decoder())
-    with pytest.raises(RequestError, match="without its log-probs"):
+    with pytest.raises(RequestError, match="no reference log-probs"):
         learner.forward_backward(pack(random_weighted("grpo", 3, kl=0.1), 100))
 
 

@@ -48,7 +48,7 @@ def test_the_plan_says_the_rate_and_why(task: str, folder: Path) -> None:
     pretrained = {"path": str(folder)}
     made_here = line(lr=None)
     assert f"{DEFAULTS[task].fresh:g} after" in made_here
-    assert made_here.endswith("the default for a model made from nothing (preset tiny)")
+    assert made_here.endswith("the default for a new model (preset tiny)")
     assert f"{DEFAULTS[task].pretrained:g} after" in line(lr=None, model=pretrained)
     assert line(lr=None, model=pretrained).endswith("the default for a pretrained model")
     stated = line(lr=0.0123, model=pretrained)

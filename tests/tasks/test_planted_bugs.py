@@ -30,7 +30,7 @@ PLANTED: list[tuple[Callable[[Patch], None], dict[str, Any], str]] = [
     # Found before the last review of the checks.
     (sampling.mask_off_by_one, {}, "loss mask that leaves out token 0"),
     (learning.rows_off_by_one, {}, "the mask is off by one"),
-    (learning.mask_swapped_with_advantages, {}, "mask and advantages are mixed up"),
+    (learning.mask_swapped_with_advantages, {}, "the mask or the advantages are mixed up"),
     (sampling.stale_weights, {}, "its weights are stale"),
     (sampling.engine_of_another_model, {}, "its weights are stale, or another model's"),
     (sampling.weights_stop_at_the_runner, {}, "took version [1-3] and computes with other weights"),
@@ -53,7 +53,7 @@ PLANTED: list[tuple[Callable[[Patch], None], dict[str, Any], str]] = [
     (sampling.turns_tokenised_again, {"samples": 12}, "was its text tokenised again"),
     (sampling.failures_are_zero, {"environment": HALF}, "has reward 0.0, and its verifier failed"),
     (learning.group_baseline_forgotten, {}, "advantages that add up to"),
-    (learning.micro_batch_twice, {}, "learned from twice"),
+    (learning.micro_batch_twice, {}, "a step learns twice"),
     (learning.gradients_scaled_twice, {}, "it is divided by the number of micro-batches once"),
     (learning.micro_batch_forgotten, {}, "the gradient of the policy loss is not the one worked out by hand"),
     (learning.loss_has_the_wrong_sign, {}, "the gradient of the policy loss is not .*: its sign is wrong"),

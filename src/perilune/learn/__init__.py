@@ -1,5 +1,5 @@
-"""Learning: a group of episodes becomes per-token weights, weights become a gradient, a gradient an update.
+"""Learning: algorithms weight the tokens of episodes; the learner turns weights into gradients and updates.
 
-`algorithms/` says what each token is worth, `batch` packs it, `losses` are its components, `trainer`
-holds the verbs forward_backward, optim_step, save_state and load_state and knows no algorithm's name.
+`algorithms/` computes token weights, `batch` packs them, `losses` has the components of the loss, and
+`trainer` has the `Learner`, which does not depend on the algorithm.
 """

@@ -1,4 +1,4 @@
-"""What a learner's settings make of a decoder: what is frozen, what learns beside it, how it computes."""
+"""Apply a learner's settings to a decoder: adapters, frozen weights, precision and recomputation."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from perilune.models.decoder import Decoder
 
 
 def adapt(decoder: Decoder, settings: LearnerSettings, seed: int) -> None:
-    """Let `decoder` compute and learn as the settings say; a narrow base was narrowed when it was loaded.
+    """Prepare `decoder` for training. Loading has already converted a base of lower precision.
 
-    With LoRA only A and B want a gradient from now on. B is 0: the policy is the base's until the first
+    With LoRA only A and B receive gradients. B starts at 0, so the policy equals the base until the first
     update.
 
     Raises:
-        RequestError: when the model has no map that is to be adapted.
+        RequestError: when the model lacks a linear map that `lora.targets` names.
     """
     decoder.compute_in(settings.precision)
     decoder.recompute = settings.activation_checkpointing
@@ -31,27 +31,27 @@ def adapt(decoder: Decoder, settings: LearnerSettings, seed: int) -> None:
     missing = sorted(set(lora.targets) - known)
     if missing:
         raise RequestError(
-            f"no linear map of this model is called {missing[0]}",
+            f"this model has no linear map {missing[0]}",
             where="lora.targets",
-            remedy=f"of these: {', '.join(sorted(known))}",
+            remedy=f"choose from {', '.join(sorted(known))}",
         )
     attach(decoder, lora.targets, lora.rank, lora.alpha, seed)
 
 
 def trainable(decoder: Decoder) -> dict[str, nn.Parameter]:
-    """The parameters that want a gradient, by name: all, or the adapter's."""
+    """The trained parameters by name: all, or those of the adapter."""
     return {name: parameter for name, parameter in decoder.named_parameters() if parameter.requires_grad}
 
 
 def frozen_checksum(decoder: Decoder) -> str:
-    """Checksum of what no gradient reaches; empty where everything is trained."""
+    """Checksum of the frozen tensors; empty if everything is trained."""
     trained = trainable(decoder)
     frozen = {name: tensor for name, tensor in decoder.state_dict().items() if name not in trained}
     return checksum(frozen) if frozen else ""
 
 
 def comparable(own: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
-    """Whether figures of parameters are of the same ones, or both of whole models: then shapes must agree."""
+    """Whether two sets of moments belong to the same parameters, or both to whole models."""
     adapters = any(pair in name.split(".") for name in (*own, *theirs) for pair in (A, B))
     same = own.keys() == theirs.keys() and all(own[name].shape == theirs[name].shape for name in own)
     return same or not adapters

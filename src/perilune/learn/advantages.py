@@ -1,7 +1,7 @@
-"""How much better than what it is compared with an episode did, or a token.
+"""Advantages of episodes and of tokens.
 
-Rewards are float64[G], NaN for a failed verifier. What is per token is float64[T]; tokens that the policy did
-not choose (mask False) are stepped over: they neither earn, nor discount, nor count.
+Rewards are float64[G], NaN for a failed verifier. Values per token are float64[T]. Tokens that the policy did
+not sample (mask False) are skipped: they get no reward, discount nothing and are not counted.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from perilune.data.episode import Episode
 
 DEAD_STD = 1e-3
-"""Below this spread rewards count as equal. Dividing by a smaller one would let a trivial difference (seven
-rewards of 1 and one of 0.999) act at full strength."""
+"""Rewards with a smaller standard deviation count as equal. Dividing by it would turn a trivial difference
+(seven rewards of 1 and one of 0.999) into a full-size advantage."""
 
 STD_EPSILON = 1e-4
 
@@ -35,14 +35,14 @@ def spread(rewards: Rewards) -> float:
 
 
 def centred(rewards: Rewards) -> Rewards:
-    """r - mean. A dead group, and an episode alone in its group, gets 0: there is nothing it beat."""
+    """r - mean; 0 in a dead group."""
     if is_dead(rewards):
         return np.where(np.isnan(rewards), np.nan, 0.0)
     return np.asarray(rewards - np.nanmean(rewards))
 
 
 def standardised(rewards: Rewards, epsilon: float = STD_EPSILON) -> Rewards:
-    """(r - mean) / (std + epsilon), std with ddof=1 as verl and TRL have it."""
+    """(r - mean) / (std + epsilon), std with ddof=1 as in verl and TRL."""
     return np.asarray(centred(rewards) / (spread(rewards) + epsilon))
 
 
@@ -53,9 +53,9 @@ def leave_one_out(rewards: Rewards) -> Rewards:
 
 
 def whitened(values: Sequence[Tokens], masks: Sequence[NDArray[np.bool_]]) -> list[Tokens]:
-    """(x - mean) / std over all unmasked tokens of all episodes together; 0 where they do not differ.
+    """(x - mean) / std over all unmasked tokens of all episodes; 0 if they are equal.
 
-    A long episode has more to say in mean and std than a short one.
+    Long episodes therefore influence mean and std more than short ones.
     """
     everything = np.concatenate([np.zeros(0), *(v[m] for v, m in zip(values, masks, strict=True))])
     std = spread(everything)
@@ -66,7 +66,7 @@ def whitened(values: Sequence[Tokens], masks: Sequence[NDArray[np.bool_]]) -> li
 
 
 def token_rewards(episode: Episode, reward: float) -> Tokens:
-    """float64[T]: process rewards where the episode has them, and `reward` at the last token it chose."""
+    """float64[T]: the process rewards, if any, plus `reward` at the last sampled token."""
     found = np.zeros(len(episode.token_ids))
     if episode.step_rewards is not None:
         there = episode.loss_mask & ~np.isnan(episode.step_rewards)
@@ -77,7 +77,7 @@ def token_rewards(episode: Episode, reward: float) -> Tokens:
 
 
 def rewards_to_go(rewards: Tokens, mask: NDArray[np.bool_], gamma: float) -> Tokens:
-    """G_t = r_t + gamma G_{t+1} over unmasked tokens, 0 at masked ones."""
+    """G_t = r_t + gamma G_{t+1} over unmasked tokens; 0 at masked tokens."""
     found = np.zeros(len(rewards))
     later = 0.0
     for t in np.flatnonzero(mask)[::-1]:
@@ -90,7 +90,7 @@ def generalised_advantages(
 ) -> Tokens:
     """GAE (arXiv 1506.02438): A_t = d_t + gamma lam A_{t+1}, d_t = r_t + gamma V_{t+1} - V_t.
 
-    Over unmasked tokens. V_t is the value of the state before token t; after the last it is `after`.
+    Over unmasked tokens. V_t is the value of the state before token t, and `after` that after the last one.
     """
     found = np.zeros(len(rewards))
     advantage, value = 0.0, after

@@ -1,8 +1,8 @@
-"""Packing: weighted groups become flat token batches without padding, each group's prompt fed once.
+"""Packing: weighted groups become flat token batches without padding, with each group's prompt once.
 
-N tokens are fed; M tokens are learned, each predicted by a fed one. A completion's last token predicts
-nothing, so it is never fed; an episode without weight costs nothing. Each token's weight already carries
-the denominator of the whole step, so micro-batches add up to the batch loss whatever their sizes.
+A batch feeds N tokens and learns M tokens, each predicted by a fed one. The last token of a completion
+predicts nothing, so it is not fed. Episodes without weight are left out. The weights are already divided by
+the denominator of the whole step, so the losses of micro-batches of any size add up to the loss of the step.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class PackedBatch:
         prefix_of: int64[S], index of the prompt that each completion continues, -1 for a prompt.
         rows: int64[M], index of the fed token that predicts each learned token.
         targets: int64[M], the learned tokens.
-        episode_of: int64[M], index of the completion that each learned token belongs to, from 0.
-        episode_ids: whose they are, by that index.
-        old_logprobs: float32[M], of the policy that the ratio is taken to.
-        sampler_logprobs: float32[M], of the policy that sampled; mostly the same.
+        episode_of: int64[M], index of the completion of each learned token.
+        episode_ids: episode of each completion, by that index.
+        old_logprobs: float32[M], of the policy in the denominator of the importance ratio.
+        sampler_logprobs: float32[M], of the policy that sampled; usually the same.
         policy_version: int64[M], version of the weights that sampled each learned token.
-        policy_gradient, cross_entropy, reference_kl, entropy: float32[M] final weights, or None for all zero.
-        surrogate: what the token loss of `policy_gradient` is.
+        policy_gradient, cross_entropy, reference_kl, entropy: float32[M] final weights, or None if all are 0.
+        surrogate: the token loss of `policy_gradient`.
         value, returns, old_values: float32[M] weights and targets of a critic, or None.
-        reference_logprobs: float32[M] of the frozen reference, needed where `reference_kl` is set.
-        value_clip: how far values may move from `old_values`.
-        temperature: of sampling; log-probs are of the policy at this temperature.
-        prefix_lengths: int64[S], how much of its prompt each completion continues, or None for all of it.
+        reference_logprobs: float32[M] of the frozen reference, required with `reference_kl`.
+        value_clip: clip range of the critic's predictions around `old_values`.
+        temperature: sampling temperature; all log-probs are at this temperature.
+        prefix_lengths: int64[S], length of the prefix that each completion continues; None for whole prompts.
     """
 
     token_ids: Tensor
@@ -75,9 +75,9 @@ class PackedBatch:
     prefix_lengths: Tensor | None = None
 
     def padded(self) -> Self:
-        """The same batch with as many tokens as `round_up` says, the last of which belong to nobody.
+        """The same batch padded to `round_up` tokens.
 
-        They form short sequences of their own, which nothing reads; what is learned stays as it is.
+        The padding forms short sequences of its own, which nothing reads; the learned tokens don't change.
         """
         missing = round_up(len(self.token_ids)) - len(self.token_ids)
         if not missing:
@@ -112,14 +112,14 @@ class PackedBatch:
 
 
 _ROWS = 256
-_PADDING = 16  # longest sequence of padding: it shall not widen a block of attention
+_PADDING = 16  # length of a padding sequence; a longer one could widen a block of attention
 
 
 def round_up(rows: int) -> int:
-    """The next multiple of 256, below that the next power of two.
+    """The next multiple of 256, or below 256 the next power of two.
 
-    A CPU's library keeps a kernel, compiled for just that number of rows, for every number it has ever seen:
-    hundreds of megabytes within an hour of batches that all differ by a few tokens.
+    The CPU library compiles and keeps one kernel for each number of rows that it meets. Without rounding,
+    batches that differ by a few tokens would fill hundreds of megabytes within an hour.
     """
     return -(-rows // _ROWS) * _ROWS if rows > _ROWS else 1 << (rows - 1).bit_length()
 
@@ -129,7 +129,7 @@ COMPONENTS = ("policy_gradient", "cross_entropy", "reference_kl", "entropy", "va
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Item:
-    """An episode that has something to teach, with its final float32[T] weights by component."""
+    """An episode with weights: its final float32[T] weights by component."""
 
     episode: Episode
     weights: dict[str, NDArray[np.float32]]
@@ -148,7 +148,7 @@ def pack(
     """Pack all groups of one optimizer step into micro-batches of at most `token_budget` fed tokens.
 
     A group stays together, so that its prompt is fed once, unless it alone exceeds the budget. An episode
-    longer than the budget gets a micro-batch of its own. Nothing to learn gives an empty list.
+    longer than the budget gets a micro-batch of its own. The list is empty if no episode has weights.
 
     Raises:
         WorkFailedError: naming an episode without a prompt token to predict its first token from.
@@ -171,7 +171,7 @@ def pack(
 
 
 def _agreed(groups: Sequence[WeightedGroup]) -> tuple[Surrogate, float]:
-    """The one surrogate, and the one clip of values, of a step."""
+    """The surrogate and the value clip, which are the same for all groups of a step."""
     surrogates = {group.surrogate for group in groups if group.policy_gradient is not None}
     clips = {group.value.clip for group in groups if group.value is not None}
     if len(surrogates) > 1 or len(clips) > 1:
@@ -190,7 +190,7 @@ def _denominator(groups: Sequence[WeightedGroup], name: str) -> float:
 
 
 def _items(group: WeightedGroup, denominators: dict[str, float]) -> list[_Item]:
-    """Episodes of a group that carry weight, each weight divided by the denominator of the whole step."""
+    """Episodes of a group with weights, divided by the denominator of the whole step."""
     items = []
     for index, episode in enumerate(group.episodes):
         weights = {}
@@ -215,7 +215,7 @@ def _items(group: WeightedGroup, denominators: dict[str, float]) -> list[_Item]:
 
 
 def _chunks(items: list[_Item], token_budget: int) -> Iterable[tuple[list[_Item], int]]:
-    """Cut a group's items into pieces within the budget, each with its cost in fed tokens."""
+    """Split a group's items into chunks within the budget, each with its cost in fed tokens."""
     chunk: list[_Item] = []
     cost = 0
     prompts: set[bytes] = set()

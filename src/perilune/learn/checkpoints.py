@@ -1,8 +1,8 @@
-"""Learner checkpoints: a directory that is complete or absent.
+"""Learner checkpoints: directories that are either complete or absent.
 
     weights.safetensors, first_moments.safetensors, second_moments.safetensors, state.json, manifest.json
 
-Everything is written under a temporary name, fsynced, the manifest last, and the directory renamed.
+Files are written to a temporary directory and fsynced, with the manifest last. Then the directory is renamed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MANIFEST = "manifest.json"
 
 
 def write(directory: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
-    """Write one safetensors file a name in `tensors`, and `state` as JSON; replaces an older checkpoint."""
+    """Write one safetensors file per name in `tensors`, and `state` as JSON; replaces an older checkpoint."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -51,7 +51,7 @@ def read(directory: Path, names: Iterable[str]) -> tuple[dict[str, dict[str, Ten
     """Read the named safetensors files and the state, each checked against the manifest.
 
     Raises:
-        RequestError: naming the file that is missing or differs from what was written.
+        RequestError: naming a file that is missing or was changed.
     """
     names = tuple(names)
     files = read_json(directory / MANIFEST).get("files", {})
@@ -61,7 +61,7 @@ def read(directory: Path, names: Iterable[str]) -> tuple[dict[str, dict[str, Ten
             raise RequestError(
                 f"{file} is missing or differs from the manifest",
                 where=str(directory),
-                remedy="delete this checkpoint; the one before it is used",
+                remedy="delete this checkpoint; the previous one is then used",
             )
     tensors = {}
     for name in names:
@@ -78,11 +78,11 @@ def copy_into(own: Mapping[str, Tensor], loaded: Mapping[str, Tensor], directory
     """Copy tensors by name, bits unchanged.
 
     Raises:
-        RequestError: naming a tensor that is missing, too many, or of another shape or dtype.
+        RequestError: naming a tensor that is missing, unknown, or of another shape or dtype.
     """
     odd = sorted(own.keys() ^ loaded.keys())
     if odd:
-        side = "missing" if odd[0] in own else "not one of this model's"
+        side = "missing" if odd[0] in own else "not part of this model"
         raise RequestError(f"tensor {odd[0]} is {side}", where=str(directory))
     for name, tensor in own.items():
         other = loaded[name]
@@ -106,7 +106,7 @@ def latest_complete(parent: Path) -> Path | None:
 
 
 def is_complete(directory: Path) -> bool:
-    """Whether the manifest is there and every file it lists is what was written."""
+    """Whether the manifest exists and every file in it has the recorded digest."""
     try:
         files = read_json(directory / MANIFEST)["files"]
         return all(sha256_file(directory / name) == digest for name, digest in files.items())

@@ -1,6 +1,6 @@
-"""A critic: what a state will be worth, read off the decoder's last hidden state by one linear map.
+"""A critic: one linear map from the decoder's last hidden state to the value of the state.
 
-It shares the decoder, so its loss shapes the decoder too; the coefficient in the value weights says how much.
+Its loss also trains the decoder, scaled by the coefficient in the value weights.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Critic(nn.Module):
-    """float[M] values of float[M, d] hidden states. Starts at zero: an untaught critic expects nothing."""
+    """float[M] values of float[M, d] hidden states. All weights start at 0, so the first values are 0."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()

@@ -1,14 +1,14 @@
-"""Distillation on the student's own tokens: losses, and the figures that say whether it can work.
+"""Distillation on the student's own tokens: losses and diagnostics.
 
-p is the student, q the teacher, both at the states that the student's tokens lead to; M tokens, V vocabulary.
+p is the student, q the teacher, both after the student's tokens; M tokens, V vocabulary.
 
     reverse_kl    policy gradient with A_t = -coefficient * stop_gradient(log p - log q) at the sampled token
     reverse_topk  KL(p' || q') on the k likeliest tokens of p, both renormalised on them (arXiv 2604.13016)
     forward_topk  sum over the k likeliest tokens of q of q (log q - log p), not renormalised (verl)
     gkd           beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p; beta 0 is KL(q || p) and
-                  beta 1 KL(p || q), which the formula itself does not reach (arXiv 2306.13649, eq. 2)
+                  beta 1 KL(p || q), which the formula does not cover (arXiv 2306.13649, eq. 2)
 
-A reverse KL on sampled tokens without the policy gradient has no use: its gradient is zero in expectation.
+A reverse KL on sampled tokens without the policy gradient would be useless: its expected gradient is 0.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ DistillationKind = Literal["reverse_kl", "reverse_topk", "forward_topk", "gkd"]
 
 @dataclass(frozen=True, slots=True)
 class Distillation:
-    """Which loss, and its constants.
+    """The loss and its constants.
 
     Attributes:
-        k: tokens of the top-k losses and of the overlap figures.
-        beta: of gkd, 0 (forward KL) to 1 (reverse KL).
+        k: number of tokens in the top-k losses and the overlap figures.
+        beta: of gkd, from 0 (forward KL) to 1 (reverse KL).
         coefficient: of the reverse KL beside a task's advantages.
-        temperature: of sampling; both distributions are taken at it.
+        temperature: of sampling; both distributions use it.
     """
 
     kind: DistillationKind
@@ -52,11 +52,12 @@ class Distillation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """One micro-batch twice: as the student sees it, and as the teacher does.
+    """One micro-batch, packed for the student and for the teacher.
 
     Attributes:
-        student, teacher: the same episodes in the same order; prompts may differ, learned tokens do not.
-        advantages: float32[episodes] of the task's own reward, 0 without one.
+        student, teacher: the same episodes in the same order, with the same learned tokens. Prompts may
+            differ.
+        advantages: float32[episodes] of the task's own reward; 0 without one.
     """
 
     student: PackedBatch
@@ -72,10 +73,10 @@ def chunks(
     advantages: Sequence[float] | None = None,
     temperature: float = 1.0,
 ) -> Iterator[Chunk]:
-    """Cut a step's episodes into micro-batches of at most `token_budget` tokens for either side.
+    """Split a step's episodes into micro-batches of at most `token_budget` tokens for student and teacher.
 
     Args:
-        teacher_prompts: what the teacher is shown in place of each episode's prompt.
+        teacher_prompts: the prompts that the teacher sees instead of the episodes' prompts.
     """
     gains = [0.0] * len(episodes) if advantages is None else advantages
     seen = [
@@ -102,14 +103,14 @@ def _chunk(items: Sequence[tuple[Episode, Episode, float]], temperature: float) 
 
     student, teacher = packed([one for one, _, _ in items]), packed([one for _, one, _ in items])
     if not torch.equal(student.targets, teacher.targets):
-        raise AssertionError("student and teacher are not at the same tokens")
+        raise AssertionError("the batches of student and teacher have different learned tokens")
     return Chunk(student, teacher, torch.tensor([gain for *_, gain in items]))
 
 
 def distil(
     learner: Learner, teacher: Decoder, parts: Iterable[Chunk], loss: Distillation, tokens: int
 ) -> dict[str, float]:
-    """Add the gradient of one step; the loss is the mean over the step's `tokens` learned tokens.
+    """Add the gradient of one step. The loss is the mean over the step's `tokens` learned tokens.
 
     Returns:
         loss, tokens, and the means of `diagnostics` over the step.
@@ -156,13 +157,13 @@ def token_losses(  # noqa: PLR0917
 
 
 def forward_topk(p: Tensor, q: Tensor, k: int) -> Tensor:
-    """Sum over the k likeliest tokens of q of q (log q - log p), float[M], raised to 0 from below."""
+    """Sum of q (log q - log p) over the k likeliest tokens of q, float[M], at least 0."""
     best, places = q.topk(min(k, q.shape[-1]), dim=-1)
     return (best.exp() * (best - p.gather(-1, places))).sum(-1).clamp(min=0)
 
 
 def reverse_topk(p: Tensor, q: Tensor, k: int) -> Tensor:
-    """KL(p' || q') in nats, float[M], both renormalised on the k likeliest tokens of p."""
+    """KL(p' || q') in nats, float[M], with both renormalised on the k likeliest tokens of p."""
     best, places = p.topk(min(k, p.shape[-1]), dim=-1)
     a, b = best.log_softmax(-1), q.gather(-1, places).log_softmax(-1)
     return (a.exp() * (a - b)).sum(-1)
@@ -184,14 +185,14 @@ def generalised_jsd(p: Tensor, q: Tensor, beta: float) -> Tensor:
 
 
 def diagnostics(p: Tensor, q: Tensor, targets: Tensor, k: int) -> dict[str, Tensor]:
-    """Sums over tokens of the figures that compare student and teacher; `_means` divides.
+    """Sums over tokens of figures that compare student and teacher.
 
-    With S_p, S_q the k likeliest tokens of each and O what they share:
+    With S_p and S_q the k likeliest tokens of each, and O their intersection:
 
     * overlap_ratio |O| / k; overlap_mass_student, _teacher: mass of p and of q on O, of the full vocabulary
     * overlap_advantage: over tokens with O not empty, sum over O of p'(log q' - log p') / |O|, renormalised
-      on O; equals -KL(p' || q') / |O|, never positive (arXiv 2604.13016, eq. 7). It scales with k.
-    * overlap_advantage_verl: another quantity of that name, mean over O of -q (log q - log p); any sign
+      on O; equals -KL(p' || q') / |O| <= 0 (arXiv 2604.13016, eq. 7). Its size depends on k.
+    * overlap_advantage_verl: verl's quantity of the same name, mean over O of -q (log q - log p); any sign
     * topk_mass_student, _teacher: mass of p and of q on S_q
     * entropy_gap: |H(q) - H(p)|; entropy_gap_topk: the same of each renormalised on its own k tokens
     * entropy of p; reverse_kl: log p - log q of the sampled token
@@ -228,7 +229,7 @@ def diagnostics(p: Tensor, q: Tensor, targets: Tensor, k: int) -> dict[str, Tens
 
 
 def _means(totals: Mapping[str, float], k: int) -> dict[str, float]:
-    """Sums as means over the tokens they are defined on."""
+    """Divide sums by the number of tokens that they are defined on."""
     figures = {"loss": totals.get("loss", 0.0), "tokens": totals.get("tokens", 0.0), "overlap_k": float(k)}
     overlapping = totals.get("overlap_tokens", 0.0)
     for name, value in totals.items():

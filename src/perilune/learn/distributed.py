@@ -1,16 +1,15 @@
-"""Several processes of one machine that learn as one: what they exchange, and in which order it is added up.
+"""Training in several processes (ranks) with the same result, bit for bit, as in one process.
 
-Every process goes through the same loop. What is heavy is shared out: of a step's groups each process plays
-every k-th, of its micro-batches each computes every k-th. What comes of it is exchanged, so that afterwards
-every process knows what a single one would:
+All ranks run the same loop. With k ranks, each plays every k-th group of a step and computes every k-th
+micro-batch. The ranks then exchange results, so that each knows what a single process would know:
 
-* episodes, figures and log-probs: all are given to all, and put in the order they have in one process;
-* gradients: the running sum goes from process to process in the order of the micro-batches, each adds its
-  own, and the last one gives it to all. Floating-point sums depend on their order, and this is the order of
-  one process: its weights are the same bits. It costs 4 bytes a parameter sent for every micro-batch, which
-  is little beside the arithmetic of its thousands of tokens.
+* Episodes, figures and log-probs are gathered by all ranks and put into the order of a single process.
+* Gradients are summed in the order of the micro-batches: the running sum travels from rank to rank, each adds
+  its own gradient, and the last one broadcasts the sum. Floating-point sums depend on their order, and this
+  order is that of a single process. The price is 4 bytes per parameter sent for each micro-batch, which is
+  small next to the arithmetic of its thousands of tokens.
 
-Nothing that arrives is unpickled: it is JSON, safetensors, Arrow or bare numbers.
+Received data is never unpickled: it is JSON, safetensors, Arrow or plain numbers.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ from torch import Tensor, nn
 from perilune.errors import ProcessLostError, WorkFailedError
 from perilune.watchdog import STALL, Waiting
 
-RENDEZVOUS = "PERILUNE_RENDEZVOUS"  # names the file by which processes of this machine find each other
-_NEVER = timedelta(days=30)  # the watchdog is sooner
+RENDEZVOUS = "PERILUNE_RENDEZVOUS"  # path of the file through which ranks of one machine connect
+_NEVER = timedelta(days=30)  # the watchdog acts sooner
 
 T = TypeVar("T")
 
 
 class Ranks:
-    """The processes that do a stage's work together.
+    """The processes that run a stage together.
 
     Args:
-        rank: this one's number; 0 leads: it alone writes what is kept.
-        count: how many there are.
-        sharded: whether weights being trained, gradients and moments are shared out too (`learn.sharding`).
+        rank: number of this process; only rank 0 writes files.
+        count: number of processes.
+        sharded: whether trained weights, gradients and moments are sharded too (`learn.sharding`).
     """
 
     def __init__(self, rank: int = 0, count: int = 1, *, sharded: bool = False) -> None:
@@ -57,18 +56,18 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the one that writes."""
+        """Whether this is rank 0, which writes files."""
         return self.rank == 0
 
     def shard(self, items: Sequence[T]) -> list[T]:
-        """Of items that all processes hold in one order, those that are this one's to work on."""
+        """This rank's share of items that all ranks have in the same order."""
         return list(items[self.rank :: self.count])
 
     def all_gather(self, what: str, payload: bytes) -> list[bytes]:
-        """What every process gives, by rank.
+        """The payloads of all ranks, by rank.
 
         Raises:
-            ProcessLostError: when one of them has ended.
+            ProcessLostError: when another process has ended.
         """
         if self.count == 1:
             return [payload]
@@ -82,13 +81,13 @@ class Ranks:
         return [part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
 
     def all_gather_json(self, what: str, own: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """JSON objects about `shard(items)`, made into those of all items."""
+        """Gather JSON objects, one for each item of `shard(items)`, in the order of the items."""
         if self.count == 1:
             return list(own)
         return interleaved([json.loads(part) for part in self.all_gather(what, json.dumps(own).encode())])
 
     def all_gather_arrays(self, what: str, own: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
-        """Arrays about `shard(items)`, made into those of all items; shapes may differ."""
+        """Gather arrays, one for each item of `shard(items)`, in the order of the items; any shapes."""
         if self.count == 1:
             return list(own)
         named = {str(index): np.ascontiguousarray(array) for index, array in enumerate(own)}
@@ -96,28 +95,28 @@ class Ranks:
         return interleaved([[part[str(index)] for index in range(len(part))] for part in parts])
 
     def broadcast(self, what: str, value: str) -> str:
-        """The value that the first process gives."""
+        """The value of rank 0."""
         return self.all_gather(what, value.encode() if self.leads else b"")[0].decode()
 
     def check_same(self, what: str, value: str) -> None:
-        """Compare a value that all processes must have come to.
+        """Check that all ranks computed the same value.
 
         Raises:
-            WorkFailedError: when they differ.
+            WorkFailedError: when the values differ.
         """
         values = [one.decode() for one in self.all_gather(what, value.encode())]
         if len({*values}) > 1:
-            told = ", ".join(f"process {rank} has {one}" for rank, one in enumerate(values))
+            seen = ", ".join(f"process {rank} has {one}" for rank, one in enumerate(values))
             raise WorkFailedError(
-                f"the processes no longer agree on the {what}: {told}",
-                remedy="they must run the same code on the same kind of processor; if they do, report this",
+                f"the processes no longer agree on the {what}: {seen}",
+                remedy="run the same code on the same kind of processor; if you do, report this bug",
             )
 
     def distribute(self, batches: Sequence[T], parameters: Sequence[nn.Parameter]) -> Iterator[T]:
-        """The micro-batches that are this process's to compute.
+        """Iterate over this rank's micro-batches, and sum the gradients of all ranks.
 
-        Whoever iterates adds each one's gradient to the parameters. When the iteration ends, the parameters
-        of every process have the gradient of all, added up in the order of the batches.
+        The caller adds each micro-batch's gradient to the parameters. When the iteration ends, the parameters
+        of every rank have the gradient of all micro-batches, summed in their order.
         """
         if self.count == 1 or not batches:
             yield from batches
@@ -125,18 +124,18 @@ class Ranks:
         sending: dist.Work | None = None
         last = len(batches) - 1
         for index in range(self.rank, len(batches), self.count):
-            if index > 0:  # what was there before belongs to the sum, which the first batch begins
-                _forget(parameters)
+            if index > 0:  # an earlier gradient belongs to the running sum, which begins with batch 0
+                _clear(parameters)
             yield batches[index]
             if index > 0:
                 with self.waiting(f"the gradient of micro-batch {index}"):
-                    dist.recv(self._room(parameters)[0], (index - 1) % self.count)
+                    dist.recv(self._buffers(parameters)[0], (index - 1) % self.count)
                     if sending is not None:
                         sending.wait()
                         sending = None
                 _add(self._inbox, parameters)
             if index < last:
-                _fill(self._room(parameters)[1], parameters)
+                _fill(self._buffers(parameters)[1], parameters)
                 with self.waiting(f"the gradient of micro-batch {index + 1}"):
                     sending = dist.isend(self._outbox, (index + 1) % self.count)
         with self.waiting("the step's gradient"):
@@ -144,21 +143,21 @@ class Ranks:
                 sending.wait()
             owner = last % self.count
             if self.rank == owner:
-                _fill(self._room(parameters)[1], parameters)
-            whole = self._room(parameters)[1 if self.rank == owner else 0]
+                _fill(self._buffers(parameters)[1], parameters)
+            whole = self._buffers(parameters)[1 if self.rank == owner else 0]
             dist.broadcast(whole, owner)
         if self.rank != owner:
-            _forget(parameters)
+            _clear(parameters)
             _add(whole, parameters)
 
     def all_reduce(self, what: str, values: Tensor) -> Tensor:
-        """The sum over processes of a tensor of one shape."""
+        """The sum over ranks of a tensor that has the same shape on all of them."""
         with self.waiting(what):
             dist.all_reduce(values)
         return values
 
-    def _room(self, parameters: Sequence[nn.Parameter]) -> tuple[Tensor, Tensor]:
-        """What a sum arrives in and what it leaves in: a mark for each parameter, then all numbers."""
+    def _buffers(self, parameters: Sequence[nn.Parameter]) -> tuple[Tensor, Tensor]:
+        """Receive and send buffer of a gradient sum: a flag for each parameter, then all values."""
         size = len(parameters) + sum(parameter.numel() for parameter in parameters)
         if len(self._inbox) != size:
             kind = torch.promote_types(torch.float32, parameters[0].dtype)
@@ -169,10 +168,10 @@ class Ranks:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Wait for the others, who have about as much to do as we had.
+        """Wait for the other ranks, at most a little longer than this rank has worked since the last wait.
 
         Raises:
-            ProcessLostError: when one of them has ended.
+            ProcessLostError: when another process has ended.
         """
         with Waiting(f"{what}, of the other processes", STALL + time.monotonic() - self._met):
             try:
@@ -182,7 +181,7 @@ class Ranks:
                     raise
                 reason = str(error).strip().partition("\n")[0]
                 raise ProcessLostError(
-                    f"process {self.rank} waited for {what}, and another process has ended: {reason}"
+                    f"another process ended while process {self.rank} waited for {what}: {reason}"
                 ) from error
         self._met = time.monotonic()
 
@@ -191,22 +190,22 @@ SINGLE_RANK = Ranks()
 
 
 def join(device: torch.device, sharded: bool | None = None) -> Ranks:
-    """Meet the other processes of the stage, as the environment names them (RANK and WORLD_SIZE).
+    """Connect to the other processes of the stage, given by the variables RANK and WORLD_SIZE.
 
     Args:
-        sharded: see `Ranks`; by default where the device is not a CPU.
+        sharded: see `Ranks`; by default, whether the device is not a CPU.
 
     Raises:
-        ProcessLostError: when they do not come.
+        ProcessLostError: when the other processes do not connect.
     """
     rank, count = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:
         return SINGLE_RANK
-    found = Ranks(rank, count, sharded=device.type != "cpu" if sharded is None else sharded)
+    ranks = Ranks(rank, count, sharded=device.type != "cpu" if sharded is None else sharded)
     path = os.environ.get(RENDEZVOUS)
-    if path:  # all are on this machine: nobody else shall be able to connect
+    if path:  # all ranks are on this machine, so other machines must not be able to connect
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    with found.waiting("the start"):
+    with ranks.waiting("the start"):
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
             init_method=None if path else "env://",
@@ -216,11 +215,11 @@ def join(device: torch.device, sharded: bool | None = None) -> Ranks:
             timeout=_NEVER,
         )
     atexit.register(_leave)
-    return found
+    return ranks
 
 
 def interleaved(parts: Sequence[Sequence[T]]) -> list[T]:
-    """One list of what `Ranks.shard` took apart."""
+    """The inverse of `Ranks.shard`: one list from the shares of all ranks."""
     return [parts[i % len(parts)][i // len(parts)] for i in range(sum(map(len, parts)))]
 
 
@@ -229,23 +228,23 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def _forget(parameters: Sequence[nn.Parameter]) -> None:
+def _clear(parameters: Sequence[nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.grad = None
 
 
 def _fill(message: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-    """Write the gradients, and which parameters have one."""
-    for mark, part, parameter in _parts(message, parameters):
-        mark.fill_(parameter.grad is not None)
+    """Write the gradients, and a flag for each parameter that has one."""
+    for flag, part, parameter in _parts(message, parameters):
+        flag.fill_(parameter.grad is not None)
         if parameter.grad is not None:
             part.copy_(parameter.grad)
 
 
 def _add(message: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-    """Add the gradients of a message."""
-    for mark, part, parameter in _parts(message, parameters):
-        if not mark:
+    """Add the gradients of a message to the parameters."""
+    for flag, part, parameter in _parts(message, parameters):
+        if not flag:
             continue
         if parameter.grad is None:
             parameter.grad = torch.empty_like(parameter).copy_(part)
@@ -256,8 +255,8 @@ def _add(message: Tensor, parameters: Sequence[nn.Parameter]) -> None:
 def _parts(
     message: Tensor, parameters: Sequence[nn.Parameter]
 ) -> Iterator[tuple[Tensor, Tensor, nn.Parameter]]:
-    """A parameter's mark, and its numbers in its shape, both inside the message."""
-    marks, rest = message[: len(parameters)], message[len(parameters) :]
+    """For each parameter its flag and its values, both views of the message."""
+    flags, rest = message[: len(parameters)], message[len(parameters) :]
     sizes = [parameter.numel() for parameter in parameters]
-    for mark, part, parameter in zip(marks, torch.split(rest, sizes), parameters, strict=True):
-        yield mark, part.view(parameter.shape), parameter
+    for flag, part, parameter in zip(flags, torch.split(rest, sizes), parameters, strict=True):
+        yield flag, part.view(parameter.shape), parameter

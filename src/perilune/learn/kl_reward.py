@@ -1,8 +1,9 @@
-"""The KL to the starting policy as a part of the reward, as in RLHF, instead of as a loss.
+"""The KL to the reference as part of the reward, as in RLHF, instead of as a loss.
 
-The estimate is k1 = log pi - log pi_ref of the sampled tokens under the policy that sampled them. Algorithms
-that take rewards a token lose `kl` times k1 at each token (Ouyang et al., arXiv 2203.02155). Those that
-compare whole answers lose the sum, before they compare (RLOO, arXiv 2402.14740). No gradient goes through it.
+The estimate is k1 = log pi - log pi_ref of the sampled tokens, with pi the policy that sampled them.
+Algorithms with token-level rewards subtract `kl` times k1 from the reward of each token (Ouyang et al., arXiv
+2203.02155). Algorithms that compare whole answers subtract the sum over the answer (RLOO, arXiv 2402.14740).
+The KL carries no gradient.
 """
 
 from __future__ import annotations
@@ -18,41 +19,41 @@ from perilune.learn.weights import WeightedGroup
 
 
 def weight_groups(algorithm: Algorithm, groups: Sequence[Group], context: StepContext) -> list[WeightedGroup]:
-    """What the algorithm makes of the groups; where `kl_estimator` is k1_reward, of rewards less the KL.
+    """Compute token weights; with `kl_estimator` k1_reward, subtract the KL from the rewards before.
 
-    Episodes come back with the rewards that they were given. The figure `kl_reference` is the mean over a
-    group's tokens of k3.
+    The returned groups have the original rewards. The figure `kl_reference` is the mean of k3 over a group's
+    tokens.
 
     Raises:
-        ValueError: when the context has no reference_logprobs and needs them.
+        ValueError: when the context lacks the reference_logprobs that k1_reward needs.
     """
     if not context.kl or context.kl_estimator != "k1_reward":
         return algorithm.weight_groups(groups, context)
-    paid = [[_less_kl(one, algorithm.takes_step_rewards, context) for one in group] for group in groups]
+    penalised = [[_minus_kl(one, algorithm.takes_step_rewards, context) for one in group] for group in groups]
     return [
         replace(
             weighted,
             episodes=tuple(group),
             figures={**weighted.figures, "kl_reference": _mean_k3(group, context)},
         )
-        for group, weighted in zip(groups, algorithm.weight_groups(paid, context), strict=True)
+        for group, weighted in zip(groups, algorithm.weight_groups(penalised, context), strict=True)
     ]
 
 
 def _k1(episode: Episode, context: StepContext) -> np.ndarray:
-    """float64[T], 0 at tokens the policy did not choose."""
-    theirs = context.signal("reference_logprobs", episode)
-    return np.where(episode.loss_mask, episode.logprobs - theirs, 0.0)
+    """float64[T], 0 at tokens that the policy did not sample."""
+    reference = context.signal("reference_logprobs", episode)
+    return np.where(episode.loss_mask, episode.logprobs - reference, 0.0)
 
 
-def _less_kl(episode: Episode, per_token: bool, context: StepContext) -> Episode:
+def _minus_kl(episode: Episode, per_token: bool, context: StepContext) -> Episode:
     if episode.failure or episode.reward is None:
         return episode
     cost = context.kl * _k1(episode, context)
     if not per_token:
         return replace(episode, reward=episode.reward - float(cost.sum()))
-    earned = np.zeros(len(cost)) if episode.step_rewards is None else np.nan_to_num(episode.step_rewards)
-    return replace(episode, step_rewards=(earned - cost).astype(np.float32))
+    rewards = np.zeros(len(cost)) if episode.step_rewards is None else np.nan_to_num(episode.step_rewards)
+    return replace(episode, step_rewards=(rewards - cost).astype(np.float32))
 
 
 def _mean_k3(group: Group, context: StepContext) -> float:

@@ -1,7 +1,7 @@
-"""The peak learning rate of a stage whose recipe states none: chosen by where its model comes from.
+"""The default peak learning rate of a stage, which depends on the model.
 
-A pretrained model takes the defaults of TRL 1.16 for the same stage. A model made here from nothing learns
-with rates a hundred times as high, which would destroy a pretrained one within a few steps.
+A pretrained model gets the defaults of TRL 1.16 for the same stage. A model initialised here gets rates about
+a hundred times as high, which would destroy a pretrained model within a few steps.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ DEFAULTS = {
     "reward_model": DefaultLR(1e-3, 1e-4),
     "flywheel": DefaultLR(1e-3, 2e-5),
 }
-LORA = 10.0  # times the rate for all weights, for an adapter of a pretrained model
+LORA = 10.0  # factor of the rate for an adapter of a pretrained model
 
 
 def default_lr(task: str, spec: Mapping[str, Any], model: Mapping[str, Any]) -> tuple[float, str]:
-    """The rate, and what it is the default of.
+    """The default rate, and the reason for it in words.
 
     Args:
-        task: kind of stage; one that is not known takes rl's.
-        spec: the stage's fields, of which `lora` counts.
+        task: kind of stage; an unknown kind gets the rate of rl.
+        spec: the stage's fields; only `lora` matters.
         model: the recipe's model section.
     """
     rates = DEFAULTS.get(task, DEFAULTS["rl"])
     preset = model.get("preset")
     if preset:
-        return rates.fresh, f"the default for a model made from nothing (preset {preset})"
+        return rates.fresh, f"the default for a new model (preset {preset})"
     if spec.get("lora") is not None:
         return rates.pretrained * LORA, "the default for an adapter of a pretrained model"
     return rates.pretrained, "the default for a pretrained model"
 
 
 def with_default_lr(task: str, spec: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a stage, a learning rate among them where they have a key for it."""
+    """The fields of a stage, with the default learning rate if `lr` is null."""
     if "lr" in spec and spec["lr"] is None:
         return {**spec, "lr": default_lr(task, spec, model)[0]}
     return dict(spec)

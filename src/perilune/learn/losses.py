@@ -1,7 +1,7 @@
-"""The loss components, and the log-probs they are made of.
+"""The components of the loss.
 
-M learned tokens, V vocabulary. Weights are final (advantage, aggregation and denominator included), so a
-loss is a plain sum over tokens.
+M learned tokens, V vocabulary. Weights include advantage, aggregation and denominator, so a loss is a plain
+sum over tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from perilune.learn.weights import KLEstimator, Surrogate
 from perilune.models.logprobs import token_logprobs  # noqa: F401 - the losses are functions of these
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to this before `exp`: beyond it a token says nothing but overflow."""
+"""Log-ratios are clamped to this range before `exp`, to avoid overflow."""
 
 
 def policy_gradient(
@@ -23,18 +23,18 @@ def policy_gradient(
     surrogate: Surrogate,
     episode_of: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The sum of token losses that `surrogate` names: PPO's clipped objective, GSPO's, or CISPO's.
+    """The sum of the token losses that `surrogate` defines: those of PPO, GSPO or CISPO.
 
     Source: Schulman et al., arXiv 1707.06347, eq. 7; asymmetric range from DAPO (arXiv 2503.14476); dual
     clip from Ye et al. (arXiv 1912.09729, eq. 5); GSPO (arXiv 2507.18071, eq. 14); CISPO (arXiv 2506.13585).
 
     Args:
         logprobs, old_logprobs, weights: float[M]; the last two carry no gradient.
-        episode_of: int64[M], needed where the ratio is one of whole episodes, all of whose learned tokens
-            must be among the M.
+        episode_of: int64[M], required for ratios of whole episodes, whose learned tokens must all be among
+            the M tokens.
 
     Returns:
-        the loss, and bool[M]: tokens whose gradient the clip took away (or, in CISPO, bounded).
+        The loss, and bool[M]: the tokens whose gradient the clip removed (or bounded, with CISPO).
     """
     log_ratio = logprobs - old_logprobs
     if surrogate.ratio != "token":
@@ -68,7 +68,7 @@ def episode_mean(values: Tensor, episode_of: Tensor) -> Tensor:
 
 
 def value(values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float) -> Tensor:
-    """Sum of w/2 * max((v - return)^2, (v' - return)^2), v' = v held within `clip` of the old prediction.
+    """Sum of w/2 * max((v - return)^2, (v' - return)^2), v' = v clipped to old value +- clip.
 
     Source: the value loss of PPO's reference code; all arguments float[M].
     """
@@ -77,7 +77,7 @@ def value(values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, 
 
 
 def entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """float[N], nats, of each row of float[N, V] over a temperature; differentiable."""
+    """Entropy of each row of logits float[N, V] at a temperature, float[N] in nats; differentiable."""
     logprobs = (logits.float() / (temperature or 1.0)).log_softmax(-1)
     return -(logprobs.exp() * logprobs).sum(-1)
 
@@ -97,7 +97,7 @@ def reference_kl(
     """Sum of w * estimate of (log-prob - reference log-prob).
 
     Args:
-        old_logprobs: of the policy that sampled, needed by k3_corrected, whose ratio carries a gradient.
+        old_logprobs: of the policy that sampled, required by k3_corrected, whose ratio carries a gradient.
     """
     x = logprobs - reference_logprobs
     if estimator == "k2":
@@ -109,7 +109,7 @@ def reference_kl(
 
 
 def k2(x: Tensor) -> Tensor:
-    """x^2 / 2: biased for KL(p || q) given x = log p - log q on samples of p, but of little variance.
+    """x^2 / 2: a biased estimate of KL(p || q), x = log p - log q on samples of p, with low variance.
 
     As a loss its gradient is that of KL(p || q) (Schulman, "Approximating KL divergence").
     """
@@ -117,7 +117,7 @@ def k2(x: Tensor) -> Tensor:
 
 
 def k3(x: Tensor) -> Tensor:
-    """exp(-x) - 1 + x, never negative: unbiased for KL(p || q) given x = log p - log q on samples of p.
+    """exp(-x) - 1 + x: an unbiased, non-negative estimate of KL(p || q), x = log p - log q on samples of p.
 
     As a loss its gradient is that of KL(q || p) (Schulman, "Approximating KL divergence").
     """

@@ -1,4 +1,4 @@
-"""What an estimator really climbs: its implicit objective, and which groups have anything to say.
+"""The implicit objective of an algorithm: how it weights tasks by their pass rate.
 
 With binary rewards and pass rate p, a group of K samples gives an expected gradient w(p) * grad p. A
 success in a group with s successes has advantage A+(s), a failure A-(s); since
@@ -6,9 +6,9 @@ E[grad log pi | success] = grad p / p and E[grad log pi | failure] = -grad p / (
 
     w(p) = sum over s of Binomial(K - 1, p)(s) * (A+(s + 1) - A-(s)).
 
-Advantages are asked of the algorithm itself, so the curve is of the code that runs, group size and dead
-groups included; equal response lengths are assumed. Limits for large K: 1 for Dr. GRPO (it climbs p),
-1 / sqrt(p (1 - p)) for GRPO (it climbs 2 arcsin sqrt p).
+The advantages come from the algorithm itself, so the curve includes the effects of group size and dead
+groups. It assumes equal response lengths. For large K, w is 1 for Dr. GRPO (which maximises p) and 1 / sqrt(p
+(1 - p)) for GRPO (which maximises 2 arcsin sqrt p).
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from perilune.learn.algorithms import Algorithm, StepContext, algorithm
 
 
 def objective_curve(asked: str | Algorithm, group_size: int, points: int = 99) -> list[tuple[float, float]]:
-    """(p, w(p)) of an algorithm, or of the one so called, at `points` pass rates evenly inside (0, 1).
+    """(p, w(p)) of an algorithm, given directly or by name, at `points` evenly spaced pass rates in (0, 1).
 
     Raises:
-        RequestError: when there is no such algorithm, or it does not compare within groups, or the group is
-            of one.
+        RequestError: when the algorithm is unknown or does not compare within groups, or `group_size` is 1.
     """
     chosen = algorithm(asked) if isinstance(asked, str) else asked
     if chosen.compares != "group":
-        raise RequestError(f"{chosen.name} compares with {chosen.compares}, so it has no implicit objective")
+        raise RequestError(
+            f"{chosen.name} does not compare rewards within a group, so it has no implicit objective"
+        )
     if group_size < 2:
         raise RequestError(
-            f"a group of {group_size} compares nothing", remedy="use at least 2 samples a prompt"
+            f"a group of {group_size} has nothing to compare", remedy="use at least 2 samples per prompt"
         )
     advantages = [_advantages(chosen, s, group_size) for s in range(group_size + 1)]
     slopes = np.array([advantages[s + 1][0] - advantages[s][1] for s in range(group_size)])
@@ -44,21 +45,21 @@ def objective_curve(asked: str | Algorithm, group_size: int, points: int = 99) -
     curve = []
     for p in np.arange(1, points + 1) / (points + 1):
         chance = counts * p**successes * (1 - p) ** (rest - successes)
-        curve.append((float(p), math.fsum(chance * slopes)))  # not by BLAS, whose kernel may change
+        curve.append((float(p), math.fsum(chance * slopes)))  # not BLAS, whose result depends on the kernel
     return curve
 
 
 def live_group_probability(p: float, group_size: int) -> float:
-    """q(p, K) = 1 - p^K - (1 - p)^K: how often K samples of a problem with pass rate p disagree."""
+    """q(p, K) = 1 - p^K - (1 - p)^K: probability that K samples with pass rate p are not all equal."""
     return 1.0 - p**group_size - (1 - p) ** group_size
 
 
-def _advantages(weights: Algorithm, successes: int, group_size: int) -> tuple[float, float]:
-    """Advantage of a success and of a failure in a group with so many successes; NaN where there is none."""
+def _advantages(chosen: Algorithm, successes: int, group_size: int) -> tuple[float, float]:
+    """Advantages of a success and of a failure in such a group; NaN if it has none."""
     group = [_episode(index, float(index < successes)) for index in range(group_size)]
     none = {one.episode_id: np.zeros(1, np.float32) for one in group}
-    context = StepContext(max_tokens=1, signals=dict.fromkeys(weights.needs, none))
-    (advantages,) = (found.advantages for found in weights.weight_groups([group], context))
+    context = StepContext(max_tokens=1, signals=dict.fromkeys(chosen.needs, none))
+    (advantages,) = (weighted.advantages for weighted in chosen.weight_groups([group], context))
     assert advantages is not None
     success = float(advantages[0]) if successes else math.nan
     failure = float(advantages[-1]) if successes < group_size else math.nan

@@ -1,11 +1,12 @@
-"""Corrections for episodes that another policy sampled than the one that learns from them.
+"""Off-policy corrections: for episodes that another policy sampled than the one that learns from them.
 
-pi_learner / pi_sampler = (pi_old / pi_sampler) * (pi_learner / pi_old): what the engine and stale weights did
-before a batch was learned from, and the drift while it is. The surrogate's ratio is either to the sampler and
-covers both ("bypass"), or to the learner as it was when the batch began, pi_old; then w = pi_old / pi_sampler
-weighs the token, bounded in a named way ("decoupled PPO", arXiv 2110.00641). w is measured once a batch.
+pi_learner / pi_sampler = (pi_old / pi_sampler) * (pi_learner / pi_old). The first factor comes from the
+engine and from stale weights, before the batch is learned; the second is the drift during its updates. Either
+the surrogate's ratio is to the sampler and covers both ("bypass"). Or it is to pi_old, the learner at the
+beginning of the batch, and a bounded weight w = pi_old / pi_sampler multiplies the token ("decoupled PPO",
+arXiv 2110.00641). w is computed once a batch.
 
-Sequence-level names say which: the product of an episode's token ratios, or their geometric mean.
+Sequence-level options name their ratio: the product of an episode's token ratios, or their geometric mean.
 """
 
 from __future__ import annotations
@@ -27,36 +28,47 @@ Level = Literal["token", "sequence-product", "sequence-geometric"]
 
 
 class OffPolicySettings(BaseModel):
-    """What is done about samples of another policy. By default nothing: the ratio is to the sampler."""
+    """Corrections for samples of another policy. By default there are none: the ratio is to the sampler."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     proximal: Literal["sampler", "learner"] = Field(
-        "sampler", description="policy that the surrogate's ratio is to; learner costs a forward pass"
+        "sampler",
+        description="policy in the denominator of the surrogate's ratio; learner costs a forward pass",
     )
     weight: Literal["none", "truncate", "mask"] = Field(
-        "none", description="what becomes of a weight pi_old / pi_sampler outside the bounds"
+        "none", description="how to bound the weight pi_old / pi_sampler: truncate it, or mask the token"
     )
-    level: Level = Field("token", description="what has one weight: a token, or an answer by which mean")
-    bounds: tuple[float, float] = Field((0.0, 2.0), description="of the weight, lowest and highest")
+    level: Level = Field(
+        "token", description="compute the weight per token, or per answer as a product or geometric mean"
+    )
+    bounds: tuple[float, float] = Field((0.0, 2.0), description="lowest and highest weight")
     reject: Literal["none", "sequence-product", "sequence-geometric", "sequence-k3"] = Field(
-        "none", description="by what whole answers are left out, and out of the mean, when outside the bounds"
+        "none", description="leave out answers whose ratio (or k3) is outside reject_bounds"
     )
-    reject_bounds: tuple[float, float] = Field((0.999, 1.001), description="of what `reject` names")
+    reject_bounds: tuple[float, float] = Field(
+        (0.999, 1.001), description="lowest and highest value of what `reject` names"
+    )
     mask_negative: float | None = Field(
-        None, description="bad answers whose mean log(pi_sampler / pi_old) is larger teach nothing"
+        None,
+        description="ignore answers with a negative advantage whose mean log(pi_sampler / pi_old) is larger",
     )
     max_staleness: int | None = Field(
-        None, ge=0, description="tokens sampled by weights older than so many updates teach nothing"
+        None, ge=0, description="ignore tokens sampled by weights that are older than this many updates"
     )
     ess_target: float | None = Field(
-        None, gt=0, le=1, description="effective share of samples below which lr shrinks by the square root"
+        None,
+        gt=0,
+        le=1,
+        description="effective share of samples below which lr is scaled by sqrt(share / target)",
     )
 
     @model_validator(mode="after")
-    def _sensible(self) -> OffPolicySettings:
+    def _consistent(self) -> OffPolicySettings:
         if self.weight != "none" and self.proximal == "sampler":
-            raise ValueError("weight corrects twice while the ratio is to the sampler: set proximal: learner")
+            raise ValueError(
+                "weight would correct twice, because the ratio is to the sampler. Set proximal: learner"
+            )
         for name in ("bounds", "reject_bounds"):
             low, high = getattr(self, name)
             if not 0 <= low < high:
@@ -65,7 +77,7 @@ class OffPolicySettings(BaseModel):
 
     @property
     def measures(self) -> bool:
-        """Whether log-probs of the learner are needed before a batch is learned from."""
+        """Whether the corrections need the learner's log-probs at the beginning of the batch."""
         return self.proximal == "learner" or self.reject != "none" or self._watches
 
     @property
@@ -79,29 +91,31 @@ def correct(
     settings: OffPolicySettings,
     version: int,
 ) -> tuple[list[WeightedGroup], dict[str, float]]:
-    """The groups of a batch with their policy gradients corrected, and how far the sampler was.
+    """Correct the policy-gradient weights of a batch.
 
-    Masked tokens keep their share of the denominator; rejected answers give theirs up.
+    Masked tokens keep their share of the denominator; rejected answers lose theirs.
 
     Args:
-        logprobs: float32[T] of the learner by episode_id, empty when the settings do not measure.
+        logprobs: float32[T] of the learner by episode_id; empty when `settings.measures` is false.
         version: of the learner's weights, for staleness.
+
+    Returns:
+        The corrected groups, and figures of the weights.
     """
-    gauge = _Gauge()
-    return [_corrected(group, logprobs, settings, version, gauge) for group in groups], gauge.figures(
-        settings
-    )
+    statistics = _WeightStatistics()
+    corrected = [_corrected(group, logprobs, settings, version, statistics) for group in groups]
+    return corrected, statistics.figures(settings)
 
 
 def learning_rate_scale(figures: Mapping[str, float], settings: OffPolicySettings) -> float:
-    """sqrt(min(1, ESS share / target)), 1 without a target (VCPO, arXiv 2602.17616)."""
+    """Factor of the learning rate: sqrt(min(1, ESS share / target)) (VCPO, arXiv 2602.17616)."""
     if settings.ess_target is None or "ess" not in figures:
         return 1.0
     return float(min(1.0, figures["ess"] / settings.ess_target) ** 0.5)
 
 
 def bounded(log_weights: Array, rule: Literal["none", "truncate", "mask"], low: float, high: float) -> Array:
-    """w' of each w: itself, at most `high` (TIS), or 0 outside [low, high] (MIS, IcePop)."""
+    """Bounded weights: at most `high` (TIS), 0 outside [low, high] (MIS, IcePop), or all 1 for "none"."""
     weights = ratio(log_weights)
     if rule == "truncate":
         return np.minimum(weights, high)
@@ -111,17 +125,17 @@ def bounded(log_weights: Array, rule: Literal["none", "truncate", "mask"], low: 
 
 
 def ratio(log_ratio: Array) -> Array:
-    """exp, of at most 20 in size."""
+    """exp of log-ratios, clipped to +-20."""
     return np.asarray(np.exp(np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)))
 
 
 def effective_share(weights: Array) -> float:
-    """(sum w)^2 / (n sum w^2): which share of n samples would tell as much, were all weights equal."""
+    """Effective sample size divided by n: (sum w)^2 / (n sum w^2)."""
     return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum())) if weights.any() else 0.0
 
 
 def at_level(log_weights: Array, level: str) -> Array:
-    """Log-weights of an episode's tokens, [L], made one a sequence where `level` says so."""
+    """Log-weights [L] of an episode's tokens, replaced by one for the sequence unless `level` is token."""
     if level == "sequence-product":
         return np.full(len(log_weights), log_weights.sum())
     if level == "sequence-geometric":
@@ -134,7 +148,7 @@ def _corrected(
     logprobs: Mapping[str, NDArray[np.float32]],
     settings: OffPolicySettings,
     version: int,
-    gauge: _Gauge,
+    statistics: _WeightStatistics,
 ) -> WeightedGroup:
     component = group.policy_gradient
     if component is None:
@@ -156,7 +170,7 @@ def _corrected(
             factor, counts[index] = np.zeros(len(factor)), 0.0
         weights[index] = weights[index].copy()
         weights[index][mask] *= factor.astype(np.float32)
-        gauge.add(log_w, factor, settings, rejected)
+        statistics.add(log_w, factor, rejected)
     corrected = Component(tuple(weights), tuple(counts))
     return replace(
         group,
@@ -166,32 +180,32 @@ def _corrected(
 
 
 def _rejected(log_w: Array, settings: OffPolicySettings) -> bool:
-    """Whether an answer as a whole is outside the bounds; k3 is the mean of w - 1 - log w."""
+    """Whether the ratio of an answer (or its k3, the mean of w - 1 - log w) is outside the bounds."""
     if settings.reject == "none":
         return False
     if settings.reject == "sequence-k3":
-        found = float((ratio(log_w) - 1 - log_w).mean())
+        measured = float((ratio(log_w) - 1 - log_w).mean())
     else:
-        found = float(ratio(at_level(log_w, settings.reject)[:1])[0])
+        measured = float(ratio(at_level(log_w, settings.reject)[:1])[0])
     low, high = settings.reject_bounds
-    return not low <= found <= high
+    return not low <= measured <= high
 
 
-class _Gauge:
-    """What was measured of the weights of a batch, before and after their bounds."""
+class _WeightStatistics:
+    """The weights of a batch, before and after their bounds."""
 
     def __init__(self) -> None:
         self._tokens: list[Array] = []
         self._factors: list[Array] = []
         self._rejected = 0
 
-    def add(self, log_w: Array, factor: Array, settings: OffPolicySettings, rejected: bool) -> None:
+    def add(self, log_w: Array, factor: Array, rejected: bool) -> None:
         self._tokens.append(log_w)
         self._factors.append(factor)
         self._rejected += rejected
 
     def figures(self, settings: OffPolicySettings) -> dict[str, float]:
-        """By name; sequences by the product of their ratios, of which ESS is taken before any bound."""
+        """Figures by name. Sequence weights are products of token ratios; `ess` is taken before bounds."""
         if not self._tokens or settings == OffPolicySettings():
             return {}
         log_w = np.concatenate(self._tokens)

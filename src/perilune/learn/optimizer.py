@@ -1,7 +1,7 @@
-"""AdamW whose state is in the open: two moments a parameter, by name, and a step count.
+"""AdamW with an accessible state: two moments per parameter, by name, and a step count.
 
-Written out rather than taken from torch.optim for the open state (checkpoints, carried moments) and because
-the first step of a torch optimizer imports the compiler, a second that a short run feels.
+torch.optim.AdamW is not used because checkpoints and restored moments need the state by name, and because the
+first step of a torch optimizer imports the compiler, which takes a second.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ EPSILON = 1e-8
 class AdamW:
     """Decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101), applied to matrices only.
 
+    Args:
+        lr_factors: factors of the learning rate by parameter name; 1 for all others.
+
     Attributes:
         parameters: by name; moments are float32 of the same shape.
-        step: updates done, which corrects the bias of the moments.
-        lr_factors: by name, what the learning rate is multiplied with; 1 for all others.
-        whole_norms: makes norms of gradients out of those of this process's parts, where they are cut.
+        step: number of updates so far, for the bias correction of the moments.
+        whole_norms: computes the norms of whole gradients from those of this rank's shards.
     """
 
     def __init__(
@@ -48,10 +50,10 @@ class AdamW:
 
     @torch.no_grad()
     def update(self, lr: float) -> float:
-        """Clip the gradient's norm, take one step, forget the gradients; return the norm before clipping.
+        """Clip the gradient's norm, update, clear the gradients, and return the norm before clipping.
 
         Raises:
-            WorkFailedError: when the norm is not finite; the parameters are as they were.
+            WorkFailedError: when the norm is not finite; the parameters are unchanged.
         """
         gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         norms = {name: torch.linalg.vector_norm(gradient) for name, gradient in gradients.items()}
@@ -62,7 +64,7 @@ class AdamW:
             raise WorkFailedError(
                 f"the gradient of {', '.join(bad[:3]) or 'the model'} is not finite",
                 where=f"update {self.step + 1}",
-                remedy="lower lr, or lengthen warmup",
+                remedy="lower lr or increase warmup",
             )
         scale = min(1.0, self._grad_clip / (norm + 1e-6))
         self.step += 1

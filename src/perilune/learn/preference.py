@@ -1,18 +1,18 @@
-"""Learning from pairs: DPO and IPO, and the figures that show when they go wrong.
+"""Preference losses: DPO and IPO, and the figures that show when they go wrong.
 
-With r = sum_t (log-prob - reference log-prob) of a completion, and r / L its mean a token,
+With r = sum_t (log-prob - reference log-prob) of a completion of L tokens,
 
     DPO       -log sigmoid(beta (r_chosen - r_rejected))         Rafailov et al., arXiv 2305.18290, eq. 7
-    DPO_norm  the same on r / L, so that lengths do not count
+    DPO_norm  the same with r / L, which removes the influence of length
     IPO       (r_chosen / L_chosen - r_rejected / L_rejected - 1 / (2 beta))^2
 
-IPO (Azar et al., arXiv 2310.12036, eq. 17) is on means a token and calls tau beta, as TRL does.
+IPO (Azar et al., arXiv 2310.12036, eq. 17) uses means per token and the name beta for tau, as TRL does.
 
-Only the difference is constrained: both log-probs can fall together while the loss does too (likelihood
-displacement, arXiv 2410.08847). Two terms hold the chosen one up: `nll`, its own cross-entropy, and `dpop`, a
-hinge on its fall below the reference (arXiv 2402.13228, eq. 3).
+Both losses constrain only the difference, so both log-probs can fall while the loss falls too (likelihood
+displacement, arXiv 2410.08847). Two terms prevent this: `nll`, the cross-entropy of the chosen answer, and
+`dpop`, a hinge on its fall below the reference (arXiv 2402.13228, eq. 3).
 
-B pairs, M learned tokens. A pair is two episodes of one prompt, the chosen one first; their `logprobs` are
+B pairs, M learned tokens. A pair is two episodes of one prompt, the chosen one first. Their `logprobs` are
 those of the frozen reference, computed once.
 """
 
@@ -36,12 +36,12 @@ from perilune.models.decoder import Decoder
 
 PreferenceLoss = Literal["dpo", "dpo_norm", "ipo"]
 
-COLLAPSE = -0.05  # nats a token that the chosen answers may lose while margins grow
+COLLAPSE = -0.05  # nats per token that chosen answers may lose while margins grow
 
 
 @dataclass(frozen=True, slots=True)
 class PairLogprobs:
-    """Sums over each completion, float[B] all: log-probs now and of the reference, and lengths in tokens."""
+    """Sums over each completion, all float[B]: log-probs of policy and reference, and lengths in tokens."""
 
     chosen: Tensor
     rejected: Tensor
@@ -62,10 +62,9 @@ class PairLogprobs:
 
 
 def preference_loss(pairs: PairLogprobs, kind: PreferenceLoss, beta: float) -> tuple[Tensor, Tensor]:
-    """Loss of each pair, and its margin: u of DPO, the difference of means a token of IPO.
+    """Losses float[B] and margins float[B].
 
-    Returns:
-        losses float[B], margins float[B].
+    The margin is the argument of DPO's sigmoid, or IPO's difference of means per token.
     """
     chosen, rejected = pairs.chosen_shift, pairs.rejected_shift
     if kind in ("ipo", "dpo_norm"):
@@ -78,7 +77,7 @@ def preference_loss(pairs: PairLogprobs, kind: PreferenceLoss, beta: float) -> t
 
 
 def is_collapsing(chosen_shift_per_token: float, margin: float) -> bool:
-    """Whether the chosen answers themselves grow unlikely while the pairs are told apart ever better.
+    """Whether chosen answers become less likely although the margin grows.
 
     Args:
         chosen_shift_per_token: mean of (log-prob - reference log-prob) / L over chosen answers, in nats.
@@ -101,11 +100,11 @@ def pair_logprobs(batch: PackedBatch, logprobs: Tensor) -> PairLogprobs:
 
 @dataclass
 class PreferenceObjective:
-    """The loss of one step of `count` pairs, for `Learner.forward_backward_custom`; remembers what it saw.
+    """The loss of one step of `count` pairs, for `Learner.forward_backward_custom`; keeps figures.
 
     Attributes:
-        decoder: the learner's `trained`, or any for pairs that are only looked at.
-        ranks: the learner's: each sees some of the pairs, and figures are of all.
+        decoder: the learner's `trained`, or any decoder to evaluate without learning.
+        ranks: the learner's ranks: each sees a share of the pairs, and figures are over all pairs.
     """
 
     decoder: Decoder
@@ -128,40 +127,40 @@ class PreferenceObjective:
             losses = losses - self.nll * pairs.chosen / pairs.length_chosen
         if self.dpop:
             losses = losses + self.dpop * (-pairs.chosen_shift).clamp(min=0)
-        self._seen.append(
-            torch.stack([
-                margins, pairs.chosen_shift, pairs.rejected_shift, pairs.length_chosen,
-                pairs.length_rejected, pairs.chosen,
-            ]).detach().double().cpu()
-        )  # fmt: skip
+        shifts, lengths = (
+            (pairs.chosen_shift, pairs.rejected_shift),
+            (pairs.length_chosen, pairs.length_rejected),
+        )
+        self._seen.append(torch.stack([margins, *shifts, *lengths, pairs.chosen]).detach().double().cpu())
         return losses.sum() / self.count, {}
 
     @property
     def largest_shift(self) -> float:
-        """Largest |r| / L of an answer seen so far, in nats a token: 0 where policy and reference are one."""
-        _, chosen, rejected, length_chosen, length_rejected, _ = self._everything()
+        """Largest |r| / L of an answer so far, in nats per token; 0 if policy and reference are equal."""
+        _, chosen, rejected, length_chosen, length_rejected, _ = self._gathered()
         return float(np.abs(np.concatenate([chosen / length_chosen, rejected / length_rejected])).max())
 
     def figures(self) -> dict[str, float]:
         """Figures of the pairs seen so far; see `pair_figures`."""
-        return pair_figures(self._everything(), self.beta)
+        return pair_figures(self._gathered(), self.beta)
 
-    def _everything(self) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+    def _gathered(self) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
         """float64[6, B], in the order of the pairs."""
         seen = self.ranks.all_gather_arrays("pairs", [one.numpy() for one in self._seen])
         return np.concatenate(seen, axis=1)
 
 
 def pair_figures(seen: np.ndarray[tuple[int, int], np.dtype[np.float64]], beta: float) -> dict[str, float]:
-    """Means over pairs that show where the probability went.
+    """Means over pairs.
 
     Args:
         seen: float64[6, B]: margin, r chosen, r rejected, L chosen, L rejected, log-prob chosen.
 
     Returns:
-        accuracy (margin > 0), margin; reward_chosen, reward_rejected (beta r); chosen_shift (nats a token),
-        chosen_below (share of pairs whose chosen answer fell below the reference), chosen_nll (nats a
-        token); length_correlation of L_chosen - L_rejected with the margin, when both vary; collapse, 0 or 1.
+        accuracy (margin > 0), margin; reward_chosen, reward_rejected (beta r); chosen_shift (nats per token),
+        chosen_below (share of pairs whose chosen answer is less likely than under the reference), chosen_nll
+        (nats per token); length_correlation of L_chosen - L_rejected with the margin, if both vary; collapse,
+        0 or 1.
     """
     margin, chosen, rejected, length_chosen, length_rejected, logprob = seen
     shift = float((chosen / length_chosen).mean())
@@ -174,9 +173,9 @@ def pair_figures(seen: np.ndarray[tuple[int, int], np.dtype[np.float64]], beta: 
         "chosen_below": float((chosen < 0).mean()),
         "chosen_nll": float((-logprob / length_chosen).mean()),
     }
-    found = correlation(length_chosen - length_rejected, margin)
-    if found is not None:
-        figures["length_correlation"] = found
+    with_length = correlation(length_chosen - length_rejected, margin)
+    if with_length is not None:
+        figures["length_correlation"] = with_length
     figures["collapse"] = float(is_collapsing(shift, figures["margin"]))
     return figures
 
@@ -185,7 +184,7 @@ def pair_figures(seen: np.ndarray[tuple[int, int], np.dtype[np.float64]], beta: 
 def evaluate_pairs(
     objective: PreferenceObjective, pairs: Sequence[Pair], token_budget: int
 ) -> dict[str, float]:
-    """Loss and figures of held-out pairs; nothing is learned."""
+    """Loss and figures of held-out pairs, without learning."""
     device = next(objective.decoder.parameters()).device
     losses = [
         float(objective(batch, predicting_states(objective.decoder, batch))[0])
@@ -196,7 +195,7 @@ def evaluate_pairs(
 
 @torch.no_grad()
 def with_reference_logprobs(pairs: Sequence[Pair], reference: Decoder, token_budget: int) -> list[Pair]:
-    """The pairs with the log-probs of a frozen `reference` as their own, computed here once and for all."""
+    """The pairs with the log-probs of a frozen `reference` in their `logprobs`."""
     device = next(reference.parameters()).device
     scored: list[Pair] = []
     for batch in (batch.to(device) for batch in pack_pairs(pairs, token_budget)):
@@ -220,7 +219,7 @@ def _with(episode: Episode, logprobs: np.ndarray[tuple[int], np.dtype[np.float32
 def correlation(
     a: np.ndarray[tuple[int], np.dtype[np.float64]], b: np.ndarray[tuple[int], np.dtype[np.float64]]
 ) -> float | None:
-    """Pearson's; None where one of the two does not vary."""
+    """Pearson's correlation; None if one of the two does not vary."""
     a, b = a - a.mean(), b - b.mean()
     scale = math.sqrt(math.fsum(a * a) * math.fsum(b * b))
     return math.fsum(a * b) / scale if scale > 1e-12 else None

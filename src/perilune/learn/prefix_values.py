@@ -1,9 +1,9 @@
-"""Training-free values: how likely the policy thinks the right answer after each part of what it wrote.
+"""Training-free values: the policy's log-prob of the right answer after each prefix of its own answer.
 
-V(prefix) = mean over the answer's tokens of log P(token | prompt, prefix, lead, answer so far), where `lead`
-makes the policy answer at once and does not count itself. One forward pass without gradient gives it for
-every prefix of many episodes: an episode is fed once, lead and answer once for each prefix they continue, and
-what several episodes have in common is asked once.
+V(prefix) = mean over the right answer's tokens of log P(token | prompt, prefix, lead, answer so far). The
+text `lead` makes the policy answer at once; its own log-prob is not counted. One forward pass computes the
+values of all prefixes of many episodes: it feeds each episode once, lead and answer once per prefix, and
+computes prefixes that several episodes share only once.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Key = tuple[bytes, bytes, tuple[tuple[int, ...], ...]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Probe:
-    """What is asked about one episode.
+    """The prefixes of one episode whose values are computed.
 
     Attributes:
-        prefixes: counts of its tokens, increasing, each below T.
-        endings: lead and answer as tokens, one for each form of the answer.
-        answers: how many tokens of each ending are the answer's, its last ones.
+        prefixes: lengths in tokens, increasing, each below T.
+        endings: tokens of lead and answer, for each form of the answer.
+        answers: number of final tokens of each ending that belong to the answer.
     """
 
     episode: Episode
@@ -40,13 +40,13 @@ class Probe:
     answers: Sequence[int]
 
     def key(self, prefix: int) -> Key:
-        """The same for whatever has the same value."""
+        """Identifies prefixes that have the same value."""
         written = self.episode.token_ids[:prefix]
         return self.episode.prompt_ids.tobytes(), written.tobytes(), tuple(map(tuple, self.endings))
 
     @property
     def fed(self) -> int:
-        """Tokens that it takes."""
+        """Tokens that the probe feeds."""
         asked = sum(len(ending) - 1 for ending in self.endings) * len(self.prefixes)
         return len(self.episode.prompt_ids) + max(self.prefixes, default=0) + asked
 
@@ -56,7 +56,7 @@ def prefix_values(
 ) -> list[NDArray[np.float64]]:
     """V of each prefix, float64[prefixes], for each probe.
 
-    Of several forms the sum of their probabilities counts, per token of the first.
+    The probabilities of several forms are added; the sum is divided by the length of the first form.
     """
     known: dict[Key, float] = {}
     fresh = []
@@ -95,7 +95,7 @@ def _batches(probes: Sequence[Probe], token_budget: int) -> Iterator[list[Probe]
 
 
 def _pack(probes: Sequence[Probe], temperature: float) -> PackedBatch:
-    """Episodes first, each whole up to its last prefix; then the endings, each after its part of one."""
+    """Pack the episodes up to their last prefix, then the endings, each continuing a prefix."""
     tokens: list[NDArray[np.int64]] = []
     positions: list[NDArray[np.int64]] = []
     lengths: list[int] = []

@@ -1,8 +1,8 @@
-"""Training and using a reward model: the better answer of each pair should score higher.
+"""Training and using a reward model, which scores the better answer of each pair higher.
 
-Bradley-Terry: -log sigmoid(s_chosen - s_rejected), s the score at the answer's last token. Scores are free up
-to a constant for each prompt; `centre` pulls their mean to 0 (Eisenstein et al., arXiv 2312.09244), so that
-scores of different prompts can be compared.
+Bradley-Terry: -log sigmoid(s_chosen - s_rejected), s the score at the answer's last token. The loss leaves a
+free constant for each prompt. `centre` pulls the mean score to 0 (Eisenstein et al., arXiv 2312.09244), so
+that scores of different prompts can be compared.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from perilune.models.reward_model import RewardModel
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, centre: float = 0.0) -> Tensor:
-    """Loss of each pair, float[B], of scores float[B]."""
+    """Loss of each pair, float[B], from scores float[B]."""
     return -F.logsigmoid(chosen - rejected) + centre * (chosen + rejected) ** 2
 
 
 def read_at_end(episode: Episode) -> Episode:
-    """The episode as a reward model reads it: the one learned position is after its last token.
+    """The episode as a reward model reads it: with one learned position, after its last token.
 
-    Packing feeds all tokens but the last, and hands out the state that would predict the last one; behind a
-    token that stands for nothing this is the state at the answer's end.
+    Packing feeds all tokens except the last and returns the state that predicts it. With an arbitrary token
+    appended, this is the state at the end of the answer.
     """
     ids = episode.token_ids
     length = len(ids) + 1
@@ -50,11 +50,11 @@ def read_at_end(episode: Episode) -> Episode:
 
 @dataclass
 class RewardObjective:
-    """The loss of one step of `count` pairs, for `Learner.forward_backward_custom`; remembers its scores.
+    """The loss of one step of `count` pairs, for `Learner.forward_backward_custom`; keeps the scores.
 
     Attributes:
         model: the learner's `trained`.
-        ranks: the learner's: each scores some of the pairs, and figures are of all.
+        ranks: the learner's ranks: each scores a share of the pairs, and figures are over all pairs.
     """
 
     model: RewardModel
@@ -78,11 +78,11 @@ class RewardObjective:
 
 
 def score_figures(scores: NDArray[np.float64], pairs: Sequence[Pair]) -> dict[str, float]:
-    """How well scores float64[B, 2] (chosen, rejected) tell the pairs apart, and whether length would do.
+    """Figures of scores float64[B, 2] (chosen, rejected).
 
     Returns:
-        accuracy; margin, and score (means); length_correlation of the difference in length with that in
-        score, when both vary: a reward model that likes long answers will make them.
+        accuracy; mean margin and mean score; length_correlation between the differences in length and in
+        score, if both vary: a reward model that prefers long answers makes the policy write them.
     """
     margin = scores[:, 0] - scores[:, 1]
     longer = np.array([len(chosen.token_ids) - len(rejected.token_ids) for chosen, rejected in pairs], float)
@@ -91,8 +91,8 @@ def score_figures(scores: NDArray[np.float64], pairs: Sequence[Pair]) -> dict[st
         "margin": float(margin.mean()),
         "score": float(scores.mean()),
     }
-    found = correlation(longer, margin)
-    return figures if found is None else figures | {"length_correlation": found}
+    with_length = correlation(longer, margin)
+    return figures if with_length is None else figures | {"length_correlation": with_length}
 
 
 @torch.no_grad()
@@ -105,14 +105,12 @@ def score_pairs(model: RewardModel, pairs: Sequence[Pair], token_budget: int) ->
 def score(model: RewardModel, episodes: Sequence[Episode], token_budget: int) -> NDArray[np.float64]:
     """Scores float64[episodes], in the order given; an empty answer is scored at its prompt's end."""
     device = next(model.parameters()).device
-    found: list[float] = []
-    pending = [read_at_end(one) for one in episodes]
-    for batch in pack_each(pending, token_budget):
-        moved = batch.to(device)
-        found += model.rewards(predicting_states(model, moved)).double().tolist()
-    return np.array(found)
+    scores: list[float] = []
+    for batch in pack_each([read_at_end(one) for one in episodes], token_budget):
+        scores += model.rewards(predicting_states(model, batch.to(device))).double().tolist()
+    return np.array(scores)
 
 
 def as_read(pairs: Sequence[Pair]) -> list[Pair]:
-    """Pairs as a reward model reads them."""
+    """Both episodes of each pair as a reward model reads them."""
     return [(read_at_end(chosen), read_at_end(rejected)) for chosen, rejected in pairs]

@@ -1,4 +1,4 @@
-"""Learning rates over time."""
+"""Learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from perilune.learn.training_settings import OptimizerSettings
 def learning_rate(settings: OptimizerSettings, step: int, total: int) -> float:
     """Learning rate of optimizer step `step` (from 0) of `total`.
 
-    Linear warm-up over `warmup` steps (the first is lr / warmup, never 0), then the schedule's way from lr to
-    `final_lr` * lr at the last step. The first steps of an AdamW without second moments can destroy a policy,
-    so a warm-up of 0 is for those who restore them.
+    The rate rises linearly over `warmup` steps (the first is lr / warmup, never 0), and then follows the
+    schedule from lr to `final_lr` * lr at the last step. The first steps of AdamW without second moments can
+    destroy a policy, so use a warm-up of 0 only with `restore_optimizer`.
     """
     peak = settings.peak_lr
     if step < settings.warmup:

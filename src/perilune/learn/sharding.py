@@ -1,11 +1,11 @@
-"""A decoder whose training is shared out over processes: FSDP2 (`torch.distributed.fsdp.fully_shard`).
+"""Sharded training of a decoder with FSDP2 (`torch.distributed.fsdp.fully_shard`).
 
-Each process keeps its part of every trained weight, of its gradient and of its two moments; a layer's weights
-are put together while it is computed. The decoder that everything else uses, the engine above all, stays
-whole in every process and takes the new weights after each update.
+Each rank keeps its shard of every trained weight, of its gradient and of its two moments. A layer's weights
+are gathered while the layer is computed. The decoder that the rest of the program uses, above all the engine,
+stays whole in every rank and gets the new weights after each update.
 
-FSDP adds the processes' gradients up micro-batch by micro-batch, in an order of its own: results are those of
-one process to float32 rounding, not to the bit.
+FSDP sums gradients over ranks in its own order, so results equal those of one process up to float32 rounding,
+not bit for bit.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ T = TypeVar("T")
 
 
 class ShardedDecoder:
-    """A twin of a decoder, cut over processes.
+    """A copy of a decoder, sharded over ranks.
 
     Raises:
-        RequestError: when it is a mixture of experts.
+        RequestError: when the decoder is a mixture of experts.
 
     Attributes:
-        module: the twin, for forward passes that carry a gradient.
-        parameters: by name, this process's part of every trained weight: plain tensors, cut along the first
-            axis, of the storage that the twin is put together from. A part may be empty.
+        module: the sharded copy, for forward passes with gradients.
+        parameters: by name, this rank's shard of every trained weight: plain tensors, split along the first
+            axis, that share storage with `module`. A shard may be empty.
     """
 
     def __init__(self, decoder: Decoder, ranks: Ranks) -> None:
@@ -44,9 +44,9 @@ class ShardedDecoder:
 
         if decoder.config.experts is not None:
             raise RequestError(
-                "a mixture of experts cannot be cut over processes: a micro-batch reaches some experts only",
+                "a mixture of experts cannot be sharded, because a micro-batch reaches only some experts",
                 where="resources.sharded",
-                remedy="set sharded: false: processes share the work all the same",
+                remedy="set sharded: false; the processes share the work in any case",
             )
         self._ranks = ranks
         self.module = copy.deepcopy(decoder)
@@ -55,17 +55,17 @@ class ShardedDecoder:
         for part in (*self.module.model.layers, self.module):
             fully_shard(part, mesh=self._mesh)
             assert isinstance(part, FSDPModule)
-            part.set_gradient_divide_factor(1.0)  # a sum: weights carry the whole step's denominator
-            part.set_force_sum_reduction_for_comms(True)  # gloo knows no other
-        self._cut = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        self.parameters = {name: nn.Parameter(_local(p.detach())) for name, p in self._cut.items()}
+            part.set_gradient_divide_factor(1.0)  # a sum: the weights include the denominator of the step
+            part.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
+        self._sharded = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        self.parameters = {name: nn.Parameter(_local(p.detach())) for name, p in self._sharded.items()}
 
     def distribute(self, batches: Sequence[T], others: Sequence[nn.Parameter]) -> Iterator[T]:
-        """As `Ranks.distribute`; all processes go through layers at the same time, so that one which has
-        no micro-batch left goes along with a loss of zero.
+        """Like `Ranks.distribute`. A rank without a micro-batch left runs the layers with a loss of 0,
+        because all ranks must compute layers at the same time.
 
         Args:
-            others: trained parameters that are not the decoder's, whole in every process.
+            others: trained parameters besides the decoder's, which every rank has in full.
         """
         ranks = self._ranks
         if not ranks.leads:
@@ -76,16 +76,16 @@ class ShardedDecoder:
             if index < len(batches):
                 yield batches[index]
             else:
-                self._go_along()
-        for name, parameter in self._cut.items():
+                self._run_without_loss()
+        for name, parameter in self._sharded.items():
             if parameter.grad is not None:
                 own, found = self.parameters[name], _local(parameter.grad)
                 own.grad = found if own.grad is None else own.grad + found
                 parameter.grad = None
         if batches and others:
-            self._add_up(others)
+            self._reduce(others)
 
-    def _go_along(self) -> None:
+    def _run_without_loss(self) -> None:
         from torch.distributed.tensor import DTensor
 
         device = self._mesh.device_type
@@ -93,20 +93,20 @@ class ShardedDecoder:
         bounds = torch.tensor([0, 1], device=device)
         loss = self.module(one, one, PackedAttention(bounds)).sum()
         for parameter in self.module.parameters():
-            if not isinstance(parameter, DTensor):  # put together now: beside the layers, such as the head
+            if not isinstance(parameter, DTensor):  # gathered outside of the layers, such as the head
                 loss = loss + parameter.sum()
         (loss * 0).backward()
 
-    def _add_up(self, others: Sequence[nn.Parameter]) -> None:
+    def _reduce(self, others: Sequence[nn.Parameter]) -> None:
         has = torch.tensor([float(parameter.grad is not None) for parameter in others])
-        has = self._ranks.all_reduce("the gradients' marks", has)
+        has = self._ranks.all_reduce("the gradients' flags", has)
         for some, parameter in zip(has.tolist(), others, strict=True):
             if some:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad = self._ranks.all_reduce("the critic's gradient", gradient)
 
     def whole_norms(self, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Norms of whole tensors from those of this process's parts; others' are whole already."""
+        """Norms of whole tensors from the norms of this rank's shards; other norms are unchanged."""
         cut = [name for name in norms if name in self.parameters]
         if not cut:
             return dict(norms)
@@ -116,21 +116,21 @@ class ShardedDecoder:
 
     @torch.no_grad()
     def publish(self, decoder: Decoder) -> None:
-        """Give the whole decoder the present weights."""
+        """Copy the current weights to the whole decoder."""
         whole = self.whole(self.parameters)
         for name, parameter in decoder.named_parameters():
             if name in whole:
                 parameter.copy_(whole[name])
 
     def whole(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors by name, put together from every process's part; what is not cut stays as it is."""
+        """Gather whole tensors from the shards of all ranks; tensors that are not sharded are unchanged."""
         from torch.distributed.tensor import DTensor, Shard
 
         found = {}
         for name, part in parts.items():
             found[name] = part
-            if name in self._cut:
-                like = self._cut[name]
+            if name in self._sharded:
+                like = self._sharded[name]
                 cut = DTensor.from_local(
                     part.detach(), self._mesh, [Shard(0)], shape=like.shape, stride=like.stride()
                 )
@@ -138,17 +138,17 @@ class ShardedDecoder:
         return found
 
     def parts(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse: this process's part of whole tensors."""
+        """The inverse of `whole`: this rank's shards of whole tensors."""
         rank, count = dist.get_rank(), self._ranks.count
         found = dict(whole)
-        for name in self._cut.keys() & whole.keys():
+        for name in self._sharded.keys() & whole.keys():
             rows = torch.chunk(whole[name], count)
             found[name] = rows[rank] if rank < len(rows) else whole[name][:0]
         return found
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor that is cut."""
+    """This rank's shard of a tensor."""
     from torch.distributed.tensor import DTensor
 
     assert isinstance(tensor, DTensor)

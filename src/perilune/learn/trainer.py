@@ -1,4 +1,4 @@
-"""The learner: forward_backward, optim_step, save_state, load_state. It never asks which algorithm runs.
+"""The learner: forward_backward, optim_step, save_state, load_state. It does not depend on the algorithm.
 
 A training step is
     batches = pack(algorithm("grpo").weight_groups(groups, StepContext(max_tokens=...)), token_budget)
@@ -35,27 +35,27 @@ if TYPE_CHECKING:
     from perilune.learn.sharding import ShardedDecoder
 
 Objective = Callable[[PackedBatch, Tensor], tuple[Tensor, Mapping[str, Tensor]]]
-"""A loss that is more than a weight a token: (batch, hidden float[M, d] that predict its learned tokens) ->
-its share of the step's loss, and sums of figures over whatever it counts."""
+"""A loss that is not a weighted sum over tokens. Takes the batch and the hidden states float[M, d] that
+predict its learned tokens. Returns the batch's share of the step's loss, and sums of figures."""
 
-CRITIC = "critic."  # what names of its parameters begin with
+CRITIC = "critic."  # prefix of the names of the critic's parameters
 
 
 class Learner:
-    """A decoder with an optimizer.
+    """Trains a decoder.
 
     Args:
         decoder: trained in place; an engine that holds the same object samples with the new weights.
-        optimizer: beta2, weight decay and gradient clip; the learning rate is given to each step.
-        critic: predicts values, and learns beside the decoder, where the algorithm has value targets.
-        critic_lr: the critic's peak learning rate where it is not the decoder's.
-        ranks: that learn together: each is given the same micro-batches, and computes some of them.
+        optimizer: beta2, weight decay and gradient clip. The learning rate is an argument of `optim_step`.
+        critic: predicts values and is trained with the decoder, for algorithms with value targets.
+        critic_lr: the critic's peak learning rate, if it differs from the decoder's.
+        ranks: the processes that train together. All get the same micro-batches, and each computes a share.
 
     Attributes:
-        trained: the decoder that forward passes with a gradient go through: `decoder` itself, or where
-            training is cut over processes a twin, whose weights `decoder` takes after each update.
-        version: updates done, the policy version of the weights.
-        memory: JSON values that are saved and loaded with the rest: an algorithm's, a place in the data.
+        trained: the decoder to use for forward passes with gradients: `decoder`, or with sharded training a
+            copy whose weights are written to `decoder` after each update.
+        version: number of updates, the policy version of the weights.
+        memory: JSON values to save in checkpoints, such as an algorithm's state or a position in the data.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Learner:
         optimizer = optimizer or OptimizerSettings()
         self.decoder = decoder
         self.ranks = ranks
-        self._sharded = _cut(decoder, ranks)
+        self._sharded = _shard(decoder, ranks)
         self.trained = decoder if self._sharded is None else self._sharded.module
         self.critic = critic
         self.version = 0
@@ -92,19 +92,19 @@ class Learner:
             self.optimizer.whole_norms = self._sharded.whole_norms
 
     def forward_backward(self, batches: Sequence[PackedBatch]) -> dict[str, float]:
-        """Add the gradient of one step's loss, all its micro-batches, to the parameters.
+        """Add the gradient of all micro-batches of one update to the parameters.
 
         Returns:
-            loss; tokens (learned from); and over those tokens: entropy (nats), and where sampled tokens are
-            learned from, clip_fraction, staleness (updates since they were sampled), kl_behaviour and
-            kl_behaviour_k3 (two estimates of KL(sampler || learner)), and logprob_gap_max and _mean,
-            |sampler - learner|, over tokens that the very same weights sampled. staleness_max. kl_reference
-            (k3) and value_error (mean square of value - return) where the loss has them. What there was
-            nothing to measure on is left out.
+            loss; tokens (number of learned tokens); entropy (nats). With a policy gradient also
+            clip_fraction, staleness and staleness_max (updates since a token was sampled), kl_behaviour and
+            kl_behaviour_k3 (two estimates of KL(sampler || learner)), and logprob_gap_mean and
+            logprob_gap_max, |sampler - learner| over tokens sampled with the current weights. kl_reference
+            (k3) and value_error (mean square of value - return) if the loss has these components. Figures
+            without any token are left out.
 
         Raises:
-            RequestError: when a batch has reference_kl weights and no reference log-probs, or values to
-                learn and no critic.
+            RequestError: when a batch has reference_kl weights without reference log-probs, or value targets
+                without a critic.
         """
         with self._in_step():
             seen = [self._learn(batch) for batch in self._own(batches)]
@@ -115,8 +115,8 @@ class Learner:
         """Add the gradient of one micro-batch to the parameters."""
         if batch.reference_kl is not None and batch.reference_logprobs is None:
             raise RequestError(
-                "a KL to the reference without its log-probs",
-                remedy="batch.with_reference(token_logprobs(reference, batch))",
+                "the batch has reference_kl weights but no reference log-probs",
+                remedy="call batch.with_reference(token_logprobs(reference, batch))",
             )
         figures = Figures()
         states = predicting_states(self.trained, batch)
@@ -135,10 +135,10 @@ class Learner:
     def forward_backward_custom(
         self, batches: Sequence[PackedBatch], objective: Objective
     ) -> dict[str, float]:
-        """Add the gradient of one step's loss, where `objective` says what that is.
+        """Add the gradient of one update with a custom loss.
 
         Returns:
-            loss, tokens, and every figure of the objective, all summed over the micro-batches.
+            loss, tokens, and the figures of the objective, all summed over the micro-batches.
         """
         seen: list[dict[str, Tensor]] = []
         tokens: list[int] = []
@@ -153,17 +153,17 @@ class Learner:
             for sums, count in zip(seen, tokens, strict=True)
         ]
         totals = {"tokens": 0.0}
-        for found in self.ranks.all_gather_json("figures", own):
-            for name, value in found.items():
+        for figures in self.ranks.all_gather_json("figures", own):
+            for name, value in figures.items():
                 totals[name] = totals.get(name, 0.0) + value
         return totals
 
     def _in_step(self) -> AbstractContextManager[None]:
-        """Where processes wait for each other inside of layers, the wait for a whole step."""
+        """With sharded training, a wait that covers the step, because ranks wait for each other in layers."""
         return nullcontext() if self._sharded is None else self.ranks.waiting("the step's layers")
 
     def _own(self, batches: Sequence[PackedBatch]) -> Iterator[PackedBatch]:
-        """The micro-batches that this process computes; after them the gradient is that of all."""
+        """This rank's micro-batches. After the iteration the gradient is that of all ranks."""
         parameters = self.optimizer.parameters
         if self._sharded is None:
             own = self.ranks.distribute(batches, list(parameters.values()))
@@ -173,7 +173,7 @@ class Learner:
         return (batch.to(self._device) for batch in own)
 
     def _loss(self, batch: PackedBatch, logprobs: Tensor, figures: Figures) -> Tensor:
-        """The sum of the batch's components."""
+        """The sum of the components of the loss that are weighted log-probs."""
         total = logprobs.new_zeros(())
         if batch.policy_gradient is not None:
             loss, clipped = losses.policy_gradient(
@@ -195,18 +195,21 @@ class Learner:
         return total
 
     def _value_loss(self, batch: PackedBatch, states: Tensor, figures: Figures) -> Tensor:
-        """What the critic has to learn, nothing where there is no critic."""
+        """The loss of the critic; 0 if the batch has no value targets."""
         if batch.value is None:
             return states.new_zeros(())
         if self.critic is None:
-            raise RequestError("values to learn without a critic", remedy="Learner(..., critic=Critic(d))")
+            raise RequestError(
+                "the batch has value targets but the learner no critic",
+                remedy="pass Learner(..., critic=Critic(hidden_size))",
+            )
         assert batch.old_values is not None and batch.returns is not None
         values = self.critic(states)
         figures.add_mean("value_error", (values.detach() - batch.returns).square())
         return losses.value(values, batch.old_values, batch.returns, batch.value, batch.value_clip)
 
     def _observe(self, batch: PackedBatch, logprobs: Tensor, figures: Figures) -> None:
-        """How far the learner is from the policy that sampled."""
+        """Measure the distance between the learner and the policy that sampled."""
         if batch.policy_gradient is None:
             return
         difference = batch.sampler_logprobs - logprobs
@@ -221,10 +224,12 @@ class Learner:
             figures.add_max("logprob_gap_max", same)
 
     def optim_step(self, lr: float) -> dict[str, float]:
-        """Clip, update, forget the gradient; a step without gradient still decays the moments.
+        """Clip the gradient, update the weights and clear the gradient.
+
+        A step without a gradient still decays the moments.
 
         Raises:
-            WorkFailedError: when the gradient is not finite; weights are as they were.
+            WorkFailedError: when the gradient is not finite; the weights are unchanged.
         """
         norm = self.optimizer.update(lr)
         if self._sharded is not None:
@@ -233,9 +238,10 @@ class Learner:
         return {"grad_norm": norm, "lr": lr}
 
     def save_state(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None:
-        """Write weights, moments and counters so that `directory` is complete or absent; `extra` is JSON.
+        """Write weights, moments, counters and the JSON values `extra` to `directory`, completely or not at
+        all.
 
-        Of several processes, all of which must call it, the first one writes.
+        All ranks must call this; rank 0 writes.
         """
         state = {
             "version": self.version,
@@ -255,17 +261,17 @@ class Learner:
             checkpoints.write(directory, tensors, state)
 
     def load_state(self, directory: Path) -> dict[str, Any]:
-        """Become the learner that was saved, bit for bit; return the `extra` it was saved with.
+        """Restore a saved learner, bit for bit, and return its `extra`.
 
         Raises:
-            RequestError: when files are missing or damaged, tensors are not those of this decoder, or the
-                frozen weights are not those that these were learned beside.
+            RequestError: when files are missing or damaged, the tensors do not fit this decoder, or the
+                checkpoint was trained with other frozen weights.
         """
         tensors, state = checkpoints.read(directory, ("weights", "first_moments", "second_moments"))
         if state.get("frozen", "") != self._frozen:
             raise RequestError(
-                f"learned beside frozen weights with checksum {state.get('frozen') or 'none'}, and those of"
-                f" this model have {self._frozen or 'none'}: another base, or one kept otherwise",
+                f"the checkpoint belongs to frozen weights with checksum {state.get('frozen') or 'none'}, but"
+                f" this model's have {self._frozen or 'none'}: it has another base, or another precision",
                 where=str(directory),
             )
         if self._sharded is not None:
@@ -281,26 +287,26 @@ class Learner:
         return dict(state["extra"])
 
     def restore_second_moments(self, directory: Path) -> None:
-        """Start from the second moments and the step count of another stage's state, first moments zero.
+        """Restore the second moments and the step count from another stage's checkpoint.
 
-        The moments have the scale of the gradients that made them. With beta2 = 0.99 they decay over about
-        100 updates; until then the step length depends on the ratio of the two losses' gradients.
+        The moments have the scale of the other stage's gradients. With beta2 = 0.99 they decay over about 100
+        updates; until then the step size depends on the ratio of the two stages' gradients.
 
         Raises:
             RequestError: as `load_state`, or when the other stage trained other parameters.
         """
         tensors, state = checkpoints.read(directory, ("second_moments",))
         decoder = {name: p for name, p in self.optimizer.second.items() if not name.startswith(CRITIC)}
-        theirs = {name: p for name, p in tensors["second_moments"].items() if not name.startswith(CRITIC)}
+        saved = {name: p for name, p in tensors["second_moments"].items() if not name.startswith(CRITIC)}
         if self._sharded is not None:
-            theirs = self._sharded.parts(theirs)
-        if not comparable(decoder, theirs):
+            saved = self._sharded.parts(saved)
+        if not comparable(decoder, saved):
             raise RequestError(
-                "the optimizer state belongs to other parameters: one of the two stages trained an adapter",
+                "the optimizer state has other parameters: one of the two stages trained an adapter",
                 where=str(directory),
                 remedy="set restore_optimizer: false",
             )
-        checkpoints.copy_into(decoder, theirs, directory)
+        checkpoints.copy_into(decoder, saved, directory)
         self.optimizer.step = int(state["optimizer_step"])
 
     @property
@@ -344,14 +350,14 @@ def predicting_states(decoder: Decoder, batch: PackedBatch) -> Tensor:
     return decoder(fed.token_ids, fed.positions, attention).index_select(0, batch.rows)  # type: ignore[no-any-return]
 
 
-def _cut(decoder: Decoder, ranks: Ranks) -> ShardedDecoder | None:
+def _shard(decoder: Decoder, ranks: Ranks) -> ShardedDecoder | None:
     if not ranks.sharded:
         return None
     if len(trainable(decoder)) < len(dict(decoder.named_parameters())):
         raise RequestError(
-            "of a frozen model only the adapter is trained, which is too small to be cut",
+            "LoRA trains only an adapter, which is too small to shard",
             where="resources.sharded",
-            remedy="set sharded: false: processes share the work all the same",
+            remedy="set sharded: false; the processes share the work in any case",
         )
     from perilune.learn.sharding import ShardedDecoder
 
@@ -361,9 +367,9 @@ def _cut(decoder: Decoder, ranks: Ranks) -> ShardedDecoder | None:
 def with_reference(
     batches: Sequence[PackedBatch], reference: Decoder, ranks: Ranks = SINGLE_RANK
 ) -> list[PackedBatch]:
-    """The batches with the log-probs of a frozen `reference` where their loss asks for them.
+    """Add the log-probs of a frozen `reference` to the batches with reference_kl weights.
 
-    Of several processes, each sees to those that it learns from.
+    Each rank adds them only to the micro-batches that it computes.
     """
     return [
         batch.with_reference(token_logprobs(reference, batch))

@@ -1,4 +1,4 @@
-"""What a user may say about learning. Defaults live here and nowhere else."""
+"""The recipe fields of learning, with their defaults."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from perilune.learn.weights import KLEstimator
 
 
 class AlgorithmSettings(BaseModel):
-    """How rewards become a loss."""
+    """The algorithm, and how a batch of episodes is split into updates."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    algorithm: RLAlgorithm = Field(GRPO(), description="a name, or a section of a name and its options")
-    kl: float = Field(0.0, ge=0, description="coefficient of the KL to the starting policy; 0 is off")
+    algorithm: RLAlgorithm = Field(GRPO(), description="a name, or a section with a name and options")
+    kl: float = Field(0.0, ge=0, description="coefficient of the KL to the initial policy; 0 is off")
     kl_estimator: KLEstimator = Field(
         "k3",
-        description="k3 has the gradient of KL(start, policy), k2 that of KL(policy, start), k3_corrected the"
-        " same off-policy too (TRL's default); k1_reward takes the KL off the rewards",
+        description="k3 has the gradient of KL(initial, policy), k2 that of KL(policy, initial), k3_corrected"
+        " the same as k2 off-policy too (TRL's default); k1_reward subtracts the KL from the rewards",
     )
     updates_per_batch: int = Field(
-        1, ge=1, description="parts that a batch of episodes is cut into, an optimizer step each"
+        1, ge=1, description="number of minibatches of a batch of episodes, with one optimizer step each"
     )
-    epochs_per_batch: int = Field(1, ge=1, description="how often a batch of episodes is learned from")
+    epochs_per_batch: int = Field(1, ge=1, description="number of passes over a batch of episodes")
     off_policy: OffPolicySettings = Field(
-        OffPolicySettings(), description="what is done about samples of another policy"
+        OffPolicySettings(), description="corrections for samples of another policy"
     )
 
 
@@ -41,28 +41,33 @@ class OptimizerSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     lr: float | None = Field(
-        None, gt=0, description="peak learning rate; by default chosen for the model, as `run --plan` shows"
+        None, gt=0, description="peak learning rate; the default depends on the model, see `run --plan`"
     )
     warmup: int = Field(10, ge=0, description="optimizer steps of linear warm-up")
     schedule: Literal["cosine", "linear", "constant"] = Field(
-        "cosine", description="how the learning rate falls to final_lr after warm-up; constant ignores it"
+        "cosine",
+        description="decay of the learning rate to final_lr after the warm-up; constant ignores final_lr",
     )
-    final_lr: float = Field(1.0, ge=0, le=1, description="last learning rate over peak; 1 is constant")
-    beta2: float = Field(0.99, gt=0, lt=1, description="decay of AdamW's second moments")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay, on matrices")
+    final_lr: float = Field(
+        1.0, ge=0, le=1, description="last learning rate divided by the peak; 1 is constant"
+    )
+    beta2: float = Field(0.99, gt=0, lt=1, description="decay rate of AdamW's second moments")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay, for matrices only")
     grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
-    token_budget: int = Field(4096, ge=1, description="tokens in one forward pass, a matter of memory")
+    token_budget: int = Field(
+        4096, ge=1, description="tokens per forward pass, which determine the memory needed"
+    )
 
     @classmethod
     def complete(cls, task: str, spec: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of a stage with the defaults that depend on the recipe's model section."""
+        """The fields of a stage, with the defaults that depend on the recipe's model section."""
         return with_default_lr(task, spec, model)
 
     @property
     def peak_lr(self) -> float:
-        """The peak learning rate, once it has been stated or chosen."""
+        """The peak learning rate, after defaults are filled in."""
         if self.lr is None:
-            raise ValueError("lr has not been chosen")
+            raise ValueError("lr has no value yet")
         return self.lr
 
     def describe_schedule(self) -> str:
@@ -77,53 +82,53 @@ LoRATarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 
 
 class LoRASettings(BaseModel):
-    """Low-rank adaptation: a frozen model, and a small adapter that learns.
+    """Low-rank adaptation: a frozen model with a small trained adapter.
 
-    There is no dropout: with it the policy that learns would not be the one that sampled, and the log-prob
-    gap that every step measures would not be zero.
+    There is no dropout, because with dropout the policy that learns would differ from the policy that
+    samples, and the log-prob gap of every step would not be 0.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    rank: int = Field(16, ge=1, description="of the adapter's matrices")
-    alpha: float = Field(32.0, gt=0, description="the adapter counts alpha / rank times")
+    rank: int = Field(16, ge=1, description="rank of the adapter's matrices")
+    alpha: float = Field(32.0, gt=0, description="the adapter is scaled by alpha / rank")
     targets: tuple[LoRATarget, ...] = Field(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         min_length=1,
-        description="linear maps of every layer that get one",
+        description="linear maps of each layer that get an adapter",
     )
     base: Literal["float32", "bfloat16", "int8"] = Field(
-        "float32", description="how the frozen matrices are kept; rounding them changes where training starts"
+        "float32", description="precision of the frozen matrices; rounding changes the initial policy"
     )
 
 
 class LearnerSettings(OptimizerSettings):
-    """What of a policy learns, and how it is computed."""
+    """What is trained, and in which precision."""
 
     lora: LoRASettings | None = Field(
-        None, description="learn an adapter beside the frozen model; {} takes the defaults"
+        None, description="train an adapter and freeze the model; {} uses the defaults"
     )
     precision: Literal["float32", "bfloat16"] = Field(
         "float32",
-        description="of the products of learning and sampling; weights, moments and losses are float32",
+        description="precision of matrix products; weights, moments and losses stay in float32",
     )
     activation_checkpointing: bool = Field(
-        False, description="compute each layer twice, and keep only what went into it: less memory"
+        False, description="recompute each layer in the backward pass, to save memory"
     )
     restore_optimizer: bool = Field(
         False,
-        description="start from AdamW's second moments of the stage that made the checkpoint; they have the"
+        description="start with AdamW's second moments from the stage that made the checkpoint; they have the"
         " scale of its loss",
     )
 
-    def planned(self) -> dict[str, str]:
-        """A line of the plan for what is not as by default; empty when all is."""
+    def describe_learning(self) -> dict[str, str]:
+        """The settings that differ from the defaults, as a line of the plan."""
         parts = [f"{self.precision} products"] if self.precision != "float32" else []
         if self.lora is not None:
             rank = f"rank {self.lora.rank}, alpha {self.lora.alpha:g}"
-            parts.insert(0, f"an adapter of {rank}, with a base in {self.lora.base}")
+            parts.insert(0, f"adapter of {rank}, base in {self.lora.base}")
         if self.activation_checkpointing:
-            parts.append("layers computed twice")
+            parts.append("layers recomputed")
         if self.restore_optimizer:
-            parts.append("second moments of the stage before")
+            parts.append("second moments of the previous stage")
         return {"learning": ", ".join(parts)} if parts else {}

@@ -1,7 +1,7 @@
-"""What each token of a group contributes to the loss: weights, with the share of the denominator they bring.
+"""Token weights: how much each token of a group contributes to each component of the loss.
 
 A loss component is  L = sum over tokens of weight * token_loss / sum over groups of denominator.  Both sums
-run over the whole batch of one optimizer step, so L does not depend on how the batch is cut or ordered.
+run over the whole batch of one optimizer step, so L does not depend on micro-batches or their order.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Component:
     """One loss component of one group.
 
     Attributes:
-        weights: one float32[T] an episode, zero where nothing is learned.
-        counts: what each episode adds to the component's denominator (its tokens, or 1 for a sequence).
+        weights: float32[T] per episode, 0 at tokens that are not learned.
+        counts: share of each episode in the denominator (its number of tokens, or 1 for a sequence).
     """
 
     weights: tuple[NDArray[np.float32], ...]
@@ -34,7 +34,7 @@ class Component:
 
     @property
     def denominator(self) -> float:
-        """What this group adds to the component's denominator."""
+        """The share of the group in the component's denominator."""
         return math.fsum(self.counts)
 
 
@@ -43,20 +43,20 @@ KLEstimator = Literal["k2", "k3", "k3_corrected", "k1_reward"]
 
 @dataclass(frozen=True, slots=True)
 class Surrogate:
-    """How components make a token's loss of its weight w; the same for all groups of an optimizer step.
+    """The token loss as a function of the weight w; the same for all groups of an optimizer step.
 
     Attributes:
         ratio: "token": pi(token) / pi_old(token); "sequence": the geometric mean of an episode's token
-            ratios, whose gradient is each token's own (GSPO, arXiv 2507.18071, eq. 14);
+            ratios, with a gradient for each token (GSPO, arXiv 2507.18071, eq. 14);
             "sequence-product": their product, the ratio of the whole answer (RLOO, arXiv 2402.14740).
-        clip: "gain": -min(ratio w, clipped ratio w), PPO; a token outside the bounds loses its gradient.
-            "weight": -w sg(clipped ratio) log pi, CISPO; every token keeps a bounded gradient.
+        clip: "gain": -min(ratio w, clipped ratio w) as in PPO; a token outside the bounds has no gradient.
+            "weight": -w sg(clipped ratio) log pi as in CISPO; every token keeps a bounded gradient.
         low, high: bounds of the ratio itself, not of its distance from 1.
         dual: with "gain", the loss of a token with w < 0 is at most -dual * w (arXiv 1912.09729, eq. 5).
         kl: estimate of the KL to the reference, x = log pi - log pi_ref. "k3": exp(-x) - 1 + x, with the
             gradient of KL(ref || pi); "k2": x^2 / 2, with the gradient of KL(pi || ref); "k3_corrected": k3
-            times the token's ratio, with the gradient of KL(pi || ref) off-policy too. "k1_reward" is no
-            loss: the rewards hold it (`learn.kl_reward`).
+            times the token's ratio, with the gradient of KL(pi || ref) off-policy too. "k1_reward" is not
+            a loss: it is subtracted from the rewards (`learn.kl_reward`).
     """
 
     ratio: Literal["token", "sequence", "sequence-product"] = "token"
@@ -72,12 +72,12 @@ PPO = Surrogate()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ValueTargets:
-    """What a critic is to learn from a group: token loss is w/2 * (value - return)^2, or the clipped one.
+    """Targets of a critic. The token loss is w/2 * (value - return)^2, or the clipped version of it.
 
     Attributes:
-        component: w, zero where there is nothing to learn, and the denominator.
-        returns, values: one float32[T] an episode: what to predict, and what was predicted at sampling.
-        clip: how far a prediction may move from `values` and still gain (arXiv 1506.02438's practice).
+        component: the weights w and their denominator.
+        returns, values: float32[T] per episode: the targets, and the predictions before the update.
+        clip: a prediction that moves further than this from `values` gains nothing more.
     """
 
     component: Component
@@ -88,21 +88,21 @@ class ValueTargets:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightedGroup:
-    """What an algorithm makes of a group.
+    """A group with the token weights that an algorithm computed.
 
     Attributes:
-        episodes: the group, failures included (their weights are zero).
-        policy_gradient: signed, advantage included; `surrogate` says what its token loss is.
-        cross_entropy: token loss is -w * log-prob.
-        reference_kl: coefficient included: token loss is w times the surrogate's estimate of the KL.
-        entropy: coefficient included: token loss is -w times the entropy of its distribution.
+        episodes: the group, including failures, whose weights are 0.
+        policy_gradient: signed weights that include the advantage; `surrogate` defines the token loss.
+        cross_entropy: the token loss is -w * log-prob.
+        reference_kl: the token loss is w times the surrogate's KL estimate; w includes the coefficient.
+        entropy: the token loss is -w times the entropy; w includes the coefficient.
         surrogate: the same for all groups of an optimizer step.
-        value: targets of a critic, where the algorithm has one.
-        proximal: one float32[T] an episode: log-probs of pi_old where that is not the sampling policy.
-        advantages: float32[G] for the reader (means over tokens where they differ within an episode), NaN
-            for a failed episode; None when nothing is compared.
-        dead: the rewards do not differ, so the group teaches nothing.
-        figures: further figures of this group by name; over a step they are averaged, "..._max" maximised.
+        value: targets of a critic, if the algorithm has one.
+        proximal: float32[T] per episode: log-probs of pi_old if that is not the sampling policy.
+        advantages: float32[G] for reports (the mean over tokens if they differ within an episode), NaN for
+            a failed episode; None if the algorithm has no advantages.
+        dead: the rewards are equal, so the group gives no gradient.
+        figures: further figures by name. A step reports their mean, and the maximum of "..._max".
     """
 
     episodes: tuple[Episode, ...]
@@ -119,14 +119,14 @@ class WeightedGroup:
 
 
 def step_figures(groups: Sequence[WeightedGroup]) -> dict[str, float]:
-    """The groups' own figures over a step: the largest of those called "..._max", the mean of others."""
-    found: dict[str, list[float]] = {}
+    """The groups' figures over a step: the maximum of figures named "..._max", the mean of others."""
+    by_name: dict[str, list[float]] = {}
     for group in groups:
         for name, value in group.figures.items():
-            found.setdefault(name, []).append(value)
+            by_name.setdefault(name, []).append(value)
     return {
         name: max(values) if name.endswith("_max") else math.fsum(values) / len(values)
-        for name, values in found.items()
+        for name, values in by_name.items()
     }
 
 
@@ -143,23 +143,23 @@ def rewards(group: Sequence[Episode]) -> NDArray[np.float64]:
         if episode.reward is None or not math.isfinite(episode.reward):
             raise WorkFailedError(
                 f"episode {episode.episode_id} of task {episode.task_id} has reward {episode.reward}",
-                remedy="a verifier returns a finite score or a failure; look at its reward terms",
+                remedy="make the verifier return a finite score or a failure; check its reward terms",
             )
         values[index] = episode.reward
     return values
 
 
 Scale = Sequence[float | NDArray[np.float64]] | NDArray[np.float64]
-"""For each of G episodes a number, NaN for one that is left out, or float64[T], a number a token."""
+"""One number per episode (NaN leaves the episode out) or float64[T], one number per token."""
 
 
 def aggregate(
     group: Sequence[Episode], scale: Scale, mode: Aggregation, *, constant: int | None = None
 ) -> Component:
-    """Spread one number an episode, or a token, over tokens, so that the batch loss is the named mean.
+    """Spread one number per episode, or per token, over tokens so that the batch loss is the named mean.
 
-    Episodes whose scale is NaN (failures) are not there: no weight, no share of the denominator. Tokens the
-    policy did not choose (loss_mask False) carry nothing and count for nothing.
+    Episodes whose scale is NaN (failures) have no weight and no share of the denominator. Tokens that the
+    policy did not sample (loss_mask False) have no weight and are not counted.
 
     | mode                    | batch loss                             |
     |-------------------------|----------------------------------------|
@@ -169,16 +169,16 @@ def aggregate(
     | seq-mean-token-sum-norm | previous / `constant`                  |
 
     Args:
-        scale: factor of every token of an episode (its advantage, a coefficient, or 1), or of each.
-        constant: the fixed length of seq-mean-token-sum-norm. Never taken from the batch: a constant that
-            follows the padded width changes the learning rate at every step (Dr. GRPO, arXiv 2503.20783).
+        scale: factor of an episode's tokens (its advantage, a coefficient, or 1), or one per token.
+        constant: the fixed length of seq-mean-token-sum-norm. It must not depend on the batch: a constant
+            that follows the longest answer changes the learning rate each step (Dr. GRPO, arXiv 2503.20783).
 
     Raises:
-        ValueError: when the mode needs a positive `constant` and has none, or the reverse; when a token's
-            factor is not finite.
+        ValueError: when `constant` is missing or not positive for seq-mean-token-sum-norm, or given for
+            another mode; when a token's factor is not finite.
     """
     if (mode == "seq-mean-token-sum-norm") != (constant is not None and constant > 0):
-        raise ValueError(f"{mode} with constant {constant}")
+        raise ValueError(f"aggregation {mode} with constant {constant}")
     weights, counts = [], []
     for episode, value in zip(group, scale, strict=True):
         mask = episode.loss_mask

@@ -73,7 +73,7 @@ def training_plan(spec: OptimizerSettings, job: Job, memory: StageMemory) -> dic
     return {
         "learning rate": _describe_learning_rate(spec, job),
         "checkpoints": planned(cast(Saving, spec), memory),
-        **(spec.planned() if isinstance(spec, LearnerSettings) else {}),
+        **(spec.describe_learning() if isinstance(spec, LearnerSettings) else {}),
         "memory": memory,
     }
 
