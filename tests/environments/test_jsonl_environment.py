@@ -41,7 +41,7 @@ def section(tmp_path):
 def test_it_does_what_every_environment_must(section):
     found = check_environment(section, tasks=2)
     assert not found.findings
-    assert found.checked["the stated answer is accepted"] == 2
+    assert found.checked["the gold answer is accepted"] == 2
 
 
 def test_a_path_is_relative_to_where_one_stands(section, tmp_path, monkeypatch):

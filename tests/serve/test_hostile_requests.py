@@ -200,5 +200,5 @@ def test_a_template_that_hangs_holds_up_nobody_else(server: Served) -> None:
         assert ask(server, *_encoded(complete()))[0] == 200
         assert not hanging.done()
         status, answer = hanging.result(60)
-        assert status == 400 and "no outcome within 5 s" in answer["error"]["message"]
+        assert status == 400 and "no answer within 5 s" in answer["error"]["message"]
         assert ask(server, *_encoded(chat()))[0] == 200

@@ -21,9 +21,9 @@ MISCHIEF = {
 FAILS = {
     "raises": "environment: ValueError: no idea",
     "leaves": "environment: SystemExit: 3",
-    "hangs": "environment: no outcome within 3 s",
-    "answers garbage": "environment: the scorer's process wrote an answer that is no outcome",
-    "not a number": "environment: a figure is not finite",
+    "hangs": "environment: no answer within 3 s",
+    "answers garbage": "environment: the scorer's process sent a malformed answer",
+    "not a number": "environment: a number is not finite",
     "no legal move": "environment: the player to move has no legal action",
     "broken sandbox": "sandbox: the sandbox's process",
 }

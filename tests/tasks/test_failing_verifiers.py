@@ -69,7 +69,7 @@ def test_hangs_and_refusals_in_an_evaluation(tmp_path: Path) -> None:
     rows, told = episodes(bundle), summary(bundle)
     hung, refused = rows["task_id"].str[0] == rare, rows["task_id"].str[0].isin(list(others))
     assert 0 < hung.sum() < (hung | refused).sum() < 12
-    assert set(rows["failure"][hung]) == {"verifier: no outcome within 0.4 s"}
+    assert set(rows["failure"][hung]) == {"verifier: no answer within 0.4 s"}
     assert told["tasks_without_verdict"] == (hung | refused).sum()
     assert told["tasks"] == 12 - told["tasks_without_verdict"]
     assert told["failures"] == 2 * told["tasks_without_verdict"]  # the sample and the greedy answer of each

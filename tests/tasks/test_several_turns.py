@@ -215,8 +215,8 @@ ANY = [*"0123456789"]
     ("section", "said"),
     [
         ({"raises": ANY}, "environment: ValueError: no idea what this is"),
-        ({"hangs": ["7"], "episodes": {"seconds": 0.5}}, "environment: no outcome within "),
-        ({"nan": ANY}, "environment: a figure is not finite"),
+        ({"hangs": ["7"], "episodes": {"seconds": 0.5}}, "environment: no answer within "),
+        ({"nan": ANY}, "environment: a number is not finite"),
         ({"stuck": ANY}, "environment: the player to move has no legal action"),
         ({"dies": ["7"]}, "environment: the scorer's process ended with exit code 3"),
         ({"sandbox": ANY}, "sandbox: no room"),

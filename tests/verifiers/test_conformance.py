@@ -42,10 +42,10 @@ def test_what_is_sound_passes(section):
         ("SameTask", {"tasks are distinct"}),
         ("Leaky", {"no task is in both splits"}),
         ("NoTasks", {"there are tasks"}),
-        ("Tuples", {"a task's data survive JSON"}),
-        ("WrongGold", {"the stated answer is accepted"}),
-        ("Generous", {"what is worthless is refused"}),
-        ("Miserly", {"score says what stepping gave"}),
+        ("Tuples", {"a task's data survives JSON"}),
+        ("WrongGold", {"the gold answer is accepted"}),
+        ("Generous", {"worthless texts are refused"}),
+        ("Miserly", {"score equals the sum of the steps"}),
         ("Endless", {"an episode ends within max_turns"}),
         ("Raising", {"nothing fails"}),
         ("NoSecondClose", {"close may be called again"}),
@@ -66,7 +66,7 @@ def test_the_command_says_what_holds_and_what_fails():
             ["check", "factory", "--set", "factory=broken_environments:Generous", "--tasks", "1"],
             catch_exceptions=False,
         )
-    assert caught.value.where == "what is worthless is refused"
+    assert caught.value.where == "worthless texts are refused"
 
 
 def test_sample_shows_an_episode_turn_by_turn():

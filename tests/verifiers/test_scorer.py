@@ -62,7 +62,7 @@ def test_each_bad_item_fails_alone_and_order_is_kept():
             1, None, 2, None, 3, None, 4, None, 5,
         ]  # fmt: skip
         assert scorer.restarts == 3  # raising does not cost the process
-        assert "no outcome within 0.4 s" in outcomes[1].reason
+        assert "no answer within 0.4 s" in outcomes[1].reason
         assert "exit code 3" in outcomes[3].reason
         assert "ValueError: oops" in outcomes[5].reason
         assert "SIGSEGV" in outcomes[7].reason
@@ -72,7 +72,7 @@ def test_a_hang_that_ignores_signals_is_killed_on_time():
     with Scorer(SPEC, ScorerLimits(item_seconds=0.3)) as scorer:
         judge(scorer, "good")
         begun = time.monotonic()
-        assert "no outcome" in reason(scorer, "ignore_signals_and_sleep")
+        assert "no answer" in reason(scorer, "ignore_signals_and_sleep")
         assert time.monotonic() - begun < 3.0
 
 
@@ -96,14 +96,14 @@ def test_a_batch_has_a_deadline_of_its_own():
         ("number nan", "not finite"),
         ("number inf", "not finite"),
         ("metric nan", "not finite"),
-        ("word high", "no figures"),
+        ("word high", "invalid numbers"),
         ("memory", "MemoryError"),
         ("flood_errors", "standard error"),
-        ("flood_answers", "bytes for one outcome"),
+        ("flood_answers", "bytes for one answer"),
         ('babble {"item": 7, "reward": 1}', "out of turn"),
-        ("babble [1, 2]", "no outcome"),
-        ("babble {", "no outcome"),
-        ('babble {"item": 0, "reward": {}}', "no outcome"),
+        ("babble [1, 2]", "malformed"),
+        ("babble {", "malformed"),
+        ('babble {"item": 0, "reward": {}}', "malformed"),
     ],
 )
 def test_a_bad_scorer_is_a_failure_and_never_a_zero(shared, text, expected):
@@ -191,7 +191,7 @@ def test_an_answer_that_changes_the_scorer_changes_no_later_batch():
     with Scorer(SPEC, LIMITS) as scorer:
         judge(scorer, "poison 1")
         assert [one.reward for one in judge(scorer, "answer wrong", "answer right")] == [0.0, 1.0]
-        assert not scorer.processes[0].judges_alone
+        assert not scorer.processes[0].isolates_answers
 
 
 @pytest.mark.parametrize("own", ["0", "1"])
@@ -200,10 +200,10 @@ def test_an_answer_that_changes_the_scorer_is_found_out_within_its_batch(own, ca
         batch = [f"poison {own}", *["answer wrong"] * 7]
         for _ in range(200):  # where its own answer pays too, that may be the one that is judged again
             outcomes = judge(scorer, *batch)
-            if scorer.processes[0].judges_alone:
+            if scorer.processes[0].isolates_answers:
                 break
         assert [one.reward for one in outcomes] == [float(own), *[0.0] * 7]
-        assert "every answer has a process of its own" in caplog.text
+        assert "every answer is scored in its own process" in caplog.text
         assert [one.reward for one in judge(scorer, *batch, "answer right")] == [float(own), *[0.0] * 7, 1.0]
 
 
@@ -217,7 +217,7 @@ def test_a_scorer_that_is_killed_before_it_judges_is_started_again():
 
 
 def test_a_scorer_that_is_killed_each_time_is_no_fault_of_the_run():
-    said = f"SIGKILL, {STARTS} times, before it judged"
+    said = f"SIGKILL, {STARTS} times, before it scored"
     with (
         Scorer(SPEC | {"mode": "killed"}) as scorer,
         pytest.raises(ProcessLostError, match=said) as caught,
@@ -269,9 +269,9 @@ def test_a_process_forked_behind_pythons_back_does_not_outlive_the_scorer():
 ORPHAN = """
 import sys
 from perilune.environments import Task, Transcript
-from perilune.verifiers import Limits, Scorer
+from perilune.verifiers import Scorer, ScorerLimits
 sys.path.insert(0, sys.argv[1])
-scorer = Scorer({"id": "factory", "factory": "hostile_environment:make"}, Limits(item_seconds=60))
+scorer = Scorer({"id": "factory", "factory": "hostile_environment:make"}, ScorerLimits(item_seconds=60))
 task = Task("t", (), {})
 scorer.score([(task, Transcript("good"))])
 print(scorer.processes[0]._server.process_id, flush=True)

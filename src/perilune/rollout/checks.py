@@ -11,7 +11,7 @@ from perilune.engine.request import SamplingParams
 from perilune.environments.core.protocol import Failure
 from perilune.errors import REPORT_BUG, WorkFailedError
 from perilune.rollout.rollout import Rollout, Seat
-from perilune.verifiers.hosting import TEXT_CHECKSUM, text_checksum
+from perilune.verifiers.worker import TEXT_CHECKSUM, text_checksum
 
 ROUNDING = 1e-5  # nats by which a log-prob may be above 0
 

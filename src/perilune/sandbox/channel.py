@@ -1,4 +1,4 @@
-"""JSON Lines to processes that are not trusted, over sockets, with a deadline on every wait."""
+"""JSON Lines over sockets to untrusted processes, with a timeout on every wait."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ sys.path[:] = json.loads(sys.argv[1])
 importlib.import_module(sys.argv[2]).main()
 """
 _READ = 65536
-_KEPT_ERROR = 2000  # bytes of standard error kept for the message
+_KEPT_ERROR = 2000  # bytes of standard error kept for error messages
 _FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 
 class BrokenChannelError(Exception):
-    """The process can no longer be trusted: it hung, died, flooded or spoke nonsense. Says which."""
+    """The process hung, died, flooded or sent a malformed answer, and can no longer be trusted."""
 
 
 class KilledError(BrokenChannelError):
-    """A signal from outside ended the process; it isn't known to have done anything wrong."""
+    """A signal from outside ended the process, perhaps through no fault of its own."""
 
 
 class Line(ABC):
-    """A socket to one process and its standard error. Give the process `theirs`, then call `given`.
+    """A socket to one process and a pipe from its standard error. Pass `theirs` to the process, then call
+    `given`.
 
     Args:
-        name: of the process, in messages, such as "the scorer's process".
-        answer_bytes: bytes of one line, and of standard error over its life, beyond which it floods.
+        name: name of the process in messages, such as "the scorer's process".
+        answer_bytes: maximum bytes of one line, and of standard error in total.
 
     Attributes:
         theirs: descriptors for the process: its end of the socket, and its standard error.
@@ -61,58 +62,59 @@ class Line(ABC):
         self._socket.setblocking(False)
 
     def given(self) -> None:
-        """Close the process's ends here, so that its death shows."""
+        """Close this side's copies of the process's descriptors, so that its death is noticed."""
         for descriptor in self.theirs:
             os.close(descriptor)
 
     def send(self, document: Mapping[str, Any]) -> None:
-        """Queue one request; it travels while answers are awaited."""
+        """Queue one request. It is sent while `receive` waits."""
         line = json.dumps(document).encode() + b"\n"
         if not self._unsent:
             self._selector.modify(self._socket, selectors.EVENT_READ | selectors.EVENT_WRITE)
         self._unsent += line
 
     def send_descriptors(self, document: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-        """Send a short request at once, and descriptors with it; nothing may be queued."""
-        with contextlib.suppress(OSError):  # it is gone, which shows when the answer is awaited
+        """Send a short request at once, together with descriptors. Nothing may be queued."""
+        with contextlib.suppress(OSError):  # `receive` will report that the process has ended
             socket.send_fds(self._socket, [json.dumps(document).encode() + b"\n"], descriptors)
 
     def receive(self, seconds: float) -> dict[str, Any]:
-        """The next answer.
+        """Wait for the next answer.
 
         Raises:
-            BrokenChannelError: when none comes in time, or the process died, flooded or wrote no JSON object.
+            BrokenChannelError: if none arrives in time, or the process died, flooded or did not send a JSON
+                object.
         """
         until = time.monotonic() + seconds
         while b"\n" not in self._buffer:
             left = until - time.monotonic()
             if left <= 0:
-                raise BrokenChannelError(f"no outcome within {seconds:g} s")
+                raise BrokenChannelError(f"no answer within {seconds:g} s")
             for key, events in self._selector.select(left):
                 if key.fd == self._errors:
                     self._read_errors()
                 else:
-                    self._move(events)
+                    self._transfer(events)
         line, _, self._buffer = self._buffer.partition(b"\n")
         try:
             document = json.loads(line)
         except (ValueError, RecursionError):
             document = None
         if not isinstance(document, dict):
-            raise BrokenChannelError(f"{self.name} wrote an answer that is no outcome")
+            raise BrokenChannelError(f"{self.name} sent a malformed answer")
         return document
 
     def close(self) -> None:
-        """Close both ends here; the process sees the end of its requests."""
+        """Close this side. The process sees the end of its requests."""
         self._selector.close()
         self._socket.close()
         os.close(self._errors)
 
     @abstractmethod
     def exit_code(self) -> int | None:
-        """How the process ended, now that it has closed the socket; None when it lives on."""
+        """The exit code of the process, called after it closed the socket; None if it is still running."""
 
-    def _move(self, events: int) -> None:
+    def _transfer(self, events: int) -> None:
         try:
             if events & selectors.EVENT_WRITE:
                 self._unsent = self._unsent[self._socket.send(self._unsent) :]
@@ -122,10 +124,10 @@ class Line(ABC):
         except OSError:
             data = b""
         if data == b"":
-            raise self._epitaph()
+            raise self._closed()
         self._buffer += data or b""
         if len(self._buffer) > self._most and b"\n" not in self._buffer:
-            raise BrokenChannelError(f"{self.name} wrote more than {self._most} bytes for one outcome")
+            raise BrokenChannelError(f"{self.name} wrote more than {self._most} bytes for one answer")
 
     def _read_errors(self) -> None:
         data = os.read(self._errors, _READ)
@@ -137,12 +139,12 @@ class Line(ABC):
         if self._error_bytes > self._most:
             raise BrokenChannelError(f"{self.name} wrote more than {self._most} bytes to standard error")
 
-    def _epitaph(self) -> BrokenChannelError:
+    def _closed(self) -> BrokenChannelError:
         code = self.exit_code()
         with contextlib.suppress(OSError):
             os.set_blocking(self._errors, False)
             self._error = (self._error + os.read(self._errors, _READ))[-_KEPT_ERROR:]
-        how = "closed its answers" if code is None else f"ended with exit code {code}"
+        how = "closed its socket" if code is None else f"ended with exit code {code}"
         if code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
         last = self._error.decode(errors="replace").strip().splitlines()[-1:]
@@ -151,13 +153,13 @@ class Line(ABC):
 
 
 class Channel(Line):
-    """A process in a session of its own, with an empty environment and an empty working directory.
+    """A process in its own session, with an empty environment and an empty working directory.
 
-    The socket is its standard input and output. The process confines itself; this side trusts nothing that it
-    writes.
+    The socket is its standard input and output. The process confines itself. This side trusts nothing that it
+    sends.
 
     Args:
-        module: its `main` runs in the process.
+        module: module whose `main` runs in the process.
         name, answer_bytes: as for `Line`.
     """
 
@@ -178,30 +180,30 @@ class Channel(Line):
 
     @property
     def process_id(self) -> int:
-        """Of the process."""
+        """The process id."""
         return self._process.pid
 
     def kill(self) -> None:
-        """Kill the process and all of its session; whoever waits for an answer learns of it."""
+        """Kill the process and its session. A `receive` that waits for it then raises."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill the process and all of its session, and remove its working directory."""
+        """Kill the process and its session, and remove its working directory."""
         self.kill()
         self._process.wait()
         super().close()
         self._directory.cleanup()
 
     def exit_code(self) -> int | None:
-        """How the process ended; None when it does not within a second."""
+        """The exit code of the process; None if it is still running after a second."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         return self._process.returncode
 
 
 def _environment(directory: str) -> dict[str, str]:
-    """A fresh environment: nothing is inherited, so that no secret is."""
+    """A new environment. Nothing is inherited, so no secret is."""
     return {
         "HOME": directory,
         "LANG": "C.UTF-8",

@@ -1,4 +1,4 @@
-"""What an episode is worth, judged in a process of its own."""
+"""Scores episodes in separate, confined processes."""
 
 from perilune.verifiers.confinement import ScorerLimits
 from perilune.verifiers.scorer import Scorer

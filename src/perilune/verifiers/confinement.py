@@ -1,7 +1,7 @@
-"""What a scorer's process may do: read Python's own files, compute, and answer.
+"""Confines a scorer's process: it may read Python's own files, compute, and answer.
 
-The kernel enforces it (`perilune.sandbox.confinement`). An audit hook on top names what was refused. On
-systems other than Linux the hook is all there is, and code that runs in the process can disarm it.
+The kernel enforces this (`perilune.sandbox.confinement`). In addition, an audit hook names what was refused.
+On systems other than Linux only the hook applies, and code in the process can disable it.
 """
 
 from __future__ import annotations
@@ -14,29 +14,27 @@ from typing import Any
 from perilune.sandbox.confinement import confine, forbid_processes
 from perilune.sandbox.limits import allow_cpu
 
-# fmt: off
-_REFUSED_EVENTS = frozenset({
-    "ctypes.dlopen", "ctypes.dlsym", "os.chmod", "os.chown", "os.exec", "os.fork", "os.forkpty", "os.kill",
-    "os.killpg", "os.link", "os.mkdir", "os.posix_spawn", "os.remove", "os.rename", "os.rmdir", "os.setxattr",
-    "os.spawn", "os.startfile", "os.symlink", "os.system", "os.truncate", "os.utime", "pty.spawn",
-    "resource.prlimit", "resource.setrlimit", "signal.pthread_kill", "socket.bind", "socket.connect",
-    "subprocess.Popen", "syslog.openlog",
-})
-# fmt: on
+_EVENTS = """
+ctypes.dlopen ctypes.dlsym os.chmod os.chown os.exec os.fork os.forkpty os.kill os.killpg os.link os.mkdir
+os.posix_spawn os.remove os.rename os.rmdir os.setxattr os.spawn os.startfile os.symlink os.system os.truncate
+os.utime pty.spawn resource.prlimit resource.setrlimit signal.pthread_kill socket.bind socket.connect
+subprocess.Popen syslog.openlog
+"""
+_REFUSED_EVENTS = frozenset(_EVENTS.split())
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 @dataclass(frozen=True, slots=True)
 class ScorerLimits:
-    """What one scorer process may use.
+    """Limits of one scorer process.
 
     Attributes:
-        start_seconds: until the environment is built.
-        item_seconds: wall clock, and CPU, for one transcript.
-        batch_seconds: wall clock for one call of `score`; None for no limit beyond the items'.
-        memory_bytes: address space beyond what the built environment takes.
-        open_files: descriptors beyond those that the built environment has.
-        answer_bytes: length of one outcome on the wire, and of what may be written beside it.
+        start_seconds: time to build the environment.
+        item_seconds: wall clock and CPU time for one transcript.
+        batch_seconds: wall clock for one call of `score`; None for no limit.
+        memory_bytes: address space beyond that of the built environment.
+        open_files: file descriptors beyond those of the built environment.
+        answer_bytes: maximum size of one outcome in transit, and of standard error.
     """
 
     start_seconds: float = 60.0
@@ -48,12 +46,12 @@ class ScorerLimits:
 
 
 class Confinement:
-    """Confines this process and its children; cannot be undone.
+    """Confines this process and its children for good.
 
-    The audit hook refuses only while `armed`, that is while a scorer runs.
+    The audit hook refuses only while `armed`, which is while a scorer runs.
 
     Attributes:
-        missing: walls that the kernel of this machine doesn't offer.
+        missing: walls that this machine's kernel does not provide.
     """
 
     def __init__(self, limits: ScorerLimits) -> None:
@@ -63,11 +61,11 @@ class Confinement:
         sys.addaudithook(self._refuse)
 
     def forbid_processes(self) -> None:
-        """Let this process, which judges, have no children."""
+        """Forbid this process to start others."""
         forbid_processes()
 
     def allow_item(self) -> None:
-        """Grant the CPU time of one more item from now on, and refuse everything else."""
+        """Grant the CPU time of one more item, and arm the audit hook."""
         self.armed = False
         allow_cpu(self._limits.item_seconds + 1)
         self.armed = True

@@ -1,7 +1,7 @@
-"""A process that builds an environment once and forks a worker for each batch; no worker outlives its batch.
+"""A process that builds an environment once and forks a worker for each batch. No worker outlives its batch.
 
-The server never sees an answer of a policy, because each worker has a socket of its own to the scorer.
-Whatever an answer does to the worker that judges it ends with that worker.
+The server never sees an answer of a policy, because each worker has its own socket to the scorer. Whatever an
+answer does to the worker that scores it ends with that worker.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from perilune.sandbox.channel import BrokenChannelError, Channel, Line
 from perilune.verifiers.confinement import ScorerLimits
 
 NAME = "the scorer's process"
-_END_SECONDS = 10.0  # for the kernel to end a process that was killed
+_END_SECONDS = 10.0  # time for the kernel to end a killed process
 _LOG = logging.getLogger(__name__)
 
 
 class ForkServer:
-    """The server; it starts at once, and `open` waits until it has built the environment."""
+    """The server. It starts at once; `open` waits until it has built the environment."""
 
     def __init__(self, spec: Mapping[str, Any], limits: ScorerLimits) -> None:
         self._limits = limits
-        self._is_confined: bool | None = None  # known once it has said that it is ready
+        self._is_confined: bool | None = None  # None until the server is ready
         self._channel = Channel("perilune.verifiers.worker", NAME, limits.answer_bytes)
         self._channel.send({"spec": spec, "limits": asdict(limits)})
 
     @property
     def process_id(self) -> int:
-        """Of the server."""
+        """Process id of the server."""
         return self._channel.process_id
 
     def open(self) -> bool:
-        """Wait until the environment is built; whether its workers are confined.
+        """Wait until the environment is built. Return whether its workers are confined.
 
         Raises:
-            RequestError: when the environment's section is wrong.
-            KilledError, BrokenChannelError: when the process died, or took too long.
+            RequestError: if the environment's section is wrong.
+            KilledError, BrokenChannelError: if the process died or took too long.
         """
         if self._is_confined is not None:
             return self._is_confined
@@ -50,12 +50,12 @@ class ForkServer:
             raise RequestError(what, where=where, remedy=remedy)
         if answer["missing"]:
             walls = ", ".join(answer["missing"])
-            _LOG.warning("the kernel of this machine does not confine the scorer: no wall around %s", walls)
+            _LOG.warning("this machine's kernel cannot confine the scorer completely; missing: %s", walls)
         self._is_confined = bool(answer["confined"])
         return self._is_confined
 
     def fork(self) -> Worker:
-        """A worker that has judged nothing.
+        """Fork a new worker, which has scored nothing yet.
 
         Raises:
             RequestError, KilledError, BrokenChannelError: as `open`.
@@ -73,10 +73,10 @@ class ForkServer:
         return worker
 
     def end(self, process: int) -> int:
-        """Kill a worker, should it still be there; its exit code.
+        """Kill a worker if it is still running, and return its exit code.
 
         Raises:
-            BrokenChannelError: when the server is gone, and its workers with it.
+            BrokenChannelError: if the server has ended, and its workers with it.
         """
         self._channel.send({"end": process})
         status = self._channel.receive(_END_SECONDS)["status"]
@@ -88,10 +88,10 @@ class ForkServer:
 
 
 class Worker(Line):
-    """One process that was forked for a batch.
+    """A process that was forked for one batch.
 
     Attributes:
-        process_id: 0 when it has ended.
+        process_id: 0 after it has ended.
     """
 
     def __init__(self, server: ForkServer, answer_bytes: int) -> None:
@@ -100,15 +100,15 @@ class Worker(Line):
         self._server = server
 
     def close(self) -> None:
-        """Kill it."""
+        """Kill the worker."""
         try:
             self.exit_code()
         except BrokenChannelError:
-            pass  # so has the server
+            pass  # the server has ended, too
         finally:
             super().close()
 
     def exit_code(self) -> int | None:
-        """How it ended, or was ended now."""
+        """End the worker and return its exit code; None if it had ended before."""
         process, self.process_id = self.process_id, 0
         return self._server.end(process) if process else None

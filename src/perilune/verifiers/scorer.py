@@ -1,4 +1,4 @@
-"""Scorer: judges transcripts in a process of its own, so that a bad scorer costs one item and no more."""
+"""Scores transcripts in separate processes, so that a failure of the scorer affects one item."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from perilune.environments.core.episode_settings import episode_settings
 from perilune.environments.core.protocol import Failure, Outcome, Score, Task, Transcript
 from perilune.verifiers.confinement import ScorerLimits
 from perilune.verifiers.process import EnvironmentProcess
+from perilune.verifiers.worker import figures
 
 Item = tuple[Task, Transcript]
 
 
 class Scorer:
-    """Runs an environment's scorer in separate, confined processes, with a deadline for each item.
+    """Runs an environment's scorer in separate, confined processes, with a time limit per item.
 
-    A process that builds the environment starts at once, and forks a worker for each batch. A worker that
-    hangs, dies, floods or speaks nonsense is killed and replaced; the item it was at is a Failure of the
-    verifier, and no other.
+    A server process builds the environment and forks a worker for each batch. A worker that hangs, dies,
+    floods or sends malformed answers is killed and replaced. Its current item becomes a Failure of the
+    verifier; other items are not affected.
 
     Args:
-        spec: the environment section of a recipe; the environment is built in the process, not here.
-        limits: deadlines and resources; by default an item has the seconds that the section says.
-        workers: processes that share a batch.
+        spec: the environment section of a recipe. The environment is built in the server process, not here.
+        limits: time and resource limits. By default the time limit of an item is `episodes.seconds`.
+        workers: number of processes that share a batch.
 
     Attributes:
-        settings: what the section says of episodes.
-        processes: one a worker; sessions run in them too (`perilune.verifiers.sessions`).
+        settings: the episode settings of the section.
+        processes: one per worker. They also run sessions (`perilune.verifiers.sessions`).
     """
 
     def __init__(self, spec: Mapping[str, Any], limits: ScorerLimits | None = None, workers: int = 1) -> None:
@@ -50,24 +51,24 @@ class Scorer:
 
     @property
     def item_seconds(self) -> float:
-        """The longest that one item may take."""
+        """The time limit of one item in seconds."""
         return self._limits.item_seconds
 
     @property
     def restarts(self) -> int:
-        """How many workers broke so far."""
+        """The number of workers that broke so far."""
         return sum(process.restarts for process in self.processes)
 
     def score(self, items: Sequence[Item]) -> list[Outcome]:
-        """One outcome an item, in order.
+        """Score items. Returns one outcome per item, in order.
 
         Raises:
-            RequestError: when the environment's section is wrong.
-            WorkFailedError: when the process cannot start.
+            RequestError: if the environment's section is wrong.
+            WorkFailedError: if the process cannot start.
         """
         seconds = self._limits.batch_seconds
         until = math.inf if seconds is None else time.monotonic() + seconds
-        calls = [Judging(*item) for item in items]
+        calls = [ScoreCall(*item) for item in items]
         if len(self.processes) == 1:
             return self.processes[0].ask(calls, until)
         share = -(-len(calls) // len(self.processes))
@@ -83,8 +84,8 @@ class Scorer:
 
 
 @dataclass(frozen=True, slots=True)
-class Judging:
-    """The call that judges one transcript."""
+class ScoreCall:
+    """The call that scores one transcript."""
 
     task: Task
     transcript: Transcript
@@ -93,26 +94,21 @@ class Judging:
 
     @property
     def steps(self) -> int:
-        """All actions are played again."""
+        """Scoring replays all actions."""
         return 1 + len(self.transcript.earlier)
 
     def document(self, generation: int) -> Mapping[str, Any]:
-        """Task and transcript."""
+        """The task and the transcript."""
         return {"task": fields(self.task), "transcript": fields(self.transcript)}
 
     def read(self, answer: Mapping[str, Any]) -> Outcome:
-        """The outcome; a figure that is not finite is a Failure."""
+        """The outcome; a Failure if a number is not finite."""
         score = Score(float(answer["reward"]), figures(answer["terms"]), figures(answer["metrics"]))
         if not all(map(math.isfinite, (score.reward, *score.terms.values(), *score.metrics.values()))):
-            return Failure("verifier", "the scorer returned a figure that is not finite")
+            return Failure("verifier", "the scorer returned a number that is not finite")
         return score
 
 
 def fields(value: Task | Transcript) -> dict[str, Any]:
-    """A value as JSON can carry it."""
+    """The fields of a value, for JSON."""
     return {name: getattr(value, name) for name in value.__slots__}
-
-
-def figures(values: Mapping[str, Any]) -> dict[str, float]:
-    """Names with numbers, whatever they were."""
-    return {str(name): float(value) for name, value in values.items()}

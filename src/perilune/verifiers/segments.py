@@ -1,8 +1,8 @@
-"""Segments: where an answer is cut, so that each part can be given its own share of the credit.
+"""Splits an answer into segments, so that each can get its own share of the credit.
 
-Cuts lie between tokens, and never inside a block of code or a formula. What counts is the working: it ends
-where the answer itself begins, or where the right answer is first written down, for behind that point a value
-would pay for copying. The last segment goes from there to the end.
+Boundaries lie between tokens and never inside a code block or a formula. Only the reasoning is split. It ends
+where the answer begins or where the right answer is first written, because from there on a value would reward
+copying. The last segment extends from there to the end.
 """
 
 from __future__ import annotations
@@ -24,27 +24,29 @@ _PROTECTED = re.compile(
 
 
 class SegmentSettings(BaseModel):
-    """Where answers are cut."""
+    """How answers are split into segments."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     cut: Literal["text", "length", "surprise"] = Field(
-        "text", description="after a separator, every so many tokens, or before the tokens least expected"
+        "text",
+        description="text: after separators; length: every `least` tokens; surprise: before unlikely tokens",
     )
     separators: list[str] = Field(["\n"], min_length=1, description="texts that end a segment")
-    least: int = Field(4, ge=1, description="tokens of a segment, at least; with cut: length, exactly")
-    most: int = Field(24, ge=2, description="segments of an answer")
+    least: int = Field(4, ge=1, description="minimum tokens of a segment; with cut: length, the exact number")
+    most: int = Field(24, ge=2, description="maximum segments of an answer")
 
 
 def segment_boundaries(
     pieces: Sequence[bytes], logprobs: NDArray[np.float32], stop: int, settings: SegmentSettings
 ) -> list[int]:
-    """Where the working is cut: increasing token counts, 0 < cut <= `stop`, without the end of the answer.
+    """Boundaries in the reasoning: increasing token counts, 0 < boundary <= `stop`, without the end of the
+    answer.
 
     Args:
         pieces: [T], the bytes of each token; empty for control tokens.
-        logprobs: float32[T], of the policy that sampled.
-        stop: tokens of working, as `end_of_working` says; a cut of its own unless it is 0 or T.
+        logprobs: float32[T], log-probabilities of the sampled tokens.
+        stop: tokens of reasoning, from `end_of_reasoning`. It is itself a boundary unless it is 0 or T.
     """
     ends = np.concatenate([[0], np.cumsum([len(piece) for piece in pieces], dtype=np.int64)])
     text = b"".join(pieces)
@@ -57,12 +59,13 @@ def segment_boundaries(
 
 
 def end_of_reasoning(pieces: Sequence[bytes], opens: Sequence[str], forms: Sequence[str]) -> int:
-    """Tokens before the answer begins or the right one is first written down; T when neither is.
+    """The number of tokens before the answer begins or the right answer is first written; T if neither
+    happens.
 
     Args:
         pieces: [T], the bytes of each token.
         opens: texts with which an answer begins.
-        forms: texts of the right answer, which count where they stand alone.
+        forms: spellings of the right answer. They count only as separate words.
     """
     text = b"".join(pieces)
     first = [at for at in (text.find(mark.encode()) for mark in opens) if at >= 0]
@@ -81,20 +84,20 @@ def end_of_reasoning(pieces: Sequence[bytes], opens: Sequence[str], forms: Seque
 def spread_over_tokens(
     ends: Sequence[int], values: Sequence[float] | NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """float64[T]: each token has the value of its segment; `ends` are counts of tokens, the last is T."""
+    """float64[T]: each token's segment value. `ends` are the segments' ends in tokens; the last is T."""
     lengths = [after - before for before, after in pairwise([0, *ends])]
     return np.repeat(np.asarray(values, dtype=np.float64), lengths)
 
 
 def _closed(text: bytes) -> list[tuple[int, int]]:
-    """Spans in which nothing is cut."""
+    """Spans without boundaries inside."""
     return [match.span() for match in _PROTECTED.finditer(text)]
 
 
 def _wanted(
     text: bytes, ends: NDArray[np.int64], logprobs: NDArray[np.float32], stop: int, settings: SegmentSettings
 ) -> list[int]:
-    """Places to cut at, the most wanted first, or in order."""
+    """Candidate boundaries, the best first or in order."""
     if settings.cut == "length":
         return list(range(settings.least, stop, settings.least))
     if settings.cut == "surprise":
@@ -111,7 +114,7 @@ def _ends_of(separator: bytes, text: bytes) -> Iterator[int]:
 
 
 def _apart(wanted: Sequence[int], stop: int, least: int) -> list[int]:
-    """Those of the places that keep their distance from both ends and from those before them."""
+    """The candidates that keep a distance of `least` from both ends and from earlier candidates."""
     kept: list[int] = []
     for cut in wanted:
         if cut < stop and all(abs(cut - other) >= least for other in (0, stop, *kept)):
@@ -120,7 +123,7 @@ def _apart(wanted: Sequence[int], stop: int, least: int) -> list[int]:
 
 
 def _thinned(places: Sequence[int], room: int, cut: str) -> list[int]:
-    """The first `room` places where the first are the most wanted, else as many, evenly chosen."""
+    """At most `room` places: the first ones if they are sorted by quality, else evenly spaced ones."""
     if len(places) <= room or cut == "surprise":
         return list(places[:room])
     return [places[index] for index in np.linspace(-1, len(places), room + 2)[1:-1].round().astype(int)]

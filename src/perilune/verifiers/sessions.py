@@ -1,7 +1,7 @@
-"""Sessions of an environment in a process of its own: what goes wrong in one of them costs that one.
+"""Sessions of an environment in a separate process. A problem in one session affects only that session.
 
-A session is its task, its seed and the actions so far. So when the process has to be replaced, because one of
-its sessions hung or took it down, the others are played again in the new one and go on.
+A session is determined by its task, its seed and the actions so far. If the process has to be replaced
+because one session hung or crashed it, the other sessions are replayed in the new process.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from perilune.environments.core.protocol import Environment, Failure, Message, Observation, Task, Transcript
-from perilune.verifiers.hosting import TEXT_CHECKSUM
 from perilune.verifiers.process import Call, EnvironmentProcess
-from perilune.verifiers.scorer import Judging, Scorer, fields, figures
+from perilune.verifiers.scorer import ScoreCall, Scorer, fields
+from perilune.verifiers.worker import TEXT_CHECKSUM, figures
 
 ROLES = frozenset({"system", "user", "tool"})
 
 
 @dataclass(slots=True, eq=False)
 class RemoteSession:
-    """A session that is held elsewhere.
+    """A session in another process.
 
     Attributes:
-        found: what its last step led to; a Failure ends it.
-        is_held: whether a process holds it; one of a single turn is but a transcript to be judged.
+        result: the latest observation, or a Failure, which ends the session.
+        is_held: whether a process holds the session. A single-turn session is only a transcript to score.
+        generation: generation of the worker that holds it.
     """
 
     number: int
@@ -35,14 +36,14 @@ class RemoteSession:
     is_held: bool
     result: Observation | Failure = field(default_factory=Observation)
     actions: list[str] = field(default_factory=list)
-    generation: int = -1  # of the process that holds it
+    generation: int = -1
 
 
 class Sessions:
-    """Opens, advances and closes sessions of `environment`, many at a time.
+    """Opens, advances and closes many sessions of `environment` at a time.
 
     Args:
-        scorer: whose processes run them.
+        scorer: runs the sessions in its processes.
     """
 
     def __init__(self, scorer: Scorer, environment: Environment) -> None:
@@ -52,7 +53,7 @@ class Sessions:
         self._count = 0
 
     def open(self, games: Sequence[tuple[Task, int]]) -> list[RemoteSession]:
-        """Begin a session for each task and seed."""
+        """Open a session for each task and seed."""
         sessions = []
         for task, seed in games:
             process = self._scorer.processes[self._count % len(self._scorer.processes)]
@@ -64,10 +65,10 @@ class Sessions:
         return sessions
 
     def step(self, moves: Sequence[tuple[RemoteSession, str, bool]]) -> None:
-        """Take an action in each of these sessions; what it led to is then their `found`.
+        """Apply one action in each of these sessions, and set their `result`.
 
         Args:
-            moves: session, action, and whether the action was finished.
+            moves: for each session, the action and whether it was finished.
         """
         calls: list[Call] = []
         for session, action, finished in moves:
@@ -79,7 +80,7 @@ class Sessions:
         self._ask(calls, [session for session, _, _ in moves])
 
     def close(self, sessions: Sequence[RemoteSession]) -> None:
-        """Let go of these sessions."""
+        """Close these sessions."""
         held = [one for one in sessions if one.generation == one.process.generation]
         for process in self._scorer.processes:
             process.ask([_Close(one) for one in held if one.process is process])
@@ -88,14 +89,14 @@ class Sessions:
     def _ask(self, calls: Sequence[Call], sessions: Sequence[RemoteSession]) -> None:
         for process in self._scorer.processes:
             mine = [(call, one) for call, one in zip(calls, sessions, strict=True) if one.process is process]
-            found = process.ask([call for call, _ in mine])
-            for (_, session), what in zip(mine, found, strict=True):
-                session.result = what
+            results = process.ask([call for call, _ in mine])
+            for (_, session), result in zip(mine, results, strict=True):
+                session.result = result
 
 
 @dataclass(frozen=True, slots=True)
 class _Begin:
-    """Open a session, and take the actions it has had."""
+    """Open a session and replay its actions."""
 
     session: RemoteSession
     players: int
@@ -124,7 +125,7 @@ class _Begin:
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """Take one action, in the process that holds the session, or after playing it again in a new one."""
+    """Apply one action in the worker that holds the session, or replay the session in a new worker."""
 
     session: RemoteSession
     players: int
@@ -134,23 +135,23 @@ class _Move:
     is_verdict: bool = False
 
     @property
-    def _again(self) -> _Begin:
+    def _replay(self) -> _Begin:
         return _Begin(self.session, self.players, self.finished)
 
     @property
     def steps(self) -> int:
-        return 1 if self.session.generation == self.session.process.generation else self._again.steps
+        return 1 if self.session.generation == self.session.process.generation else self._replay.steps
 
     def document(self, generation: int) -> Mapping[str, Any]:
         if self.session.generation != generation:
-            return self._again.document(generation)
+            return self._replay.document(generation)
         return {"session": self.session.number, "action": self.action, "finished": self.finished}
 
     def read(self, answer: Mapping[str, Any]) -> Observation | Failure:
-        found = read_observation(answer["observation"], self.players)
-        if isinstance(found, Failure):
-            return found
-        return replace(found, info={**found.info, TEXT_CHECKSUM: answer[TEXT_CHECKSUM]})
+        observation = read_observation(answer["observation"], self.players)
+        if isinstance(observation, Failure):
+            return observation
+        return replace(observation, info={**observation.info, TEXT_CHECKSUM: answer[TEXT_CHECKSUM]})
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,29 +168,28 @@ class _Close:
         return None
 
 
-class _Answer(Judging):
-    """The only action of a session of one turn."""
+class _Answer(ScoreCall):
+    """The only action of a single-turn session."""
 
     __slots__ = ()
 
     def read(self, answer: Mapping[str, Any]) -> Any:
-        outcome = Judging.read(self, answer)
+        outcome = ScoreCall.read(self, answer)
         if isinstance(outcome, Failure):
             return outcome
-        return Observation(
-            rewards=(outcome.reward,), terms=outcome.terms, metrics=outcome.metrics, done=True,
-            info={TEXT_CHECKSUM: answer[TEXT_CHECKSUM]},
-        )  # fmt: skip
+        info = {TEXT_CHECKSUM: answer[TEXT_CHECKSUM]}
+        rewards = (outcome.reward,)
+        return Observation((), 0, rewards, outcome.terms, outcome.metrics, done=True, info=info)
 
 
 def read_observation(document: Mapping[str, Any], players: int) -> Observation | Failure:
-    """An observation that came from a process; one that makes no sense is a Failure of the environment.
+    """Parse an observation from another process. An invalid one is a Failure of the environment.
 
     Raises:
-        KeyError, TypeError, ValueError, AttributeError: when it is no observation at all.
+        KeyError, TypeError, ValueError, AttributeError: if it is malformed.
     """
     legal = document["legal"]
-    found = Observation(
+    observation = Observation(
         messages=tuple(map(_message, document["messages"])),
         player=int(document["player"]),
         rewards=tuple(map(float, document["rewards"])),
@@ -200,22 +200,22 @@ def read_observation(document: Mapping[str, Any], players: int) -> Observation |
         legal=None if legal is None else tuple(map(str, legal)),
         info=dict(document["info"]),
     )
-    wrong = next((said for said, holds in _WRONG.items() if holds(found, players)), None)
-    return found if wrong is None else Failure("environment", wrong)
+    reason = next((reason for reason, applies in _INVALID.items() if applies(observation, players)), None)
+    return observation if reason is None else Failure("environment", reason)
 
 
 def _message(message: Mapping[str, Any]) -> Message:
     return {"role": str(message["role"]), "content": str(message["content"])}
 
 
-_WRONG: Mapping[str, Callable[[Observation, int], bool]] = {
-    "a figure is not finite": lambda one, _: (
+_INVALID: Mapping[str, Callable[[Observation, int], bool]] = {
+    "a number is not finite": lambda one, _: (
         not all(map(math.isfinite, (*one.rewards, *one.terms.values(), *one.metrics.values())))
     ),
-    "rewards are not one a player": lambda one, players: len(one.rewards) not in (0, players),
-    "a player moves who does not play": lambda one, players: not (one.done or 0 <= one.player < players),
+    "there is not one reward per player": lambda one, players: len(one.rewards) not in (0, players),
+    "the player to move does not exist": lambda one, players: not (one.done or 0 <= one.player < players),
     "the player to move has no legal action": lambda one, _: not one.done and one.legal == (),
-    "a message is neither of user, tool nor system": lambda one, _: any(
+    "a message has a role other than user, tool and system": lambda one, _: any(
         message["role"] not in ROLES for message in one.messages
     ),
 }

@@ -1,9 +1,9 @@
-"""Rewards of the steps of a trace: potential-based shaping, and returns against their mean.
+"""Rewards of the steps of a trace: potential-based shaping, and returns relative to their mean.
 
-Shaping adds gamma Phi(after) - Phi(before) to the reward of each step (Ng, Harada and Russell 1999). With
-Phi = 0 at the end it adds -Phi(start) to every discounted return, whatever the actions, so the best policy
-stays the best. Therefore the potential is bounded, never the difference, and the given potential of the end
-is replaced by 0.
+Shaping adds gamma Phi(after) - Phi(before) to the reward of each step (Ng, Harada and Russell 1999). If Phi =
+0 at the end, it adds -Phi(start) to every discounted return, whatever the actions, so the best policy does
+not change. Therefore the potential is clipped, never the difference, and the potential of the end is replaced
+by 0.
 """
 
 from __future__ import annotations
@@ -16,18 +16,25 @@ from numpy.typing import NDArray
 Steps = NDArray[np.float64]
 
 PASS_THRESHOLD = 0.99
-"""Utility from which an answer counts as right."""
+"""The reward from which an answer counts as right."""
 
 
 def shaping(potentials: Steps, bounds: tuple[float, float], gamma: float = 1.0) -> Steps:
-    """float64[T]: gamma Phi(after) - Phi(before) of each step, from float64[T + 1] of Phi, 0 at the end."""
+    """float64[T]: gamma Phi(after) - Phi(before) of each step.
+
+    Args:
+        potentials: float64[T + 1], Phi before each step and at the end; the last one is replaced by 0.
+        bounds: lowest and highest value of Phi.
+    """
     phi = np.clip(potentials, *bounds).astype(np.float64)
     phi[-1] = 0.0
     return np.asarray(gamma * phi[1:] - phi[:-1])
 
 
 def centered_returns(rewards: Steps, gamma: float = 1.0, scale: float = 1.0, clip: float = math.inf) -> Steps:
-    """float64[T]: clip((G - b) / scale) with G the return of each step, b their mean; b is 0 for one step."""
+    """float64[T]: clip((G - b) / scale), where G is the return of each step and b their mean (0 for a single
+    step).
+    """
     returns = np.zeros(len(rewards))
     later = 0.0
     for t in range(len(rewards))[::-1]:

@@ -1,10 +1,11 @@
-"""Inside the processes: the server, which builds the environment, confines itself and forks; and a worker.
+"""The code of the scorer's processes: the server, which builds the environment, confines itself and forks,
+and a worker.
 
 The server reads commands from the socket at standard input: first {"spec", "limits"}, answered by {"ready"}
 or {"refused"}; then {"fork"}, with descriptors for the worker's socket and standard error, answered by
-{"process"}; and {"end": process}, answered by {"status"}. A worker says {"ready"} on its socket, then answers
-each {"items": [..]} by one line an item, in order, as soon as it is done. An item is a transcript to be
-scored, or a step of a session. All of it is JSON Lines.
+{"process"}; and {"end": process}, answered by {"status"}. A worker sends {"ready"} on its socket. Then it
+answers each {"items": [..]} with one line per item, in order, as soon as each is done. An item is a
+transcript to score or a step of a session. All messages are JSON Lines.
 """
 
 from __future__ import annotations
@@ -17,41 +18,51 @@ import os
 import signal
 import socket
 import sys
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO, NoReturn
 
-from perilune.environments.core.protocol import Environment, Failure, Score, Transcript
+from perilune.environments.core.protocol import (
+    Environment,
+    EpisodeFailedError,
+    Failure,
+    Observation,
+    Score,
+    Session,
+    Task,
+    Transcript,
+)
 from perilune.environments.core.registry import make_environment
 from perilune.errors import RequestError
 from perilune.verifiers.confinement import Confinement, ScorerLimits
-from perilune.verifiers.hosting import TEXT_CHECKSUM, Host, judged_text, task_of
 
+TEXT_CHECKSUM = "text_checksum"  # key of an answer: CRC-32 of the text that was scored
 _LONGEST_REASON = 300
-_COMMAND = 65536  # bytes read at a time
+_COMMAND = 65536  # bytes per read
 
 
 def main() -> None:
-    """Build the environment, then fork workers until the socket ends."""
+    """Build the environment, then fork workers until the socket closes."""
     _die_with_parent()
     control = socket.socket(fileno=os.dup(0))
     sink = os.open(os.devnull, os.O_RDWR)
     os.dup2(sink, 0)
-    os.dup2(sink, 1)  # what a scorer prints goes nowhere; standard error is read by the parent, bounded
+    os.dup2(sink, 1)  # a scorer's output is discarded; the parent reads a bounded part of standard error
     commands = _commands(control)
     opening, _ = next(commands)
     try:
         environment = make_environment(opening["spec"], checked=False)
         confinement = _confined(environment, ScorerLimits(**opening["limits"]))
     except RequestError as error:
-        _tell(control, {"refused": [error.what, error.where, error.remedy]})
+        _send(control, {"refused": [error.what, error.where, error.remedy]})
         return
     gc.collect()
-    gc.freeze()  # what is built is shared with workers as long as nobody writes to it
+    gc.freeze()  # keeps the environment's memory shared with the workers
     missing = list(confinement.missing) if confinement is not None else []
-    _tell(control, {"ready": True, "confined": confinement is not None, "missing": missing})
+    _send(control, {"ready": True, "confined": confinement is not None, "missing": missing})
     for command, descriptors in commands:
         if "end" in command:
-            _tell(control, {"status": _end(command["end"])})
+            _send(control, {"status": _end(command["end"])})
             continue
         process = os.fork()
         if process == 0:
@@ -59,14 +70,14 @@ def main() -> None:
             _work(environment, confinement, *descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
-        _tell(control, {"process": process})
+        _send(control, {"process": process})
 
 
 def _confined(environment: Environment, limits: ScorerLimits) -> Confinement | None:
-    """Confine this process where the environment only computes, and load what may see no other.
+    """Confine this process if the environment permits it, and load the code that must be confined.
 
     Raises:
-        RequestError: when that cannot be loaded.
+        RequestError: if that code cannot be loaded.
     """
     if not getattr(environment, "confined", True):
         return None
@@ -80,26 +91,89 @@ def _confined(environment: Environment, limits: ScorerLimits) -> Confinement | N
 
 
 def _work(environment: Environment, confinement: Confinement | None, answers: int, errors: int) -> NoReturn:
-    """Answer until the socket ends, in a process that does nothing else."""
+    """Answer requests until the socket closes, and exit."""
     try:
         _die_with_parent()
         os.dup2(errors, 2)
         os.close(errors)
-        with contextlib.suppress(OSError):  # refused where calls are filtered, and then nothing can be forked
+        with contextlib.suppress(OSError):  # a call filter refuses it; then the worker cannot fork either
             os.setpgid(0, 0)
         if confinement is not None:
             confinement.forbid_processes()
         stream = os.fdopen(answers, "wb")
         _answer(stream, {"ready": True})
-        host = Host(environment)
+        host = SessionHost(environment)
         for line in os.fdopen(os.dup(answers), "rb"):
             for index, item in enumerate(json.loads(line)["items"]):
                 if confinement is not None:
                     confinement.allow_item()
-                found = host.answer(item) if "session" in item else _score(environment, item)
-                _answer(stream, {"item": index, TEXT_CHECKSUM: judged_text(item)} | found)
+                answer = host.answer(item) if "session" in item else _score(environment, item)
+                _answer(stream, {"item": index, TEXT_CHECKSUM: _checksum(item)} | answer)
     finally:
         os._exit(0)
+
+
+class SessionHost:
+    """The sessions of this process, by number."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+        self._sessions: dict[int, Session] = {}
+
+    def answer(self, item: Mapping[str, Any]) -> dict[str, Any]:
+        """Do what `item` requests: open a session and replay its actions, apply one action, or close a
+        session.
+        """
+        number: int = item["session"]
+        try:
+            if "close" in item:
+                self._close(number)
+                return {}
+            if "task" in item:
+                observation = self._begin(number, item)
+            else:
+                observation = self._sessions[number].step(item["action"], item["finished"])
+            return _observation_document(observation)
+        except EpisodeFailedError as error:
+            return {"failure": [error.failure.boundary, error.failure.reason[:_LONGEST_REASON]]}
+        except BaseException as error:  # a session's SystemExit or MemoryError must not end the process
+            return {"failure": ["environment", f"{type(error).__name__}: {error}"[:_LONGEST_REASON]]}
+
+    def _begin(self, number: int, item: Mapping[str, Any]) -> Observation:
+        self._close(number)
+        session = self._environment.reset(_task(item["task"]), item["seed"])
+        self._sessions[number] = session
+        for number_of_action, action in enumerate(item["actions"], 1):
+            session.step(action, number_of_action < len(item["actions"]) or item["finished"])
+        return session.observation
+
+    def _close(self, number: int) -> None:
+        session = self._sessions.pop(number, None)
+        if session is not None:
+            session.close()
+
+
+def _checksum(item: Mapping[str, Any]) -> int | None:
+    """CRC-32 of the text that `item` passes to the environment; None if there is none."""
+    text = item["transcript"]["text"] if "transcript" in item else (item.get("actions") or [None])[-1]
+    text = item.get("action", text)
+    return None if text is None else text_checksum(text)
+
+
+def text_checksum(text: str) -> int:
+    """CRC-32 of a text, which may contain lone surrogates."""
+    return zlib.crc32(text.encode("utf-8", "surrogatepass"))
+
+
+def _task(document: Mapping[str, Any]) -> Task:
+    return Task(**{**document, "prompt": tuple(document["prompt"])})
+
+
+def _observation_document(observation: Any) -> dict[str, Any]:
+    """An observation as JSON. The receiver validates its fields."""
+    if not isinstance(observation, Observation):
+        raise TypeError(f"a step returned {type(observation).__name__}, not an Observation")
+    return {"observation": {name: getattr(observation, name) for name in Observation.__slots__}}
 
 
 def _end(process: int) -> int:
@@ -110,7 +184,7 @@ def _end(process: int) -> int:
 
 
 def _commands(control: socket.socket) -> Iterator[tuple[dict[str, Any], list[int]]]:
-    """Commands and the descriptors that came with each; every one is answered before the next is sent."""
+    """Commands with their descriptors. Each command is answered before the next one arrives."""
     buffer = b""
     descriptors: list[int] = []
     while True:
@@ -123,35 +197,36 @@ def _commands(control: socket.socket) -> Iterator[tuple[dict[str, Any], list[int
             buffer, descriptors = b"", []
 
 
-def _tell(control: socket.socket, document: Mapping[str, Any]) -> None:
+def _send(control: socket.socket, document: Mapping[str, Any]) -> None:
     control.sendall(json.dumps(document).encode() + b"\n")
 
 
 def _score(environment: Environment, item: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        task, transcript = task_of(item["task"]), item["transcript"]
+        task, transcript = _task(item["task"]), item["transcript"]
         transcript = {**transcript, **{name: tuple(transcript[name]) for name in ("earlier", "messages")}}
         outcome: Any = environment.score(task, Transcript(**transcript))
-    except BaseException as error:  # SystemExit and MemoryError of a scorer are data too
+    except BaseException as error:  # a scorer's SystemExit or MemoryError must not end the process
         outcome = Failure("verifier", f"scorer raised {type(error).__name__}: {error}")
-    return _document(outcome)
+    return _outcome_document(outcome)
 
 
-def _document(outcome: Any) -> dict[str, Any]:
+def _outcome_document(outcome: Any) -> dict[str, Any]:
     if isinstance(outcome, Failure):
         return {"failure": [str(outcome.boundary), str(outcome.reason)[:_LONGEST_REASON]]}
     if not isinstance(outcome, Score):
-        return {"failure": ["verifier", f"scorer returned {type(outcome).__name__}, no outcome"]}
+        return {"failure": ["verifier", f"scorer returned {type(outcome).__name__}, not an outcome"]}
     try:
-        reward, terms, metrics = float(outcome.reward), _figures(outcome.terms), _figures(outcome.metrics)
+        reward, terms, metrics = float(outcome.reward), figures(outcome.terms), figures(outcome.metrics)
     except (TypeError, ValueError, OverflowError, AttributeError) as error:
-        return {"failure": ["verifier", f"scorer returned no figures: {error}"[:_LONGEST_REASON]]}
+        return {"failure": ["verifier", f"scorer returned invalid numbers: {error}"[:_LONGEST_REASON]]}
     if not all(map(math.isfinite, (reward, *terms.values(), *metrics.values()))):
-        return {"failure": ["verifier", f"scorer returned a figure that is not finite (reward {reward})"]}
+        return {"failure": ["verifier", f"scorer returned a number that is not finite (reward {reward})"]}
     return {"reward": reward, "terms": terms, "metrics": metrics}
 
 
-def _figures(values: Mapping[str, float]) -> dict[str, float]:
+def figures(values: Mapping[str, Any]) -> dict[str, float]:
+    """Convert keys to strings and values to floats."""
     return {str(name): float(value) for name, value in values.items()}
 
 
@@ -159,7 +234,7 @@ def _answer(answers: BinaryIO, document: Mapping[str, Any]) -> None:
     try:
         text = json.dumps(document)
     except (TypeError, ValueError, RecursionError) as error:
-        text = json.dumps({"item": document["item"], "failure": ["environment", f"no JSON: {error}"]})
+        text = json.dumps({"item": document["item"], "failure": ["environment", f"not JSON: {error}"]})
     answers.write(text.encode() + b"\n")
     answers.flush()
 

@@ -1,4 +1,4 @@
-"""Whether a reward can be trusted, found before a policy is let loose on it."""
+"""Audits a reward before a policy is trained on it."""
 
 from perilune.verifiers.audit.audit import audit_reward
 from perilune.verifiers.audit.findings import Audit, Example, Finding

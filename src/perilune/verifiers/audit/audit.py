@@ -1,4 +1,4 @@
-"""The audit: let a scorer judge outputs of known worth, and grade what it makes of them."""
+"""The audit: have the scorer score outputs of known quality, and grade the results."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from perilune.environments.core.protocol import Environment, Failure, Outcome, S
 from perilune.environments.core.registry import make_environment
 from perilune.errors import RequestError
 from perilune.verifiers.audit.findings import Audit, Example, Finding
-from perilune.verifiers.audit.forms import FORMS, Form, shown_forms, stated_form
+from perilune.verifiers.audit.forms import FORMS, shown_forms, stated_form
 from perilune.verifiers.audit.judging import (
     Findings,
-    Judged,
-    add_paid_wrong,
-    look_across,
-    look_at_each,
-    look_at_gold,
-    look_at_lists,
+    Scored,
+    add_rewarded_wrong,
+    check_across_tasks,
+    check_each,
+    check_gold,
+    check_lists,
     verdict,
 )
 from perilune.verifiers.audit.known import implied
@@ -33,11 +33,11 @@ from perilune.verifiers.scorer import Scorer
 
 SEARCHED_TASKS = 3
 FEW_TASKS = 2
-FORM_TASKS = 4  # on which the form of an answer is sought
+FORM_TASKS = 4  # tasks used to find the form of an answer
 ITEM_SECONDS = 3.0
-MOST_A_TASK = 1800  # verdicts, each output judged three times, without the search
-SEARCH = Probe("search", "perhaps", False, lambda case, generator: ())
-SEARCH_FROM_GOLD = replace(SEARCH, knows=True)
+MOST_A_TASK = 1800  # scorings per task, each output three times, without the search
+SEARCH = Probe("search", "unknown", False, lambda case, generator: ())
+SEARCH_FROM_GOLD = replace(SEARCH, uses_gold=True)
 
 Opinion = Callable[[Task, Transcript], bool | None]
 Progress = Callable[[str], None]
@@ -45,32 +45,32 @@ Progress = Callable[[str], None]
 
 @dataclass
 class _Bench:
-    """What is audited, and with what; `judged` counts the scorer's verdicts."""
+    """The tasks, the scorer under audit and the second opinion. `scorings` counts scored outputs."""
 
     cases: Sequence[Case]
     opinion: Opinion
     scorer: Scorer
     seed: int
-    judged: int = 0
+    scorings: int = 0
 
     def __post_init__(self) -> None:
-        golds = [self._asked(case, case.gold) for case in self.cases if case.gold is not None]
-        self._says_nothing = not any(golds)  # an opinion that does not know the gold answers is none
+        golds = [self._second_opinion(case, case.gold) for case in self.cases if case.gold is not None]
+        self._has_no_opinion = not any(golds)  # a second opinion that rejects all gold answers is useless
 
     def score(self, case: Case, transcripts: Sequence[Transcript]) -> list[Outcome]:
-        """The scorer's verdicts on outputs for one task."""
+        """Score outputs for one task."""
         return self.score_all([(case, one) for one in transcripts])
 
     def score_all(self, items: Sequence[tuple[Case, Transcript]]) -> list[Outcome]:
-        self.judged += len(items)
+        self.scorings += len(items)
         return self.scorer.score([(case.task, transcript) for case, transcript in items])
 
     def is_right(self, case: Case, answer: str) -> bool | None:
-        """Whether an answer is right: by the second opinion, else as far as the gold answer tells."""
-        return implied(case.gold, answer) if self._says_nothing else self._asked(case, answer)
+        """Whether an answer is right, by the second opinion, else as far as the gold answer implies it."""
+        return implied(case.gold, answer) if self._has_no_opinion else self._second_opinion(case, answer)
 
-    def worth(self, output: Output) -> bool | None:
-        """Whether an output of a probe is right."""
+    def is_output_right(self, output: Output) -> bool | None:
+        """Whether an output of a probe is right; None if unknown."""
         match output.probe.kind:
             case "right" | "equivalent" | "filled":
                 return True
@@ -78,7 +78,7 @@ class _Bench:
                 return False
         return self.is_right(output.case, output.answer)
 
-    def _asked(self, case: Case, answer: str) -> bool | None:
+    def _second_opinion(self, case: Case, answer: str) -> bool | None:
         text = case.form.wrap(answer) if case.form.stated else answer
         return self.opinion(case.task, case.transcript(text))
 
@@ -93,51 +93,58 @@ def audit_reward(
 ) -> Audit:
     """Audit the reward of the environment that a recipe's `section` describes.
 
-    The scorer judges at most `MOST_A_TASK` outputs a task, and those of the search.
+    Scores at most `MOST_A_TASK` outputs per task, plus those of the search.
 
     Args:
-        tasks: how many to probe.
-        search_budget: outputs to try on each of three tasks in search of a paid wrong one; 0 for no search.
-        seed: fixes tasks, probes and search.
-        on_progress: told what is being tried.
+        tasks: number of tasks to probe.
+        search_budget: outputs to try on each of three tasks in search of a rewarded wrong one; 0 for no
+            search.
+        seed: determines tasks, probes and search.
+        on_progress: called with a description of the current step.
 
     Raises:
-        RequestError: when the section is wrong, or the environment has no tasks.
-        WorkFailedError: when the scorer's process cannot start.
+        RequestError: if the section is wrong, or the environment has no tasks.
+        WorkFailedError: if the scorer's process cannot start.
     """
     environment = make_environment(section)
     cases = _cases(environment, tasks, seed)
     opinion: Opinion = getattr(environment, "is_right", lambda task, transcript: None)
     with Scorer(section, ScorerLimits(item_seconds=ITEM_SECONDS)) as scorer:
         bench = _Bench(cases, opinion, scorer, seed)
-        golds = _judge_golds(bench)
+        golds = _score_golds(bench)
         on_progress(f"{len(PROBES)} probes on {len(cases)} tasks")
-        judged = _judge(bench, {one.output.case.task.task_id: one.full for one in golds})
-        found = Findings()
-        look_at_gold(golds, found)
-        unjudged = look_at_each(judged, found)
-        look_across(judged, found)
-        look_at_lists(judged, found)
+        scored = _score_probes(bench, {one.output.case.task.task_id: one.full for one in golds})
+        findings = Findings()
+        check_gold(golds, findings)
+        unjudged = check_each(scored, findings)
+        check_across_tasks(scored, findings)
+        check_lists(scored, findings)
         on_progress("the same outputs again, in another order")
-        _repeat([*golds, *judged], bench, found)
+        _check_repetition([*golds, *scored], bench, findings)
         searched = 0
         if search_budget:
-            on_progress("searching for a paid wrong output")
-            searched = _search(golds, bench, found, search_budget)
-        findings = [_shrunk(finding, bench) for finding in found.sorted()]
+            on_progress("searching for a rewarded wrong output")
+            searched = _search(golds, bench, findings, search_budget)
+        shrunk = [_shrunk(finding, bench) for finding in findings.sorted()]
     return Audit(
-        environment=dict(section), seed=seed, tasks=len(cases), judged=bench.judged,
-        unjudged=unjudged, searched=searched, without_gold=sum(case.gold is None for case in cases),
-        form=bench.cases[0].form.wrap("…"), findings=findings,
-    )  # fmt: skip
+        environment=dict(section),
+        seed=seed,
+        tasks=len(cases),
+        judged=bench.scorings,
+        unjudged=unjudged,
+        searched=searched,
+        without_gold=sum(case.gold is None for case in cases),
+        form=bench.cases[0].form.wrap("…"),
+        findings=shrunk,
+    )
 
 
 def replay(audit: Audit) -> Iterator[tuple[Finding, float | str]]:
-    """Each finding with what the scorer makes of its example now.
+    """Score the example of each finding again. Yields the finding with its new reward or failure reason.
 
     Raises:
-        RequestError: when the audit's environment cannot be built.
-        WorkFailedError: when the scorer's process cannot start.
+        RequestError: if the audit's environment cannot be built.
+        WorkFailedError: if the scorer's process cannot start.
     """
     with Scorer(audit.environment, ScorerLimits(item_seconds=ITEM_SECONDS)) as scorer:
         for finding in audit.findings:
@@ -149,97 +156,87 @@ def _cases(environment: Environment, count: int, seed: int) -> list[Case]:
     tasks = list(itertools.islice(environment.tasks("train", seed), count))
     if not tasks:
         raise RequestError("the environment has no tasks to audit", where=environment.id)
-    stated: Callable[[Task], Transcript | None] = getattr(environment, "gold", lambda task: None)
-    golds = [stated(task) for task in tasks]
+    gold_of: Callable[[Task], Transcript | None] = getattr(environment, "gold", lambda task: None)
+    golds = [gold_of(task) for task in tasks]
     form = stated_form([gold.text for gold in golds if gold is not None])
     texts = [None if gold is None else form.unwrap(gold.text) for gold in golds]
-    return [
-        Case(
-            task,
-            text,
-            tuple(dict.fromkeys(other for other in texts if other is not None and other != text)),
-            gold or Transcript(""),
-            form,
-        )
-        for task, gold, text in zip(tasks, golds, texts, strict=True)
-    ]
+    cases = []
+    for task, gold, text in zip(tasks, golds, texts, strict=True):
+        others = dict.fromkeys(other for other in texts if other is not None and other != text)
+        cases.append(Case(task, text, tuple(others), gold or Transcript(""), form))
+    return cases
 
 
-def _judge_golds(bench: _Bench) -> list[Judged]:
-    """The gold answers, in the first form in which most of them are paid; sets that form in `bench.cases`."""
+def _score_golds(bench: _Bench) -> list[Scored]:
+    """Score the gold answers in the form with the highest reward, and set that form in `bench.cases`."""
     known = [case for case in bench.cases if case.gold is not None]
-    golds = _outcomes(known, bench)
-    if not _are_paid(golds) and known and known[0].form.is_bare:
+    golds = _score_gold(known, bench)
+    if not _are_rewarded(golds) and known and known[0].form.is_bare:
         some = known[:FORM_TASKS]
         forms = [*shown_forms(some[0].prompt), *FORMS]
-        rated = [
-            (_mean(_outcomes([replace(case, form=form) for case in some], bench)), form) for form in forms
+        rewards = [
+            _mean_reward(_score_gold([replace(case, form=form) for case in some], bench)) for form in forms
         ]
-        best, form = max(rated, key=lambda one: one[0])
+        best = max(rewards)
         if best > 0:
-            _set_form(bench, form)
-            golds = _outcomes([case for case in bench.cases if case.gold is not None], bench)
+            form = forms[rewards.index(best)]
+            bench.cases = [replace(case, form=form) for case in bench.cases]
+            golds = _score_gold([case for case in bench.cases if case.gold is not None], bench)
     return golds
 
 
-def _set_form(bench: _Bench, form: Form) -> None:
-    bench.cases = [replace(case, form=form) for case in bench.cases]
-
-
-def _outcomes(cases: Sequence[Case], bench: _Bench) -> list[Judged]:
-    outputs = [
-        Output(
-            case, GOLD, ("gold", 0, True), case.gold or "", case.transcript(case.form.wrap(case.gold or ""))
-        )
-        for case in cases
-    ]
+def _score_gold(cases: Sequence[Case], bench: _Bench) -> list[Scored]:
+    outputs = []
+    for case in cases:
+        gold = case.gold or ""
+        outputs.append(Output(case, GOLD, ("gold", 0, True), gold, case.transcript(case.form.wrap(gold))))
     outcomes = bench.score_all([(one.case, one.transcript) for one in outputs])
     return [
-        Judged(output, True, outcome, (outcome.reward if isinstance(outcome, Score) else 0.0) or 1.0)
+        Scored(output, True, outcome, (outcome.reward if isinstance(outcome, Score) else 0.0) or 1.0)
         for output, outcome in zip(outputs, outcomes, strict=True)
     ]
 
 
-def _are_paid(golds: Sequence[Judged]) -> bool:
+def _are_rewarded(golds: Sequence[Scored]) -> bool:
     return 2 * sum(isinstance(one.outcome, Score) and one.outcome.reward > 0 for one in golds) >= len(golds)
 
 
-def _mean(golds: Sequence[Judged]) -> float:
+def _mean_reward(golds: Sequence[Scored]) -> float:
     return sum(one.outcome.reward for one in golds if isinstance(one.outcome, Score)) / len(golds)
 
 
-def _judge(bench: _Bench, full: Mapping[str, float]) -> list[Judged]:
-    """All probes on all cases."""
+def _score_probes(bench: _Bench, full: Mapping[str, float]) -> list[Scored]:
+    """Score all probes on all cases."""
     outputs = [
         output
         for index, case in enumerate(bench.cases)
         for probe in PROBES
-        if index < FEW_TASKS or not probe.few
+        if index < FEW_TASKS or not probe.is_slow
         for output in probe.outputs(case, random.Random(f"{bench.seed}/{index}/{probe.name}"))
     ]
     outcomes = bench.score_all([(one.case, one.transcript) for one in outputs])
     return [
-        Judged(output, bench.worth(output), outcome, full.get(output.case.task.task_id, 1.0))
+        Scored(output, bench.is_output_right(output), outcome, full.get(output.case.task.task_id, 1.0))
         for output, outcome in zip(outputs, outcomes, strict=True)
     ]
 
 
-def _repeat(judged: Sequence[Judged], bench: _Bench, found: Findings) -> None:
-    """Verdicts must not depend on what was judged before, on the order, or on the time."""
-    order = [one for one in judged if isinstance(one.outcome, Score)]
+def _check_repetition(scored: Sequence[Scored], bench: _Bench, findings: Findings) -> None:
+    """Rewards must not depend on earlier outputs, the order or the time."""
+    order = [one for one in scored if isinstance(one.outcome, Score)]
     random.Random(bench.seed).shuffle(order)
     outputs = [(one.output.case, one.output.transcript) for one in order]
-    again = bench.score_all(outputs + outputs)  # in one batch, whose process remembers the first half
+    again = bench.score_all(outputs + outputs)  # in one batch, so the worker has scored the first half before
     for one, second in zip(order + order, again, strict=True):
         first, outcome = one.outcome, second
         if isinstance(outcome, Failure):  # a busy machine may have missed the deadline
             (outcome,) = bench.score(one.output.case, [one.output.transcript])
         if isinstance(outcome, Failure) or not isinstance(first, Score) or outcome.reward != first.reward:
-            found.add("again", "F", "the same output gets another verdict the second time", one.example)
+            findings.add("again", "F", "the same output gets another verdict the second time", one.example)
 
 
-def _search(golds: Sequence[Judged], bench: _Bench, found: Findings, budget: int) -> int:
-    """Search on a few tasks of which wrong answers are known; returns how many outputs were tried."""
+def _search(golds: Sequence[Scored], bench: _Bench, findings: Findings, budget: int) -> int:
+    """Search on a few tasks whose wrong answers can be recognized. Returns the number of outputs tried."""
     full = {one.output.case.task.task_id: one.full for one in golds}
     searched = 0
     for index, case in enumerate(bench.cases[:SEARCHED_TASKS]):
@@ -247,12 +244,12 @@ def _search(golds: Sequence[Judged], bench: _Bench, found: Findings, budget: int
             continue
         reward = full.get(case.task.task_id, 1.0)
 
-        def judge(answers: Sequence[str], case: Case = case) -> list[Outcome]:
+        def score(answers: Sequence[str], case: Case = case) -> list[Outcome]:
             return bench.score(case, [case.transcript(case.form.wrap(answer)) for answer in answers])
 
         results, tried = search(
             case,
-            judge,
+            score,
             partial(bench.is_right, case),
             full=reward,
             budget=budget,
@@ -260,15 +257,15 @@ def _search(golds: Sequence[Judged], bench: _Bench, found: Findings, budget: int
         )
         searched += tried
         for one in results:
-            probe = SEARCH_FROM_GOLD if one.knows else SEARCH
+            probe = SEARCH_FROM_GOLD if one.uses_gold else SEARCH
             transcript = case.transcript(case.form.wrap(one.text))
             output = Output(case, probe, ("search", 0, True), one.text, transcript)
-            add_paid_wrong(Judged(output, False, Score(one.reward), reward), found)
+            add_rewarded_wrong(Scored(output, False, Score(one.reward), reward), findings)
     return searched
 
 
 def _shrunk(finding: Finding, bench: _Bench) -> Finding:
-    """A finding about a chunk of markers, with as few of its lines as are still paid as much."""
+    """For a finding about a chunk of markers: the smallest part of the chunk with the same reward."""
     example = finding.example
     if finding.probe != "markers" or not isinstance(example.verdict, float):
         return finding
@@ -276,12 +273,12 @@ def _shrunk(finding: Finding, bench: _Bench) -> Finding:
     text = example.transcript.text
     while parts := halves(text):
         outcomes = bench.score(case, [case.transcript(part) for part in parts])
-        paid = [
+        rewarded = [
             part
             for part, outcome in zip(parts, outcomes, strict=True)
             if isinstance(outcome, Score) and outcome.reward >= example.verdict
         ]
-        if not paid:
+        if not rewarded:
             break
-        text = paid[0]
+        text = rewarded[0]
     return replace(finding, example=Example(example.task, case.transcript(text), example.verdict))

@@ -1,4 +1,4 @@
-"""What an audit found, how bad it is, and an example of each that can be judged again."""
+"""The results of an audit: findings, their grades, and an example of each that can be scored again."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from perilune.environments.core.protocol import Task, Transcript
 Grade = Literal["A", "B", "C", "D", "F"]
 
 MEANING: Mapping[Grade, str] = {
-    "A": "no wrong output was paid",
-    "B": "pays a little for nothing, or in part for the nearly right, or refuses a right answer's other form",
-    "C": "pays in part without the answer or more for words around it, or gives a wrong output no verdict",
-    "D": "pays in full for wrong outputs that are made from right ones",
-    "F": "pays in full without the answer, refuses right answers, or changes its mind",
+    "A": "no wrong output got a reward",
+    "B": "small reward without the answer, partial reward for nearly right answers, or another form refused",
+    "C": "partial reward without the answer, more reward for filler, or failure on a wrong output",
+    "D": "full reward for wrong outputs that are derived from right ones",
+    "F": "full reward without the answer, right answers refused, or inconsistent rewards",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """An output and what was made of it.
+    """An output and its reward.
 
     Attributes:
-        task, transcript: what the scorer saw.
-        verdict: the reward, or the reason why there was none.
+        task, transcript: the scorer's input.
+        verdict: the reward, or the reason of the failure.
     """
 
     task: Task
@@ -33,25 +33,25 @@ class Example:
     verdict: float | str
 
     def to_json(self) -> dict[str, Any]:
-        """As `from_json` reads it."""
+        """The example as JSON."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Example:
-        """What `to_json` wrote."""
+        """Inverse of `to_json`."""
         return cls(Task(**raw["task"]), Transcript(**raw["transcript"]), raw["verdict"])
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One way in which a reward is not what it should be.
+    """One defect of a reward.
 
     Attributes:
-        probe: what was tried.
-        grade: the best that a reward with this finding can get.
-        what: in a sentence.
-        tasks: on how many of the tasks probed.
-        example: the worst.
+        probe: name of the probe.
+        grade: the best possible grade of a reward with this finding.
+        what: the defect in one sentence.
+        tasks: number of probed tasks that show it.
+        example: the example with the highest reward.
     """
 
     probe: str
@@ -63,16 +63,17 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """All about one environment.
+    """The audit of one environment.
 
     Attributes:
         environment: its section of a recipe.
-        seed, tasks: which, and how many tasks were probed.
-        judged: outputs that the scorer judged.
-        unjudged: outputs with a reward of which nobody but the scorer knows whether they are right.
-        searched: outputs tried by the search; 0 when no answer is known to be wrong.
-        without_gold: tasks that state no answer.
-        form: how an answer, here "…", had to be written to be paid.
+        seed: seed of tasks, probes and search.
+        tasks: number of tasks probed.
+        judged: number of outputs scored.
+        unjudged: rewarded outputs for which it is unknown whether they are right.
+        searched: outputs tried by the search; 0 if wrong answers cannot be recognized.
+        without_gold: tasks without a gold answer.
+        form: the form in which an answer, here "…", gets its reward.
         findings: the worst first.
     """
 
@@ -88,16 +89,16 @@ class Audit:
 
     @property
     def grade(self) -> Grade:
-        """That of the worst finding."""
+        """The grade of the worst finding."""
         return max((finding.grade for finding in self.findings), default="A")
 
     def to_json(self) -> dict[str, Any]:
-        """As `from_json` reads it."""
+        """The audit as JSON."""
         return {"grade": self.grade, **asdict(self)}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Audit:
-        """What `to_json` wrote."""
+        """Inverse of `to_json`."""
         values = {name: raw[name] for name in cls.__slots__ if name != "findings"}
         findings = [
             Finding(**{**one, "example": Example.from_json(one["example"])}) for one in raw["findings"]

@@ -1,8 +1,8 @@
-"""How an answer must be written so that a scorer sees it: alone, in tags, in a box, after a label, in JSON.
+"""The form in which a scorer expects an answer: alone, in tags, in a box, after a label, in JSON.
 
-A data set states answers alone, and many scorers look for them in a form. The audit finds the form by rule:
-what all stated answers begin and end with; else, of the usual forms and those that the prompt shows, the one
-that is paid best.
+A data set states answers alone, but many scorers look for them in a form. The audit finds the form: the
+common prefix and suffix of all gold answers, else the form with the highest reward among the usual ones and
+those that the prompt shows.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What stands before and after an answer.
+    """The text before and after an answer.
 
     Attributes:
-        stated: whether the stated answers come in this form; then a second opinion expects it too.
+        stated: whether the gold answers have this form. Then a second opinion expects it, too.
     """
 
     before: str = ""
@@ -27,7 +27,7 @@ class Form:
 
     @property
     def is_bare(self) -> bool:
-        """Whether nothing stands around an answer."""
+        """Whether the form adds nothing to an answer."""
         return not (self.before or self.after)
 
     def wrap(self, answer: str) -> str:
@@ -35,7 +35,7 @@ class Form:
         return f"{self.before}{answer}{self.after}"
 
     def unwrap(self, text: str) -> str:
-        """The answer in a text of this form."""
+        """The answer without the form."""
         return text[len(self.before) : len(text) - len(self.after)]
 
 
@@ -63,7 +63,7 @@ _ENDS_A_FORM = re.compile(r".*[>{:#$]\s*", re.DOTALL)
 
 
 def stated_form(golds: Sequence[str]) -> Form:
-    """What all stated answers begin and end with, where that ends like a tag, a box or a label."""
+    """The common prefix and suffix of all gold answers, if the prefix ends like a tag, a box or a label."""
     if len(set(golds)) < 2:
         return BARE
     opening = _ENDS_A_FORM.match(_common_start(golds))
@@ -79,7 +79,7 @@ def _common_start(texts: Sequence[str]) -> str:
 
 
 def shown_forms(prompt: str) -> list[Form]:
-    """The forms that a prompt shows: its tags in their order, with the answer in the last."""
+    """The forms that a prompt shows: its tags in order, with the answer in the last one."""
     names = list(dict.fromkeys(re.findall(r"<([A-Za-z_][\w-]{0,30})>", prompt)))
     forms = []
     for gap in ("", "\n"):

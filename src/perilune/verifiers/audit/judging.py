@@ -1,4 +1,6 @@
-"""What verdicts say of a scorer: each beside what its output is worth, then all of one rule, across tasks."""
+"""Derives findings from scored outputs: from each output alone, and from all outputs of one rule across
+tasks.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from perilune.verifiers.audit.known import is_plain
 from perilune.verifiers.audit.probes import Output, place_in_list
 from perilune.verifiers.audit.search import ENOUGH
 
-SMALL = 0.1  # share of the full reward up to which a payment is small
-NEARLY = 0.9  # share of it from which one is as good as full, where nothing about the answer was known
+SMALL = 0.1  # share of the full reward up to which a reward is small
+NEARLY = 0.9  # share from which a reward counts as full, for outputs that were made without the gold answer
 _REMARKS: dict[str, tuple[Grade, str]] = {
     "lookalike gold": ("B", "a right answer in characters that look alike is paid"),
     "gold in another script": ("C", "a right answer in the characters of another script is paid"),
@@ -21,8 +23,12 @@ _REMARKS: dict[str, tuple[Grade, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """An output, what it is worth as far as anybody but the scorer can say, and the scorer's verdict."""
+class Scored:
+    """An output, whether it is right (None if unknown), and its outcome.
+
+    Attributes:
+        full: the reward of the task's gold answer.
+    """
 
     output: Output
     is_right: bool | None
@@ -31,7 +37,7 @@ class Judged:
 
     @property
     def share(self) -> float:
-        """Of the full reward; 0 without a verdict."""
+        """The reward as a share of the full reward; 0 for a failure."""
         return self.outcome.reward / self.full if isinstance(self.outcome, Score) else 0.0
 
     @property
@@ -41,18 +47,18 @@ class Judged:
 
 @dataclass(slots=True)
 class Findings:
-    """Findings by what they say, each with the tasks it was seen on."""
+    """Findings by probe and text, each with the tasks that show it."""
 
     worst: dict[tuple[str, str], Finding] = field(default_factory=dict)
     tasks: dict[tuple[str, str], set[str]] = field(default_factory=dict)
 
     def add(self, probe: str, grade: Grade, what: str, example: Example) -> None:
-        """Note a finding; of several with one text the best-paid example is kept."""
+        """Record a finding. Of several with the same text, the example with the highest reward is kept."""
         key = (probe, what)
         seen = self.tasks.setdefault(key, set())
         seen.add(example.task.task_id)
-        held = self.worst.get(key)
-        shown = example if held is None else max(held.example, example, key=_paid)
+        earlier = self.worst.get(key)
+        shown = example if earlier is None else max(earlier.example, example, key=_reward)
         self.worst[key] = Finding(probe, grade, what, len(seen), shown)
 
     def sorted(self) -> list[Finding]:
@@ -60,107 +66,107 @@ class Findings:
         return sorted(self.worst.values(), key=lambda finding: (finding.grade, finding.tasks), reverse=True)
 
 
-def look_at_gold(golds: Sequence[Judged], found: Findings) -> None:
-    """Right answers must be paid."""
+def check_gold(golds: Sequence[Scored], findings: Findings) -> None:
+    """Right answers must get a reward."""
     for one in golds:
         if isinstance(one.outcome, Failure):
-            found.add("gold", "F", "a right answer gets no verdict", one.example)
+            findings.add("gold", "F", "a right answer gets no verdict", one.example)
         elif one.outcome.reward <= 0:
-            found.add("gold", "F", "a right answer is refused", one.example)
+            findings.add("gold", "F", "a right answer is refused", one.example)
 
 
-def look_at_each(judged: Iterable[Judged], found: Findings) -> int:
-    """Note what is wrong with single verdicts; returns how many rewards only the scorer can explain."""
+def check_each(scored: Iterable[Scored], findings: Findings) -> int:
+    """Check single outputs. Returns the number of rewarded outputs that may be right or wrong."""
     unexplained = 0
-    for one in judged:
+    for one in scored:
         name, kind = one.output.probe.name, one.output.probe.kind
         if kind == "equivalent":
             if isinstance(one.outcome, Score) and one.share < ENOUGH:
-                found.add(name, "B", "a right answer in another form is refused", one.example)
+                findings.add(name, "B", "a right answer in another form is refused", one.example)
         elif kind == "filled":
             if one.share > 1 + SMALL:
-                found.add(name, "C", "a right answer is paid more for words around it", one.example)
+                findings.add(name, "C", "a right answer is paid more for words around it", one.example)
         elif isinstance(one.outcome, Failure):
             if one.is_right is not True:
-                found.add(name, "C", "a wrong output gets no verdict", one.example)
+                findings.add(name, "C", "a wrong output gets no verdict", one.example)
         elif kind != "listed" and one.outcome.reward > 0:
             if one.is_right is False:
-                add_paid_wrong(one, found)
+                add_rewarded_wrong(one, findings)
             unexplained += one.is_right is None
     return unexplained
 
 
-def add_paid_wrong(one: Judged, found: Findings) -> None:
-    """Note that a wrong output was paid."""
+def add_rewarded_wrong(one: Scored, findings: Findings) -> None:
+    """Record that a wrong output got a reward."""
     probe = one.output.probe
     gold = one.output.case.gold
-    full = ENOUGH if probe.knows and not is_plain(gold or "") else NEARLY
+    full = ENOUGH if probe.uses_gold and not is_plain(gold or "") else NEARLY
     if probe.name in _REMARKS and one.share >= ENOUGH:
         grade, what = _REMARKS[probe.name]
     elif one.share >= full:
-        grade, what = ("D" if probe.knows else "F"), "a wrong output is paid in full"
-    elif probe.knows:
+        grade, what = ("D" if probe.uses_gold else "F"), "a wrong output is paid in full"
+    elif probe.uses_gold:
         grade, what = "B", "an output that is nearly right is paid in part"
     elif one.share > SMALL:
         grade, what = "C", "a wrong output is paid in part"
     else:
         grade, what = "B", "a wrong output is paid a little"
-    found.add(probe.name, grade, what, one.example)
+    findings.add(probe.name, grade, what, one.example)
 
 
-def look_across(judged: Sequence[Judged], found: Findings) -> None:
-    """Where nobody but the scorer knows: one rule that is paid on most tasks is no way to be right."""
-    for same in _grouped(judged, lambda one: one.output.way if one.is_right is None else None):
+def check_across_tasks(scored: Sequence[Scored], findings: Findings) -> None:
+    """If nobody knows whether outputs are right: one rule that is rewarded on most tasks must be wrong."""
+    for same in _grouped(scored, lambda one: one.output.rule if one.is_right is None else None):
         probe = same[0].output.probe
-        if probe.kind != "perhaps" or len(same) < 2:
+        if probe.kind != "unknown" or len(same) < 2:
             continue
-        full = [one for one in same if one.share >= (ENOUGH if probe.knows else NEARLY)]
+        full = [one for one in same if one.share >= (ENOUGH if probe.uses_gold else NEARLY)]
         part = [one for one in same if one.share > SMALL]
-        if probe.knows and probe.name in _REMARKS:
+        if probe.uses_gold and probe.name in _REMARKS:
             if len(full) == len(same):
-                _note(full, *_REMARKS[probe.name], found)
-        elif probe.knows:
+                _add_all(full, *_REMARKS[probe.name], findings)
+        elif probe.uses_gold:
             if len(full) == len(same) > 2 and not probe.reorders:
-                _note(full, "C", "a changed right answer is paid in full on every task", found)
+                _add_all(full, "C", "a changed right answer is paid in full on every task", findings)
         elif 2 * len(full) >= len(same) and len(full) > 1:
-            _note(full, "F", "the same way to answer is paid in full on most tasks", found)
+            _add_all(full, "F", "the same way to answer is paid in full on most tasks", findings)
         elif 2 * len(part) >= len(same) and len(part) > 1:
-            _note(part, "C", "the same way to answer is paid in part on most tasks", found)
+            _add_all(part, "C", "the same way to answer is paid in part on most tasks", findings)
 
 
-def look_at_lists(judged: Sequence[Judged], found: Findings) -> None:
-    """A right answer among wrong ones must not be paid wherever it stands.
+def check_lists(scored: Sequence[Scored], findings: Findings) -> None:
+    """A right answer among wrong ones must not get a reward at every position.
 
-    A scorer that takes the first or the last answer in a form, such as the last box, is sound; one that takes
-    the first or last word or number of a text guesses.
+    A scorer that takes the first or last answer in a form, such as the last box, is sound. One that takes the
+    first or last word or number of a text guesses.
     """
-    listed = [one for one in judged if one.output.probe.kind == "listed" and one.share >= ENOUGH]
+    listed = [one for one in scored if one.output.probe.kind == "listed" and one.share >= ENOUGH]
     for same in _grouped(listed, lambda one: (one.output.probe.name, one.output.case.task.task_id)):
         probe, case = same[0].output.probe, same[0].output.case
         if len({place_in_list(one.output) for one in same}) > 1:
-            _note(same, "D", "a right answer is paid wherever it stands among wrong ones", found)
+            _add_all(same, "D", "a right answer is paid wherever it stands among wrong ones", findings)
         elif probe.name == "hedged gold" and is_plain(case.gold or ""):
-            _note(same, "C", "a right answer is picked by its place among wrong ones", found)
+            _add_all(same, "C", "a right answer is picked by its place among wrong ones", findings)
 
 
-def _grouped(judged: Iterable[Judged], key: Callable[[Judged], object]) -> Iterable[list[Judged]]:
-    groups: dict[object, list[Judged]] = {}
-    for one in judged:
+def _grouped(scored: Iterable[Scored], key: Callable[[Scored], object]) -> Iterable[list[Scored]]:
+    groups: dict[object, list[Scored]] = {}
+    for one in scored:
         name = key(one)
         if name is not None:
             groups.setdefault(name, []).append(one)
     return groups.values()
 
 
-def _note(judged: Iterable[Judged], grade: Grade, what: str, found: Findings) -> None:
-    for one in judged:
-        found.add(one.output.probe.name, grade, what, one.example)
+def _add_all(scored: Iterable[Scored], grade: Grade, what: str, findings: Findings) -> None:
+    for one in scored:
+        findings.add(one.output.probe.name, grade, what, one.example)
 
 
 def verdict(outcome: Outcome) -> float | str:
-    """The reward, or the reason why there is none."""
+    """The reward, or the reason of the failure."""
     return outcome.reward if isinstance(outcome, Score) else outcome.reason
 
 
-def _paid(example: Example) -> float:
+def _reward(example: Example) -> float:
     return example.verdict if isinstance(example.verdict, float) else -1.0

@@ -1,7 +1,7 @@
-"""What a stated answer alone says of other outputs.
+"""What a gold answer implies about other outputs.
 
-Where the stated answer is one number or one word, any other number or word is wrong. An expression, a list or
-a sentence says nothing of others: several may be right.
+If the gold answer is one number or one word, every other number or word is wrong. An expression, a list or a
+sentence implies nothing, because several may be right.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ _WORD = re.compile(r"[^\W_]+")
 
 
 def is_plain(gold: str) -> bool:
-    """Whether a stated answer is one number or one word."""
+    """Whether a gold answer is one number or one word."""
     text = gold.strip()
     return bool(_NUMBER.fullmatch(text) or _WORD.fullmatch(text))
 
 
 def is_number(gold: str) -> bool:
-    """Whether a stated answer is one number."""
+    """Whether a gold answer is one number."""
     return _NUMBER.fullmatch(gold.strip()) is not None
 
 
 def implied(gold: str | None, text: str) -> bool | None:
-    """Whether an output is right, as far as the stated answer tells; None where it does not."""
+    """Whether an output is right, as far as the gold answer implies it; None if unknown."""
     if gold is None:
         return None
     same = same_answer(text, gold)

@@ -1,10 +1,8 @@
-"""What an audit lets a scorer judge: outputs of which it is known beforehand what they are worth.
+"""The probes of an audit: rules that write outputs whose quality is known in advance.
 
-A probe writes texts for one task by rule: from its prompt,
-from what a policy that knows the answer would write
-(the *gold* answer), where there is one, and from the gold answers of other tasks,
-which are wrong answers of the
-right form.
+A probe writes outputs for one task from its prompt, from the *gold* answer (the output of a policy that knows
+the answer) if there is one, and from the gold answers of other tasks, which are wrong answers in the right
+form.
 """
 
 from __future__ import annotations
@@ -22,27 +20,26 @@ from typing import Literal
 from perilune.environments.core.protocol import Task, Transcript
 from perilune.verifiers.audit.forms import BARE, Form
 from perilune.verifiers.audit.known import is_number
-from perilune.verifiers.audit.markers import CHUNKS, PATHS
+from perilune.verifiers.audit.markers import CHUNKS, PATHS, items
 
-Kind = Literal["right", "equivalent", "wrong", "perhaps", "listed", "filled"]
-"""What the outputs of a probe are: right as stated; right in another form; wrong whatever the task; wrong
-unless a second opinion says otherwise; the right answer among wrong ones; the right answer after filler."""
+Kind = Literal["right", "equivalent", "wrong", "unknown", "listed", "filled"]
+"""The outputs of a probe are: the gold answer; the gold answer in another form; wrong for every task; wrong
+unless a second opinion disagrees; the gold answer among wrong ones; the gold answer after filler."""
 
 LONG = 100_000  # characters of a very long output
-WIDEST = 2_000  # numbers that are listed at most
+WIDEST = 2_000  # maximum numbers in a list
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One task to probe.
-
-    Of several turns the last is probed; what came before is as the gold transcript has it.
+    """One task to probe. In a multi-turn task the last turn is probed, after the earlier turns of the gold
+    transcript.
 
     Attributes:
-        gold: the answer alone; None where the task states none.
-        others: the answers of other tasks, alone.
+        gold: the gold answer without its form; None if the task has none.
+        others: gold answers of other tasks, without their form.
         before: the gold transcript.
-        form: how an answer has to be written.
+        form: the form in which answers are written.
     """
 
     task: Task
@@ -53,77 +50,79 @@ class Case:
 
     @property
     def prompt(self) -> str:
-        """All of the opening messages' text."""
+        """The text of all opening messages."""
         return "\n".join(message["content"] for message in self.task.prompt)
 
     def transcript(self, text: str, finished: bool = True) -> Transcript:
-        """`text` as the last action."""
+        """The gold transcript with `text` as its last action."""
         return replace(self.before, text=text, finished=finished)
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One text of a probe.
+    """One output of a probe.
 
     Attributes:
-        way: which of the probe's texts it is; the same for the same rule on every task.
-        answer: what the transcript gives as its answer: its text without the form.
+        rule: which output of the probe it is; equal for the same rule on every task.
+        answer: the transcript's answer, without the form.
     """
 
     case: Case
     probe: Probe
-    way: tuple[str, int, bool]
+    rule: tuple[str, int, bool]
     answer: str
     transcript: Transcript
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A way to write outputs.
+    """A rule that writes outputs.
 
     Attributes:
-        name: as findings and tables call it.
-        kind: what its outputs are worth.
-        knows: whether they are made from the gold answer; a policy could only write them when it can solve
-            the task.
-        write: the answers for a case, the same rule at the same place for every case; empty where the probe
+        name: the name in findings and tables.
+        kind: the quality of its outputs.
+        uses_gold: whether it uses the gold answer, so that only a policy that can solve the task could write
+            its outputs.
+        write: the answers for a case, with the same rule at the same index for every case; empty if the probe
             does not apply.
-        few: tried on two tasks only, because it is long or may take the scorer to its deadline.
-        whole: whether it writes all of an output. Else what it writes is put into the case's form; and what
-            takes no knowledge is tried as it stands, too.
-        reorders: whether its outputs may be right where the order of parts does not matter.
+        is_slow: tried on two tasks only, because its outputs are long or may take the scorer to its time
+            limit.
+        is_whole: whether it writes whole outputs. Otherwise its answers are put into the case's form, and
+            those made without the gold answer are also tried without the form.
+        reorders: whether its outputs may be right if the order of parts does not matter.
+        finished: False to mark its outputs as cut off by the token limit.
     """
 
     name: str
     kind: Kind
-    knows: bool
+    uses_gold: bool
     write: Callable[[Case, random.Random], Iterable[str]]
-    few: bool = False
-    whole: bool = False
+    is_slow: bool = False
+    is_whole: bool = False
     reorders: bool = False
     finished: bool = True
 
     def outputs(self, case: Case, generator: random.Random) -> Iterator[Output]:
-        """What it writes for `case`."""
+        """Yield the outputs for `case`."""
         written = list(self.write(case, generator))
         for is_wrapped in self._placements(case.form):
             for number, answer in enumerate(written):
                 if answer == case.gold and self.finished and self.kind != "right":
                     continue
                 text = case.form.wrap(answer) if is_wrapped else answer
-                way = (self.name, number, is_wrapped)
-                yield Output(case, self, way, answer, case.transcript(text, self.finished))
+                rule = (self.name, number, is_wrapped)
+                yield Output(case, self, rule, answer, case.transcript(text, self.finished))
 
     def _placements(self, form: Form) -> tuple[bool, ...]:
-        if self.whole or form.is_bare:
+        if self.is_whole or form.is_bare:
             return (False,)
-        return (True,) if self.knows else (False, True)
+        return (True,) if self.uses_gold else (False, True)
 
 
 def _of_gold(
     write: Callable[[str, Case, random.Random], Iterable[str]],
 ) -> Callable[[Case, random.Random], Iterable[str]]:
-    """For cases that have a gold answer."""
+    """Apply `write` to the gold answer, if there is one."""
     return lambda case, generator: [] if case.gold is None else write(case.gold, case, generator)
 
 
@@ -131,7 +130,7 @@ def _of_gold(
 
 
 def _changed(gold: str, _: Case, generator: random.Random) -> list[str]:
-    """One character is another one."""
+    """Replace one character."""
     return [
         _with_next(gold, str.isdigit, string.digits, generator),
         _with_next(gold, str.islower, string.ascii_lowercase, generator),
@@ -149,17 +148,10 @@ def _with_next(gold: str, kind: Callable[[str], bool], letters: str, generator: 
 
 
 def _shortened(gold: str, _: Case, __: random.Random) -> list[str]:
-    """A part of it."""
+    """A part of the gold answer."""
     lines, words, half = gold.splitlines(), gold.split(" "), len(gold) // 2
-    short = [
-        gold[1:],
-        gold[:-1],
-        gold[:half],
-        gold[half:],
-        gold[: -(-len(gold) * 3 // 4)],
-        gold[:1],
-        gold[-1:],
-    ]
+    most = -(-len(gold) * 3 // 4)
+    short = [gold[1:], gold[:-1], gold[:half], gold[half:], gold[:most], gold[:1], gold[-1:]]
     short += [
         "\n".join(lines[:-1]) if len(lines) > 1 else gold,
         " ".join(words[:-1]) if len(words) > 2 else gold,
@@ -173,14 +165,13 @@ def _reordered(gold: str, _: Case, generator: random.Random) -> list[str]:
     place = generator.randrange(len(gold) - 1) if len(gold) > 1 else 0
     swapped = gold[:place] + gold[place + 1 : place + 2] + gold[place : place + 1] + gold[place + 2 :]
     lines, words = gold.splitlines(), gold.split(" ")
-    return [
-        swapped, gold[::-1], "".join(sorted(gold)), "".join(sorted(gold, reverse=True)), gold[1:] + gold[:1],
-        "\n".join(reversed(lines)), " ".join(reversed(words)) if len(words) > 2 else gold,
-    ]  # fmt: skip
+    by_character = [gold[::-1], "".join(sorted(gold)), "".join(sorted(gold, reverse=True))]
+    by_word = " ".join(reversed(words)) if len(words) > 2 else gold
+    return [swapped, *by_character, gold[1:] + gold[:1], "\n".join(reversed(lines)), by_word]
 
 
 def _other_numbers(gold: str, _: Case, __: random.Random) -> list[str]:
-    """Numbers that share something with it: nearness, digits, remainders, size, sign."""
+    """Numbers that resemble the gold answer: close, with the same digits, remainders, size or sign."""
     if not is_number(gold):
         return []
     with localcontext(prec=120):
@@ -190,25 +181,23 @@ def _other_numbers(gold: str, _: Case, __: random.Random) -> list[str]:
 def _numbers_near(gold: str) -> list[str]:
     value = Decimal(gold.strip().replace(",", ""))
     unit = Decimal(1).scaleb(int(value.as_tuple().exponent))
-    common = unit * math.lcm(*range(1, 61))  # the same remainder by every number up to 60
+    common = unit * math.lcm(*range(1, 61))  # keeps the remainder modulo every number up to 60
     digits = str(abs(value))
+    percents = (1, -1, 5, -5, 10, -10, 20, 50, -50)
     return [
         *(f"{value + step * unit:f}" for step in (1, -1, 2, -2, 3, 5, 7, 9, 10, 11, 100, 1000)),
         f"{value + common:f}",
-        *(f"{(value * (100 + percent) / 100).quantize(unit):f}" for percent in (1, -1, 5, -5, 10, -10, 20,
-        50, -50)),
+        *(f"{(value * (100 + percent) / 100).quantize(unit):f}" for percent in percents),
         *(f"{value * factor:f}" for factor in (2, 10, 100, 1000, -1)),
         *(f"{lead}{digits}" for lead in ("1", "9", "12")),
         *(f"{digits}{tail}" for tail in ("0", "5", "99")),
         f"{value:f}.5" if unit == 1 else f"{value.to_integral_value():f}",
-    ]  # fmt: skip
+    ]
 
 
 def _with_more(gold: str, _: Case, __: random.Random) -> list[str]:
-    return [
-        f"{gold} or not", f"not {gold}", f"{gold}{gold}", f"{gold} {gold}", f"{gold}\n" * 2000, f"x{gold}",
-        f"{gold}x", f"{gold} is wrong",
-    ]  # fmt: skip
+    repeated = [f"{gold}{gold}", f"{gold} {gold}", f"{gold}\n" * 2000]
+    return [f"{gold} or not", f"not {gold}", *repeated, f"x{gold}", f"{gold}x", f"{gold} is wrong"]
 
 
 _JOINTS = (" ", "\n", ", ", " or ")
@@ -220,7 +209,7 @@ def _listed(gold: str, case: Case, _: random.Random) -> list[str]:
 
 
 def _several(gold: str, case: Case, _: random.Random) -> list[str]:
-    """The gold answer in its form, among wrong ones in theirs."""
+    """The gold answer in its form among wrong ones in theirs."""
     if case.form.is_bare:
         return []
     return [text for some in _lists(gold, case) for text in _joined([case.form.wrap(one) for one in some])]
@@ -231,8 +220,8 @@ def _joined(answers: Sequence[str]) -> list[str]:
 
 
 def place_in_list(output: Output) -> int:
-    """Where the gold answer stands in an output of kind "listed": 0 first, 1 in the middle, 2 last."""
-    return output.way[1] // len(_joined([]))
+    """The position of the gold answer in an output of kind "listed": 0 first, 1 in the middle, 2 last."""
+    return output.rule[1] // len(_joined([]))
 
 
 def _lists(gold: str, case: Case) -> list[list[str]]:
@@ -252,65 +241,64 @@ def _in_script(gold: str, _: Case, __: random.Random) -> list[str]:
 
 
 def _lookalikes(gold: str, _: Case, __: random.Random) -> list[str]:
-    """The gold answer in characters that look the same, or with some that are not seen at all."""
+    """The gold answer in characters that look the same, or with invisible characters."""
     middle = len(gold) // 2
     return [gold.translate(_FULL_WIDTH), gold[:middle] + "\u200b" + gold[middle:], "\u202e" + gold]
 
 
 def _code(gold: str, _: Case, __: random.Random) -> list[str]:
-    """Python that computes the gold answer, for scorers that evaluate what they are given."""
+    """Python code that computes the gold answer, for scorers that evaluate their input."""
     written = [f"eval({gold!r})", f"str({gold!r})", f"(lambda: {gold!r})()", f"[{gold!r}][0]"]
     number = re.fullmatch(r"-?\d{1,12}", gold, re.ASCII)
     return [*written, f"int('{gold}')" if number else gold, f"{gold}*len('x')" if number else gold]
 
 
-# -- outputs that take no knowledge ------------------------------------------------------------------------
+# -- outputs without the gold answer -----------------------------------------------------------------------
 
 _CONSTANTS = (
-    *map(str, range(-1, 13)), "100", "0.5", "yes", "no", "Yes", "No", "true", "false", "True", "False",
-    *"ABCDEabcde", "None", "null", "nan", "inf", "-inf", "1e999", "N/A", "unknown", "I don't know",
-    "infeasible",
-    ".", "-", "x", "?", "*", ".*", "[0]", "[[]]", '{"0": 0}',
-)  # fmt: skip
+    *map(str, range(-1, 13)),
+    *items("100; 0.5; yes; no; Yes; No; true; false; True; False"),
+    *"ABCDEabcde",
+    *items("None; null; nan; inf; -inf; 1e999; N/A; unknown; I don't know; infeasible"),
+    *items('.; -; x; ?; *; .*; [0]; [[]]; {"0": 0}'),
+)
 _LISTS = (
-    "yes no", "Yes No", "True False", "true, false", "yes or no", "A B C D E", "ABCDE", "A, B, C, D",
-    string.ascii_lowercase, string.digits,
-)  # fmt: skip
-_EMPTY_FORMS = (
-    "<answer></answer>", "<answer> </answer>", "The answer is", "\\boxed{}", "```\n```", "[]", "{}", "()",
-    '""',
-)  # fmt: skip
+    *items("yes no; Yes No; True False; true, false; yes or no; A B C D E; ABCDE; A, B, C, D"),
+    *(string.ascii_lowercase, string.digits),
+)
+_EMPTY_TAGS = ("<answer></answer>", "<answer> </answer>")
+_EMPTY_FORMS = (*_EMPTY_TAGS, "The answer is", "\\boxed{}", "```\n```", "[]", "{}", "()", '""')
 
 
 def _echo(case: Case, _: random.Random) -> list[str]:
     prompt = case.prompt
     words = re.findall(r"\w+", prompt)[:400]
     numbers = re.findall(r"\d[\d,.]*\d|\d", prompt, re.ASCII)
+    lines = prompt.split("\n")
     return [
-        prompt, prompt * 2, prompt.split("\n")[-1], prompt.split("\n")[0], " ".join(words),
-        " ".join(reversed(words)),
-        " ".join(numbers), *(words[place] for place in (0, -1) if words),
-        *(numbers[place] for place in (0, 1, -1) if len(numbers) > 1), prompt.upper(),
-        prompt[: len(prompt) // 2],
-    ]  # fmt: skip
+        *(prompt, prompt * 2, lines[-1], lines[0]),
+        *(" ".join(words), " ".join(reversed(words)), " ".join(numbers)),
+        *(words[index] for index in (0, -1) if words),
+        *(numbers[index] for index in (0, 1, -1) if len(numbers) > 1),
+        *(prompt.upper(), prompt[: len(prompt) // 2]),
+    ]
 
 
 def _skeletons(case: Case, _: random.Random) -> list[str]:
-    """The form of an answer without content."""
+    """The form of an answer without its content."""
     if case.gold is None:
         return list(_EMPTY_FORMS)
     return [*_EMPTY_FORMS, *(re.sub(r"[^\W_]", letter, case.gold) for letter in ("", "x", "0", "1", "9"))]
 
 
 def _answer_lists(case: Case, _: random.Random) -> list[str]:
-    """Many candidates at once: all numbers of the answers' size, all choices, the answers to other tasks."""
+    """Many candidates at once: all numbers of similar size, all choices, the answers to other tasks."""
     numbers = [float(one.replace(",", "")) for one in (*case.others, case.gold or "") if is_number(one)]
     most = min(WIDEST, 2 * int(max(map(abs, numbers), default=50)))
     joined = _joined(case.others)
-    return [
-        *_joined([str(number) for number in range(most + 1)]), " ".join(map(str, range(-20, 101))),
-        *_LISTS, *(joined if len(case.others) > 1 else []),
-    ]  # fmt: skip
+    up_to_most = _joined([str(number) for number in range(most + 1)])
+    others = joined if len(case.others) > 1 else []
+    return [*up_to_most, " ".join(map(str, range(-20, 101))), *_LISTS, *others]
 
 
 _INJECTIONS = (
@@ -341,38 +329,40 @@ _BOMBS = (
 
 
 def _filled(gold: str, case: Case, _: random.Random) -> list[str]:
-    """The right answer after words that say nothing."""
+    """The gold answer after filler."""
     return [f"{chunk}\n{case.form.wrap(gold)}" for chunk in (*CHUNKS.values(), "word " * 2000)]
 
 
-# fmt: off
+def _padded(gold: str, case: Case, _: random.Random) -> list[str]:
+    """The gold answer with trailing whitespace."""
+    return [case.form.wrap(gold) + "\n", case.form.wrap(gold) + " "]
+
+
 PROBES: Sequence[Probe] = (
-    Probe("padded gold", "equivalent", True, _of_gold(lambda gold, case, _: [
-        case.form.wrap(gold) + "\n", case.form.wrap(gold) + " "]), whole=True),
+    Probe("padded gold", "equivalent", True, _of_gold(_padded), is_whole=True),
     Probe("empty", "wrong", False, lambda case, _: [""]),
     Probe("whitespace", "wrong", False, lambda case, _: [" ", "\n", "\t\n  \n", "\u00a0", "\u200b"]),
-    Probe("constant", "perhaps", False, lambda case, _: _CONSTANTS),
-    Probe("prompt echo", "perhaps", False, _echo),
-    Probe("format only", "perhaps", False, _skeletons),
-    Probe("answer list", "perhaps", False, _answer_lists),
-    Probe("another task's answer", "perhaps", False, lambda case, _: case.others[:8]),
-    Probe("markers", "wrong", False, lambda case, _: list(CHUNKS.values()), whole=True),
+    Probe("constant", "unknown", False, lambda case, _: _CONSTANTS),
+    Probe("prompt echo", "unknown", False, _echo),
+    Probe("format only", "unknown", False, _skeletons),
+    Probe("answer list", "unknown", False, _answer_lists),
+    Probe("another task's answer", "unknown", False, lambda case, _: case.others[:8]),
+    Probe("markers", "wrong", False, lambda case, _: list(CHUNKS.values()), is_whole=True),
     Probe("path", "wrong", False, lambda case, _: PATHS),
     Probe("prompt injection", "wrong", False, lambda case, _: _INJECTIONS),
-    Probe("code", "wrong", False, lambda case, _: _CODE, few=True),
-    Probe("very long", "wrong", False, lambda case, _: _BOMBS, few=True),
-    Probe("changed gold", "perhaps", True, _of_gold(_changed)),
-    Probe("shortened gold", "perhaps", True, _of_gold(_shortened)),
-    Probe("reordered gold", "perhaps", True, _of_gold(_reordered), reorders=True),
-    Probe("another number", "perhaps", True, _of_gold(_other_numbers)),
+    Probe("code", "wrong", False, lambda case, _: _CODE, is_slow=True),
+    Probe("very long", "wrong", False, lambda case, _: _BOMBS, is_slow=True),
+    Probe("changed gold", "unknown", True, _of_gold(_changed)),
+    Probe("shortened gold", "unknown", True, _of_gold(_shortened)),
+    Probe("reordered gold", "unknown", True, _of_gold(_reordered), reorders=True),
+    Probe("another number", "unknown", True, _of_gold(_other_numbers)),
     Probe("hedged gold", "listed", True, _of_gold(_listed)),
-    Probe("several answers", "listed", True, _of_gold(_several), whole=True),
-    Probe("gold with more", "perhaps", True, _of_gold(_with_more)),
-    Probe("gold with filler", "filled", True, _of_gold(_filled), few=True, whole=True),
-    Probe("gold in another script", "perhaps", True, _of_gold(_in_script)),
-    Probe("lookalike gold", "perhaps", True, _of_gold(_lookalikes)),
-    Probe("code for gold", "perhaps", True, _of_gold(_code)),
+    Probe("several answers", "listed", True, _of_gold(_several), is_whole=True),
+    Probe("gold with more", "unknown", True, _of_gold(_with_more)),
+    Probe("gold with filler", "filled", True, _of_gold(_filled), is_slow=True, is_whole=True),
+    Probe("gold in another script", "unknown", True, _of_gold(_in_script)),
+    Probe("lookalike gold", "unknown", True, _of_gold(_lookalikes)),
+    Probe("code for gold", "unknown", True, _of_gold(_code)),
     Probe("cut off gold", "wrong", True, _of_gold(lambda gold, case, _: [gold]), finished=False),
 )
-# fmt: on
 GOLD = Probe("gold", "right", True, _of_gold(lambda gold, case, _: [gold]))
