@@ -74,7 +74,7 @@ def test_attention_compiles_for_a_gpu_and_reads_sixteen_bytes_at_a_time(
     pointers = {
         "q_ptr": POINTER[dtype], "keys_ptr": POINTER[cache], "values_ptr": POINTER[cache],
         "key_scales_ptr": "*fp32", "value_scales_ptr": "*fp32", "tables_ptr": "*i32",
-        "positions_ptr": "*i32", "found_ptr": "*fp32", "totals_ptr": "*fp32",
+        "positions_ptr": "*i32", "partial_ptr": "*fp32", "totals_ptr": "*fp32",
     }  # fmt: skip
     constants = {
         "HEADS": 16, "KV_HEADS": 8, "SIZE": size, "WIDTH": size, "ROWS": 16, "PART": PART,
@@ -95,7 +95,7 @@ def test_the_other_kernels_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     scales = {"key_scales_ptr": "*fp32", "value_scales_ptr": "*fp32"}
     where = {"tables_ptr": "*i32", "positions_ptr": "*i32"}
     constants = {"HEADS": 8, "SIZE": 128, "WIDTH": 128, "BLOCK": 16, "IS_INT8": True}
-    compiled(triton_attention._keep, 90, kept | scales | where, constants)
-    joined = {"found_ptr": "*fp32", "totals_ptr": "*fp32", "positions_ptr": "*i32", "out_ptr": "*bf16"}
+    compiled(triton_attention._store, 90, kept | scales | where, constants)
+    joined = {"partial_ptr": "*fp32", "totals_ptr": "*fp32", "positions_ptr": "*i32", "out_ptr": "*bf16"}
     shape = {"HEADS": 16, "SIZE": 128, "WIDTH": 128, "PART": PART, "WINDOW": 0, "JOINED": 16}
-    compiled(triton_attention._join, 90, joined, shape)
+    compiled(triton_attention._merge, 90, joined, shape)

@@ -27,7 +27,7 @@ from perilune.models import triton_attention
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
 from perilune.models.native import ops
-from perilune.models.triton_attention import LayerCache, attend, keep
+from perilune.models.triton_attention import LayerCache, attend, store
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 PART = triton_attention.PART = 64  # so that many parts are not many keys
@@ -138,7 +138,7 @@ def test_a_row_has_the_same_bits_alone_and_whatever_the_width_of_the_table(
 def test_what_is_kept_is_where_it_belongs(case: Case) -> None:
     k, v = torch.randn(2, len(case.lengths), case.kv_heads, case.size).to(DEVICE, case.compute)
     keys, values = case.cache.keys.clone(), case.cache.values.clone()
-    keep(k, v, case.cache, case.tables, case.positions)
+    store(k, v, case.cache, case.tables, case.positions)
     for row, length in enumerate(case.lengths):
         block, within = case.tables[row, (length - 1) // 16], (length - 1) % 16
         keys[block, :, :, within], values[block, :, within] = k[row], v[row]
@@ -151,7 +151,7 @@ def test_what_is_kept_is_where_it_belongs(case: Case) -> None:
 def test_in_int8_an_element_is_off_by_half_a_step_at_most(case: Case) -> None:
     k, v = torch.randn(2, len(case.lengths), case.kv_heads, case.size).to(DEVICE)
     k[0, 0] = 0
-    keep(k, v, case.cache, case.tables, case.positions)
+    store(k, v, case.cache, case.tables, case.positions)
     cache = case.cache
     assert cache.key_scales is not None and cache.value_scales is not None
     for row, length in enumerate(case.lengths):
@@ -172,7 +172,7 @@ def test_rows_of_one_table_of_inputs_can_be_given_as_they_lie() -> None:
     inputs = torch.cat([tokens, case.positions[:, None], case.tables], dim=1)
     packed = torch.randn(2, 8, 32).to(DEVICE)
     q, k, v = packed[:, :4], packed[:, 4:6], packed[:, 6:]
-    keep(k, v, case.cache, inputs[:, 2:], inputs[:, 1])
+    store(k, v, case.cache, inputs[:, 2:], inputs[:, 1])
     case.q = q
     found = attend(q, case.cache, inputs[:, 2:], inputs[:, 1])
     torch.testing.assert_close(found.double(), case.expected(None), atol=2e-5, rtol=2e-5)

@@ -69,7 +69,7 @@ class TritonAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         where = self._layers[layer], self._tables[self._table_of[layer]], self._positions
-        self._kernels.keep(k, v, *where)
+        self._kernels.store(k, v, *where)
         return self._kernels.attend(q, *where, window)
 
 

@@ -61,7 +61,7 @@ class NativeRunner:
         self.cache.copy(sources, targets)
 
     def load_weights(self, decoder: Decoder) -> None:
-        self._decoder.take(decoder)
+        self._decoder.load(decoder)
         if self._adapting is not None:
             self._adapting.load_weights(decoder)
 

@@ -1,17 +1,17 @@
-"""Attention: what the decoder asks for, and the versions for packed sequences and for a cache.
+"""Attention: the interface that the decoder uses, and the implementation for packed sequences.
 
-A query gets the same bits whether it is computed in the middle of its sequence (learning, prefill) or alone
-against a cache (decoding). Where the C kernels of `models/native` work, they see to it. Elsewhere both go
-through `attend`; in float32 on a CPU it rests on what was found of MKL's products and of the softmax kernel,
-and is held by tests:
+A query has the same bits whether it is computed inside its sequence (training, prefill) or alone against a
+cache (decoding). The C kernels of `models/native` guarantee that. Without them, both cases use `attend`. In
+float32 on a CPU it relies on three measured properties of MKL's products and of the softmax kernel, which
+tests check:
 
-* a product of at least 4 rows and 12 columns gives an element the same bits whatever its neighbours;
-* it sums at most 192 terms from left to right, so that zeros after the end change nothing;
-* the softmax sums in lanes of 16, so that masked columns after the end change nothing.
+* in a product of at least 4 rows and 12 columns, the bits of an element do not depend on its neighbours;
+* the product sums up to 192 terms from left to right, so zeros after the end change nothing;
+* the softmax sums in lanes of 16, so masked columns after the end change nothing.
 
-Hence keys start at column 0 (behind a window also at a multiple of 192), columns come in multiples of 16,
-longer sums are cut every 192 terms, and a query that is alone is computed as four. Other devices and dtypes
-agree to rounding.
+So keys start at column 0 (behind a window, at a multiple of 192), columns come in multiples of 16, longer
+sums are split every 192 terms, and few queries are padded to `_LEAST_ROWS`. Other devices and dtypes agree up
+to rounding.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from perilune.models.kernels import is_native
 from perilune.models.native.attention import Spans, attend_packed, attend_packed_backward
 
 _COLUMNS = 16
-# With fewer rows the library's products round differently: below 4 on AMD, below 12 on Intel (MKL 2024.2).
+# With fewer rows MKL's products round differently: below 4 on AMD, below 12 on Intel (MKL 2024.2).
 _LEAST_ROWS = 16
 _TERMS = 192
 _QUERY_BLOCK = 512
 
 
 class Attention(Protocol):
-    """Causal attention of one layer; what it remembers (a KV cache, segment bounds) is its own affair.
+    """Causal attention of one layer. The implementation holds the KV cache or the bounds of sequences.
 
     Args:
         layer: index of the layer.
         q: float[N, H, D], after the rotary embedding, scaled for scores of q k^T / sqrt(D).
         k, v: float[N, KV, D]; H is a multiple of KV.
-        window: a query sees its own and the window - 1 tokens before it (sliding-window attention,
-            Beltagy et al. 2020), or all before it when None. The same for every call of one layer.
+        window: a query sees its own token and the window - 1 before it (sliding-window attention,
+            Beltagy et al. 2020), or all before it if None. The same in every call of one layer.
 
     Returns:
         float[N, H, D].
@@ -59,9 +59,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
     Args:
         q: float[R, M, D].
-        k, v: float[R, T, D], T a multiple of 16; finite also where masked.
-        mask: float, broadcastable to [R, M, T]: 0 where a query sees a key, -inf where not. Each query
-            must see a key. A sequence's key stands in the column of its position, less a multiple of 192.
+        k, v: float[R, T, D], T a multiple of 16; finite even where masked.
+        mask: float, broadcastable to [R, M, T]: 0 where a query sees a key, otherwise -inf. Each query must
+            see a key. The column of a key is its position in the sequence, minus a multiple of 192.
 
     Returns:
         float[R, M, D].
@@ -82,24 +82,24 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """The same by the library's kernel, which keeps no scores, and sums in float32 whatever the dtype."""
+    """`attend` with torch's fused kernel, which stores no scores and sums in float32 for all dtypes."""
     q, k, v, mask = (x[:, None] for x in (q, k, v, mask))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[:, 0]
 
 
 def padded(length: int) -> int:
-    """The multiple of 16 columns in which `length` keys are laid out."""
+    """`length` rounded up to a multiple of 16 columns."""
     return -(-length // _COLUMNS) * _COLUMNS
 
 
 class PackedAttention:
-    """Causal attention inside each of several sequences that lie end to end in the flat token axis.
+    """Causal attention within each of several sequences that lie end to end on the flat token axis.
 
     Args:
         cu_seqlens: int64[S + 1], where each sequence starts, closed by N (as in FlashAttention).
-        prefix_of: int64[S]: index of the sequence whose tokens also come before this one's, shared by all
-            that name it (completions of one prompt), or -1. A prefix has no prefix itself.
-        prefix_lengths: int64[S]: how many of the prefix's tokens come before, its first; by default all.
+        prefix_of: int64[S], index of a sequence whose tokens precede this one's, or -1. Several sequences may
+            share a prefix, such as completions of one prompt. A prefix has no prefix itself.
+        prefix_lengths: int64[S], how many of the first tokens of the prefix precede; by default all.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class PackedAttention:
 
 
 class _Native(torch.autograd.Function):
-    """The same by the kernels of `models/native`."""
+    """The attention of `models/native` with its gradient."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *where: Any) -> Tensor:
@@ -145,7 +145,7 @@ class _Native(torch.autograd.Function):
 
 
 def _bucket(length: int) -> int:
-    """Sequences are padded together with others up to 16, 32, 48, 64, 96, 128, 192, 256, ... tokens."""
+    """The length to which a sequence is padded: 16, 32, 48, 64, 96, 128, 192, 256, ... tokens."""
     step = _COLUMNS
     while step * 4 < length:
         step *= 2
@@ -153,12 +153,12 @@ def _bucket(length: int) -> int:
 
 
 class _Layout:
-    """Places of all tokens in padded blocks, one block for the sequences of each length.
+    """The indices of all tokens in padded blocks, one block per padded length.
 
     Args:
-        spans: for each block int64[sequences, 4]: start, length, start of the prefix, length of the prefix.
+        spans: int64[sequences, 4] for each block: start, length, start of the prefix, length of the prefix.
         shared: whether a token may be a key of several sequences.
-        q, k: like those to come.
+        q, k: tensors with the shape, dtype and device of later calls.
     """
 
     def __init__(self, spans: Sequence[Tensor], shared: bool, q: Tensor, k: Tensor) -> None:
@@ -187,7 +187,7 @@ class _Layout:
 
 
 def _per_head(tokens: Tensor, heads: int) -> Tensor:
-    """int64[S, heads, L] places in float[N * heads, D] of int64[S, L] tokens; -1 stays -1."""
+    """Row indices int64[S, heads, L] in float[N * heads, D] of tokens int64[S, L]; -1 stays -1."""
     places = tokens[:, None] * heads + torch.arange(heads)[:, None]
     return torch.where(tokens[:, None] < 0, -1, places)
 
@@ -196,8 +196,8 @@ class _Places:
     """Moves flat rows into padded blocks and back.
 
     Args:
-        blocks: for each block the flat row at each of its places, int64 of any shape, -1 for padding.
-        unique: whether a flat row is at one place only (and, to be moved back, at least at one).
+        blocks: for each block, the flat row of each of its rows, int64 of any shape, -1 for padding.
+        unique: whether each flat row occurs at most once (exactly once, to be moved back).
     """
 
     def __init__(self, blocks: Sequence[Tensor], like: Tensor, unique: bool) -> None:
@@ -213,11 +213,11 @@ class _Places:
             self._at = at.to(like.device)
 
     def pad(self, x: Tensor) -> tuple[Tensor, ...]:
-        """float[places, D] of each block from float[N, heads, D]; what padding holds is arbitrary."""
+        """float[rows, D] of each block from float[N, heads, D]. Padding is arbitrary."""
         return torch.split(_gather(x.reshape(-1, x.shape[-1]), self._of, self._at, None), self._sizes)
 
     def unpad(self, blocks: Sequence[Tensor]) -> Tensor:
-        """The inverse."""
+        """The inverse of `pad`."""
         rows = blocks[0] if len(blocks) == 1 else torch.cat(list(blocks))
         assert self._at is not None
         return _gather(rows, self._at, self._of, self._padding)
@@ -228,7 +228,7 @@ def _gather(x: Tensor, index: Tensor, back: Tensor | None, unused: Tensor | None
 
 
 class _Gather(torch.autograd.Function):
-    """y = x[index]. The gradient comes back by `back`, where the inverse is known, with zeros at `unused`."""
+    """y = x[index]. The gradient uses the inverse index `back` if it exists, with zeros at `unused`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor | None, unused: Tensor | None) -> Tensor:
@@ -249,8 +249,8 @@ class _Gather(torch.autograd.Function):
 class _Block:
     """Attention of S sequences padded to one length of L queries and T keys.
 
-    The heads that share keys lie below each other, so that one product serves them. Many queries are taken
-    in turns, recomputed when gradients are needed, so that memory grows with T and not with its square.
+    Query heads that share keys are stacked, so that one product computes them. Many queries are computed in
+    chunks, recomputed for gradients, so that memory grows with T and not with T squared.
     """
 
     def __init__(
@@ -260,7 +260,7 @@ class _Block:
         self._sets, self._group, self._length = sequences * kv_heads, heads // kv_heads, length
         equal = bool((prefix == prefix[0]).all())
         prefix = prefix[:1] if equal else prefix
-        self._turns = []
+        self._chunks = []
         for start in range(0, length, _QUERY_BLOCK):
             stop = min(start + _QUERY_BLOCK, length)
             at = prefix[:, :, None] + torch.arange(start, stop)[:, None]
@@ -270,19 +270,19 @@ class _Block:
             visible = column <= at if window is None else (column <= at) & (column > at - window)
             mask = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf).to(q)
             mask = mask[:, None, None].expand(-1, 1 if equal else kv_heads, self._group, -1, -1)
-            self._turns.append((slice(start, stop), columns, mask.flatten(2, 3).flatten(0, 1)))
+            self._chunks.append((slice(start, stop), columns, mask.flatten(2, 3).flatten(0, 1)))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """float[S * H * L, D] from float[S * H * L, D] and float[S * KV * T, D]."""
         size = q.shape[-1]
         k, v = k.view(self._sets, -1, size), v.view(self._sets, -1, size)
-        if len(self._turns) == 1:
-            _, columns, mask = self._turns[0]
+        if len(self._chunks) == 1:
+            _, columns, mask = self._chunks[0]
             return attend(q.view(self._sets, -1, size), k[:, columns], v[:, columns], mask).view(-1, size)
         q = q.view(self._sets, self._group, self._length, size)
         outs = []
-        for rows, columns, mask in self._turns:
-            turn = q[:, :, rows].flatten(1, 2), k[:, columns], v[:, columns], mask
-            out = checkpoint(attend, *turn, use_reentrant=False) if q.requires_grad else attend(*turn)
+        for rows, columns, mask in self._chunks:
+            chunk = q[:, :, rows].flatten(1, 2), k[:, columns], v[:, columns], mask
+            out = checkpoint(attend, *chunk, use_reentrant=False) if q.requires_grad else attend(*chunk)
             outs.append(out.view(self._sets, self._group, -1, size))
         return torch.cat(outs, dim=2).view(-1, size)

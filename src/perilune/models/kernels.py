@@ -1,16 +1,16 @@
-"""The decoder's arithmetic, forward and backward, chosen so that a row never depends on its neighbours.
+"""The arithmetic of the decoder, forward and backward. The result of a row never depends on its neighbours.
 
-Sampling sees a token in a batch of one-token rows, learning sees it inside a packed batch. Their log-probs
-are equal to the last bit only if every operation treats each row alike, however many rows there are. In
-float32 on a CPU these functions do, in one of two ways:
+Sampling computes a token in a batch of one-token rows, training inside a packed batch. Their log-probs are
+equal bit for bit only if every operation treats a row alike whatever the number of rows. In float32 on a CPU
+these functions guarantee that, in one of two ways:
 
-* by the kernels of `models/native`, where a C compiler is at hand: an element is summed in one fixed order.
-* by torch, without one: `linear` uses oneDNN, whose sums over the inner dimension run in one order for two
-  rows or more, whatever their number and that of threads (MKL, the default, changes its order below ten rows
-  and is half as fast on some processors); a single row is computed as two. The others reduce within a row.
+* with a C compiler, by the kernels of `models/native`, which sum each element in a fixed order;
+* without one, by torch. `linear` uses oneDNN, which sums in one order for two or more rows and any number of
+  threads; a single row is computed as two. (MKL, torch's default, changes its order below ten rows and is
+  half as fast on some processors.) The other functions reduce within a row.
 
-Other devices and dtypes use the library's own kernels, and agree to rounding. Gradients are exact up to
-rounding everywhere: nothing needs theirs to be equal bit by bit.
+Other devices and dtypes use torch's own kernels and agree up to rounding. Gradients are exact up to rounding
+everywhere; they need not be equal bit for bit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HAS_ONEDNN = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-ca
 
 
 def is_native(x: Tensor, row: int = LANES) -> bool:
-    """Whether the C kernels work on `x`, in rows of so many elements."""
+    """Whether the C kernels can compute `x` with rows of `row` elements."""
     return x.dtype == torch.float32 and x.device.type == "cpu" and row % LANES == 0 and ops.available()
 
 
@@ -45,10 +45,11 @@ def linear(
     bias: Tensor | None = None,
     precision: Precision = "float32",
 ) -> Tensor:
-    """float[N, O] = float[N, I] @ float[O, I].T + float[O]; the weight may be one that `pack_weight` made.
+    """float[N, O] = float[N, I] @ float[O, I].T + float[O].
 
     Args:
-        precision: of the product; a weight that was packed has its own.
+        weight: a tensor, or the result of `pack_weight`.
+        precision: of the product; a packed weight has its own.
     """
     if isinstance(weight, PackedWeight):
         return ops.linear(x, weight)
@@ -66,10 +67,10 @@ def linear(
 def pack_weight(
     weight: Tensor, bias: Tensor | None = None, kind: NarrowKind | None = None
 ) -> tuple[Tensor | PackedWeight | NarrowWeight, Tensor | None]:
-    """Both in the order the processor reads them, for many calls of `linear` without gradients.
+    """Weight and bias in the fastest layout, for many calls of `linear` without gradients.
 
     Args:
-        kind: how the weight is kept; by default as it is.
+        kind: how the weight is stored; by default in its dtype.
     """
     if is_native(weight) and (kind != "bfloat16" or weight.shape[1] % 2 == 0):
         return ops.pack_weight(weight, bias, kind or "float32"), None
@@ -85,7 +86,7 @@ _TYPICAL_ROWS = 256
 
 
 def product(x: Tensor, weight: Tensor, precision: Precision = "float32") -> Tensor:
-    """x @ weight.T of float[N, I] and float[O, I]; each element is summed in one order where `is_exact`."""
+    """x @ weight.T of float[N, I] and float[O, I]; where `is_exact`, with one order of summation."""
     if precision == "bfloat16":
         if is_native(x) and weight.shape[1] % 2 == 0:
             return ops.linear(x, ops.pack_weight(weight, None, "bfloat16", temporary=True))
@@ -122,14 +123,14 @@ class _Linear(torch.autograd.Function):
         grad_x = gradient_product(grad, weight.t(), precision) if needs_x else None
         if not needs_weight:
             return grad_x, None, None
-        # oneDNN copies its first operand: let that be the narrower one.
+        # oneDNN copies its first operand, so that should be the narrower one.
         if weight.shape[0] < weight.shape[1]:
             return grad_x, gradient_product(grad.t(), x.t(), precision), None
         return grad_x, gradient_product(x.t(), grad.t(), precision).t(), None
 
 
 def gradient_product(x: Tensor, weight: Tensor, precision: Precision) -> Tensor:
-    """x @ weight.T for a gradient, whose sums may have any order; in bfloat16 it is rounded to that, too."""
+    """x @ weight.T for a gradient, in any order of summation; in bfloat16 the result is rounded too."""
     if precision == "bfloat16":
         return (x.to(torch.bfloat16) @ weight.to(torch.bfloat16).t()).to(x.dtype)
     return _product(x, weight) if is_exact(x) else x @ weight.t()
@@ -201,7 +202,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def both_halves(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Of float[..., D / 2] per pair, float[..., D]: (a, b) becomes (a cos - b sin, b cos + a sin)."""
+    """float[..., D] tables from float[..., D / 2]: (a, b) becomes (a cos - b sin, b cos + a sin)."""
     return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
@@ -213,7 +214,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """A rotation; its gradient turns the other way."""
+    """A rotation. Its gradient is the inverse rotation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -252,8 +253,8 @@ def _product_of_gate(gate: Tensor, up: Tensor, activation: Activation) -> Tensor
 def _silu(x: Tensor) -> Tensor:
     """x / (1 + exp(-x)).
 
-    The library's own is faster, but rounds the last few of 32 elements otherwise than the rest. They are none
-    when rows are whole, and threads share them evenly.
+    torch's function is faster but rounds the last elements differently when their number is not a multiple of
+    32 per thread.
     """
     threads = torch.get_num_threads()
     if not is_exact(x) or (threads <= 2 and x.shape[-1] % (32 * threads) == 0):
@@ -262,7 +263,7 @@ def _silu(x: Tensor) -> Tensor:
 
 
 def _gelu(x: Tensor) -> Tensor:
-    """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), in steps that round every element alike."""
+    """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), by operations that round all elements alike."""
     if not is_exact(x):
         return F.gelu(x, approximate="tanh")
     inner = (x * x).mul_(0.044715).add_(1).mul_(x).mul_((2 / torch.pi) ** 0.5)
@@ -291,15 +292,15 @@ class _Gated(torch.autograd.Function):
 
 
 def route(logits: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, Tensor]:
-    """The most probable experts of each token; of equally probable ones those with the lower index.
+    """The K most probable experts of each token; on ties the lower index.
 
     Args:
         logits: float[N, E].
-        per_token: K, experts of a token.
-        normalised: whether the weights of a token are made to sum to one.
+        per_token: K.
+        normalised: scale the weights of each token to sum to one.
 
     Returns:
-        The experts' probabilities, at least float32[N, K], the largest first, and their indices, int64[N, K].
+        Probabilities [N, K] in float32 at least, the largest first, and indices int64[N, K].
     """
     if is_native(logits):
         if torch.is_grad_enabled() and logits.requires_grad:
@@ -334,5 +335,5 @@ class _Route(torch.autograd.Function):
         along = (grad * weights).sum(-1, keepdim=True)
         if ctx.normalised:
             return torch.zeros_like(logits).scatter_(-1, chosen, weights * (grad - along)), None, None
-        of_all = torch.zeros_like(logits).scatter_(-1, chosen, grad)
-        return logits.softmax(-1) * (of_all - along), None, None
+        spread = torch.zeros_like(logits).scatter_(-1, chosen, grad)
+        return logits.softmax(-1) * (spread - along), None, None

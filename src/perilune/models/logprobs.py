@@ -1,4 +1,4 @@
-"""Log-probs of chosen tokens: the functions that both the engine and the learner call."""
+"""Log-probs of tokens, for both the engine and the learner."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from perilune.models.native import ops
 
 
 def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
-    """Logits float[N, V] to take the softmax of, in float32 at least; temperature 0 (greedy) reads as 1.
+    """Logits float[N, V] divided by the temperature, in float32 at least. Temperature 0 (greedy) counts as 1.
 
-    The largest logit is subtracted before the division. The other way round, a temperature of 1e-6 multiplies
-    the rounding errors of large logits to whole nats.
+    The largest logit is subtracted before the division. In the other order, a temperature of 1e-6 would turn
+    the rounding errors of large logits into whole nats.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature in (0, 1):
@@ -29,12 +29,12 @@ def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
 
 
 def log_distribution(logits: Tensor, temperature: float) -> Tensor:
-    """Log-probs of every token, [N, V], in float32 at least; temperature 0 (greedy) reads as 1."""
+    """Log-probs [N, V] of all tokens, in float32 at least. Temperature 0 (greedy) counts as 1."""
     return F.log_softmax(apply_temperature(logits, temperature), dim=-1)
 
 
 def gather_logprobs(logprobs: Tensor, token_ids: Tensor) -> Tensor:
-    """float32[N]: the entry of each row of float32[N, V] that int64[N] names."""
+    """The entry of each row of float32[N, V] at int64[N], float32[N]."""
     return logprobs.gather(-1, token_ids[:, None])[:, 0]
 
 
@@ -44,10 +44,10 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) ->
     Args:
         logits: float[N, V].
         targets: int64[N].
-        temperature: divides the logits, as it did when sampling; 0 (greedy) reads as 1.
+        temperature: divides the logits, as in sampling; 0 (greedy) counts as 1.
 
     Returns:
-        log-probs float32[N], differentiable, and entropies float32[N], which carry no gradient.
+        log-probs float32[N], differentiable, and entropies float32[N], without gradient.
     """
     temperature = temperature or 1.0
     if is_native(logits):
@@ -75,7 +75,7 @@ class _Native(torch.autograd.Function):
 
 
 class _Torch(torch.autograd.Function):
-    """In one pass; backward reuses the softmax."""
+    """One pass forward. The backward pass reuses the softmax."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,27 +102,26 @@ def in_row_chunks(
     token_ids: Tensor,
     vocab_size: int,
 ) -> tuple[Tensor, ...]:
-    """`of_rows(hidden, token_ids)`, computed from a few rows at a time where their logits would be large.
+    """`of_rows(hidden, token_ids)`, computed in chunks of rows when the logits would be large.
 
-    Logits take N V numbers, and with their gradient several times that: gigabytes, where what is asked of
-    them is one number a row. Here memory grows with N and with V but not with their product; for that,
-    learning computes logits a second time, during the backward pass: the head takes some two thirds longer.
-    What each row gives does not depend on its neighbours, so values are the same; gradients of the head are
-    sums of the parts'.
+    N V logits and their gradient take gigabytes, although only one number per row is needed. In chunks,
+    memory grows with N and with V but not with their product. In exchange, training recomputes the logits in
+    the backward pass, and the head takes about two thirds longer. Rows do not depend on each other, so the
+    values are the same. The gradient of the head is the sum over the chunks.
 
     Args:
-        of_rows: gives tensors of one entry a row, from float[n, d] and int64[n].
+        of_rows: maps float[n, d] and int64[n] to tensors with one entry per row.
         hidden: float[N, d].
         token_ids: int64[N].
-        vocab_size: V, logits that `of_rows` computes for a row.
+        vocab_size: V, the logits that `of_rows` computes per row.
     """
     rows = max(1, LOGITS_AT_ONCE // vocab_size)
     if len(hidden) <= rows:
         return of_rows(hidden, token_ids)
-    learning = torch.is_grad_enabled()
+    training = torch.is_grad_enabled()
     parts = [
         checkpoint(of_rows, *part, use_reentrant=False, preserve_rng_state=False)
-        if learning
+        if training
         else of_rows(*part)
         for part in zip(torch.split(hidden, rows), torch.split(token_ids, rows), strict=True)
     ]

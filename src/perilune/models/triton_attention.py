@@ -1,17 +1,15 @@
-"""Decoding over a paged cache on a GPU, in Triton: keep one token of each sequence, and let it attend.
+"""Decoding over a paged cache on a GPU in Triton: store one token of each sequence and attend from it.
 
-A sequence is attended to in parts of `PART` keys, each by a program of its own (split-K, as Flash-Decoding
-does: Dao et al., 2023), which keeps a running softmax (Milakov and Gimelshein, 2018); a second kernel joins
-what the parts found. All query heads that share a key-value head are computed together, so that each key and
-value is read once.
+Each program computes `PART` keys of a sequence (split-K, as in Flash-Decoding: Dao et al., 2023) with a
+running softmax (Milakov and Gimelshein, 2018). A second kernel merges the parts. Query heads that share a
+key-value head are computed together, so each key and value is read once.
 
-**A row's bits depend on that row alone.** Parts begin at fixed positions and have a fixed size, rather than
-there being a fixed number of them; within a part keys come in fixed tiles, and parts are joined in groups of
-a fixed size. So neither the other rows, nor the width of the table, nor how many programs are launched has a
-say in the order of any sum.
+**The bits of a row depend on that row alone.** Parts begin at fixed positions and have a fixed size; their
+number varies. Within a part, keys come in fixed tiles, and parts are merged in groups of a fixed size. So the
+other rows, the width of the table and the number of programs do not change the order of any sum.
 
-Importing this module needs Triton. With TRITON_INTERPRET=1 in the environment before that, the kernels run on
-a CPU, slowly: so they are tested.
+Importing this module requires Triton. If TRITON_INTERPRET=1 is set before, the kernels run slowly on a CPU,
+which the tests use.
 
 S sequences, H query heads, KV key-value heads, D head size, P parts.
 """
@@ -29,14 +27,18 @@ from torch import Tensor
 from perilune.models.memory import BLOCK
 
 PART = 256
-"""Keys of a part."""
+"""Keys in a part."""
 
-_TILE_BYTES = 1 << 14  # of keys that are read at a time: two tiles of each, and the next two, fit every GPU
-_JOINED = 16  # parts that are joined at a time
+_TILE_BYTES = 1 << 14  # of keys read at a time; two tiles of keys and values and the next two fit every GPU
+_JOINED = 16  # parts merged at a time
 _LOG2_E = 1.4426950408889634
-_VARYING = ["table_stride", "position_stride", "parts"]  # from step to step: not to be compiled for each
+_VARYING = [
+    "table_stride",
+    "position_stride",
+    "parts",
+]  # change from step to step; compile once for all values
 _IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
-"""The interpreter cannot multiply in bfloat16; widened, the same products are exact in float32."""
+"""The interpreter cannot multiply bfloat16, so factors are widened; the products are exact in float32."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,9 +46,9 @@ class LayerCache:
     """One layer's keys and values, in blocks of 16 tokens.
 
     Attributes:
-        keys: [blocks, KV, D, 16], float32, bfloat16, float16 or int8; contiguous, as all of them.
+        keys: [blocks, KV, D, 16], float32, bfloat16, float16 or int8. All tensors are contiguous.
         values: [blocks, KV, 16, D].
-        key_scales, value_scales: float32[blocks, KV, 16] that int8 is multiplied by; otherwise None.
+        key_scales, value_scales: float32[blocks, KV, 16], the factors of int8; otherwise None.
     """
 
     keys: Tensor
@@ -55,25 +57,22 @@ class LayerCache:
     value_scales: Tensor | None = None
 
 
-def keep(k: Tensor, v: Tensor, cache: LayerCache, tables: Tensor, positions: Tensor) -> None:
+def store(k: Tensor, v: Tensor, cache: LayerCache, tables: Tensor, positions: Tensor) -> None:
     """Store the key and value of one token of each sequence.
 
-    In int8 an element is the nearest multiple of a 127th of the largest of its token and head.
+    In int8 an element is rounded to a multiple of 1/127 of the largest element of its token and head.
 
     Args:
         k, v: float[S, KV, D], the last two axes contiguous.
-        tables: int32[S, B], the block of positions 16 j .. 16 j + 15 in column j. The stride between rows
-            may be larger than B.
+        tables: int32[S, B], with the block of positions 16 j .. 16 j + 15 in column j; rows may be strided.
         positions: int32[S] below 16 B.
     """
     sequences, heads, size = k.shape
-    scales = cache.key_scales, cache.value_scales
-    _keep[(sequences, heads)](
-        k, v, cache.keys, cache.values, *(part if part is not None else k for part in scales),
-        tables, positions, k.stride(0), v.stride(0), tables.stride(0), positions.stride(0),
-        HEADS=heads, SIZE=size, WIDTH=_width(size), BLOCK=BLOCK,
-        IS_INT8=cache.key_scales is not None, num_warps=1,
-    )  # fmt: skip
+    is_int8 = cache.key_scales is not None
+    tensors = k, v, cache.keys, cache.values, *_scales(cache, k), tables, positions
+    strides = k.stride(0), v.stride(0), tables.stride(0), positions.stride(0)
+    shape = {"HEADS": heads, "SIZE": size, "WIDTH": _width(size), "BLOCK": BLOCK}
+    _store[(sequences, heads)](*tensors, *strides, **shape, IS_INT8=is_int8, num_warps=1)
 
 
 def attend(
@@ -85,8 +84,8 @@ def attend(
 
     Args:
         q: float[S, H, D], the last two axes contiguous; H is a multiple of KV.
-        tables, positions: as for `keep`.
-        window: a query sees its own and the window - 1 tokens before it, or all before it when None.
+        tables, positions: as for `store`.
+        window: a query sees its own token and the window - 1 before it, or all before it if None.
 
     Returns:
         float[S, H, D] in the dtype of `q`.
@@ -97,48 +96,67 @@ def attend(
     if window is not None:
         parts = min(parts, triton.cdiv(window - 1, PART) + 1)
     out = q.new_empty(q.shape)
-    found = q.new_empty(sequences, heads, parts, size, dtype=torch.float32) if parts > 1 else out
+    partial = q.new_empty(sequences, heads, parts, size, dtype=torch.float32) if parts > 1 else out
     totals = q.new_empty(sequences, heads, parts, dtype=torch.float32)
-    common = {
-        "HEADS": heads, "SIZE": size, "WIDTH": _width(size),
-        "PART": PART, "WINDOW": window or 0,
-    }  # fmt: skip
+    common = {"HEADS": heads, "SIZE": size, "WIDTH": _width(size), "PART": PART, "WINDOW": window or 0}
     is_int8 = cache.key_scales is not None
-    stages = (
-        2 if is_int8 else 3
-    )  # three of int8 would be copied byte by byte, which no GPU does asynchronously
-    scales = (part if part is not None else q for part in (cache.key_scales, cache.value_scales))
     _attend_to_part[(sequences, kv_heads, parts)](
-        q, cache.keys, cache.values, *scales, tables, positions, found, totals,
-        q.stride(0), tables.stride(0), positions.stride(0), parts, size**-0.5 * _LOG2_E,
-        KV_HEADS=kv_heads, ROWS=_width(heads // kv_heads), BLOCK=BLOCK,
-        TILE=tile(size, q.element_size()), IS_INT8=is_int8, WIDENED=_IS_INTERPRETED,
-        num_warps=4, num_stages=stages, **common,
-    )  # fmt: skip
+        *(q, cache.keys, cache.values, *_scales(cache, q), tables, positions, partial, totals),
+        *(q.stride(0), tables.stride(0), positions.stride(0), parts, size**-0.5 * _LOG2_E),
+        **common,
+        KV_HEADS=kv_heads,
+        ROWS=_width(heads // kv_heads),
+        BLOCK=BLOCK,
+        TILE=tile(size, q.element_size()),
+        IS_INT8=is_int8,
+        WIDENED=_IS_INTERPRETED,
+        num_warps=4,
+        num_stages=2 if is_int8 else 3,  # three stages of int8 would be copied synchronously, byte by byte
+    )
     if parts > 1:
-        _join[(sequences, heads)](
-            found, totals, positions, out, positions.stride(0), parts, JOINED=_JOINED, num_warps=4, **common
-        )
+        arguments = partial, totals, positions, out, positions.stride(0), parts
+        _merge[(sequences, heads)](*arguments, JOINED=_JOINED, num_warps=4, **common)
     return out
 
 
+def _scales(cache: LayerCache, unused: Tensor) -> tuple[Tensor, Tensor]:
+    """The scales of an int8 cache; the kernels do not read `unused`."""
+    if cache.key_scales is None or cache.value_scales is None:
+        return unused, unused
+    return cache.key_scales, cache.value_scales
+
+
 def tile(size: int, item_bytes: int) -> int:
-    """How many keys of that many elements are read at a time."""
+    """Number of keys with `size` elements that are read at a time."""
     return max(16, min(64, _TILE_BYTES // (_width(size) * item_bytes)))
 
 
 def _width(size: int) -> int:
-    """The next power of two, and what the smallest product takes."""
+    """The next power of two, at least 16, the smallest size of a product."""
     return 1 << max(4, (size - 1).bit_length())
 
 
 @triton.jit(do_not_specialize=_VARYING)
-def _keep(  # noqa: PLR0917
-    k_ptr, v_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, tables_ptr, positions_ptr,
-    k_stride, v_stride, table_stride, position_stride,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, IS_INT8: tl.constexpr,
-):  # fmt: skip
-    """Store one head of one sequence's token."""
+def _store(  # noqa: PLR0917
+    k_ptr,
+    v_ptr,
+    keys_ptr,
+    values_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
+    tables_ptr,
+    positions_ptr,
+    k_stride,
+    v_stride,
+    table_stride,
+    position_stride,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_INT8: tl.constexpr,
+):
+    """Store one head of the token of one sequence."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions_ptr + sequence * position_stride)
     block = tl.load(tables_ptr + sequence * table_stride + position // BLOCK).to(tl.int64)
@@ -154,7 +172,7 @@ def _keep(  # noqa: PLR0917
         v_top = tl.maximum(tl.max(tl.abs(v), 0), 1e-30)
         tl.store(key_scales_ptr + place * BLOCK + at, k_top / 127.0)
         tl.store(value_scales_ptr + place * BLOCK + at, v_top / 127.0)
-        # Adding 1.5 * 2^23 leaves no bits for a fraction: the nearest integer, half to even.
+        # Adding 1.5 * 2^23 rounds to the nearest integer, half to even.
         k = (k / k_top * 127.0 + 12582912.0) - 12582912.0
         v = (v / v_top * 127.0 + 12582912.0) - 12582912.0
     kind = keys_ptr.dtype.element_ty
@@ -164,15 +182,35 @@ def _keep(  # noqa: PLR0917
 
 @triton.jit(do_not_specialize=_VARYING)
 def _attend_to_part(  # noqa: PLR0917
-    q_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, tables_ptr, positions_ptr,
-    found_ptr, totals_ptr, q_stride, table_stride, position_stride, parts, scale,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    PART: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    IS_INT8: tl.constexpr, WIDENED: tl.constexpr,
-):  # fmt: skip
-    """Queries of the heads that share a key-value head, over the keys of one part of their sequence.
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
+    tables_ptr,
+    positions_ptr,
+    partial_ptr,
+    totals_ptr,
+    q_stride,
+    table_stride,
+    position_stride,
+    parts,
+    scale,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PART: tl.constexpr,
+    WINDOW: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_INT8: tl.constexpr,
+    WIDENED: tl.constexpr,
+):
+    """Attention of the query heads of one key-value head over one part of the keys of their sequence.
 
-    Writes their output, and the base-2 logarithm of the sum of all exp2(score), which says what it weighs.
+    Writes the output, and its weight in the merge: the base-2 logarithm of the sum of all exp2(score).
     """
     sequence, kv_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions_ptr + sequence * position_stride)
@@ -194,7 +232,7 @@ def _attend_to_part(  # noqa: PLR0917
             seen = column < stop
             if WINDOW > 0:
                 seen &= column >= first
-            # Whole blocks are read, which lets a thread read 16 bytes at once; what is not seen is finite.
+            # Whole blocks are read, 16 bytes per thread at a time. Masked elements are finite.
             of_table = tl.minimum(column // BLOCK, position // BLOCK)
             block = tl.load(tables_ptr + sequence * table_stride + of_table)
             place = block.to(tl.int64) * KV_HEADS + kv_head
@@ -218,8 +256,8 @@ def _attend_to_part(  # noqa: PLR0917
         out = out / total[:, None]
         head = sequence * HEADS + kv_head * group + row
         tl.store(totals_ptr + head * parts + part, top + tl.log2(total), mask=real)
-        found_at = (head[:, None] * parts + part) * SIZE + element[None, :]
-        tl.store(found_ptr + found_at, out.to(found_ptr.dtype.element_ty), mask=held)
+        partial_at = (head[:, None] * parts + part) * SIZE + element[None, :]
+        tl.store(partial_ptr + partial_at, out.to(partial_ptr.dtype.element_ty), mask=held)
 
 
 @triton.jit
@@ -234,12 +272,21 @@ def _product(a, b, WIDENED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_VARYING)
-def _join(  # noqa: PLR0917
-    found_ptr, totals_ptr, positions_ptr, out_ptr, position_stride, parts,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, WINDOW: tl.constexpr,
+def _merge(  # noqa: PLR0917
+    partial_ptr,
+    totals_ptr,
+    positions_ptr,
+    out_ptr,
+    position_stride,
+    parts,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PART: tl.constexpr,
+    WINDOW: tl.constexpr,
     JOINED: tl.constexpr,
-):  # fmt: skip
-    """One head's output of one sequence: the parts' outputs, each weighed by its sum of exponentials."""
+):
+    """The output of one head of one sequence: the partial outputs, weighted by their sums of exponentials."""
     sequence = tl.program_id(0).to(tl.int64)
     head = sequence * HEADS + tl.program_id(1)
     position = tl.load(positions_ptr + sequence * position_stride)
@@ -254,15 +301,13 @@ def _join(  # noqa: PLR0917
         part = at + some
         there = part < own
         sums = tl.load(totals_ptr + head * parts + part, mask=there, other=-float("inf"))
-        found = tl.load(
-            found_ptr + (head * parts + part[:, None]) * SIZE + element[None, :],
-            mask=there[:, None] & inside[None, :], other=0.0,
-        )  # fmt: skip
+        partial_at = (head * parts + part[:, None]) * SIZE + element[None, :]
+        partial = tl.load(partial_ptr + partial_at, mask=there[:, None] & inside[None, :], other=0.0)
         higher = tl.maximum(top, tl.max(sums, 0))
         shrunk = tl.exp2(top - higher)
         weights = tl.exp2(sums - higher)
         total = total * shrunk + tl.sum(weights, 0)
-        out = out * shrunk + tl.sum(weights[:, None] * found, 0)
+        out = out * shrunk + tl.sum(weights[:, None] * partial, 0)
         top = higher
     out = out / total
     tl.store(out_ptr + head * SIZE + element, out.to(out_ptr.dtype.element_ty), mask=inside)

@@ -64,7 +64,7 @@ INLINE void block_scores(
     }
 }
 
-INLINE void weigh_values(
+INLINE void weighted_values(
     const struct blocks *kv, int64_t first, int64_t end, int64_t size, int64_t column, const float *weights,
     int64_t stride, const float *factor, float *out, int64_t out_stride, const int heads, const int vectors,
     const int kind)
@@ -120,7 +120,7 @@ INLINE void attend_heads(
         for (block = first; block < last; block++) {
             i16 position = LANE + (int32_t)(block * BLOCK);
             v16 x = load(row + block * BLOCK);
-            x = pick((position >= (int32_t)start) & (position < (int32_t)end), x, splat(-INFINITY));
+            x = blend((position >= (int32_t)start) & (position < (int32_t)end), x, splat(-INFINITY));
             store(row + block * BLOCK, x);
             top = larger(x, top);
         }
@@ -137,7 +137,7 @@ INLINE void attend_heads(
     }
     int64_t column = 0;
     for (; column + 4 * LANES <= size; column += 4 * LANES)
-        weigh_values(kv, first, last, size, column, scores, scores_stride, factor, out, out_stride, heads, 4, kind);
+        weighted_values(kv, first, last, size, column, scores, scores_stride, factor, out, out_stride, heads, 4, kind);
     for (; column < size; column += LANES)
-        weigh_values(kv, first, last, size, column, scores, scores_stride, factor, out, out_stride, heads, 1, kind);
+        weighted_values(kv, first, last, size, column, scores, scores_stride, factor, out, out_stride, heads, 1, kind);
 }

@@ -1,4 +1,4 @@
-"""The kernels' attention: of packed sequences, forward and backward, and over a paged cache."""
+"""The attention kernels: for packed sequences, forward and backward, and over a paged cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from perilune.models.native.ops import check, kernel, threads
 
 
 class Cache(Structure):
-    """struct cache: of one layer, see `PagedCache`."""
+    """struct cache: the cache of one layer, see `PagedCache`."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
@@ -70,13 +70,13 @@ class _Packed(Structure):
 def attend_paged(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, step: Step, *, scale: float, window: int
 ) -> Tensor:
-    """Keep float32[N, KV, D] keys and values, then attend from float32[N, H, D]; returns float32[N, H, D].
+    """Store keys and values float32[N, KV, D], then attend from queries float32[N, H, D] to float32[N, H, D].
 
-    What lies after the rows of the step is passed over, and zero in the result.
+    Rows after those of the step are ignored and zero in the result.
 
     Args:
-        scale: of the scores.
-        window: tokens a query sees, itself among them; 0 means all.
+        scale: factor of the scores.
+        window: tokens that a query sees, including its own; 0 means all.
     """
     q, k, v = (_rows(x) for x in (q, k, v))
     out = torch.zeros(q.shape)
@@ -105,14 +105,15 @@ _OF_PACKED = (POINTER(_Packed), c_int64)
 
 
 class Spans:
-    """Where packed sequences lie in the flat tokens.
+    """The positions of packed sequences in the flat tokens.
+
+    Sequences that share a prefix are sorted together, so that one thread sums their gradients in a fixed
+    order.
 
     Args:
         starts, lengths: int64[S], of each sequence.
-        prefix_of: int64[S], the sequence whose tokens come before this one's, or -1.
-        prefixes: int64[S], how many of its tokens do; by default all.
-
-    Sequences that share a prefix are kept together, for one thread to sum up their gradients in one order.
+        prefix_of: int64[S], the sequence whose tokens precede this one's, or -1.
+        prefixes: int64[S], how many of its tokens precede; by default all.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Spans:
         self.prefixes = torch.where(has, prefixes[order], 0)
 
     def fields(self) -> dict[str, int]:
-        """What struct packed is told of them."""
+        """The fields of struct packed that describe the spans."""
         names = ("starts", "lengths", "prefix_starts", "prefixes", "family")
         pointers = {name: getattr(self, name).data_ptr() for name in names}
         return {**pointers, "sequences": len(self.starts), "families": len(self.family) - 1}
@@ -138,13 +139,13 @@ class Spans:
 def attend_packed(
     q: Tensor, k: Tensor, v: Tensor, spans: Spans, *, scale: float, window: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of packed sequences: float32[N, H, D], and float32[N, H] logs of the denominators.
+    """Causal attention of packed sequences: float32[N, H, D], and the logs of the denominators float32[N, H].
 
     Args:
         q: float32[N, H, D].
         k, v: float32[N, KV, D].
-        scale: of the scores.
-        window: tokens a query sees, itself among them; 0 means all.
+        scale: factor of the scores.
+        window: tokens that a query sees, including its own; 0 means all.
     """
     q, k, v = (_rows(x) for x in (q, k, v))
     out, total = torch.zeros(q.shape), torch.zeros(q.shape[:2])
@@ -161,7 +162,7 @@ def attend_packed_backward(
     scale: float,
     window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from that of the output; `forward` is q, k, v and both results."""
+    """Gradients of q, k and v from that of the output; `forward` is q, k, v and both outputs."""
     q, k, v = (_rows(x) for x in forward[:3])
     grad = grad.contiguous()
     grad_q, grad_k, grad_v = (torch.zeros(x.shape) for x in (q, k, v))
@@ -196,5 +197,5 @@ def _packed(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """`x` with the heads of a row side by side."""
+    """`x` with the heads of each row contiguous."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

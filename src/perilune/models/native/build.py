@@ -1,7 +1,7 @@
-"""Compiles C for this processor, once, and loads it: the kernels, and whatever else brings a unit of its own.
+"""Compile C code for this processor once, and load it.
 
-The result lies in the user's cache folder under a digest of sources, compiler, flags and processor, so that
-another version or machine never meets it. Without a C compiler the torch versions of everything are used.
+The library is cached in the user's cache folder under a digest of sources, compiler, flags and processor, so
+other versions and machines never load it. Without a C compiler, torch computes everything.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _KERNELS = Path(__file__).parent / "kernels.c"
-# No flag lets the compiler reorder sums: an element's bits must not depend on where it is computed.
+# No flag may let the compiler reorder sums: the bits of an element must not depend on its position.
 _FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared")
 _THIS_PROCESSOR = (
     ("-march=native", "-mprefer-vector-width=512") if platform.machine() == "x86_64" else ("-mcpu=native",)
@@ -30,11 +30,11 @@ _SECONDS = 120
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """A loaded library, or why there is none.
+    """A loaded library, or the reason why there is none.
 
     Attributes:
         library: the shared library, or None.
-        reason: why there is none, or where it lies.
+        reason: why the library is missing, or its path.
     """
 
     library: ctypes.CDLL | None
@@ -42,18 +42,18 @@ class Native:
 
 
 def native() -> Native:
-    """The kernels, compiled now if they never were; `PERILUNE_NATIVE=0` does without them."""
+    """The kernels, compiled on the first call. `PERILUNE_NATIVE=0` switches them off."""
     return compiled(_KERNELS)
 
 
 def missing_kernels(reason: str) -> str:
-    """What to tell a user whose machine has no kernels."""
+    """The message for users whose machine has no kernels."""
     return f"the C kernels are missing, so torch computes everything, about 3x slower: {reason}"
 
 
 @functools.cache
 def compiled(unit: Path) -> Native:
-    """The library made of one C file and what it includes from its own folder."""
+    """The library of one C file and the files of its folder that it includes."""
     if os.environ.get("PERILUNE_NATIVE") == "0":
         return Native(None, "switched off by PERILUNE_NATIVE=0")
     compiler = _compiler()
@@ -63,7 +63,7 @@ def compiled(unit: Path) -> Native:
         path = _cached(compiler, unit)
         try:
             return Native(ctypes.CDLL(str(path)), str(path))
-        except OSError:  # cut short by a full disk, say
+        except OSError:  # incomplete, for example because the disk was full
             path.unlink()
             path = _cached(compiler, unit)
             return Native(ctypes.CDLL(str(path)), str(path))
@@ -79,8 +79,8 @@ def _compiler() -> list[str] | None:
     named = os.environ.get("CC")
     if named:
         return shlex.split(named)
-    found = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
-    return None if found is None else [found]
+    path = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
+    return None if path is None else [path]
 
 
 def _cached(compiler: list[str], unit: Path) -> Path:
@@ -89,16 +89,16 @@ def _cached(compiler: list[str], unit: Path) -> Path:
     if path.exists() and path.stat().st_uid == os.getuid():
         return path
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        made = Path(scratch) / "library.so"
-        _compile(compiler, unit, made)
-        made.replace(path)
+        library = Path(scratch) / "library.so"
+        _compile(compiler, unit, library)
+        library.replace(path)
     return path
 
 
 def _compile(compiler: list[str], unit: Path, target: Path) -> None:
     errors = ""
-    for special in (_THIS_PROCESSOR, _THIS_PROCESSOR[:1], ()):
-        command = [*compiler, *_FLAGS, *special, str(unit), "-o", str(target), "-lm", "-lpthread"]
+    for processor in (_THIS_PROCESSOR, _THIS_PROCESSOR[:1], ()):
+        command = [*compiler, *_FLAGS, *processor, str(unit), "-o", str(target), "-lm", "-lpthread"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
         if done.returncode == 0:
             return
@@ -115,7 +115,7 @@ def _cache_folder() -> Path:
         folder = Path(tempfile.gettempdir()) / f"perilune-kernels-{os.getuid()}"
         folder.mkdir(exist_ok=True, mode=0o700)
     if folder.stat().st_uid != os.getuid():
-        raise _CompilerError(f"{folder} belongs to somebody else")
+        raise _CompilerError(f"{folder} belongs to another user")
     return folder
 
 
@@ -131,10 +131,10 @@ def _digest(compiler: list[str], unit: Path) -> str:
 
 
 def _processor() -> str:
-    """What distinguishes processors for the compiler: model and instruction sets."""
+    """The model and instruction sets of the processor, on which compiled code depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
+    keys = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(keys)))

@@ -48,7 +48,7 @@ struct part {
     struct team *team;
     int64_t rank, from, to; /* rows */
     uint16_t *rounded;
-    struct attention_room room;
+    struct attention_buffers buffers;
 };
 
 /* out = x w^T: this thread's rows, or, with few rows, its columns followed by a barrier. */
@@ -56,12 +56,12 @@ static void multiply(struct part *part, const float *x, int64_t x_stride, const 
 {
     int64_t first = 0, last = panel_count(w), from = part->from, to = part->to;
     if (!part->job->by_rows) {
-        share(panel_count(w), 1, part->rank, part->team->size, &first, &last);
+        split_range(panel_count(w), 1, part->rank, part->team->size, &first, &last);
         from = 0, to = part->job->step->rows;
-        meet(part->team); /* x is complete */
+        barrier(part->team); /* x is complete */
     }
     product(x + from * x_stride, x_stride, w, first, last, out + from * out_stride, out_stride, to - from, part->rounded);
-    if (!part->job->by_rows) meet(part->team);
+    if (!part->job->by_rows) barrier(part->team);
 }
 
 /* Norm each row, or copy it if `norm` is null. */
@@ -100,7 +100,7 @@ static void embed_rows(const struct part *part)
 }
 
 /* Norm and rotate q and k of this thread's rows in `wide`, where v follows them. */
-static void turn_rows(const struct part *part, const struct layer *layer)
+static void norm_rotate_rows(const struct part *part, const struct layer *layer)
 {
     struct job *job = part->job;
     const struct model *m = job->model;
@@ -132,12 +132,12 @@ static void attend(const struct part *part, int64_t index)
     struct attention a = {.cache = job->caches + index, .step = job->step, .q = job->wide, .out = job->h,
                           .heads = m->heads, .kv_heads = m->kv_heads, .size = m->size, .window = layer->window,
                           .q_stride = job->wide_stride, .out_stride = job->stride, .scale = m->attention_scale};
-    turn_rows(part, layer);
-    keep_rows(&a, job->wide + q_width, job->wide_stride, job->wide + q_width + k_width, job->wide_stride, part->from,
+    norm_rotate_rows(part, layer);
+    store_rows(&a, job->wide + q_width, job->wide_stride, job->wide + q_width + k_width, job->wide_stride, part->from,
               part->to);
-    meet(part->team); /* rows attend to keys that other threads stored */
-    attend_pairs(&a, &part->room, part->rank, part->team->size);
-    meet(part->team); /* pairs are split differently from rows */
+    barrier(part->team); /* rows attend to keys that other threads stored */
+    attend_pairs(&a, &part->buffers, part->rank, part->team->size);
+    barrier(part->team); /* pairs are split differently from rows */
 }
 
 /* The feed-forward network of a dense layer, from h to h. */
@@ -161,11 +161,11 @@ static void feed_experts(struct part *part, const struct layer *layer)
     multiply(part, job->h, job->stride, &layer->router, job->wide, job->wide_stride);
     for (int64_t row = part->from; row < part->to; row++)
         route_token(mixture, row, job->wide + row * job->wide_stride);
-    meet(part->team);
+    barrier(part->team);
     if (part->rank == 0) group_by_expert(mixture, job->step->rows);
-    meet(part->team);
+    barrier(part->team);
     for (int64_t row = part->from; row < part->to; row++) scatter_token(mixture, row, job->h + row * job->stride);
-    meet(part->team);
+    barrier(part->team);
     run_experts(mixture, layer->experts, part->rank, part->team, part->rounded);
     for (int64_t row = part->from; row < part->to; row++) combine_token(mixture, row, job->h + row * job->stride);
 }
@@ -175,13 +175,13 @@ static void logits_of_rows(struct part *part)
     struct job *job = part->job;
     const struct model *m = job->model;
     int64_t count = job->step->logit_count, from, to, first, last;
-    share(count, 1, part->rank, part->team->size, &from, &to);
-    meet(part->team); /* every row of x is complete */
+    split_range(count, 1, part->rank, part->team->size, &from, &to);
+    barrier(part->team); /* every row of x is complete */
     for (int64_t i = from; i < to; i++)
         rms_norm_row(job->x + job->step->logit_rows[i] * job->stride, m->final_norm, m->hidden, m->eps,
                      job->h + i * job->stride);
-    meet(part->team);
-    share(panel_count(&m->head), 1, part->rank, part->team->size, &first, &last);
+    barrier(part->team);
+    split_range(panel_count(&m->head), 1, part->rank, part->team->size, &first, &last);
     product(job->h, job->stride, &m->head, first, last, job->step->logits, m->vocabulary, count, part->rounded);
 }
 
@@ -192,10 +192,10 @@ static void step_part(void *argument, int64_t rank, struct team *team)
     struct part part = {.job = job, .team = team, .rank = rank};
     int64_t rows = job->step->rows, widest = job->stride > job->wide_stride ? job->stride : job->wide_stride;
     if (widest < job->mixture.wide_stride) widest = job->mixture.wide_stride;
-    share(rows, 1, rank, team->size, &part.from, &part.to);
+    split_range(rows, 1, rank, team->size, &part.from, &part.to);
     part.rounded = malloc(rows * widest * sizeof(uint16_t));
-    if (make_attention_room(&part.room, longest_of(job->step)) || !part.rounded) atomic_store(&job->failed, 1);
-    meet(team);
+    if (allocate_attention(&part.buffers, longest_of(job->step)) || !part.rounded) atomic_store(&job->failed, 1);
+    barrier(team);
     if (!atomic_load(&job->failed)) {
         embed_rows(&part);
         for (int64_t index = 0; index < m->layers; index++) {
@@ -212,7 +212,7 @@ static void step_part(void *argument, int64_t rank, struct team *team)
         }
         logits_of_rows(&part);
     }
-    free_attention_room(&part.room);
+    free_attention(&part.buffers);
     free(part.rounded);
 }
 
@@ -232,12 +232,12 @@ int perilune_step(const struct model *m, const struct cache *caches, const struc
     job.by_rows = step->rows >= ROWS_A_THREAD * threads || threads == 1;
     job.mixture = (struct mixture){.experts = m->experts, .per_token = m->experts_per_token, .hidden = m->hidden,
                                    .inner = m->expert_inner, .normalised = m->normalised, .activation = m->activation};
-    int no_room = m->experts && make_mixture_room(&job.mixture, step->rows);
-    if (!job.x || !job.h || !job.wide || no_room) job.failed = 1;
-    else run_together(step_part, &job, threads);
+    int no_memory = m->experts && allocate_mixture(&job.mixture, step->rows);
+    if (!job.x || !job.h || !job.wide || no_memory) job.failed = 1;
+    else run_threads(step_part, &job, threads);
     free(job.x);
     free(job.h);
     free(job.wide);
-    free_mixture_room(&job.mixture);
+    free_mixture(&job.mixture);
     return atomic_load(&job.failed);
 }

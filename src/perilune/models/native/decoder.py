@@ -1,4 +1,4 @@
-"""A whole step of a decoder in one call: its weights laid out for the kernels."""
+"""A whole decoding step in one call of the C kernels."""
 
 from __future__ import annotations
 
@@ -14,14 +14,7 @@ from perilune.models.feed_forward import MLP, MixtureOfExperts
 from perilune.models.layers import Projection, RMSNorm
 from perilune.models.native import ops
 from perilune.models.native.attention import Cache, Step
-from perilune.models.native.ops import (
-    LANES,
-    PANEL,
-    PackedWeight,
-    Weight,
-    WeightKind,
-    pack_parts,
-)
+from perilune.models.native.ops import LANES, PANEL, PackedWeight, Weight, WeightKind, pack_parts
 
 
 class _Layer(Structure):
@@ -60,7 +53,7 @@ class _Model(Structure):
 
 
 def supports(config: DecoderConfig, kind: WeightKind = "float32") -> bool:
-    """Whether `NativeDecoder` computes such a model: its sizes are multiples of what registers hold."""
+    """Whether `NativeDecoder` can compute this model: its sizes must be multiples of the vector size."""
     inner = [config.intermediate_size] + ([config.experts.intermediate_size] if config.experts else [])
     even = kind != "bfloat16" or all(size % 2 == 0 for size in inner)
     whole = config.hidden_size % LANES == 0 and config.head_dim % PANEL == 0
@@ -68,13 +61,13 @@ def supports(config: DecoderConfig, kind: WeightKind = "float32") -> bool:
 
 
 class NativeDecoder:
-    """A copy of a decoder's present weights, and the step over a paged cache.
+    """A copy of a decoder's current weights, and the decoding step over a paged cache.
 
-    In float32 its numbers are those of the decoder itself, bit by bit, in every batch.
+    In float32 the results equal those of the decoder bit for bit, in every batch.
 
     Args:
-        decoder: one that `supports` speaks for, on the CPU.
-        kind: how its matrices are kept. "bfloat16" also rounds what they multiply; sums are float32 always.
+        decoder: a decoder on the CPU that `supports` accepts.
+        kind: how matrices are stored. "bfloat16" also rounds the activations; sums are always float32.
     """
 
     def __init__(self, decoder: Decoder, kind: WeightKind) -> None:
@@ -83,12 +76,12 @@ class NativeDecoder:
         self._layers: Array[_Layer] = (_Layer * self.config.num_layers)()
         self._matrices: list[Tensor] = []  # the memory that the structures point to
         self._vectors: list[Tensor] = []
-        self.take(decoder)
+        self.load(decoder)
 
-    def take(self, decoder: Decoder) -> None:
-        """Have the present weights of `decoder` from now on, matrices where those before them were."""
-        self._decoder = decoder  # for its rotations, which are no weights
-        self._rooms = iter(self._matrices)
+    def load(self, decoder: Decoder) -> None:
+        """Copy the current weights of `decoder`, matrices over the memory of the old ones."""
+        self._decoder = decoder  # for the rotary tables
+        self._buffers = iter(self._matrices)
         self._matrices, self._vectors = [], []
         self._experts: list[Array[_Expert]] = []  # of each sparse layer
         for index, block in enumerate(decoder.model.layers):
@@ -100,7 +93,7 @@ class NativeDecoder:
         self._reserve(1)
 
     def step(self, caches: Array[Cache], step: Step, last: int) -> None:
-        """Compute `step`, whose largest position is `last`; its logits and the layers' caches are written."""
+        """Compute `step`, whose largest position is `last`; writes its logits and the caches."""
         self._reserve(last + 1)
         ops.check(
             ops.kernel("step", POINTER(_Model), POINTER(Cache), POINTER(Step), c_int64)(
@@ -113,7 +106,7 @@ class NativeDecoder:
         config, family, experts = self.config, self.config.family, self.config.experts
         table = torch.float32 if self._kind == "float32" else torch.bfloat16
         embedding = None
-        if self._kind == "int8" or not config.tie_word_embeddings:  # otherwise read from the packed head
+        if self._kind == "int8" or not config.tie_word_embeddings:  # otherwise the packed head is the table
             embedding = decoder.model.embed_tokens.weight.detach().to(table, copy=True)
             self._vectors.append(embedding)
         return _Model(
@@ -170,16 +163,17 @@ class NativeDecoder:
             return {"gate_up": self._weight(mlp.gate, mlp.up), "down": self._weight(mlp.down)}
         router = self._weight(mlp.router)
         experts = (_Expert * len(mlp.experts))()
-        for expert, its in zip(experts, mlp.experts, strict=True):
-            assert isinstance(its, MLP)
-            expert.gate_up, expert.down = self._weight(its.gate, its.up), self._weight(its.down)
+        for expert, network in zip(experts, mlp.experts, strict=True):
+            assert isinstance(network, MLP)
+            expert.gate_up = self._weight(network.gate, network.up)
+            expert.down = self._weight(network.down)
         self._experts.append(experts)
         return {"router": router, "experts": addressof(experts)}
 
     def _weight(self, *projections: Projection) -> Weight:
         parts = [(one.weight_of(part), _bias(part)) for one in projections for part in one.parts]
         kind: WeightKind = "float32" if projections[0].exact else self._kind
-        packed: PackedWeight = pack_parts(parts, kind, next(self._rooms, None))
+        packed: PackedWeight = pack_parts(parts, kind, next(self._buffers, None))
         self._matrices.append(packed.tensors[0])
         self._vectors += packed.tensors[1:]
         return packed.struct
@@ -193,7 +187,7 @@ class NativeDecoder:
         return vector.data_ptr()
 
     def _reserve(self, positions: int) -> None:
-        """Have rotations for so many positions."""
+        """Extend the rotary tables to `positions`."""
         if positions <= self._reach:
             return
         self._reach = max(positions, 2 * self._reach, 1024)

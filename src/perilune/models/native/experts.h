@@ -91,7 +91,7 @@ static void run_experts(
     for (int64_t e = 0; e < m->experts; e++) {
         int64_t start = e ? m->end[e - 1] : 0, count = m->end[e] - start;
         float *x = m->x + start * m->stride, *wide = m->wide + start * m->wide_stride;
-        share(half, 1, (rank + e) % team->size, team->size, &first, &last); /* rotate who gets the larger share */
+        split_range(half, 1, (rank + e) % team->size, team->size, &first, &last); /* rotate who gets the larger share */
         product(x, m->stride, &experts[e].gate_up, first, last, wide, m->wide_stride, count, rounded);
         product(x, m->stride, &experts[e].gate_up, half + first, half + last, wide, m->wide_stride, count, rounded);
         for (int64_t row = 0; row < count; row++) {
@@ -99,14 +99,14 @@ static void run_experts(
             gate_row(gate, gate + half * PANEL, (last - first) * PANEL, m->activation);
         }
     }
-    meet(team);
+    barrier(team);
     for (int64_t e = 0; e < m->experts; e++) {
         int64_t start = e ? m->end[e - 1] : 0, count = m->end[e] - start;
-        share(panel_count(&experts[e].down), 1, (rank + e) % team->size, team->size, &first, &last);
+        split_range(panel_count(&experts[e].down), 1, (rank + e) % team->size, team->size, &first, &last);
         product(m->wide + start * m->wide_stride, m->wide_stride, &experts[e].down, first, last,
                 m->x + start * m->stride, m->stride, count, rounded);
     }
-    meet(team);
+    barrier(team);
 }
 
 /* Not inlined, so that the product is rounded before the addition, as in torch. */
@@ -127,8 +127,8 @@ static void combine_token(const struct mixture *m, int64_t row, float *out)
     }
 }
 
-/* Returns 1 if memory ran out. The caller must call `free_mixture_room` in any case. */
-static int make_mixture_room(struct mixture *m, int64_t rows)
+/* Returns 1 if memory ran out. The caller must call `free_mixture` in any case. */
+static int allocate_mixture(struct mixture *m, int64_t rows)
 {
     int64_t pairs = rows * m->per_token;
     m->stride = m->hidden + APART;
@@ -142,7 +142,7 @@ static int make_mixture_room(struct mixture *m, int64_t rows)
     return !m->weights || !m->chosen || !m->place || !m->end || !m->x || !m->wide;
 }
 
-static void free_mixture_room(struct mixture *m)
+static void free_mixture(struct mixture *m)
 {
     free(m->weights);
     free(m->chosen);

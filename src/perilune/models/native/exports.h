@@ -46,7 +46,7 @@ static void linear_part(void *argument, int64_t rank, struct team *team)
 {
     struct linear *l = argument;
     int64_t from, to;
-    share(l->rows, TILE_ROWS, rank, team->size, &from, &to);
+    split_range(l->rows, TILE_ROWS, rank, team->size, &from, &to);
     product(l->x + from * l->x_stride, l->x_stride, l->weight, 0, panel_count(l->weight),
             l->out + from * l->weight->outputs, l->weight->outputs, to - from,
             l->rounded ? l->rounded + from * l->x_stride : 0);
@@ -58,7 +58,7 @@ void perilune_linear(
     int64_t threads)
 {
     struct linear l = {x, weight, out, rounded, rows, x_stride};
-    run_together(linear_part, &l, rows < ROWS_TO_SHARE ? 1 : threads);
+    run_threads(linear_part, &l, rows < ROWS_TO_SHARE ? 1 : threads);
 }
 
 /* The arguments of an operation on rows; each operation uses some of them. */
@@ -75,13 +75,13 @@ static void rows_part(void *argument, int64_t rank, struct team *team)
 {
     const struct rows *rows = argument;
     int64_t from, to;
-    share(rows->count, 1, rank, team->size, &from, &to);
+    split_range(rows->count, 1, rank, team->size, &from, &to);
     rows->function(rows, from, to, rank);
 }
 
 static void run_rows(struct rows *rows, int64_t threads)
 {
-    run_together(rows_part, rows, rows->count < ROWS_TO_SHARE ? 1 : threads);
+    run_threads(rows_part, rows, rows->count < ROWS_TO_SHARE ? 1 : threads);
 }
 
 static void rms_norm_part(const struct rows *r, int64_t from, int64_t to, int64_t rank)
@@ -206,7 +206,7 @@ static void route_part(void *argument, int64_t rank, struct team *team)
 {
     struct routes *r = argument;
     int64_t from, to;
-    share(r->rows, 1, rank, team->size, &from, &to);
+    split_range(r->rows, 1, rank, team->size, &from, &to);
     for (int64_t row = from; row < to; row++)
         route_row(r->logits + row * r->experts, r->experts, r->per_token, r->normalised,
                   r->weights + row * r->per_token, r->chosen + row * r->per_token);
@@ -218,7 +218,7 @@ void perilune_route(
     int64_t *chosen, int64_t threads)
 {
     struct routes routes = {logits, weights, chosen, rows, experts, per_token, normalised};
-    run_together(route_part, &routes, rows < ROWS_TO_SHARE ? 1 : threads);
+    run_threads(route_part, &routes, rows < ROWS_TO_SHARE ? 1 : threads);
 }
 
 static void token_logprobs_part(const struct rows *r, int64_t from, int64_t to, int64_t rank)
@@ -235,7 +235,7 @@ static void token_logprobs_part(const struct rows *r, int64_t from, int64_t to, 
         for (int64_t i = 0; i < r->size; i += LANES) {
             v16 logprob = scaled(load_first(x + i, r->size - i, -INFINITY), s) - splat(s.offset);
             v16 weight = exponential(logprob);
-            mean += pick(weight > splat(0.0f), weight * logprob, splat(0.0f));
+            mean += blend(weight > splat(0.0f), weight * logprob, splat(0.0f));
         }
         r->third[row] = -sum(mean);
     }
@@ -292,7 +292,7 @@ static void draw_part(void *argument, int64_t rank, struct team *team)
 {
     struct draws *d = argument;
     int64_t from, to;
-    share(d->count, 1, rank, team->size, &from, &to);
+    split_range(d->count, 1, rank, team->size, &from, &to);
     double *sums = malloc(((d->size + STRIDE - 1) / STRIDE) * sizeof(double));
     if (!sums) atomic_store(&d->failed, 1);
     for (int64_t i = from; i < to && sums; i++) {
@@ -311,6 +311,6 @@ static void draw_part(void *argument, int64_t rank, struct team *team)
 int perilune_draw(struct draws *draws, int64_t threads)
 {
     atomic_store(&draws->failed, 0);
-    run_together(draw_part, draws, draws->count * draws->size < DRAWS_TO_SHARE ? 1 : threads);
+    run_threads(draw_part, draws, draws->count * draws->size < DRAWS_TO_SHARE ? 1 : threads);
     return atomic_load(&draws->failed);
 }

@@ -1,7 +1,7 @@
-"""The C kernels over torch tensors: products, and what is done to each row; float32, on the CPU.
+"""The C kernels for products and operations on rows, called with float32 torch tensors on the CPU.
 
-Every function needs `available()`; shapes are as the decoder's. Arguments that the caller vouches for (kinds,
-shapes that belong together) are not checked again here.
+Every function requires `available()`. Shapes are those of the decoder. Callers guarantee kinds and matching
+shapes; the functions do not check them again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from perilune.models.scratch import scratch_buffer
 
 PANEL = 32
 LANES = 16
-_PACKED_AT_ONCE = 1 << 20  # numbers of a weight, which are float32 while they are packed
+_PACKED_AT_ONCE = 1 << 20  # elements of a weight that are converted to float32 at a time
 
 WeightKind = Literal["float32", "bfloat16", "int8"]
 Activation = Literal["silu", "gelu_tanh"]
@@ -62,7 +62,7 @@ class _Draws(Structure):
 
 
 def available() -> bool:
-    """Whether the kernels are there; the first call may compile them, which takes some seconds."""
+    """Whether the kernels can be used. The first call may compile them, which takes some seconds."""
     return native().library is not None
 
 
@@ -84,7 +84,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 @cache
 def kernel(name: str, *types: Any) -> Any:
-    """The function `perilune_<name>`; `types` are those of its arguments, where they are not known here."""
+    """The function `perilune_<name>`; `types` are its argument types if `_ARGUMENTS` does not have them."""
     library = native().library
     assert library is not None
     function = getattr(library, f"perilune_{name}")
@@ -93,20 +93,20 @@ def kernel(name: str, *types: Any) -> Any:
 
 
 def _rows_as_float32(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Where some rows of a float[O, I] begin, a multiple of a panel, and these rows."""
+    """Chunks of the rows of float[O, I] as float32: the first row, a multiple of a panel, and the rows."""
     if weight.dtype == torch.float32 and weight.stride(1) == 1:
         yield 0, weight
         return
     inputs = weight.shape[1]
     at_once = max(1, _PACKED_AT_ONCE // (inputs * PANEL)) * PANEL
-    room = _pages(min(at_once, len(weight)) * inputs, torch.float32).view(-1, inputs)
+    buffer = _pages(min(at_once, len(weight)) * inputs, torch.float32).view(-1, inputs)
     for first in range(0, len(weight), at_once):
         rows = weight[first : first + at_once]
-        yield first, room[: len(rows)].copy_(rows)
+        yield first, buffer[: len(rows)].copy_(rows)
 
 
 def _pages(count: int, dtype: torch.dtype) -> Tensor:
-    """Memory of the system's own: what is kept for long leaves no holes among what comes and goes."""
+    """An uninitialised tensor; large ones are mapped outside the heap, so that they do not fragment it."""
     size = count * dtype.itemsize
     if size < mmap.PAGESIZE * 16:
         return torch.empty(count, dtype=dtype)
@@ -116,11 +116,11 @@ def _pages(count: int, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """float[O, I] in the order the kernels read it, with its bias; made by `pack_weight`.
+    """A float[O, I] weight in the layout of the kernels, and its bias; made by `pack_weight`.
 
     Attributes:
-        struct: what the kernels take.
-        tensors: the memory it points to.
+        struct: the argument of the kernels.
+        tensors: the memory that `struct` points to.
     """
 
     struct: Weight
@@ -134,48 +134,41 @@ class PackedWeight:
 def pack_weight(
     weight: Tensor, bias: Tensor | None = None, kind: WeightKind = "float32", *, temporary: bool = False
 ) -> PackedWeight:
-    """Lay out float[O, I]; `kind` is how it is kept. bfloat16 needs an even I.
+    """Pack float[O, I], stored as `kind`. bfloat16 requires an even I.
 
     Args:
-        passing: whether it is used before this thread packs another such, whose memory it has
-            (`scratch_buffer`).
+        temporary: use this thread's scratch buffer, which the next temporary weight overwrites.
     """
     size = -(-len(weight) // PANEL) * PANEL * weight.shape[1]
-    room = scratch_buffer("panels", [size], _DTYPES[kind], weight.device) if temporary else None
-    return pack_parts([(weight, bias)], kind, room)
+    buffer = scratch_buffer("panels", [size], _DTYPES[kind], weight.device) if temporary else None
+    return pack_parts([(weight, bias)], kind, buffer)
 
 
 def pack_parts(
-    parts: Sequence[tuple[Tensor, Tensor | None]], kind: WeightKind, room: Tensor | None = None
+    parts: Sequence[tuple[Tensor, Tensor | None]], kind: WeightKind, buffer: Tensor | None = None
 ) -> PackedWeight:
-    """Lay out weights float[O, I] of the same input, and biases, one below the other.
+    """Pack weights float[O, I] of one input and their biases, stacked.
 
-    Each begins a panel of its own; rows of zeros fill up the one before.
+    Each weight begins a new panel; zeros pad the panel before.
 
     Args:
-        room: the first of the `tensors` of one like it that is no longer needed, to be written over.
+        buffer: memory to overwrite, the first of the `tensors` of a packed weight of equal size.
     """
     inputs, dtype = parts[0][0].shape[1], _DTYPES[kind]
     starts = [0]
     for weight, _ in parts:
         starts.append(starts[-1] - -len(weight) // PANEL * PANEL)
     count = starts[-1]
-    panels = _pages(count * inputs, dtype) if room is None else room
+    panels = _pages(count * inputs, dtype) if buffer is None else buffer
     scale = torch.empty(count if kind == "int8" else 0)
     padded = torch.zeros(0 if all(bias is None for _, bias in parts) else count)
     for start, (weight, bias) in zip(starts, parts, strict=False):
         if bias is not None:
             padded[start : start + len(bias)] = bias.detach()
         for first, rows in _rows_as_float32(weight.detach()):
-            kernel("pack")(
-                rows.data_ptr(),
-                len(rows),
-                inputs,
-                rows.stride(0),
-                KINDS[dtype],
-                panels[(start + first) * inputs :].data_ptr(),
-                scale[start + first :].data_ptr(),
-            )
+            panel, its_scale = panels[(start + first) * inputs :], scale[start + first :]
+            sizes = len(rows), inputs, rows.stride(0), KINDS[dtype]
+            kernel("pack")(rows.data_ptr(), *sizes, panel.data_ptr(), its_scale.data_ptr())
     struct = Weight(
         panels.data_ptr(),
         scale.data_ptr() if kind == "int8" else None,
@@ -188,22 +181,14 @@ def pack_parts(
 
 
 def linear(x: Tensor, weight: PackedWeight) -> Tensor:
-    """float32[N, O] = float32[N, I] times the weight, plus its bias."""
+    """The product float32[N, O] of float32[N, I] and the weight, plus its bias."""
     if x.stride(-1) != 1:
         x = x.contiguous()
     out = torch.empty(x.shape[0], weight.outputs)
     rounded = None
     if weight.struct.kind == KINDS[torch.bfloat16]:
         rounded = torch.empty(x.shape[0] * x.stride(0), dtype=torch.bfloat16)
-    kernel("linear")(
-        x.data_ptr(),
-        x.shape[0],
-        x.stride(0),
-        byref(weight.struct),
-        out.data_ptr(),
-        None if rounded is None else rounded.data_ptr(),
-        threads(),
-    )
+    _run("linear", x, x.shape[0], x.stride(0), byref(weight.struct), out, rounded)
     return out
 
 
@@ -215,33 +200,25 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     x, weight = x.contiguous(), weight.contiguous()
     out, factor = torch.empty_like(x), torch.empty(*x.shape[:-1], 1)
     size = x.shape[-1]
-    kernel("rms_norm")(
-        x.data_ptr(), x.numel() // size, size, weight.data_ptr(), weight.numel() // size, eps, out.data_ptr(),
-        factor.data_ptr(), threads(),
-    )  # fmt: skip
+    _run("rms_norm", x, x.numel() // size, size, weight, weight.numel() // size, eps, out, factor)
     return out, factor
 
 
 def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the weight from that of the norm; `factor` is what `rms_norm` gave."""
+    """Gradients of x and of the weight from that of the output; `factor` is a result of `rms_norm`."""
     grad, x, weight = grad.contiguous(), x.contiguous(), weight.contiguous()
     grad_x, grad_weight = torch.empty_like(x), torch.zeros(threads(), *weight.shape)
     size = x.shape[-1]
-    kernel("rms_norm_backward")(
-        x.data_ptr(), x.numel() // size, size, weight.data_ptr(), weight.numel() // size, factor.data_ptr(),
-        grad.data_ptr(), grad_x.data_ptr(), grad_weight.data_ptr(), threads(),
-    )  # fmt: skip
+    rows, weights = x.numel() // size, weight.numel() // size
+    _run("rms_norm_backward", x, rows, size, weight, weights, factor, grad, grad_x, grad_weight)
     return grad_x, grad_weight[0]
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor, direction: int = 1) -> Tensor:
-    """float32[N, H, D] turned by float32[N, D / 2] cosines and sines (rows may be strided); -1 turns back."""
+    """Rotate float32[N, H, D] by float32[N, D / 2] cosines and sines (rows may be strided), or back (-1)."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    kernel("rotate")(
-        x.data_ptr(), *x.shape, cosine.data_ptr(), sine.data_ptr(), cosine.stride(0), direction,
-        out.data_ptr(), threads(),
-    )  # fmt: skip
+    _run("rotate", x, *x.shape, cosine, sine, cosine.stride(0), direction, out)
     return out
 
 
@@ -249,8 +226,7 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     """activation(gate) * up of float32[N, F]."""
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
-    number = ACTIVATIONS[activation]
-    kernel("gated")(gate.data_ptr(), up.data_ptr(), *gate.shape, number, out.data_ptr(), threads())
+    _run("gated", gate, up, *gate.shape, ACTIVATIONS[activation], out)
     return out
 
 
@@ -258,22 +234,16 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     """Gradients of gate and up."""
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(gate)
-    kernel("swiglu_backward")(
-        gate.data_ptr(), up.data_ptr(), grad.data_ptr(), *gate.shape, grad_gate.data_ptr(),
-        grad_up.data_ptr(), threads(),
-    )  # fmt: skip
+    _run("swiglu_backward", gate, up, grad, *gate.shape, grad_gate, grad_up)
     return grad_gate, grad_up
 
 
 def route(logits: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, Tensor]:
-    """float32[N, K] weights and int64[N, K] indices of each row's experts, from float32[N, E] logits."""
+    """Weights float32[N, K] and indices int64[N, K] of the experts of each row, from logits float32[N, E]."""
     scratch = logits.clone(memory_format=torch.contiguous_format)
     weights = torch.empty(len(logits), per_token)
     chosen = torch.empty(len(logits), per_token, dtype=torch.int64)
-    kernel("route")(
-        scratch.data_ptr(), *logits.shape, per_token, normalised, weights.data_ptr(), chosen.data_ptr(),
-        threads(),
-    )  # fmt: skip
+    _run("route", scratch, *logits.shape, per_token, normalised, weights, chosen)
     return weights, chosen
 
 
@@ -281,28 +251,23 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[
     """log softmax(logits / temperature) of int64[N] tokens.
 
     Returns:
-        float32[N] log-probs, float32[N, 2] normalizers, which the gradient needs, and float32[N] entropies.
+        log-probs float32[N], normalizers float32[N, 2] for the gradient, and entropies float32[N].
     """
     logits, tokens = logits.contiguous(), tokens.contiguous()
     out, entropy = torch.empty(len(logits)), torch.empty(len(logits))
     normalizers = torch.empty(len(logits), 2)
-    kernel("token_logprobs")(
-        logits.data_ptr(), *logits.shape, tokens.data_ptr(), 1 / temperature, out.data_ptr(),
-        normalizers.data_ptr(), entropy.data_ptr(), threads(),
-    )  # fmt: skip
+    _run("token_logprobs", logits, *logits.shape, tokens, 1 / temperature, out, normalizers, entropy)
     return out, normalizers, entropy
 
 
 def token_logprobs_backward(
     grad: Tensor, logits: Tensor, tokens: Tensor, temperature: float, normalizers: Tensor
 ) -> Tensor:
-    """Gradient of the logits, float32[N, V], from that of the log-probs."""
+    """The gradient float32[N, V] of the logits from that of the log-probs."""
     grad, logits, tokens = grad.contiguous(), logits.contiguous(), tokens.contiguous()
     out = torch.empty_like(logits)
-    kernel("token_logprobs_backward")(
-        logits.data_ptr(), *logits.shape, tokens.data_ptr(), 1 / temperature, normalizers.data_ptr(),
-        grad.data_ptr(), out.data_ptr(), threads(),
-    )  # fmt: skip
+    scale = 1 / temperature
+    _run("token_logprobs_backward", logits, *logits.shape, tokens, scale, normalizers, grad, out)
     return out
 
 
@@ -313,13 +278,13 @@ def draw(
 
     Args:
         logits: float32[R, V].
-        scales: float32[D], 1 / temperature of each, or 0 for the likeliest token.
+        scales: float32[D], 1 / temperature of each, or 0 for the most likely token.
         uniform: float64[D] in [0, 1).
-        rows: int64[D], which logits each draws from; None when the i-th from the i-th.
+        rows: int64[D], the row of logits of each draw; None when draw i uses row i.
 
     Returns:
-        int64[D] tokens, and float32[D] their log-probs under the distribution they were drawn from (under the
-        unscaled one where the scale is 0).
+        tokens int64[D], and their log-probs float32[D] under the distribution drawn from (unscaled where the
+        scale is 0).
     """
     logits, scales = logits.contiguous(), scales.contiguous()
     count = len(scales)
@@ -339,11 +304,17 @@ def draw(
 
 
 def threads() -> int:
-    """How many threads kernels use: as many as torch."""
+    """Threads that kernels use, as many as torch."""
     return torch.get_num_threads()
 
 
+def _run(name: str, *arguments: Any) -> None:
+    """Call a kernel on all threads. Tensors are passed as pointers."""
+    pointers = (one.data_ptr() if isinstance(one, Tensor) else one for one in arguments)
+    kernel(name)(*pointers, threads())
+
+
 def check(failed: int, where: str) -> None:
-    """Raise WorkFailedError where a kernel returned that memory ran out."""
+    """Raise WorkFailedError if a kernel reports that memory ran out."""
     if failed:
         raise WorkFailedError("out of memory", where=where, remedy="use shorter sequences or smaller batches")

@@ -49,19 +49,19 @@ static void gather(const struct packed *p, int64_t s, int64_t head, struct gathe
     }
 }
 
-static int make_room(const struct packed *p, struct gathered *g, int backward)
+static int allocate_gathered(const struct packed *p, struct gathered *g, int backward)
 {
     int64_t floats = p->longest * p->size, most = p->longest / BLOCK;
     int64_t total = (backward ? 5 : 2) * floats + 2 * MOST_HEADS * p->longest;
-    float *room = malloc(total * sizeof(float));
+    float *buffers = malloc(total * sizeof(float));
     g->pointers = malloc(4 * most * sizeof(void *));
-    g->key_columns = room;
-    if (!room || !g->pointers) return 1;
-    g->value_rows = g->value_columns = room + floats;
-    g->key_rows = room + 2 * floats;
-    g->grad_keys = room + 3 * floats;
-    g->grad_values = room + 4 * floats;
-    g->scores = room + (backward ? 5 : 2) * floats;
+    g->key_columns = buffers;
+    if (!buffers || !g->pointers) return 1;
+    g->value_rows = g->value_columns = buffers + floats;
+    g->key_rows = buffers + 2 * floats;
+    g->grad_keys = buffers + 3 * floats;
+    g->grad_values = buffers + 4 * floats;
+    g->scores = buffers + (backward ? 5 : 2) * floats;
     g->grads = g->scores + MOST_HEADS * p->longest;
     for (int64_t b = 0; b < most; b++) {
         int64_t at = b * BLOCK * p->size;
@@ -73,7 +73,7 @@ static int make_room(const struct packed *p, struct gathered *g, int backward)
     return 0;
 }
 
-static void free_room(struct gathered *g)
+static void free_gathered(struct gathered *g)
 {
     free(g->key_columns);
     free(g->pointers);
@@ -98,7 +98,7 @@ static void packed_part(void *argument, int64_t rank, struct team *team)
     (void)rank, (void)team;
     struct gathered g;
     int64_t size = p->size, group = p->heads / p->kv_heads, most = p->longest / BLOCK;
-    if (make_room(p, &g, 0)) atomic_store(&p->failed, 1);
+    if (allocate_gathered(p, &g, 0)) atomic_store(&p->failed, 1);
     struct blocks kv = {.keys = g.pointers, .values = g.pointers + most};
     while (!atomic_load(&p->failed)) {
         int64_t pair = atomic_fetch_add(&p->next, 1);
@@ -118,7 +118,7 @@ static void packed_part(void *argument, int64_t rank, struct team *team)
             }
         }
     }
-    free_room(&g);
+    free_gathered(&g);
 }
 
 /* Rows `from`..`to` of grad += sum over heads of weights[h][t] * x[h]. */
@@ -165,7 +165,7 @@ INLINE void backward_of_query(
             float *s = g->scores + h * longest + block * BLOCK, *d = g->grads + h * longest + block * BLOCK;
             i16 place = LANE + (int32_t)(block * BLOCK);
             i16 seen = (place >= (int32_t)start) & (place <= (int32_t)position);
-            v16 weight = pick(seen, exponential(load(s) - total), splat(0.0f));
+            v16 weight = blend(seen, exponential(load(s) - total), splat(0.0f));
             store(s, weight);
             store(d, weight * (load(d) - mean) * splat(p->scale));
         }
@@ -176,9 +176,9 @@ INLINE void backward_of_query(
     int64_t column = 0;
     float *grad_q = p->grad_q + at;
     for (; column + 4 * LANES <= size; column += 4 * LANES)
-        weigh_values(&values, from, to, size, column, g->grads, longest, factor, grad_q, size, heads, 4, CACHE_FLOAT32);
+        weighted_values(&values, from, to, size, column, g->grads, longest, factor, grad_q, size, heads, 4, CACHE_FLOAT32);
     for (; column < size; column += LANES)
-        weigh_values(&values, from, to, size, column, g->grads, longest, factor, grad_q, size, heads, 1, CACHE_FLOAT32);
+        weighted_values(&values, from, to, size, column, g->grads, longest, factor, grad_q, size, heads, 1, CACHE_FLOAT32);
 }
 
 static void backward_of_sequence(const struct packed *p, struct gathered *g, int64_t s, int64_t head)
@@ -208,14 +208,14 @@ static void packed_backward_part(void *argument, int64_t rank, struct team *team
     struct packed *p = argument;
     (void)rank, (void)team;
     struct gathered g;
-    if (make_room(p, &g, 1)) atomic_store(&p->failed, 1);
+    if (allocate_gathered(p, &g, 1)) atomic_store(&p->failed, 1);
     while (!atomic_load(&p->failed)) {
         int64_t pair = atomic_fetch_add(&p->next, 1);
         if (pair >= p->families * p->kv_heads) break;
         int64_t family = pair / p->kv_heads, head = pair % p->kv_heads;
         for (int64_t s = p->family[family]; s < p->family[family + 1]; s++) backward_of_sequence(p, &g, s, head);
     }
-    free_room(&g);
+    free_gathered(&g);
 }
 
 static int run_packed(struct packed *p, work *function, int64_t threads)
@@ -227,7 +227,7 @@ static int run_packed(struct packed *p, work *function, int64_t threads)
     }
     atomic_store(&p->failed, 0);
     atomic_store(&p->next, 0);
-    run_together(function, p, threads);
+    run_threads(function, p, threads);
     return atomic_load(&p->failed);
 }
 

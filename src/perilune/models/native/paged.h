@@ -26,7 +26,7 @@ INLINE int64_t block_of(const struct step *step, int64_t table, int64_t row, int
 }
 
 /* Store one key and value, float[D] each, of one head in their block. */
-static void keep(const struct cache *cache, int64_t place, int64_t size, int64_t at, const float *k, const float *v)
+static void store_token(const struct cache *cache, int64_t place, int64_t size, int64_t at, const float *k, const float *v)
 {
     int64_t start = place * size * BLOCK;
     if (cache->kind == CACHE_INT8) {
@@ -63,7 +63,7 @@ struct attention {
 };
 
 /* Buffers of one thread for sequences of up to `longest` positions, a multiple of 16. */
-struct attention_room {
+struct attention_buffers {
     float *scores;
     const void **pointers;
     int64_t longest;
@@ -76,26 +76,26 @@ static int64_t longest_of(const struct step *step)
     return (last / BLOCK + 1) * BLOCK;
 }
 
-static int make_attention_room(struct attention_room *room, int64_t longest)
+static int allocate_attention(struct attention_buffers *buffers, int64_t longest)
 {
-    room->longest = longest;
-    room->scores = malloc(MOST_HEADS * longest * sizeof(float));
-    room->pointers = malloc(2 * 4 * longest / BLOCK * sizeof(void *)); /* for two pairs */
-    return !room->scores || !room->pointers;
+    buffers->longest = longest;
+    buffers->scores = malloc(MOST_HEADS * longest * sizeof(float));
+    buffers->pointers = malloc(2 * 4 * longest / BLOCK * sizeof(void *)); /* for two pairs */
+    return !buffers->scores || !buffers->pointers;
 }
 
-static void free_attention_room(struct attention_room *room)
+static void free_attention(struct attention_buffers *buffers)
 {
-    free(room->scores);
-    free(room->pointers);
+    free(buffers->scores);
+    free(buffers->pointers);
 }
 
 #define HEADS(COUNT, KIND)                                                                                   \
-    attend_heads(q, a->size, kv, start, position + 1, a->size, a->scale, room->scores, room->longest, out, a->size, 0, \
+    attend_heads(q, a->size, kv, start, position + 1, a->size, a->scale, buffers->scores, buffers->longest, out, a->size, 0, \
                  COUNT, KIND);                                                                               \
     break
 #define DEFINE_ATTEND(NAME, KIND)                                                                      \
-    static __attribute__((noinline)) void NAME(const struct attention *a, const struct attention_room *room, \
+    static __attribute__((noinline)) void NAME(const struct attention *a, const struct attention_buffers *buffers, \
         const struct blocks *kv, const float *q, float *out, int64_t start, int64_t position, int64_t count) \
     {                                                                                                  \
         switch (count) {                                                                               \
@@ -116,11 +116,11 @@ struct pair {
 };
 
 static void find_pair(
-    const struct attention *a, const struct attention_room *room, int64_t index, int64_t slot, struct pair *pair)
+    const struct attention *a, const struct attention_buffers *buffers, int64_t index, int64_t slot, struct pair *pair)
 {
     const struct cache *cache = a->cache;
-    int64_t most = room->longest / BLOCK, bytes = element_bytes(cache->kind) * a->size * BLOCK;
-    const void **keys = room->pointers + slot * 4 * most, **values = keys + most;
+    int64_t most = buffers->longest / BLOCK, bytes = element_bytes(cache->kind) * a->size * BLOCK;
+    const void **keys = buffers->pointers + slot * 4 * most, **values = keys + most;
     const float **key_scales = (const float **)(values + most), **value_scales = key_scales + most;
     pair->row = index / a->kv_heads, pair->head = index % a->kv_heads;
     pair->position = a->step->positions[pair->row];
@@ -137,16 +137,16 @@ static void find_pair(
 }
 
 /* Attention of this thread's share of (row, key-value head) pairs. */
-static void attend_pairs(const struct attention *a, const struct attention_room *room, int64_t rank, int64_t threads)
+static void attend_pairs(const struct attention *a, const struct attention_buffers *buffers, int64_t rank, int64_t threads)
 {
     int64_t group = a->heads / a->kv_heads, from, to, kind = a->cache->kind;
     struct pair pairs[2];
-    share(a->step->rows * a->kv_heads, 1, rank, threads, &from, &to);
-    if (from < to) find_pair(a, room, from, 0, &pairs[0]);
+    split_range(a->step->rows * a->kv_heads, 1, rank, threads, &from, &to);
+    if (from < to) find_pair(a, buffers, from, 0, &pairs[0]);
     for (int64_t index = from; index < to; index++) {
         struct pair *pair = &pairs[(index - from) % 2], *next = &pairs[(index - from + 1) % 2];
         if (index + 1 < to) {
-            find_pair(a, room, index + 1, (index - from + 1) % 2, next);
+            find_pair(a, buffers, index + 1, (index - from + 1) % 2, next);
             pair->blocks.ahead = next->blocks.keys;
             /* pointers before `start` are not set */
             pair->blocks.ahead_end = next->start ? 0 : next->position / BLOCK + 1;
@@ -156,16 +156,16 @@ static void attend_pairs(const struct attention *a, const struct attention_room 
             int64_t at = (pair->head * group + done) * a->size;
             const float *q = a->q + pair->row * a->q_stride + at;
             float *out = a->out + pair->row * a->out_stride + at;
-            if (kind == CACHE_INT8) attend_int8(a, room, &pair->blocks, q, out, pair->start, pair->position, count);
+            if (kind == CACHE_INT8) attend_int8(a, buffers, &pair->blocks, q, out, pair->start, pair->position, count);
             else if (kind == CACHE_BFLOAT16)
-                attend_bfloat16(a, room, &pair->blocks, q, out, pair->start, pair->position, count);
-            else attend_float32(a, room, &pair->blocks, q, out, pair->start, pair->position, count);
+                attend_bfloat16(a, buffers, &pair->blocks, q, out, pair->start, pair->position, count);
+            else attend_float32(a, buffers, &pair->blocks, q, out, pair->start, pair->position, count);
         }
     }
 }
 
 /* Store k and v, float[rows][KV * D] each, of rows [from, to). */
-static void keep_rows(
+static void store_rows(
     const struct attention *a, const float *k, int64_t k_stride, const float *v, int64_t v_stride, int64_t from,
     int64_t to)
 {
@@ -173,7 +173,7 @@ static void keep_rows(
         int64_t position = a->step->positions[row];
         int64_t place = block_of(a->step, a->cache->table, row, position) * a->kv_heads;
         for (int64_t head = 0; head < a->kv_heads; head++)
-            keep(a->cache, place + head, a->size, position % BLOCK, k + row * k_stride + head * a->size,
+            store_token(a->cache, place + head, a->size, position % BLOCK, k + row * k_stride + head * a->size,
                  v + row * v_stride + head * a->size);
     }
 }
@@ -190,19 +190,19 @@ static void attention_part(void *argument, int64_t rank, struct team *team)
 {
     struct attention_call *call = argument;
     const struct attention *a = &call->attention;
-    struct attention_room room;
+    struct attention_buffers buffers;
     int64_t from, to;
-    if (make_attention_room(&room, longest_of(a->step))) atomic_store(&call->failed, 1);
-    share(a->step->rows, 1, rank, team->size, &from, &to);
-    keep_rows(a, call->k, call->k_stride, call->v, call->v_stride, from, to);
-    meet(team); /* rows attend to keys that other threads stored */
-    if (!atomic_load(&call->failed)) attend_pairs(a, &room, rank, team->size);
-    free_attention_room(&room);
+    if (allocate_attention(&buffers, longest_of(a->step))) atomic_store(&call->failed, 1);
+    split_range(a->step->rows, 1, rank, team->size, &from, &to);
+    store_rows(a, call->k, call->k_stride, call->v, call->v_stride, from, to);
+    barrier(team); /* rows attend to keys that other threads stored */
+    if (!atomic_load(&call->failed)) attend_pairs(a, &buffers, rank, team->size);
+    free_attention(&buffers);
 }
 
 int perilune_attend_paged(struct attention_call *call, int64_t threads)
 {
     atomic_store(&call->failed, 0);
-    run_together(attention_part, call, threads);
+    run_threads(attention_part, call, threads);
     return atomic_load(&call->failed);
 }

@@ -27,7 +27,7 @@ static struct {
     pid_t process;
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER, .done = PTHREAD_COND_INITIALIZER};
 
-static pthread_mutex_t one_at_a_time = PTHREAD_MUTEX_INITIALIZER;
+static pthread_mutex_t run_lock = PTHREAD_MUTEX_INITIALIZER;
 
 static inline void relax(void)
 {
@@ -37,7 +37,7 @@ static inline void relax(void)
 }
 
 /* Barrier: wait for all threads of the team. */
-static void meet(struct team *team)
+static void barrier(struct team *team)
 {
     if (team->size == 1) return;
     int phase = atomic_load(&team->phase);
@@ -73,7 +73,7 @@ static void *worker(void *rank_pointer)
 }
 
 /* Run `function` on `size` threads, including this one, and return when all have finished. */
-static void run_together(work *function, void *argument, int64_t size)
+static void run_threads(work *function, void *argument, int64_t size)
 {
     if (size <= 1) {
         struct team alone = {.size = 1};
@@ -81,7 +81,7 @@ static void run_together(work *function, void *argument, int64_t size)
         return;
     }
     if (size > MOST_THREADS) size = MOST_THREADS;
-    pthread_mutex_lock(&one_at_a_time);
+    pthread_mutex_lock(&run_lock);
     pthread_mutex_lock(&pool.lock);
     if (pool.process != getpid()) { /* a forked process has none of the threads */
         pool.process = getpid();
@@ -108,11 +108,11 @@ static void run_together(work *function, void *argument, int64_t size)
     pthread_mutex_lock(&pool.lock);
     while (pool.busy) pthread_cond_wait(&pool.done, &pool.lock);
     pthread_mutex_unlock(&pool.lock);
-    pthread_mutex_unlock(&one_at_a_time);
+    pthread_mutex_unlock(&run_lock);
 }
 
 /* The range [from, to) of `count` items for this rank, in multiples of `step`. */
-static inline void share(int64_t count, int64_t step, int64_t rank, int64_t size, int64_t *from, int64_t *to)
+static inline void split_range(int64_t count, int64_t step, int64_t rank, int64_t size, int64_t *from, int64_t *to)
 {
     int64_t steps = (count + step - 1) / step;
     *from = steps * rank / size * step;

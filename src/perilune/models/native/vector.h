@@ -27,8 +27,8 @@ static const i16 LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 INLINE v16 splat(float x) { return (v16){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 INLINE v16 load(const float *p) { return *(const v16_in_memory *)p; }
 INLINE void store(float *p, v16 x) { *(v16_in_memory *)p = x; }
-INLINE v16 pick(i16 mask, v16 yes, v16 no) { return (v16)((mask & (i16)yes) | (~mask & (i16)no)); }
-INLINE v16 larger(v16 a, v16 b) { return pick(a > b, a, b); }
+INLINE v16 blend(i16 mask, v16 yes, v16 no) { return (v16)((mask & (i16)yes) | (~mask & (i16)no)); }
+INLINE v16 larger(v16 a, v16 b) { return blend(a > b, a, b); }
 
 INLINE v16 load_first(const float *p, long count, float rest)
 {
@@ -98,7 +98,7 @@ INLINE float maximum(v16 x)
  * NaN. */
 INLINE v16 exponential(v16 x)
 {
-    v16 bounded = pick(x > splat(88.0f), splat(88.0f), x);
+    v16 bounded = blend(x > splat(88.0f), splat(88.0f), x);
     v16 shifted = bounded * splat(1.44269504f) + splat(12582912.0f); /* rounds to the nearest integer */
     v16 n = shifted - splat(12582912.0f);
     v16 r = n * splat(-0.693359375f) + bounded;
@@ -111,7 +111,7 @@ INLINE v16 exponential(v16 x)
     p = p * r + splat(1.0f);
     p = p * r + splat(1.0f);
     i16 exponent = ((i16)shifted - (i16)splat(12582912.0f) + 127) << 23;
-    return pick(bounded < splat(-87.33654f), splat(0.0f), p * (v16)exponent);
+    return blend(bounded < splat(-87.33654f), splat(0.0f), p * (v16)exponent);
 }
 
 INLINE v16 silu(v16 x) { return x / (splat(1.0f) + exponential(-x)); }
