@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,10 +75,9 @@ def test_writers_take_turns_and_no_event_is_lost(control: Control) -> None:
 def test_a_snapshot_is_one_state_and_takes_no_lock(control: Control) -> None:
     with control.store.snapshot() as session:
         before = session.scalar(text("SELECT count(*) FROM events"))
-        began = time.monotonic()
         with control.store.transaction() as other:
+            other.execute(text("SET LOCAL lock_timeout = '10s'"))  # waiting for a lock is an error
             record(other, "drill")
-        assert time.monotonic() - began < 5
         assert session.scalar(text("SELECT count(*) FROM events")) == before
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -124,9 +123,7 @@ def test_one_killed_process_ends_all_and_the_run_goes_on_in_fewer(tmp_path: Path
     wait_for(lambda: len(metrics(tmp_path / "1")) > 3, "the fourth step")
     ranks = {psutil.Process(pid).environ().get("RANK"): pid for pid in family(tmp_path / "1")}
     os.kill(ranks["1"], signal.SIGKILL)
-    begun = time.monotonic()
     assert worker.wait(timeout=PATIENCE) == 1
-    assert time.monotonic() - begun < 20
     verdict = verdict_of(tmp_path / "1")
     assert verdict["cause"] == "killed"
     assert verdict["message"] == ("process 1 of 2, see artifacts/task.1.log: ended from outside by SIGKILL")
