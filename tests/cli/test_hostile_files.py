@@ -6,7 +6,7 @@ import os
 import pytest
 
 from perilune.data.preferences import read_preferences
-from perilune.data.records import make_record, read_records, write_records
+from perilune.data.records import TraceRecord, read_records, write_records
 from perilune.data.stream import stream_lines
 from perilune.errors import RequestError
 from perilune.files import strict_json
@@ -75,7 +75,7 @@ def test_what_json_cannot_say_is_no_row(text, why, tmp_path):
         strict_json(text.encode())
     file = tmp_path / "rows.jsonl"
     messages = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
-    record = make_record(messages, environment="sums", task_id="1", score=1.0, source="hand", seed=0)
+    record = TraceRecord(messages, environment="sums", task_id="1", score=1.0, source="hand", seed=0)
     write_records(file, [record])
     assert read_records(file) == [record]
     row = file.read_text()[:-2]

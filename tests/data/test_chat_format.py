@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from perilune.cli.data.records import app
 from perilune.data.chat_format import from_openai, from_sharegpt, to_openai, to_sharegpt
-from perilune.data.conversion import Unsaid, convert_files
-from perilune.data.records import Provenance, make_record, read_records, write_records
+from perilune.data.conversion import ImportDefaults, convert_files
+from perilune.data.records import Provenance, TraceRecord, read_records, write_records
 from perilune.errors import RequestError
 
 JSON = st.recursive(
@@ -131,19 +131,19 @@ def called(*ids, **function):
 @pytest.mark.parametrize(
     ("messages", "what"),
     [
-        ("hello", "messages is no list"),
-        (["hello"], r"messages\[0\] is no message"),
+        ("hello", "messages is not a list"),
+        (["hello"], r"messages\[0\] is not a message"),
         ([{"role": "robot", "content": ""}], r"messages\[0\] has the role 'robot'"),
         ([{"role": "user", "content": 3}], "content that is not text"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "content that is not text"),
         ([{"role": "user", "content": "x", "audio": {"id": 1}}], "has audio, which a record cannot hold"),
-        ([called("a", arguments="{")], "arguments that are no JSON object"),
-        ([called("a", arguments="[1]")], "arguments that are no JSON object"),
-        ([called("a", name=None)], "no call with name and arguments"),
-        ([called("a", "a")], "two calls of one id"),
-        ([{"role": "assistant", "tool_calls": [{"type": "custom"}]}], "a call of no function"),
-        ([{"role": "tool", "tool_call_id": "b", "content": ""}], "answers no call that is open"),
-        ([called("a"), *[{"role": "tool", "tool_call_id": "a", "content": ""}] * 2], "answers no call"),
+        ([called("a", arguments="{")], "arguments that are not a JSON object"),
+        ([called("a", arguments="[1]")], "arguments that are not a JSON object"),
+        ([called("a", name=None)], "is not a call with name and arguments"),
+        ([called("a", "a")], "two calls with the same id"),
+        ([{"role": "assistant", "tool_calls": [{"type": "custom"}]}], "a call that is not of a function"),
+        ([{"role": "tool", "tool_call_id": "b", "content": ""}], "answers no open call"),
+        ([called("a"), *[{"role": "tool", "tool_call_id": "a", "content": ""}] * 2], "answers no open call"),
         ([called("a", "b"), {"role": "tool", "tool_call_id": "b", "content": ""}], "a call has no result"),
     ],
 )
@@ -155,11 +155,11 @@ def test_what_a_record_cannot_say_is_refused(messages, what):
 @pytest.mark.parametrize(
     ("turns", "what"),
     [
-        (None, "conversations is no list"),
-        ([{"from": "gpt"}], "no turn with a value"),
+        (None, "conversations is not a list"),
+        ([{"from": "gpt"}], "is not a turn with a value"),
         ([{"from": "bing", "value": ""}], "is from 'bing'"),
-        ([{"from": "function_call", "value": "add(1, 2)"}], "no JSON object"),
-        ([{"from": "function_call", "value": "{}"}], "no call with name and arguments"),
+        ([{"from": "function_call", "value": "add(1, 2)"}], "not a JSON object"),
+        ([{"from": "function_call", "value": "{}"}], "is not a call with name and arguments"),
     ],
 )
 def test_turns_that_are_none_are_refused(turns, what):
@@ -168,7 +168,7 @@ def test_turns_that_are_none_are_refused(turns, what):
 
 
 RECORDS = [
-    make_record(
+    TraceRecord(
         [{"role": "user", "content": f"{n}+1="}, {"role": "assistant", "content": text}],
         environment="e", task_id=f"t{n}", score=0.5, source="s/x", seed=n,
         provenance=Provenance("s", "1", "ab") if n else None, details={"n": n} if n else None,
@@ -205,7 +205,7 @@ def test_what_is_broken_is_set_aside_with_file_line_and_reason(tmp_path):
         {"messages": [], "conversations": []},
     ]
     path.write_text("\n".join([*map(json.dumps, rows), '{"messages": [', "[" * 100_000]) + "\n")
-    report = convert_files([path], "records", tmp_path / "out.jsonl", Unsaid(score=1.0))
+    report = convert_files([path], "records", tmp_path / "out.jsonl", ImportDefaults(score=1.0))
     (record,) = read_records(tmp_path / "out.jsonl")
     assert (record.environment, record.source, record.score, record.details) == (
         "chat", "imported", 1.0, {"lang": "en"},
@@ -219,7 +219,7 @@ def test_what_is_broken_is_set_aside_with_file_line_and_reason(tmp_path):
     report = convert_files([path], "records", tmp_path / "out.jsonl")
     assert (
         report["written"] == 0
-        and "the row has no score, and none was given for such rows" in report["rejected"]
+        and "the row has no score, and no default score was given" in report["rejected"]
     )
 
 
@@ -236,7 +236,7 @@ def test_the_command_converts_and_says_what_it_set_aside(tmp_path):
     command = ["convert", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"), "--to", "openai"]
     result = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "c.jsonl")], catch_exceptions=False)
     assert result.exit_code == 0 and "3 of 4 rows" in result.output
-    assert "a row has messages or conversations" in result.output
+    assert "a row needs either messages or conversations" in result.output
     with pytest.raises(RequestError, match="unknown format 'alpaca'"):
         CliRunner().invoke(
             app, [*command[:-1], "alpaca", "--out", str(tmp_path / "d")], catch_exceptions=False

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from perilune.cli.data.records import app
 from perilune.data.episode import Episode
 from perilune.data.episodes_file import write_episodes
-from perilune.data.records import make_record, read_records, write_records
+from perilune.data.records import TraceRecord, read_records, write_records
 from perilune.errors import RequestError, WorkFailedError
 
 
@@ -22,7 +22,7 @@ def run(*arguments):
 
 def record(question, answer, task_id, source="t/direct", score=1.0):
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return make_record(messages, environment="e", task_id=task_id, score=score, source=source, seed=0)
+    return TraceRecord(messages, environment="e", task_id=task_id, score=score, source=source, seed=0)
 
 
 def episode(index, **fields):

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from perilune.cli.data.records import app
 from perilune.data.filtering import FilterSettings, filter_files
-from perilune.data.records import make_record, read_records, write_records
+from perilune.data.records import TraceRecord, read_records, write_records
 from perilune.data.similarity import Contamination, signature_of
 from perilune.errors import RequestError
 
@@ -20,7 +20,7 @@ LONG = "The quick brown fox jumps over the lazy dog while seven wizards quietly 
 
 def record(answer, *, prompt="What is it?", task="t", score=1.0):
     messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-    return make_record(messages, environment="e", task_id=task, score=score, source="s", seed=0)
+    return TraceRecord(messages, environment="e", task_id=task, score=score, source="s", seed=0)
 
 
 def filtered(tmp_path, records, *, evaluation=(), **options):

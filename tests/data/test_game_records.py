@@ -7,7 +7,13 @@ from itertools import islice
 import pytest
 
 from perilune.data.filtering import FilterSettings, filter_files
-from perilune.data.generators import Rejected, make_teacher, provenance_of, verified, written
+from perilune.data.generators import (
+    Rejected,
+    make_teacher,
+    provenance_of,
+    teacher_candidates,
+    verify_candidates,
+)
 from perilune.data.records import deduplicate, read_records, write_records
 from perilune.environments import KeyedRandom, Transcript, make_environment
 from perilune.environments.core.replay import conversation
@@ -32,8 +38,8 @@ def collected(about, count, seed=0, strategies=None, **options):
     """Records and rejected candidates of the first tasks."""
     environment = make_environment(about)
     teacher = make_teacher("open_spiel", strategies, options)
-    found = verified(
-        islice(written(teacher, environment, seed), count),
+    found = verify_candidates(
+        islice(teacher_candidates(teacher, environment, seed), count),
         lambda pairs: [environment.score(task, transcript) for task, transcript in pairs],
         environment=environment.id, seed=seed, converse=partial(conversation, environment),
         provenance=provenance_of(teacher, about, options=options),
@@ -187,7 +193,7 @@ def test_what_was_said_is_the_transcript_of_the_teacher_s_seat():
 )
 def test_what_cannot_be_played_is_refused(about, told, message):
     with pytest.raises(RequestError) as caught:
-        written(make_teacher("open_spiel", **told), make_environment(about), 0)
+        teacher_candidates(make_teacher("open_spiel", **told), make_environment(about), 0)
     assert caught.match(message)
 
 

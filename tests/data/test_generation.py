@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from perilune.cli.data.records import app
 from perilune.data import generation
-from perilune.data.generation import Wanted, generate
+from perilune.data.generation import GenerationTarget, generate
 from perilune.data.generators import make_teacher
-from perilune.data.generators.taught import Taught
+from perilune.data.generators.collection import TeacherGenerator
 from perilune.data.records import read_records
 from perilune.environments import Failure, make_environment
 from perilune.errors import RequestError, WorkFailedError
@@ -42,7 +42,7 @@ def calculator(seed=0, refuse=()):
         ]
 
     teacher = make_teacher("calculator")
-    return environment, Taught(teacher, environment, score, seed, section=SECTION, told={})
+    return environment, TeacherGenerator(teacher, environment, score, seed, section=SECTION, extra={})
 
 
 def made(folder, wanted, refuse=(2,)):
@@ -55,7 +55,7 @@ def contents(folder):
 
 
 def test_rows_are_verified_and_say_where_they_come_from(tmp_path):
-    report = made(tmp_path, Wanted(records=1000, tasks=30, seed=3))
+    report = made(tmp_path, GenerationTarget(records=1000, tasks=30, seed=3))
     rows = read_records(tmp_path)
     refused = [json.loads(line) for line in (tmp_path / "rejected.jsonl").read_text().splitlines()]
     assert len(rows) + len(refused) == report["tasks"] == 30 and len(refused) == report["rejected"] > 0
@@ -68,7 +68,7 @@ def test_rows_are_verified_and_say_where_they_come_from(tmp_path):
 
 
 def test_a_kill_at_any_write_changes_nothing(tmp_path, monkeypatch):
-    wanted = Wanted(records=21, tasks=None, seed=1)
+    wanted = GenerationTarget(records=21, tasks=None, seed=1)
     whole = made(tmp_path / "whole", wanted)
     assert whole["rows"] == 21 and whole["tasks"] == 24  # three chunks
     left: list[int] = []
@@ -118,7 +118,7 @@ def test_a_kill_at_any_write_changes_nothing(tmp_path, monkeypatch):
 def test_conversations_of_earlier_chunks_are_not_repeated_after_a_kill(tmp_path):
     environment, generator = calculator()
     tasks = [task for task, _ in zip(environment.tasks("train", 0), range(12), strict=False)]
-    wanted = Wanted(records=100, tasks=24, seed=0)
+    wanted = GenerationTarget(records=100, tasks=24, seed=0)
 
     def dying():
         yield from tasks
@@ -139,17 +139,24 @@ def test_other_settings_do_not_go_on_with_what_was_begun(tmp_path):
         raise Killed
 
     with pytest.raises(Killed):
-        generate(generator, dying(), Wanted(5, 5, 0), tmp_path)
-    for other in (Wanted(6, 5, 0), Wanted(5, 6, 0), Wanted(5, 5, 1), Wanted(5, 5, 0, "heldout")):
+        generate(generator, dying(), GenerationTarget(5, 5, 0), tmp_path)
+    for other in (
+        GenerationTarget(6, 5, 0),
+        GenerationTarget(5, 6, 0),
+        GenerationTarget(5, 5, 1),
+        GenerationTarget(5, 5, 0, "heldout"),
+    ):
         with pytest.raises(RequestError, match="other settings"):
             generate(generator, environment.tasks("train", 0), other, tmp_path)
-    assert generate(generator, environment.tasks("train", 0), Wanted(5, 5, 0), tmp_path)["rows"] == 5
+    assert (
+        generate(generator, environment.tasks("train", 0), GenerationTarget(5, 5, 0), tmp_path)["rows"] == 5
+    )
     with pytest.raises(RequestError, match="already"):
-        generate(generator, environment.tasks("train", 0), Wanted(5, 5, 0), tmp_path)
+        generate(generator, environment.tasks("train", 0), GenerationTarget(5, 5, 0), tmp_path)
 
 
 def test_a_teacher_that_is_mostly_refused_is_given_up(tmp_path):
-    report = made(tmp_path, Wanted(records=10, tasks=None, seed=0), refuse=range(5))
+    report = made(tmp_path, GenerationTarget(records=10, tasks=None, seed=0), refuse=range(5))
     assert report["rows"] == 0 and 40 < report["rejected"] <= 48
 
 
@@ -209,13 +216,13 @@ def test_a_model_writes_what_the_environment_accepts_the_same_way_in_any_chunks(
     (tmp_path / "questions.jsonl").write_text(
         "".join(json.dumps({"prompt": f"{n}?", "answer": "."}) + "\n" for n in range(40))
     )
-    told = [
+    extra = [
         "jsonl", "--set", f"path={tmp_path / 'questions.jsonl'}", "--set", "match=contains", "--model",
         tmp_path / "model", "--samples", 3, "--max-tokens", 120, "--temperature", 5, "--tasks", 16, "--json",
     ]  # fmt: skip
-    one = json.loads(run(*told, "--out", tmp_path / "one"))
+    one = json.loads(run(*extra, "--out", tmp_path / "one"))
     monkeypatch.setattr(generation, "CHUNK", 5)
-    other = json.loads(run(*told, "--out", tmp_path / "other"))
+    other = json.loads(run(*extra, "--out", tmp_path / "other"))
     assert one == other and one["rows"] + one["rejected"] == 48 and 0 < one["rows"] <= 16
     assert one["provenance"]["generator"] == "sampled"
     rows = read_records(tmp_path / "one")

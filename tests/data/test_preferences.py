@@ -66,7 +66,7 @@ def test_pairs_survive_the_disk(tmp_path: Path) -> None:
 
 def test_no_pairs_are_said_to_be_none(tmp_path: Path) -> None:
     (tmp_path / "preferences.jsonl").write_text("\n")
-    with pytest.raises(RequestError, match="no pairs"):
+    with pytest.raises(RequestError, match="no preference pairs"):
         read_preferences(tmp_path)
     with pytest.raises(RequestError, match="no file absent"):
         read_preferences(tmp_path / "absent.jsonl")

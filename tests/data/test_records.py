@@ -7,9 +7,9 @@ import pytest
 
 from perilune.data.records import (
     Provenance,
+    TraceRecord,
     deduplicate,
     is_validation,
-    make_record,
     read_records,
     write_records,
 )
@@ -19,7 +19,7 @@ from perilune.errors import RequestError
 def record(question="1+2=", answer=";3", task_id="t1", **fields):
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     values = {"environment": "e", "task_id": task_id, "score": 1.0, "source": "s/direct", "seed": 0}
-    return make_record(messages, **(values | fields))
+    return TraceRecord(messages, **(values | fields))
 
 
 RECORDS = [

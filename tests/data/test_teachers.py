@@ -5,7 +5,7 @@ from itertools import islice
 
 import pytest
 
-from perilune.data.generators import Candidate, Rejected, make_teacher, teacher_names, verified
+from perilune.data.generators import Candidate, Rejected, make_teacher, teacher_names, verify_candidates
 from perilune.data.records import TraceRecord, deduplicate
 from perilune.environments import Failure, Score, Transcript, make_environment
 from perilune.errors import RequestError
@@ -34,7 +34,7 @@ def test_every_trace_is_accepted_and_its_working_is_valid(name):
     environment = make_environment(SPECS[name])
     teacher = make_teacher("arithmetic", {"scratchpad": 0.4, "brief": 0.3, "direct": 0.3})
     candidates = teacher.candidates(islice(environment.tasks("train", 0), 150), 0)
-    rows = list(verified(candidates, score_here(environment), environment=environment.id, seed=0))
+    rows = list(verify_candidates(candidates, score_here(environment), environment=environment.id, seed=0))
     assert len(rows) == 150 and all(isinstance(row, TraceRecord) for row in rows)
     tasks = {task.task_id: task for task in islice(environment.tasks("train", 0), 150)}
     assert {row.source for row in rows} == {f"arithmetic/{s}" for s in ("scratchpad", "brief", "direct")}
@@ -83,7 +83,7 @@ def test_the_gold_teacher_answers_any_family_that_states_an_answer():
     for family, prompt in (("sudoku", "original"), ("gcd", "compact")):
         environment = make_environment(gym(family) | {"prompt": prompt})
         candidates = make_teacher("gold").candidates(islice(environment.tasks("train", 0), 5), 0)
-        rows = verified(candidates, score_here(environment), environment=environment.id, seed=0)
+        rows = verify_candidates(candidates, score_here(environment), environment=environment.id, seed=0)
         assert all(isinstance(row, TraceRecord) for row in rows)
 
 
@@ -105,7 +105,7 @@ def test_what_the_verifier_refuses_is_set_aside_with_its_reason():
             for (task, _), o in zip(pairs, outcomes, strict=True)
         ]
 
-    rows = list(verified(candidates, score, environment=environment.id, seed=5))
+    rows = list(verify_candidates(candidates, score, environment=environment.id, seed=5))
     kept = [row for row in rows if isinstance(row, TraceRecord)]
     assert [row.task_id for row in kept] == [right.task_id, again.task_id]
     assert {row.seed for row in kept} == {5}
@@ -120,7 +120,7 @@ def test_what_the_verifier_refuses_is_set_aside_with_its_reason():
 def test_a_low_bar_keeps_partial_scores():
     environment = make_environment(SPECS["addition"])
     (task,) = islice(environment.tasks("train", 0), 1)
-    rows = verified(
+    rows = verify_candidates(
         [Candidate(task, ";1", "t")], lambda pairs: [Score(0.5)], environment="e", seed=0, keep_from=0.5
     )
     assert [row.score for row in rows] == [0.5]
@@ -131,10 +131,14 @@ def test_verification_in_the_scorers_process_agrees():
     tasks = list(islice(environment.tasks("train", 0), 700))
     teacher = make_teacher("arithmetic")
     here = list(
-        verified(teacher.candidates(tasks, 0), score_here(environment), environment=environment.id, seed=0)
+        verify_candidates(
+            teacher.candidates(tasks, 0), score_here(environment), environment=environment.id, seed=0
+        )
     )
     with Scorer(SPECS["chain sums"]) as scorer:
-        there = list(verified(teacher.candidates(tasks, 0), scorer.score, environment=environment.id, seed=0))
+        there = list(
+            verify_candidates(teacher.candidates(tasks, 0), scorer.score, environment=environment.id, seed=0)
+        )
     assert here == there
 
 

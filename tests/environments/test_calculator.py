@@ -4,7 +4,7 @@ from itertools import islice
 
 import pytest
 
-from perilune.data.generators import make_teacher, verified
+from perilune.data.generators import make_teacher, verify_candidates
 from perilune.environments import Score, Transcript, make_environment
 from perilune.environments.builtin.calculator import calculate
 from perilune.environments.core.replay import conversation
@@ -61,7 +61,7 @@ def test_its_teacher_writes_whole_episodes_in_the_environments_own_words(calcula
     score = lambda pairs: [calculator.score(*pair) for pair in pairs]  # noqa: E731
     converse = lambda *pair: conversation(calculator, *pair)  # noqa: E731
     candidates = teacher.candidates(tasks, 0)
-    records = list(verified(candidates, score, environment="calculator", seed=0, converse=converse))
+    records = list(verify_candidates(candidates, score, environment="calculator", seed=0, converse=converse))
     assert {record.source for record in records} == {"calculator/calculator", "calculator/guess"}
     plain = Tokenizer.characters()
     for task, record in zip(tasks, records, strict=True):

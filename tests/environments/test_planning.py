@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perilune.data.generators import make_teacher, verified
+from perilune.data.generators import make_teacher, verify_candidates
 from perilune.data.records import TraceRecord
 from perilune.environments import Score, Transcript, make_environment
 from perilune.environments.builtin.planning import compact, words
@@ -361,7 +361,9 @@ def test_the_planner_writes_what_is_accepted_in_each_of_its_ways(style):
     teacher = make_teacher("planning", {"worked": 0.3, "direct": 0.3, "mended": 0.4})
     score = lambda pairs: [environment.score(*pair) for pair in pairs]  # noqa: E731
     converse = lambda *pair: conversation(environment, *pair)  # noqa: E731
-    rows = list(verified(teacher.candidates(tasks, 0), score, environment="e", seed=0, converse=converse))
+    rows = list(
+        verify_candidates(teacher.candidates(tasks, 0), score, environment="e", seed=0, converse=converse)
+    )
     assert len(rows) == 30 and all(isinstance(row, TraceRecord) for row in rows)
     assert {row.source.rpartition("/")[2] for row in rows} == {"worked", "direct", "mended"}
     mended = [row for row in rows if len(row.messages) > 2]

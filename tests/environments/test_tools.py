@@ -4,7 +4,7 @@ from itertools import islice
 
 import pytest
 
-from perilune.data.generators import make_teacher, verified
+from perilune.data.generators import make_teacher, verify_candidates
 from perilune.environments import Failure, Score, Transcript, make_environment
 from perilune.environments.builtin.tool_calls import Answer, Call, Misunderstood, read_action
 from perilune.environments.builtin.tool_tasks import FAMILIES, is_right
@@ -248,7 +248,7 @@ def test_its_teacher_writes_episodes_that_are_right():
     tasks = list(islice(environment.tasks("train", 0), 24))
     teacher = make_teacher("tools", {"solve": 0.4, "careful": 0.3, "guess": 0.3})
     records = list(
-        verified(
+        verify_candidates(
             teacher.candidates(tasks, 0), lambda pairs: [environment.score(*pair) for pair in pairs],
             environment=environment.id, seed=0, converse=lambda *pair: conversation(environment, *pair),
         )

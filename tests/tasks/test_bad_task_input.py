@@ -15,7 +15,7 @@ import pytest
 from task_cases import DIGITS, make_job, run_task
 
 from perilune.bundle.freeze import freeze
-from perilune.data.records import make_record, write_records
+from perilune.data.records import TraceRecord, write_records
 from perilune.errors import RequestError
 from perilune.files import read_json
 
@@ -25,7 +25,7 @@ Row = dict[str, Any]
 def written(folder: Path, *answers: str) -> Path:
     """A data set with one trace an answer."""
     records = [
-        make_record(
+        TraceRecord(
             [{"role": "user", "content": f"{place}="}, {"role": "assistant", "content": answer}],
             environment="digits", task_id=str(place), score=1.0, source="gold/direct", seed=0,
         )

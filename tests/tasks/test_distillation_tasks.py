@@ -161,7 +161,7 @@ def test_collect_puts_a_system_message_before_a_strategy(tmp_path: Path) -> None
         ("78015;615", None),
         ("Work it out: 78015;615", "copies"),
         ("I WORK  it\nout, 615", "copies"),
-        ("As  instructed, 615", "speaks of its instructions: 'as instructed'"),
+        ("As  instructed, 615", "mentions its instructions: 'as instructed'"),
         ("work;615", None),  # four characters in a row are not eight
     ],
 )

@@ -159,8 +159,8 @@ def test_both_sides_end_alike_and_nothing_is_cut(pairs: Path) -> None:
         ({"chosen_score": float("nan")}, "not valid JSON"),
         ({"rejected": [{"role": "user", "content": "x"}]}, "not one message by the assistant"),
         ({"chosen": [{"role": "assistant", "content": "other"}]}, "the row was changed"),
-        ({"prompt": "text"}, "no list of messages"),
-        ({"extra": 1}, "not a preference pair"),
+        ({"prompt": "text"}, "not a list of messages"),
+        ({"extra": 1}, "unknown field 'extra'"),
     ],
 )
 def test_damaged_pairs_are_refused_with_their_line(

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from task_cases import episodes, make_bundle, make_job, metrics, run_in, run_task, summary
 
 from perilune.bundle.compare import compare_artifacts
-from perilune.data.records import make_record, write_records
+from perilune.data.records import TraceRecord, write_records
 from perilune.engine.engine import Engine
 from perilune.errors import RequestError, WorkFailedError
 from perilune.execution.placements.local import restore_outputs
@@ -35,7 +35,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy that says a digit, any."""
     folder = tmp_path_factory.mktemp("start")
     rows = [
-        make_record(
+        TraceRecord(
             [{"role": "user", "content": "a digit?"}, {"role": "assistant", "content": str(number % 10)}],
             environment="duel", task_id=str(number), score=1.0, source="test", seed=0,
         )

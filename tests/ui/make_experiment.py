@@ -23,7 +23,7 @@ import numpy as np
 from perilune.bundle.machine import describe_machine
 from perilune.data.episode import Episode
 from perilune.data.episodes_file import write_episodes
-from perilune.data.records import make_record, write_records
+from perilune.data.records import TraceRecord, write_records
 from perilune.files import append_json_line, write_json
 from perilune.learn.advantages import is_dead, standardised
 from perilune.learn.objective import objective_curve
@@ -166,7 +166,7 @@ class SyntheticExperiment:
             ]
             source = f"arithmetic/{strategy}"
             records.append(
-                make_record(
+                TraceRecord(
                     messages,
                     environment=ENVIRONMENT_ID,
                     task_id=f"t{index}",

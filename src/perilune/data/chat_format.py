@@ -1,13 +1,13 @@
-"""Conversations to and from the forms that others keep them in: OpenAI's messages, ShareGPT's conversations.
+"""Convert conversations from and to OpenAI's messages and ShareGPT's conversations.
 
-In a record a call of a tool is text, at the end of what the assistant says, as the chat templates of Hermes
-and Qwen write it:
+In a record a tool call is text at the end of the assistant's message, as in the chat templates of Hermes and
+Qwen:
 
 <tool_call>
 {"name": "add", "arguments": {"a": 1, "b": 2}}
 </tool_call>
 
-What is converted and converted back is the same again. Text that only resembles a call stays text.
+Converting back gives the original conversation. Text that only resembles a call stays text.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ _CALLS = re.compile(
 _CALL = re.compile(r"<tool_call>\n([^\n]*)\n</tool_call>")
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _FROM = {
-    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
-    "model": "assistant", "tool": "tool", "observation": "tool", "function_response": "tool",
-}  # fmt: skip
+    "system": "system",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "model"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+}
 _SHAREGPT = {"system": "system", "user": "human", "assistant": "gpt", "tool": "tool"}
 
 
 def to_openai(messages: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
-    """As OpenAI's chat completions have them: calls in `tool_calls`, numbered, and results with their ids.
+    """Messages in OpenAI's format, with numbered `tool_calls` and results with the ids of their calls.
 
-    A result that answers no call, as of an environment that has actions in a language of its own, has no id.
+    A result without a call, as from an environment with its own action syntax, has no id.
     """
     found: list[dict[str, Any]] = []
     pending: list[str] = []
@@ -63,17 +65,18 @@ def to_openai(messages: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
 
 
 def from_openai(messages: Any) -> list[Message]:
-    """Messages of OpenAI's form, with calls as text and results in the order of their calls.
+    """Messages from OpenAI's format, with calls as text and results in the order of their calls.
 
     Raises:
-        RequestError: for what text cannot say: pictures, calls without a result among others that have one,
-            arguments that are no JSON object, results of no call; or what is malformed.
+        RequestError: for malformed messages and for content that a record cannot hold: pictures, calls
+            without
+            a result before calls with one, arguments that are not a JSON object, results without a call.
     """
     found: list[Message] = []
     pending: dict[str, str | None] = {}  # results by the call's id, until all are there
     for index, message in enumerate(_list(messages, "messages")):
         where = f"messages[{index}]"
-        _require(isinstance(message, dict), f"{where} is no message")
+        _require(isinstance(message, dict), f"{where} is not a message")
         role = _ROLES.get(str(message.get("role")))
         _require(role is not None, f"{where} has the role {message.get('role')!r}")
         own = {"role", "content"} | {"assistant": {"tool_calls"}, "tool": {"tool_call_id", "name"}}.get(
@@ -84,7 +87,7 @@ def from_openai(messages: Any) -> list[Message]:
         content = _text(message.get("content"), where)
         if role == "tool" and message.get("tool_call_id"):
             name = str(message["tool_call_id"])
-            _require(name in pending and pending[name] is None, f"{where} answers no call that is open")
+            _require(name in pending and pending[name] is None, f"{where} answers no open call")
             pending[name] = content
             continue
         found += _results(pending, where)
@@ -92,27 +95,28 @@ def from_openai(messages: Any) -> list[Message]:
         calls = _list(message.get("tool_calls") or [], f"{where}.tool_calls") if role == "assistant" else []
         written = [_called(call, where) for call in calls]
         pending = dict.fromkeys(str(call.get("id")) for call in calls)
-        _require(len(pending) == len(calls), f"{where} has two calls of one id")
+        _require(len(pending) == len(calls), f"{where} has two calls with the same id")
         found.append({"role": str(role), "content": _joined(content, written)})
     return found + _results(pending, "the end")
 
 
 def to_sharegpt(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """As ShareGPT has them: from `system`, `human`, `gpt` or `tool`, a `value`; calls stay text."""
+    """Turns in ShareGPT's format, `from` system, human, gpt or tool with a `value`; calls stay text."""
     return [{"from": _SHAREGPT[message["role"]], "value": message["content"]} for message in messages]
 
 
 def from_sharegpt(conversations: Any) -> list[Message]:
-    """Messages of ShareGPT's form, LLaMA-Factory's `function_call` and `observation` among them.
+    """Messages from ShareGPT's format, including LLaMA-Factory's `function_call` and `observation`.
 
     Raises:
-        RequestError: for a turn that is malformed or from somebody unknown.
+        RequestError: for a turn that is malformed or has an unknown `from`.
     """
     found: list[Message] = []
     for index, turn in enumerate(_list(conversations, "conversations")):
         where = f"conversations[{index}]"
         _require(
-            isinstance(turn, dict) and isinstance(turn.get("value"), str), f"{where} is no turn with a value"
+            isinstance(turn, dict) and isinstance(turn.get("value"), str),
+            f"{where} is not a turn with a value",
         )
         if turn.get("from") == "function_call":
             call = _object(turn["value"], where)
@@ -124,7 +128,7 @@ def from_sharegpt(conversations: Any) -> list[Message]:
 
 
 def _split(content: str) -> tuple[str, list[dict[str, Any]]]:
-    """What is said, and the calls after it; none where they are not written as `_joined` writes them."""
+    """The text and the tool calls after it; no calls unless they have exactly the form of `_joined`."""
     parts = _CALLS.fullmatch(content)
     if parts is None:
         return content, []
@@ -144,10 +148,10 @@ def _block(call: Any, where: str) -> str:
     """A call as text.
 
     Raises:
-        RequestError: when it is none.
+        RequestError: when `call` is not a call with name and arguments.
     """
     fine = isinstance(call, dict) and set(call) == {"name", "arguments"} and isinstance(call["name"], str)
-    _require(fine and isinstance(call["arguments"], dict), f"{where} is no call with name and arguments")
+    _require(fine and isinstance(call["arguments"], dict), f"{where} is not a call with name and arguments")
     return f"<tool_call>\n{_json({'name': call['name'], 'arguments': call['arguments']})}\n</tool_call>"
 
 
@@ -156,7 +160,7 @@ def _called(call: Any, where: str) -> str:
         isinstance(call, dict)
         and isinstance(call.get("function"), dict)
         and call.get("type", "function") == "function",
-        f"{where} has a call of no function",
+        f"{where} has a call that is not of a function",
     )
     function = call["function"]
     arguments = function.get("arguments")
@@ -166,7 +170,7 @@ def _called(call: Any, where: str) -> str:
 
 
 def _results(pending: Mapping[str, str | None], where: str) -> list[Message]:
-    """Results in the order of their calls; if any is there, then those of all calls before it."""
+    """Results in the order of their calls. A call with a result must not follow one without."""
     contents = list(pending.values())
     given = [content for content in contents if content is not None]
     _require(contents[: len(given)] == given, f"before {where} a call has no result and a later one has")
@@ -189,7 +193,7 @@ def _object(text: str, where: str) -> dict[str, Any]:
         found = json.loads(text)
     except (ValueError, RecursionError):
         found = None
-    _require(isinstance(found, dict), f"{where} has arguments that are no JSON object")
+    _require(isinstance(found, dict), f"{where} has arguments that are not a JSON object")
     return dict(found)
 
 
@@ -198,7 +202,7 @@ def _json(value: Any) -> str:
 
 
 def _list(value: Any, name: str) -> list[Any]:
-    _require(isinstance(value, list), f"{name} is no list")
+    _require(isinstance(value, list), f"{name} is not a list")
     return list(value)
 
 

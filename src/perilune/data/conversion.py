@@ -1,4 +1,4 @@
-"""Conversations from one form into another; rows that cannot be are set aside, with line and reason."""
+"""Convert conversations between formats; rows that cannot be converted are rejected with a reason."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Any, Literal
 
 from perilune.data.chat_format import from_openai, from_sharegpt, to_openai, to_sharegpt
 from perilune.data.records import (
-    Provenance,
     TraceRecord,
     as_row,
-    make_record,
+    parse_provenance,
     parse_record,
     records_file,
 )
@@ -22,20 +21,19 @@ from perilune.data.stream import stream_bytes
 from perilune.errors import RequestError
 from perilune.files import canonical_json, fsync_directory, sha256_bytes, strict_json
 
-Form = Literal["records", "openai", "sharegpt"]
-FORMS: tuple[Form, ...] = ("records", "openai", "sharegpt")
+Format = Literal["records", "openai", "sharegpt"]
+FORMATS: tuple[Format, ...] = ("records", "openai", "sharegpt")
 
-MOST_RAW = 2000  # characters of a row set aside that are kept
-MOST_REASONS = 100  # counted apart in the report; the rest as "others"
+MOST_RAW = 2000  # characters of a rejected row in the file of rejected rows
+MOST_REASONS = 100  # reasons that the report counts separately; the rest are "others"
 
 
 @dataclass(frozen=True, slots=True)
-class Unsaid:
-    """What is taken for granted of rows that do not say it.
+class ImportDefaults:
+    """Values for fields that a row lacks.
 
     Attributes:
-        environment, source: names.
-        score: None: a row without one is set aside.
+        score: None rejects rows without a score.
     """
 
     environment: str = "chat"
@@ -43,23 +41,27 @@ class Unsaid:
     score: float | None = None
 
 
-def convert_files(inputs: Sequence[Path], to: Form, out: Path, unsaid: Unsaid = Unsaid()) -> dict[str, Any]:
-    """Write all conversations of `inputs` to `out`, whatever form each row has; in bounded memory.
+def convert_files(
+    inputs: Sequence[Path], to: Format, out: Path, defaults: ImportDefaults = ImportDefaults()
+) -> dict[str, Any]:
+    """Write all conversations of `inputs` to `out` in the format `to`; in bounded memory.
+
+    The format of each row is detected. Rejected rows go to a file next to `out`.
 
     Returns:
-        how many rows were read, written and set aside, the latter by reason.
+        The number of rows read, written, and rejected by reason.
 
     Raises:
         RequestError: when a file cannot be read.
     """
-    set_aside = out.with_name(f"{out.stem}.rejected{out.suffix}")
+    rejects = out.with_name(f"{out.stem}.rejected{out.suffix}")
     out.parent.mkdir(parents=True, exist_ok=True)
     counts: Counter[str] = Counter()
-    partial = {path: path.with_name(path.name + ".partial") for path in (out, set_aside)}
-    with partial[out].open("wb") as kept, partial[set_aside].open("wb") as rejected:
+    partial = {path: path.with_name(path.name + ".partial") for path in (out, rejects)}
+    with partial[out].open("wb") as kept, partial[rejects].open("wb") as rejected:
         for path in map(records_file, inputs):
             for number, raw, problem in stream_bytes(path):
-                record, reason = (None, problem) if problem else _read(raw, unsaid)
+                record, reason = (None, problem) if problem else _read(raw, defaults)
                 if record is not None:
                     counts["written"] += 1
                     kept.write(canonical_json(_written(record, to)) + b"\n")
@@ -71,7 +73,7 @@ def convert_files(inputs: Sequence[Path], to: Form, out: Path, unsaid: Unsaid = 
         for file in (kept, rejected):
             file.flush()
             os.fsync(file.fileno())
-    for path in (set_aside, out):
+    for path in (rejects, out):
         partial[path].replace(path)
     fsync_directory(out.parent)
     written = counts.pop("written", 0)
@@ -79,13 +81,13 @@ def convert_files(inputs: Sequence[Path], to: Form, out: Path, unsaid: Unsaid = 
     return {"read": written + counts.total(), "written": written, "rejected": reasons}
 
 
-def _read(raw: bytes, unsaid: Unsaid) -> tuple[TraceRecord | None, str]:
-    """The record that a row says, or why it says none."""
+def _read(raw: bytes, defaults: ImportDefaults) -> tuple[TraceRecord | None, str]:
+    """The record of a row, or the reason why it has none."""
     try:
         row = strict_json(raw)
         if isinstance(row, dict) and "digest" in row:
             return parse_record(raw, ""), ""
-        return _imported(row, unsaid), ""
+        return _imported(row, defaults), ""
     except RecursionError:
         return None, "nested too deeply"
     except RequestError as error:
@@ -94,22 +96,22 @@ def _read(raw: bytes, unsaid: Unsaid) -> tuple[TraceRecord | None, str]:
         return None, f"not valid JSON: {error}"
 
 
-def _imported(row: Any, unsaid: Unsaid) -> TraceRecord:
+def _imported(row: Any, defaults: ImportDefaults) -> TraceRecord:
     if not isinstance(row, dict) or ("messages" in row) == ("conversations" in row):
-        raise RequestError("a row has messages or conversations")
+        raise RequestError("a row needs either messages or conversations")
     shared = "conversations" in row
     messages = from_sharegpt(row.pop("conversations")) if shared else from_openai(row.pop("messages"))
     first = next((place for place, one in enumerate(messages) if one["role"] == "assistant"), 0)
     asked = sha256_bytes(canonical_json(messages[:first]))[:32]
     provenance = row.pop("provenance", None)
-    record = make_record(
+    record = TraceRecord(
         messages,
-        environment=row.pop("environment", unsaid.environment),
+        environment=row.pop("environment", defaults.environment),
         task_id=row.pop("task_id", asked),
-        score=_score(row.pop("score", unsaid.score)),
-        source=row.pop("source", unsaid.source),
+        score=_score(row.pop("score", defaults.score)),
+        source=row.pop("source", defaults.source),
         seed=row.pop("seed", 0),
-        provenance=None if provenance is None else Provenance(**_texts(provenance)),
+        provenance=None if provenance is None else parse_provenance(provenance),
         details=(row.pop("details", None) or {}) | row or None,
     )
     return parse_record(canonical_json(as_row(record)), "")
@@ -117,20 +119,14 @@ def _imported(row: Any, unsaid: Unsaid) -> TraceRecord:
 
 def _score(value: Any) -> float:
     if value is None:
-        raise RequestError("the row has no score, and none was given for such rows")
+        raise RequestError("the row has no score, and no default score was given")
     if type(value) not in (int, float):
-        raise RequestError("field 'score' is no number")
+        raise RequestError("field 'score' is not a number")
     return float(value)
 
 
-def _texts(provenance: Any) -> dict[str, str]:
-    if not isinstance(provenance, dict) or set(provenance) != set(Provenance.__slots__):
-        raise RequestError("field 'provenance' needs exactly generator, version and settings")
-    return provenance
-
-
-def _written(record: TraceRecord, to: Form) -> Mapping[str, Any]:
-    """The row of a record. In other forms than its own it has no digest: those are there to be changed."""
+def _written(record: TraceRecord, to: Format) -> Mapping[str, Any]:
+    """The row of a record. Other formats have no digest, because their rows may be edited."""
     row = as_row(record)
     if to == "records":
         return row

@@ -1,7 +1,7 @@
-"""Filter records: broken, poor, repeated and contaminated ones out, each kept aside with its reason.
+"""Filter records: reject broken, poor, duplicate and contaminated ones, with a reason for each.
 
-Two passes over the lines. The first judges each line by itself and against what came before; the second
-writes what is left, once the best answers of each task are known. Memory does not grow with the input.
+Two passes over the lines. The first checks each line by itself and against earlier lines. The second writes
+the remaining lines, once the best answers of each task are known. Memory does not grow with the input.
 """
 
 from __future__ import annotations
@@ -16,34 +16,40 @@ from typing import IO, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from perilune.data.record_index import RecordIndex
 from perilune.data.records import TraceRecord, is_validation, records_file
-from perilune.data.seen import Seen
 from perilune.data.similarity import Contamination, language_of, signature_of
 from perilune.data.stream import Line, stream_lines
 from perilune.errors import RequestError
 from perilune.files import canonical_json, fsync_directory, sha256_file, write_json
 
-MOST_RAW = 2000  # characters of a rejected line that are kept
+MOST_RAW = 2000  # characters of a rejected line in rejected.jsonl
 REPORT_EVERY = 500  # lines
 
 Progress = Callable[[int, int, Mapping[str, float]], None]
 
 
 class FilterSettings(BaseModel):
-    """What is kept."""
+    """Conditions that a record must meet."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    min_score: float | None = Field(None, description="least score")
-    best: int | None = Field(1, ge=1, description="records of a task, those of the best score; null for all")
-    near: float | None = Field(
-        None, gt=0, le=1, description="similarity of texts (Jaccard) from which the later one is a duplicate"
+    min_score: float | None = Field(None, description="lowest score")
+    best: int | None = Field(
+        1, ge=1, description="records per task, those with the best scores; null keeps all"
     )
-    min_characters: int = Field(1, ge=0, description="of the last answer")
-    max_characters: int | None = Field(None, ge=1, description="of the whole conversation")
-    languages: tuple[str, ...] = Field((), description="ISO codes; others are left out")
-    ngram: int = Field(13, ge=2, description="words in a row, shared with an evaluation, that contaminate")
-    validation: float = Field(0.0, ge=0, lt=1, description="share of tasks that goes to validation.jsonl")
+    near: float | None = Field(
+        None, gt=0, le=1, description="Jaccard similarity from which the later of two texts is a duplicate"
+    )
+    min_characters: int = Field(1, ge=0, description="shortest last answer, in characters")
+    max_characters: int | None = Field(None, ge=1, description="longest conversation, in characters")
+    languages: tuple[str, ...] = Field((), description="ISO codes of languages to keep; empty keeps all")
+    ngram: int = Field(
+        13,
+        ge=2,
+        description="number of consecutive words shared with an evaluation that counts as contamination",
+    )
+    validation: float = Field(0.0, ge=0, lt=1, description="share of tasks to write to validation.jsonl")
 
 
 def filter_files(
@@ -53,59 +59,64 @@ def filter_files(
     out: Path,
     on_progress: Progress = lambda done, total, figures: None,
 ) -> dict[str, Any]:
-    """Filter files of records into the folder `out`: train.jsonl, rejected.jsonl, filter.json, and
-    validation.jsonl when asked for. Written under other names first, and renamed when all is done.
+    """Filter files of records into the folder `out`.
+
+    Writes train.jsonl, rejected.jsonl, filter.json, and validation.jsonl if `settings.validation` is above 0.
+    All files get their names when the work is complete.
 
     Args:
-        evaluations: files of records whose prompts and runs of words must not be trained on.
-        on_progress: told bytes read, bytes of all inputs, and lines read and left so far.
+        evaluations: files of records whose prompts and n-grams must not be in the training data.
+        on_progress: called with bytes read, bytes of all inputs, and lines read and kept so far.
 
     Returns:
-        what filter.json says: counts by reason, the inputs' digests, the settings.
+        The content of filter.json: counts by reason, the inputs' digests and the settings.
 
     Raises:
-        RequestError: when a file cannot be read, an evaluation is broken, `out` holds a filter's work, or a
-            package is missing that near duplicates or languages need.
+        RequestError: when a file cannot be read, an evaluation is broken, `out` already has filtered data, or
+            a
+            package for near duplicates or languages is missing.
     """
     if (out / "filter.json").exists():
         raise RequestError(
-            "the folder holds filtered data already", where=str(out), remedy="name another one"
+            "the folder already has filtered data", where=str(out), remedy="choose another folder"
         )
     out.mkdir(parents=True, exist_ok=True)
     names = ["train.jsonl", "rejected.jsonl"] + (["validation.jsonl"] if settings.validation else [])
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".filter-", dir=out)))
         files = {name: stack.enter_context((work / name).open("wb")) for name in names}
-        seen = stack.enter_context(Seen(work / "seen.sqlite"))
-        judge = _Judge(settings, seen, _contamination(evaluations, settings.ngram))
+        index = stack.enter_context(RecordIndex(work / "seen.sqlite"))
+        judge = _Judge(settings, index, _contamination(evaluations, settings.ngram))
         counts = _judge_all(inputs, judge, work / "left.jsonl", files["rejected.jsonl"], on_progress)
-        counts += _write_best(inputs, work / "left.jsonl", seen, settings, files)
+        counts += _write_best(inputs, work / "left.jsonl", index, settings, files)
         for name in names:
             files[name].flush()
             (work / name).replace(out / name)
     report = _report(counts, inputs, evaluations, settings)
-    write_json(out / "filter.json", report)  # last: with it the folder is complete
+    write_json(out / "filter.json", report)  # last, because it marks the folder as complete
     fsync_directory(out)
     return report
 
 
 class _Judge:
-    """Reasons to reject a line, the cheapest first."""
+    """Decides whether to reject a line, with the cheapest checks first."""
 
-    def __init__(self, settings: FilterSettings, seen: Seen, contamination: Contamination | None) -> None:
-        self._settings, self._seen, self._contamination = settings, seen, contamination
+    def __init__(
+        self, settings: FilterSettings, index: RecordIndex, contamination: Contamination | None
+    ) -> None:
+        self._settings, self._index, self._contamination = settings, index, contamination
 
     def reason(self, line: Line, place: int) -> tuple[str, str] | None:
-        """A reason and its details, or None; what is not rejected is noted as seen at `place`."""
+        """A reason and its details, or None to keep the line, which is then indexed at `place`."""
         record = line.record
         if record is None:
             return "broken", line.problem
-        reason = self._by_itself(record) or self._as_repeated(record, place)
+        reason = self._check_record(record) or self._check_duplicate(record, place)
         if reason is None:
-            self._seen.keep(f"{record.environment}\0{record.task_id}".encode(), record.score, place)
+            self._index.add_score(f"{record.environment}\0{record.task_id}".encode(), record.score, place)
         return reason
 
-    def _by_itself(self, record: TraceRecord) -> tuple[str, str] | None:
+    def _check_record(self, record: TraceRecord) -> tuple[str, str] | None:
         settings = self._settings
         if settings.min_score is not None and record.score < settings.min_score:
             return "score", f"{record.score:g} is below {settings.min_score:g}"
@@ -121,18 +132,18 @@ class _Judge:
         found = self._contamination.found_in(record.prompt, record.answer)
         return None if found is None else ("contaminated", found)
 
-    def _as_repeated(self, record: TraceRecord, place: int) -> tuple[str, str] | None:
+    def _check_duplicate(self, record: TraceRecord, place: int) -> tuple[str, str] | None:
         if record.is_mixed:
             return None
-        earlier = self._seen.same(bytes.fromhex(record.digest), place)
+        earlier = self._index.find_or_add(bytes.fromhex(record.digest), place)
         if earlier is not None:
-            return "duplicate", f"of line {earlier + 1} of all"
+            return "duplicate", f"of line {earlier + 1}"
         if self._settings.near is not None:
             signature = signature_of(f"{record.prompt}\n{record.answer}")
-            alike = self._seen.alike(signature, self._settings.near)
-            if alike is not None:
-                return "near duplicate", f"of line {alike[0] + 1} of all, similarity about {alike[1]:.2f}"
-            self._seen.note(signature, place)
+            similar = self._index.find_similar(signature, self._settings.near)
+            if similar is not None:
+                return "near duplicate", f"of line {similar[0] + 1}, similarity about {similar[1]:.2f}"
+            self._index.add_signature(signature, place)
         return None
 
 
@@ -144,7 +155,7 @@ def _contamination(evaluations: Sequence[Path], ngram: int) -> Contamination | N
         for line in stream_lines(path):
             if line.record is None:
                 raise RequestError(
-                    line.problem, where=f"{line.file}:{line.number}", remedy="mend the evaluation"
+                    line.problem, where=f"{line.file}:{line.number}", remedy="correct the evaluation file"
                 )
             known.add(line.record.prompt, line.record.answer)
     return known
@@ -175,19 +186,23 @@ def _judge_all(
 
 
 def _write_best(
-    inputs: Sequence[Path], left: Path, seen: Seen, settings: FilterSettings, files: Mapping[str, IO[bytes]]
+    inputs: Sequence[Path],
+    left: Path,
+    index: RecordIndex,
+    settings: FilterSettings,
+    files: Mapping[str, IO[bytes]],
 ) -> Counter[str]:
-    """Second pass: the best of each task, into training or validation."""
+    """Second pass: write the best records of each task to training or validation."""
     counts: Counter[str] = Counter()
     if settings.best is not None:
-        seen.drop_all_but_best(settings.best)
+        index.keep_best(settings.best)
     with left.open("rb") as lines:
         for line in lines:
-            place, index, number, raw = line.rstrip(b"\n").split(b" ", 3)
-            if settings.best is not None and not seen.chosen(int(place)):
+            place, file_number, number, raw = line.rstrip(b"\n").split(b" ", 3)
+            if settings.best is not None and not index.is_kept(int(place)):
                 counts["not best"] += 1
-                reason = ("not best", f"of this task {settings.best} kept")
-                files["rejected.jsonl"].write(_rejection(inputs[int(index)], int(number), reason, raw))
+                reason = ("not best", f"{settings.best} of this task kept")
+                files["rejected.jsonl"].write(_rejection(inputs[int(file_number)], int(number), reason, raw))
                 continue
             held_out = is_validation(json.loads(raw)["task_id"], settings.validation)
             counts["validation" if held_out else "train"] += 1

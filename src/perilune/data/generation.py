@@ -1,7 +1,8 @@
-"""A folder of records made chunk by chunk: killed at any instant, it goes on and ends with the same bytes.
+"""Generate a folder of records chunk by chunk. A killed generation resumes and ends with the same bytes.
 
-Rows go to records.jsonl.partial, what is refused to rejected.jsonl.partial, and after each chunk
-progress.json says how much of both counts. When all is made they are renamed, and generate.json comes last.
+Records go to records.jsonl.partial and rejected rows to rejected.jsonl.partial. After each chunk,
+progress.json records how many bytes of both are complete. At the end the files get their names, and
+generate.json is written.
 """
 
 from __future__ import annotations
@@ -15,46 +16,46 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
-from perilune.data.generators.gathering import MOST_REJECTED
+from perilune.data.generators.collection import MOST_REJECTED
 from perilune.data.generators.teacher import Rejected
+from perilune.data.record_index import RecordIndex
 from perilune.data.records import Provenance, TraceRecord, as_row, settings_digest
-from perilune.data.seen import Seen
 from perilune.data.stream import stream_lines
 from perilune.environments.core.protocol import Task
 from perilune.errors import RequestError
 from perilune.files import canonical_json, fsync_directory, read_json, sha256_file, write_json
 
-CHUNK = 256  # tasks between two points to go on from
+CHUNK = 256  # tasks between two points to resume from
 RECORDS, REJECTED, NOTE, REPORT = "records.jsonl", "rejected.jsonl", "progress.json", "generate.json"
 
 OnProgress = Callable[[int, int], None]
 
 
 class Generator(Protocol):
-    """Something that makes records of tasks.
+    """Makes records from tasks.
 
     Attributes:
-        provenance: on every row.
+        provenance: written to every record.
     """
 
     provenance: Provenance
 
     def rows(self, tasks: Sequence[Task], first: int) -> Iterator[TraceRecord | Rejected]:
-        """What it makes of the tasks, kept or refused; `first` is the place of the first one among all tasks.
+        """Records and rejected candidates of the tasks; `first` is the index of the first task.
 
-        The same tasks at the same places give the same rows, whatever was asked before.
+        The rows depend only on the tasks and their indices, not on earlier calls.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """How much to make.
+class GenerationTarget:
+    """How many records to generate, and from which tasks.
 
     Attributes:
-        records: at most so many.
-        tasks: of so many tasks; None: of as many as it takes, unless far too much is refused.
-        seed, split: that the tasks follow from.
+        records: largest number of records.
+        tasks: number of tasks to use; None uses as many as needed, and gives up if too many are rejected.
+        seed, split: seed and split of the tasks.
     """
 
     records: int
@@ -65,7 +66,7 @@ class Wanted:
 
 @dataclass(slots=True)
 class _Progress:
-    """How far a folder is: tasks asked, bytes that count, rows by source, refusals by reason."""
+    """Progress of a folder: settings, tasks used, complete bytes, rows by source, rejections by reason."""
 
     asked: str
     tasks: int = 0
@@ -80,55 +81,55 @@ class _Progress:
         return sum(self.sources.values())
 
     @property
-    def refused(self) -> int:
+    def rejected(self) -> int:
         return sum(self.reasons.values())
 
 
 def generate(
     generator: Generator,
     tasks: Iterable[Task],
-    wanted: Wanted,
+    target: GenerationTarget,
     out: Path,
     show: OnProgress = lambda kept, rejected: None,
 ) -> dict[str, Any]:
-    """Make records of `tasks` and write them to the folder `out`, or go on where that was left.
+    """Generate records of `tasks` into the folder `out`, or resume an interrupted generation.
 
-    A conversation that was made before is refused as a duplicate, unless a mixed policy made it.
+    Duplicate conversations are rejected, unless a mixed policy made them.
 
     Args:
-        show: is told after each chunk how many records were kept, and how many were not.
+        show: called after each chunk with the number of kept and of rejected records.
 
     Returns:
-        what generate.json says: counts, sources, reasons, provenance, and the SHA-256 of the records.
+        The content of generate.json: counts, sources, reasons, provenance, and the SHA-256 of the records.
 
     Raises:
-        RequestError: when `out` holds generated records already, or was begun with other settings.
+        RequestError: when `out` already has generated records, or was started with other settings.
     """
-    asked = settings_digest(by=asdict(generator.provenance), wanted=asdict(wanted))
-    with TemporaryDirectory() as folder, Seen(Path(folder) / "seen.sqlite") as seen:
-        work = _Work.open(out, asked, seen)
-        coming = islice(tasks, work.progress.tasks, wanted.tasks)
+    asked = settings_digest(by=asdict(generator.provenance), wanted=asdict(target))
+    with TemporaryDirectory() as folder, RecordIndex(Path(folder) / "seen.sqlite") as index:
+        work = _Work.open(out, asked, index)
+        coming = islice(tasks, work.progress.tasks, target.tasks)
         while not work.progress.complete:
             chunk = list(islice(coming, CHUNK))
-            work.add(generator.rows(chunk, work.progress.tasks), len(chunk), wanted)
-            show(work.progress.rows, work.progress.refused)
+            work.add(generator.rows(chunk, work.progress.tasks), len(chunk), target)
+            show(work.progress.rows, work.progress.rejected)
     return work.finish(generator.provenance)
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """A folder under work, and what is in its records so far."""
+    """A folder in progress, and the index of its records."""
 
     out: Path
     progress: _Progress
-    seen: Seen
+    index: RecordIndex
 
     @classmethod
-    def open(cls, out: Path, asked: str, seen: Seen) -> _Work:
-        """Begin, or go back to the end of the last whole chunk."""
+    def open(cls, out: Path, asked: str, index: RecordIndex) -> _Work:
+        """Start a folder, or return to the end of its last complete chunk."""
         if (out / REPORT).exists():
             raise RequestError(
-                "the folder holds generated records already", where=str(out), remedy="name another one"
+                "the folder already has generated records", where=str(out), remedy="choose another folder"
             )
         if not (out / NOTE).exists():
             out.mkdir(parents=True, exist_ok=True)
@@ -138,47 +139,47 @@ class _Work:
         progress = _Progress(**read_json(out / NOTE))
         if progress.asked != asked:
             raise RequestError(
-                "the folder was begun with other settings",
+                "the folder was started with other settings",
                 where=str(out),
-                remedy="ask as before, or name another folder",
+                remedy="use the same settings, or choose another folder",
             )
         for name, size in ((RECORDS, progress.record_bytes), (REJECTED, progress.rejected_bytes)):
-            if _partial(out / name).exists():  # it is not, when it had its last name already
+            if _partial(out / name).exists():  # it does not if it already has its final name
                 os.truncate(_partial(out / name), size)
         for line in stream_lines(_partial(out / RECORDS)) if not progress.complete else ():
             if line.record is None:
                 raise RequestError(line.problem, where=f"{line.file}:{line.number}")
-            seen.same(bytes.fromhex(line.record.digest), line.number)
-        return cls(out, progress, seen)
+            index.find_or_add(bytes.fromhex(line.record.digest), line.number)
+        return cls(out, progress, index)
 
-    def add(self, rows: Iterable[TraceRecord | Rejected], tasks: int, wanted: Wanted) -> None:
-        """Write the rows of a chunk, and then that they count."""
+    def add(self, rows: Iterable[TraceRecord | Rejected], tasks: int, target: GenerationTarget) -> None:
+        """Write the rows of a chunk, and then the progress."""
         made: list[bytes] = []
-        refused: list[bytes] = []
+        rejected: list[bytes] = []
         progress = self.progress
         sources, reasons = Counter(progress.sources), Counter(progress.reasons)
         for row in rows:
             if isinstance(row, TraceRecord) and (
-                row.is_mixed or self.seen.same(bytes.fromhex(row.digest), 0) is None
+                row.is_mixed or self.index.find_or_add(bytes.fromhex(row.digest), 0) is None
             ):
                 made.append(canonical_json(as_row(row)))
                 sources[row.source] += 1
             else:
-                told = _refusal(row)
-                refused.append(canonical_json(told))
-                reasons[told["reason"]] += 1
-            if sources.total() == wanted.records:
+                rejection = _rejection(row)
+                rejected.append(canonical_json(rejection))
+                reasons[rejection["reason"]] += 1
+            if sources.total() == target.records:
                 break
         progress.record_bytes += _append(_partial(self.out / RECORDS), made)
-        progress.rejected_bytes += _append(_partial(self.out / REJECTED), refused)
+        progress.rejected_bytes += _append(_partial(self.out / REJECTED), rejected)
         progress.sources, progress.reasons = dict(sources), dict(reasons)
         progress.tasks += tasks
-        hopeless = wanted.tasks is None and progress.refused > MOST_REJECTED * wanted.records
-        progress.complete = progress.rows == wanted.records or tasks < CHUNK or hopeless
+        hopeless = target.tasks is None and progress.rejected > MOST_REJECTED * target.records
+        progress.complete = progress.rows == target.records or tasks < CHUNK or hopeless
         write_json(self.out / NOTE, asdict(progress))
 
     def finish(self, provenance: Provenance) -> dict[str, Any]:
-        """Give the files their names, and write the report."""
+        """Rename the files and write the report."""
         for name in (REJECTED, RECORDS):
             if _partial(self.out / name).exists():
                 _partial(self.out / name).replace(self.out / name)
@@ -186,7 +187,7 @@ class _Work:
         report = {
             "tasks": progress.tasks,
             "rows": progress.rows,
-            "rejected": progress.refused,
+            "rejected": progress.rejected,
             "sources": dict(sorted(progress.sources.items())),
             "reasons": dict(sorted(progress.reasons.items())),
             "provenance": asdict(provenance),
@@ -198,12 +199,11 @@ class _Work:
         return report
 
 
-def _refusal(row: TraceRecord | Rejected) -> dict[str, str]:
-    """What is not kept, as a row; a record that is not was there before."""
+def _rejection(row: TraceRecord | Rejected) -> dict[str, str]:
+    """The row of a rejected candidate, or of a duplicate record."""
     if isinstance(row, TraceRecord):
         return {"task_id": row.task_id, "source": row.source, "text": row.answer, "reason": "duplicate"}
-    one = row.candidate
-    return {"task_id": one.task.task_id, "source": one.source, "text": one.text, "reason": row.reason}
+    return row.as_row()
 
 
 def _partial(path: Path) -> Path:
@@ -211,7 +211,7 @@ def _partial(path: Path) -> Path:
 
 
 def _append(path: Path, lines: Sequence[bytes]) -> int:
-    """Append lines, durably; returns how many bytes they are."""
+    """Append lines durably; return the number of bytes."""
     written = b"".join(line + b"\n" for line in lines)
     with path.open("ab") as file:
         file.write(written)

@@ -1,9 +1,9 @@
-"""What is in a data file: counts, lengths, scores, duplicates, and tasks that several files share."""
+"""Statistics of data files: counts, lengths, scores, duplicates, and tasks that files share."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
@@ -20,15 +20,15 @@ BINS = 12
 
 
 def inspect_files(paths: Sequence[Path], *, languages: bool = False) -> dict[str, Any]:
-    """Figures of each file, and how many tasks each pair of files shares (0 where splits are clean).
+    """Figures of each file, and the number of tasks that each pair of files shares (0 for clean splits).
 
-    A .parquet file holds episodes; anything else holds trace records.
+    A .parquet file contains episodes; all other files contain trace records.
 
     Args:
         languages: also guess the language of each answer.
 
     Raises:
-        RequestError: when a file is missing or broken, or a package is missing that languages need.
+        RequestError: when a file is missing or broken, or the package for languages is missing.
     """
     files, tasks = [], {}
     for path in paths:
@@ -90,21 +90,21 @@ def _answer(row: Episode | TraceRecord) -> str:
 
 
 def _histograms(rows: Sequence[Episode | TraceRecord]) -> dict[str, dict[str, list[float]]]:
-    """Rows by length of the answer, and by score or reward."""
+    """Histograms of answer lengths, and of scores or rewards."""
     scores = [row.reward if isinstance(row, Episode) else row.score for row in rows]
     values = {
         "answer_characters": [float(len(_answer(row))) for row in rows],
         "score": [score for score in scores if score is not None],
     }
-    found = {}
+    histograms = {}
     for name, numbers in values.items():
         if numbers:
             counts, edges = np.histogram(numbers, bins=BINS)
-            found[name] = {"edges": edges.tolist(), "counts": counts.tolist()}
-    return found
+            histograms[name] = {"edges": edges.tolist(), "counts": counts.tolist()}
+    return histograms
 
 
-def _characters(messages: Iterable[dict[str, str]]) -> int:
+def _characters(messages: Iterable[Mapping[str, str]]) -> int:
     return sum(len(message["content"]) for message in messages)
 
 
@@ -113,5 +113,5 @@ def _counts(values: Iterable[str]) -> dict[str, int]:
 
 
 def _spread(values: Iterable[float]) -> dict[str, float] | None:
-    found = list(values)
-    return {"min": min(found), "mean": fmean(found), "max": max(found)} if found else None
+    numbers = list(values)
+    return {"min": min(numbers), "mean": fmean(numbers), "max": max(numbers)} if numbers else None

@@ -1,8 +1,7 @@
-"""Answers that give away what only their writer was told.
+"""Find answers that reveal the system message under which they were written.
 
-An answer written under a system message is fit to train a model that will not see the message only when it
-makes sense without it. Two signs of the contrary are looked for in the text: a phrase that speaks of
-instructions, and a run of characters copied from the message that the prompt itself does not have.
+Such answers must not train a model that will not see the system message. There are two signs: a phrase about
+instructions, and characters copied from the system message that the prompt does not contain.
 """
 
 from __future__ import annotations
@@ -11,26 +10,30 @@ import re
 from collections.abc import Sequence
 
 PHRASES = (
-    "system prompt", "system message", "the hint", "as instructed", "my instructions", "i was told",
-    "you told me", "as you asked",
-)  # fmt: skip
+    "system prompt",
+    "system message",
+    "the hint",
+    "as instructed",
+    "my instructions",
+    "i was told",
+    "you told me",
+    "as you asked",
+)
 
 
 def leak(text: str, hint: str, prompt: str, *, ngram: int, phrases: Sequence[str] = PHRASES) -> str | None:
-    """What in `text` gives `hint` away, or None.
-
-    Case and spaces do not count.
+    """How `text` reveals `hint`, or None. Ignores case and spaces.
 
     Args:
-        prompt: what the model will be shown; what it shares with the hint is no leak.
-        ngram: characters in a row that count as copied.
+        prompt: what the trained model will see; text that it shares with the hint is not a leak.
+        ngram: number of consecutive characters that counts as copied.
     """
-    body, known, told = (_plain(part) for part in (text, prompt, hint))
+    body, known, secret = (_plain(part) for part in (text, prompt, hint))
     for phrase in phrases:
-        if (said := _plain(phrase)) in body and said not in known:
-            return f"speaks of its instructions: {phrase!r}"
-    for start in range(len(told) - ngram + 1):
-        part = told[start : start + ngram]
+        if (plain := _plain(phrase)) in body and plain not in known:
+            return f"mentions its instructions: {phrase!r}"
+    for start in range(len(secret) - ngram + 1):
+        part = secret[start : start + ngram]
         if part in body and part not in known:
             return f"copies {part!r} from the system message"
     return None

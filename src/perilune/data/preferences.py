@@ -1,7 +1,7 @@
 """Preference pairs: JSON Lines of a prompt with a better and a worse answer.
 
-The conversational form that TRL reads (`prompt`, `chosen`, `rejected` as lists of messages), with where the
-pair comes from beside it.
+The format is TRL's conversational one (`prompt`, `chosen` and `rejected` as lists of messages), with further
+fields for the origin of the pair.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Any
 
 from perilune.data.episode import Episode
+from perilune.data.records import check_messages, is_finite_number, parse_row, read_lines, require
 from perilune.errors import RequestError
-from perilune.files import canonical_json, open_regular, sha256_bytes, strict_json, write_json_lines
+from perilune.files import canonical_json, sha256_bytes, write_json_lines
 
 FILE = "preferences.jsonl"
-_ROLES = ("system", "user", "assistant", "tool")
 
 Message = dict[str, str]
 
@@ -27,12 +26,12 @@ class PreferenceRecord:
     """One pair.
 
     Attributes:
-        prompt: the conversation that both answer.
+        prompt: the messages before the answer.
         chosen, rejected: ({"role": "assistant", "content": text},) each.
-        environment, task_id: who judged, and the problem instance.
+        environment, task_id: the environment that judged the answers, and the task.
         chosen_score, rejected_score: rewards; the first is larger.
-        source: who wrote the answers, e.g. the stage that was sampled.
-        digest: SHA-256 of the three texts.
+        source: what wrote the answers, e.g. the name of a stage.
+        digest: SHA-256 of prompt and both answers.
     """
 
     prompt: tuple[Message, ...]
@@ -47,7 +46,7 @@ class PreferenceRecord:
 
 
 def make_pair(chosen: Episode, rejected: Episode, source: str) -> PreferenceRecord:
-    """A record of two judged answers to one prompt."""
+    """The record of two judged answers to one prompt."""
     *prompt, answer = ({"role": m["role"], "content": m["content"]} for m in chosen.messages)
     other = {"role": "assistant", "content": rejected.text}
     assert chosen.reward is not None
@@ -61,15 +60,15 @@ def make_pair(chosen: Episode, rejected: Episode, source: str) -> PreferenceReco
 def choose_pairs(
     group: Sequence[Episode], *, most: int, gap: float, most_alike: float = 1.0, length_gap: int | None = None
 ) -> list[tuple[Episode, Episode]]:
-    """At most `most` pairs (better, worse) of one prompt's judged answers, the best with the worst first.
+    """At most `most` pairs (better, worse) of one prompt's judged answers, starting with best and worst.
 
-    An answer is in one pair at most, and equal texts count once. Answers cut off or not judged are in
-    none: a pair with one side truncated would teach the end-of-sequence token, not the answer.
+    Each answer is in at most one pair, and equal texts count once. Truncated answers and answers without a
+    verdict are left out: a pair with one truncated answer would teach the end-of-sequence token.
 
     Args:
         gap: smallest difference of rewards.
-        most_alike: pairs whose texts share more than this of their characters are passed over: they push
-            the same tokens up and down at once.
+        most_alike: largest similarity of the two texts. A pair of similar texts would raise and lower the
+            same tokens at once.
         length_gap: largest difference of lengths in tokens; None for any.
     """
     distinct = {one.text: one for one in reversed(group) if one.reward is not None and not one.truncated}
@@ -91,7 +90,7 @@ def choose_pairs(
 
 
 def write_preferences(path: Path, records: Iterable[PreferenceRecord]) -> int:
-    """Write records, one canonical JSON line each, whole or not at all; returns how many."""
+    """Write records as canonical JSON Lines, completely or not at all; return their number."""
     rows = [asdict(record) for record in records]
     write_json_lines(path, rows)
     return len(rows)
@@ -101,17 +100,12 @@ def read_preferences(path: Path) -> list[PreferenceRecord]:
     """Read a file of pairs, or a folder's preferences.jsonl.
 
     Raises:
-        RequestError: when there are none, or a row is broken, naming file, line and field.
+        RequestError: when there are no pairs, or a row is broken, naming file, line and field.
     """
     file = path / FILE if path.is_dir() else path
-    try:
-        with open_regular(file) as opened:
-            lines = opened.read().splitlines()
-    except OSError as error:
-        raise RequestError(f"cannot read preference pairs: {error.strerror}", where=str(file)) from None
-    records = [_parse(line, f"{file}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    records = [_parse(line, where) for line, where in read_lines(file)]
     if not records:
-        raise RequestError("there are no pairs to learn from", where=str(file))
+        raise RequestError("the file has no preference pairs", where=str(file))
     return records
 
 
@@ -120,38 +114,19 @@ def _digest(*texts: Sequence[Message]) -> str:
 
 
 def _parse(line: bytes, where: str) -> PreferenceRecord:
-    try:
-        row = strict_json(line)
-    except ValueError as error:
-        raise RequestError(f"not valid JSON: {error}", where=where) from None
-    fields = PreferenceRecord.__slots__
-    if not isinstance(row, dict) or set(row) != set(fields):
-        raise RequestError("not a preference pair", where=where, remedy=f"it has exactly {', '.join(fields)}")
-    texts = [_messages(row[name], name, where) for name in ("prompt", "chosen", "rejected")]
+    row = parse_row(line, where, PreferenceRecord.__slots__)
+    for name in ("prompt", "chosen", "rejected"):
+        check_messages(row, name, where)
+        row[name] = tuple(row[name])
     for name in ("chosen", "rejected"):
         if len(row[name]) != 1 or row[name][0]["role"] != "assistant":
             raise RequestError(f"field '{name}' is not one message by the assistant", where=where)
     for name in ("environment", "task_id", "source"):
-        if not isinstance(row[name], str) or not row[name]:
-            raise RequestError(f"field '{name}' is not text", where=where)
+        require(isinstance(row[name], str) and row[name] != "", name, "text that is not empty", row, where)
     for name in ("chosen_score", "rejected_score"):
-        if type(row[name]) not in (int, float) or not abs(row[name]) < float("inf"):
-            raise RequestError(f"field '{name}' is not a finite number", where=where)
+        require(is_finite_number(row[name]), name, "a finite number", row, where)
     if not row["chosen_score"] > row["rejected_score"]:
         raise RequestError("the chosen answer does not score above the rejected one", where=where)
-    if row["digest"] != _digest(*texts):
+    if row["digest"] != _digest(row["prompt"], row["chosen"], row["rejected"]):
         raise RequestError("field 'digest' does not fit the texts: the row was changed", where=where)
-    return PreferenceRecord(**(row | dict(zip(("prompt", "chosen", "rejected"), texts, strict=True))))
-
-
-def _messages(value: Any, name: str, where: str) -> tuple[Message, ...]:
-    fine = isinstance(value, list) and all(
-        isinstance(message, dict)
-        and set(message) == {"role", "content"}
-        and message["role"] in _ROLES
-        and isinstance(message["content"], str)
-        for message in value
-    )
-    if not fine or not value:
-        raise RequestError(f"field '{name}' is no list of messages with role and content", where=where)
-    return tuple(value)
+    return PreferenceRecord(**row)

@@ -1,10 +1,10 @@
-"""Trace records: the JSON Lines that supervised stages train on, and that people read and share."""
+"""Trace records: the JSON Lines that supervised stages train on."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,12 @@ _ROLES = {"system", "user", "assistant", "tool"}
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """What wrote a row.
+    """What wrote a record.
 
     Attributes:
         generator: name of the teacher, or "sampled".
-        version: of the package that has it.
-        settings: SHA-256 of all that it was told, as `settings_digest` has it.
+        version: of the package that contains the generator.
+        settings: SHA-256 of all settings of the generator, see `settings_digest`.
     """
 
     generator: str
@@ -34,78 +34,67 @@ class TraceRecord:
     """One verified conversation.
 
     Attributes:
-        messages: ({"role", "content"}, ...), the last one by the assistant.
+        messages: ({"role", "content"}, ...), the last one by the assistant; other keys are dropped.
         environment: id of the environment that verified it.
-        task_id: the problem instance it answers.
-        score: the reward the environment gave it.
-        source: who wrote it, e.g. "arithmetic/scratchpad".
-        seed: seed it was drawn with.
-        digest: SHA-256 of the messages alone: equal conversations have equal digests.
-        provenance: what wrote it; None of rows that nobody here made.
-        details: what else is known of how it came about, as JSON has it.
+        task_id: the task that it answers.
+        score: the reward that the environment gave it.
+        source: generator and strategy, e.g. "arithmetic/scratchpad".
+        seed: seed of the generator.
+        digest: SHA-256 of the messages alone, so equal conversations have equal digests.
+        provenance: what wrote the record; None for imported records.
+        details: further JSON values about its origin.
     """
 
-    messages: tuple[dict[str, str], ...]
+    messages: Sequence[Mapping[str, str]]
     environment: str
     task_id: str
     score: float
     source: str
     seed: int
-    digest: str
+    digest: str = field(init=False)
     provenance: Provenance | None = None
     details: Mapping[str, Any] | None = None
 
+    def __post_init__(self) -> None:
+        messages = tuple({"role": m["role"], "content": m["content"]} for m in self.messages)
+        object.__setattr__(self, "messages", messages)
+        object.__setattr__(self, "digest", sha256_bytes(canonical_json(list(messages))))
+
     @property
     def prompt(self) -> str:
-        """All that was said before the last answer."""
+        """The text of all messages before the last answer."""
         return "\n".join(message["content"] for message in self.messages[:-1])
 
     @property
     def is_mixed(self) -> bool:
-        """Whether it was drawn from a mixed policy: how often equal ones occur is then what it says."""
+        """Whether it comes from a mixed policy, so that duplicates carry information about frequencies."""
         return bool((self.details or {}).get("mixed"))
 
     @property
     def answer(self) -> str:
-        """What the assistant said last."""
+        """The last message of the assistant."""
         return self.messages[-1]["content"]
 
 
-def make_record(
-    messages: Iterable[dict[str, str]],
-    *,
-    environment: str,
-    task_id: str,
-    score: float,
-    source: str,
-    seed: int,
-    provenance: Provenance | None = None,
-    details: Mapping[str, Any] | None = None,
-) -> TraceRecord:
-    """A record of `messages` with its digest."""
-    turns = tuple({"role": m["role"], "content": m["content"]} for m in messages)
-    return TraceRecord(turns, environment, task_id, score, source, seed, _digest(turns), provenance, details)
-
-
 def settings_digest(**settings: Any) -> str:
-    """Hex SHA-256 of settings as canonical JSON: equal settings have equal digests."""
+    """SHA-256 of settings as canonical JSON, so equal settings have equal digests."""
     return sha256_bytes(canonical_json(settings))
 
 
 def write_records(path: Path, records: Iterable[TraceRecord]) -> int:
-    """Write records to `path`, one canonical JSON line each, whole or not at all; returns how many."""
+    """Write records as canonical JSON Lines, completely or not at all; return their number."""
     rows = [as_row(record) for record in records]
     write_json_lines(path, rows)
     return len(rows)
 
 
 def as_row(record: TraceRecord) -> dict[str, Any]:
-    """A record as a JSON object; details only where there are any."""
+    """A record as a JSON object, without empty details."""
     return {name: value for name, value in asdict(record).items() if name != "details" or value is not None}
 
 
 def records_file(path: Path) -> Path:
-    """The file itself, or a folder's records.jsonl."""
+    """The path, or records.jsonl inside of it if it is a folder."""
     return path / "records.jsonl" if path.is_dir() else path
 
 
@@ -113,23 +102,29 @@ def read_records(path: Path) -> list[TraceRecord]:
     """Read a file of records, or a folder's records.jsonl.
 
     Raises:
-        RequestError: when a row is broken, naming file, line and field.
+        RequestError: when the file cannot be read or a row is broken, naming file, line and field.
     """
-    file = records_file(path)
+    return [parse_record(line, where) for line, where in read_lines(records_file(path))]
+
+
+def read_lines(file: Path) -> Iterator[tuple[bytes, str]]:
+    """The lines of a JSON Lines file without blank ones, each with its position "file:number" for errors.
+
+    Raises:
+        RequestError: when the file cannot be read.
+    """
     try:
         with open_regular(file) as opened:
             data = opened.read()
     except OSError as error:
         raise RequestError(f"cannot read records: {error.strerror}", where=str(file)) from None
-    return [
-        parse_record(line, f"{file}:{number}")
-        for number, line in enumerate(data.splitlines(), 1)
-        if line.strip()
-    ]
+    for number, line in enumerate(data.splitlines(), 1):
+        if line.strip():
+            yield line, f"{file}:{number}"
 
 
 def deduplicate(records: Iterable[TraceRecord]) -> Iterator[TraceRecord]:
-    """Keep the first record of each (environment, task_id), and of each content digest that is not mixed."""
+    """Keep the first record of each (environment, task_id), and of each digest unless it is mixed."""
     digests: set[str] = set()
     tasks: set[tuple[str, str]] = set()
     for record in records:
@@ -141,53 +136,64 @@ def deduplicate(records: Iterable[TraceRecord]) -> Iterator[TraceRecord]:
 
 
 def is_validation(task_id: str, validation: float) -> bool:
-    """Whether a task belongs to the share `validation` of tasks that is held out of training."""
+    """Whether a task belongs to the share `validation` of tasks that is held out."""
     mixed = hashlib.sha256(f"validation:{task_id}".encode()).digest()
     return int.from_bytes(mixed[:8], "big") < validation * 2**64
 
 
-def _digest(messages: Sequence[dict[str, str]]) -> str:
-    return sha256_bytes(canonical_json(list(messages)))
-
-
 def parse_record(line: bytes, where: str) -> TraceRecord:
-    """The record that one line of a file holds.
+    """Parse one line of a file of records.
 
     Raises:
-        RequestError: when it holds none, naming `where` and the field.
+        RequestError: when the line is not a record, naming `where` and the field.
+    """
+    row = parse_row(line, where, TraceRecord.__slots__, optional=("provenance", "details"))
+    check_messages(row, "messages", where)
+    if row["messages"][-1]["role"] != "assistant":
+        raise RequestError("field 'messages' does not end with the assistant's answer", where=where)
+    for name in ("environment", "task_id", "source", "digest"):
+        require(isinstance(row[name], str) and row[name] != "", name, "text that is not empty", row, where)
+    require(type(row["seed"]) is int, "seed", "an integer", row, where)
+    require(is_finite_number(row["score"]), "score", "a finite number", row, where)
+    provenance, details = row.get("provenance"), row.get("details")
+    if provenance is not None:
+        provenance = parse_provenance(provenance, where)
+    require(details is None or isinstance(details, dict), "details", "a mapping", row, where)
+    digest = row.pop("digest")
+    record = TraceRecord(**(row | {"score": float(row["score"]), "provenance": provenance}))
+    if digest != record.digest:
+        raise RequestError("field 'digest' does not fit the messages: the row was changed", where=where)
+    return record
+
+
+def parse_row(line: bytes, where: str, fields: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Any]:
+    """A JSON object with exactly the given fields.
+
+    Raises:
+        RequestError: for invalid JSON, missing fields and unknown fields.
     """
     try:
         row = strict_json(line)
     except ValueError as error:
         raise RequestError(f"not valid JSON: {error}", where=where) from None
     if not isinstance(row, dict):
-        raise RequestError("a record is a JSON object", where=where)
-    fields = TraceRecord.__slots__
+        raise RequestError("a row must be a JSON object", where=where)
+    remedy = f"a row has the fields {', '.join(fields)}"
     for name in fields:
-        if name not in row and name not in ("provenance", "details"):
-            raise RequestError(f"the field '{name}' is missing", where=where, remedy=_remedy(fields))
+        if name not in row and name not in optional:
+            raise RequestError(f"the field '{name}' is missing", where=where, remedy=remedy)
     for name in row:
         if name not in fields:
-            raise RequestError(f"unknown field '{name}'", where=where, remedy=_remedy(fields))
-    _check_messages(row["messages"], where)
-    for name in ("environment", "task_id", "source", "digest"):
-        _require(isinstance(row[name], str) and row[name] != "", name, "text that is not empty", row, where)
-    _require(type(row["seed"]) is int, "seed", "an integer", row, where)
-    score = row["score"]
-    finite = type(score) in (int, float) and abs(score) < float("inf")
-    _require(finite, "score", "a finite number", row, where)
-    provenance = _provenance(row.get("provenance"), where)
-    details = row.get("details")
-    _require(details is None or isinstance(details, dict), "details", "a mapping", row, where)
-    messages = tuple(row["messages"])
-    if row["digest"] != _digest(messages):
-        raise RequestError("field 'digest' does not fit the messages: the row was changed", where=where)
-    return TraceRecord(**(row | {"messages": messages, "score": float(score), "provenance": provenance}))
+            raise RequestError(f"unknown field '{name}'", where=where, remedy=remedy)
+    return row
 
 
-def _provenance(raw: Any, where: str) -> Provenance | None:
-    if raw is None:
-        return None
+def parse_provenance(raw: Any, where: str = "") -> Provenance:
+    """The provenance of a row.
+
+    Raises:
+        RequestError: unless `raw` has exactly the fields of a provenance, all of them text.
+    """
     names = set(Provenance.__slots__)
     if not isinstance(raw, dict) or set(raw) != names or not all(isinstance(raw[key], str) for key in names):
         raise RequestError(
@@ -196,25 +202,32 @@ def _provenance(raw: Any, where: str) -> Provenance | None:
     return Provenance(**raw)
 
 
-def _check_messages(messages: Any, where: str) -> None:
+def check_messages(row: Mapping[str, Any], name: str, where: str) -> None:
+    """Check that a field is a list of messages with role and content.
+
+    Raises:
+        RequestError: naming the first message that is not.
+    """
+    messages = row[name]
     if not isinstance(messages, list) or not messages:
-        raise RequestError("field 'messages' is no list of messages", where=where)
+        raise RequestError(f"field '{name}' is not a list of messages", where=where)
     for index, message in enumerate(messages):
-        key = f"messages[{index}]"
+        key = f"{name}[{index}]"
         if not isinstance(message, dict) or set(message) != {"role", "content"}:
             raise RequestError(f"field '{key}' needs exactly role and content", where=where)
         if message["role"] not in _ROLES or not isinstance(message["content"], str):
             raise RequestError(
-                f"field '{key}': role is one of {', '.join(sorted(_ROLES))} and content is text", where=where
+                f"field '{key}': role must be one of {', '.join(sorted(_ROLES))}, and content text",
+                where=where,
             )
-    if messages[-1]["role"] != "assistant":
-        raise RequestError("field 'messages' does not end with the assistant's answer", where=where)
 
 
-def _require(holds: bool, name: str, kind: str, row: dict[str, Any], where: str) -> None:
+def is_finite_number(value: Any) -> bool:
+    """Whether a JSON value is a number, neither infinite nor a bool."""
+    return type(value) in (int, float) and abs(value) < float("inf")
+
+
+def require(holds: bool, name: str, kind: str, row: Mapping[str, Any], where: str) -> None:
+    """Raise an error that field `name` is not `kind`, unless `holds`."""
     if not holds:
         raise RequestError(f"field '{name}' is {row[name]!r}, not {kind}"[:300], where=where)
-
-
-def _remedy(fields: Sequence[str]) -> str:
-    return f"a record has the fields {', '.join(fields)}"

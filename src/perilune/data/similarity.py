@@ -1,4 +1,4 @@
-"""When two texts say almost the same, and when one has been seen in an evaluation."""
+"""Near duplicates, languages, and contamination with evaluations."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SHINGLE = 5  # characters
 
 
 def words_of(text: str) -> list[str]:
-    """Lower-case words and numbers, without accents' variants, punctuation or layout."""
+    """Lower-case words and numbers in Unicode normal form, without punctuation and layout."""
     return re.findall(r"\w+", unicodedata.normalize("NFKC", text).casefold())
 
 
 def signature_of(text: str) -> NDArray[np.uint32]:
-    """MinHash signature uint32[64] of the text's runs of five characters (case and layout do not count).
+    """MinHash signature uint32[64] of a text's shingles of five characters; ignores case and layout.
 
     Broder, "On the resemblance and containment of documents", 1997; computed by datasketch.
 
@@ -41,7 +41,7 @@ def signature_of(text: str) -> NDArray[np.uint32]:
 
 
 def language_of(text: str) -> str:
-    """ISO code of the language that a text is likely in, "und" for one without letters.
+    """ISO code of the most likely language of a text, "und" for a text without letters.
 
     Raises:
         RequestError: when py3langid is not installed.
@@ -56,38 +56,38 @@ def _package(name: str) -> Any:
         return import_module(name)
     except ModuleNotFoundError as error:
         raise RequestError(
-            f"this needs the package {error.name}", remedy="pip install 'perilune[data]'"
+            f"the package {error.name} is required", remedy="pip install 'perilune[data]'"
         ) from None
 
 
 class Contamination:
-    """What evaluations ask, so that training data can be kept clear of it.
+    """Prompts and n-grams of evaluations, to find contaminated training data.
 
     Args:
-        ngram: words in a row that, found in both, are no accident.
+        ngram: number of consecutive words that counts as contamination.
     """
 
     def __init__(self, ngram: int = 13) -> None:
         self._ngram = ngram
         self._prompts: set[bytes] = set()
-        self._runs: dict[bytes, str] = {}
+        self._ngrams: dict[bytes, str] = {}
 
     def add(self, prompt: str, answer: str) -> None:
-        """Take in one item of an evaluation."""
+        """Add one item of an evaluation."""
         self._prompts.add(_hash(words_of(prompt)))
-        for run in self._runs_of(f"{prompt} {answer}"):
-            self._runs.setdefault(_hash(run), " ".join(run))
+        for words in self._ngrams_of(f"{prompt} {answer}"):
+            self._ngrams.setdefault(_hash(words), " ".join(words))
 
     def found_in(self, prompt: str, answer: str) -> str | None:
-        """What of an evaluation stands in a record: its prompt, or a run of words; None when clean."""
+        """The contamination of a record (the same prompt, or an n-gram), or None."""
         if _hash(words_of(prompt)) in self._prompts:
             return "the same prompt"
-        for run in self._runs_of(f"{prompt} {answer}"):
-            if (known := self._runs.get(_hash(run))) is not None:
+        for words in self._ngrams_of(f"{prompt} {answer}"):
+            if (known := self._ngrams.get(_hash(words))) is not None:
                 return f"the same {self._ngram} words: {known!r}"
         return None
 
-    def _runs_of(self, text: str) -> Iterable[Sequence[str]]:
+    def _ngrams_of(self, text: str) -> Iterable[Sequence[str]]:
         words = words_of(text)
         return (words[start : start + self._ngram] for start in range(len(words) - self._ngram + 1))
 

@@ -1,4 +1,4 @@
-"""Records read one line at a time: a broken line is an item with its reason, not the end of the file."""
+"""Read records line by line; a broken line is returned with the reason and does not end the reading."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from perilune.errors import RequestError
 from perilune.files import open_regular
 
 LONGEST_LINE = 16 << 20
-"""Bytes of a line beyond which it is broken, so that one line cannot fill the memory."""
+"""Bytes. A longer line counts as broken, so that one line cannot fill the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +19,10 @@ class Line:
     """One line of a file of records.
 
     Attributes:
-        file, number: where it stands, from 1.
-        raw: its bytes without the end; of a line that is too long, the first 200.
-        record: what it says, or None when it is broken.
-        problem: why it is broken; empty otherwise.
+        file, number: its position; numbers start at 1.
+        raw: its bytes without the line end; the first 200 bytes of a line that is too long.
+        record: None for a broken line.
+        problem: why the line is broken; empty otherwise.
     """
 
     file: Path
@@ -33,7 +33,7 @@ class Line:
 
 
 def stream_lines(path: Path) -> Iterator[Line]:
-    """The lines of a file of records, or of a folder's records.jsonl, that are not blank; in bounded memory.
+    """The lines of a file of records, or of a folder's records.jsonl, without blank lines; in bounded memory.
 
     Raises:
         RequestError: when the file cannot be read.
@@ -44,7 +44,7 @@ def stream_lines(path: Path) -> Iterator[Line]:
 
 
 def stream_bytes(file: Path) -> Iterator[tuple[int, bytes, str]]:
-    """Number, bytes and problem of each line that is not blank; one that is too long has a problem.
+    """Number, bytes and problem of each line that is not blank. A line that is too long has a problem.
 
     Raises:
         RequestError: when the file cannot be read.

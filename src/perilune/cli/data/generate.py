@@ -67,7 +67,7 @@ def generate(
         raise RequestError(f"unknown split '{split}'", where="--split", remedy="train or heldout")
     from perilune.data import generation
     from perilune.data.generators import make_teacher
-    from perilune.data.generators.taught import Taught
+    from perilune.data.generators.collection import TeacherGenerator
     from perilune.environments.core.registry import make_environment
     from perilune.verifiers import Scorer
 
@@ -80,7 +80,9 @@ def generate(
         if teacher:
             extra = settings_of(options, "--option")
             writer = make_teacher(teacher, settings_of(strategies, "--strategy"), extra)
-            generator = Taught(writer, made, scorer.score, seed, section=section, told={"options": extra})
+            generator = TeacherGenerator(
+                writer, made, scorer.score, seed, section=section, extra={"options": extra}
+            )
         else:
             from perilune.tasks.datasets.sampled import Sampled, Sampling  # needs torch
 
@@ -92,8 +94,8 @@ def generate(
         def show(kept: int, rejected: int) -> None:
             view.progressed("generate", kept, count, "records", {"rejected": rejected})
 
-        wanted = generation.Wanted(count, tasks, seed, split)
-        totals = generation.generate(generator, made.tasks(of, seed), wanted, out, show)
+        target = generation.GenerationTarget(count, tasks, seed, split)
+        totals = generation.generate(generator, made.tasks(of, seed), target, out, show)
         view.ended("generate", "done", "")
     report = {"environment": made.id, **totals}
     if as_json:

@@ -145,12 +145,12 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Convert conversations. Rejected rows go to FILE.rejected.jsonl with file, line and reason."""
-    from perilune.data.conversion import FORMS, Unsaid, convert_files
+    from perilune.data.conversion import FORMATS, ImportDefaults, convert_files
 
-    form = next((one for one in FORMS if one == to), None)
+    form = next((one for one in FORMATS if one == to), None)
     if form is None:
-        raise RequestError(f"unknown format '{to}'", where="--to", remedy=f"one of: {', '.join(FORMS)}")
-    report = convert_files(files, form, out, Unsaid(environment, source, score))
+        raise RequestError(f"unknown format '{to}'", where="--to", remedy=f"one of: {', '.join(FORMATS)}")
+    report = convert_files(files, form, out, ImportDefaults(environment, source, score))
     if as_json:
         print_json(report)
         return

@@ -2,7 +2,13 @@
 
 from perilune.data.generators.registry import make_teacher, provenance_of, teacher_names
 from perilune.data.generators.scripted import ScriptedTeacher
-from perilune.data.generators.teacher import Candidate, Rejected, Teacher, verified, written
+from perilune.data.generators.teacher import (
+    Candidate,
+    Rejected,
+    Teacher,
+    teacher_candidates,
+    verify_candidates,
+)
 
 __all__ = [
     "Candidate",
@@ -11,7 +17,7 @@ __all__ = [
     "Teacher",
     "make_teacher",
     "provenance_of",
+    "teacher_candidates",
     "teacher_names",
-    "verified",
-    "written",
+    "verify_candidates",
 ]

@@ -72,7 +72,7 @@ class OpenSpielTeacher:
         self.shares = dict(shares)
         self.options = options or OpenSpielOptions()
 
-    def meet(self, environment: Environment) -> None:
+    def prepare(self, environment: Environment) -> None:
         """Learn the game: solve it, where it is one to be solved.
 
         Raises:

@@ -1,6 +1,6 @@
-"""What a teacher is, and how what it writes is verified before it is kept.
+"""Teachers, and the verification of the traces that they write.
 
-A teacher proposes; the environment's own scorer decides. A rejected candidate is kept with its reason.
+The environment's scorer decides which candidates become records. Rejected candidates get a reason.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
-from perilune.data.records import Provenance, TraceRecord, make_record
+from perilune.data.records import Provenance, TraceRecord
 from perilune.environments.core.protocol import Environment, Failure, Message, Outcome, Task, Transcript
 from perilune.environments.core.rewards import GOLD
 
@@ -22,16 +22,16 @@ Converse = Callable[[Task, Transcript], Sequence[Message]]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A trace that nobody has verified yet.
+    """A trace that has not been verified.
 
     Attributes:
-        text: the answer, or the last action of an episode of several turns.
-        source: names teacher and strategy ("arithmetic/direct").
-        earlier: the actions before it, of all players in order.
+        text: the answer, or the last action of an episode with several turns.
+        source: teacher and strategy, e.g. "arithmetic/direct".
+        earlier: the earlier actions of all players, in order.
         seed: of the session.
-        player: who is imitated.
-        keep_from: the least score with which it is kept; None: what holds for all.
-        details: what the record shall say of how it came about.
+        player: the player to imitate.
+        keep_from: lowest score to keep it; None uses the limit of the caller.
+        details: further JSON values about its origin, for the record.
     """
 
     task: Task
@@ -45,25 +45,30 @@ class Candidate:
 
     @property
     def transcript(self) -> Transcript:
-        """What was done."""
+        """All actions, for the scorer."""
         return Transcript(self.text, earlier=self.earlier, seed=self.seed, player=self.player)
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A candidate that was not kept, and why."""
+    """A rejected candidate with the reason."""
 
     candidate: Candidate
     reason: str
+
+    def as_row(self) -> dict[str, str]:
+        """The row in rejected.jsonl."""
+        one = self.candidate
+        return {"task_id": one.task.task_id, "source": one.source, "text": one.text, "reason": self.reason}
 
 
 class Teacher(Protocol):
     """Writes traces for tasks.
 
     Attributes:
-        name: what a recipe calls it.
-        strategies: the ways it can answer, each with its share when nobody says otherwise.
-        shares: share of the tasks that each strategy answers; sums to 1.
+        name: its name in recipes.
+        strategies: its strategies with their default shares.
+        shares: share of the tasks that each strategy answers; they sum to 1.
     """
 
     name: str
@@ -71,24 +76,24 @@ class Teacher(Protocol):
     shares: Mapping[str, float]
 
     def candidates(self, tasks: Iterable[Task], seed: int) -> Iterator[Candidate]:
-        """At most one candidate a task, in the order of `tasks`; the same seed writes the same."""
+        """At most one candidate per task, in the order of `tasks`; deterministic for a seed."""
         ...
 
 
-def meet(teacher: Teacher, environment: Environment) -> None:
-    """Show the environment itself to a teacher that has to know it, as to play in it: one with a `meet`."""
-    introduce = getattr(teacher, "meet", None)
-    if introduce is not None:
-        introduce(environment)
+def prepare(teacher: Teacher, environment: Environment) -> None:
+    """Call the teacher's `prepare` hook, if it has one, with the environment."""
+    hook = getattr(teacher, "prepare", None)
+    if hook is not None:
+        hook(environment)
 
 
-def written(teacher: Teacher, environment: Environment, seed: int) -> Iterator[Candidate]:
-    """What a teacher writes for the training tasks of an environment, once they have met."""
-    meet(teacher, environment)
+def teacher_candidates(teacher: Teacher, environment: Environment, seed: int) -> Iterator[Candidate]:
+    """The candidates of a teacher for the training tasks of an environment."""
+    prepare(teacher, environment)
     return teacher.candidates(environment.tasks("train", seed), seed)
 
 
-def verified(
+def verify_candidates(
     candidates: Iterable[Candidate],
     score: ScoreBatch,
     *,
@@ -98,15 +103,15 @@ def verified(
     converse: Converse | None = None,
     provenance: Provenance | None = None,
 ) -> Iterator[TraceRecord | Rejected]:
-    """Each candidate in order, as a record when its score is at least `keep_from`, else rejected.
+    """Score candidates in order; those with a score of at least `keep_from` become records.
 
-    Duplicates by content (unless they are mixed), or by task, are rejected as such; the first one wins.
+    Duplicates of a conversation (unless it is mixed) or of a task are rejected; the first one is kept.
 
     Args:
         score: scores a batch, normally `Scorer.score`.
-        converse: makes the conversation of a transcript, for environments of several turns, normally
-            `perilune.environments.core.replay.conversation`; by default it is prompt and answer.
-        provenance: what writes the candidates, normally `perilune.data.generators.provenance_of`.
+        converse: turns a transcript into a conversation, normally
+            `perilune.environments.core.replay.conversation`. The default is prompt and answer.
+        provenance: of the records, normally from `perilune.data.generators.provenance_of`.
     """
     pending = iter(candidates)
     digests: set[str] = set()
@@ -123,8 +128,8 @@ def verified(
                 yield Rejected(candidate, f"score {verdict:g} is below {least:g}")
                 continue
             messages = (converse or _answered)(candidate.task, candidate.transcript)
-            record = make_record(
-                [dict(message) for message in messages],
+            record = TraceRecord(
+                messages,
                 environment=environment,
                 task_id=candidate.task.task_id,
                 score=verdict,

@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any
 
 from perilune.bundle.workspace import Workspace
-from perilune.data.generators.gathering import gather
+from perilune.data.generators.collection import collect_traces
 from perilune.data.generators.registry import make_teacher
 from perilune.data.generators.teacher import Candidate
 from perilune.errors import WorkFailedError
@@ -25,35 +25,35 @@ def run(workspace: Workspace, spec: CollectSpec) -> dict[str, Any]:
     """Generate and verify traces; return the summary."""
     begun = perf_counter()
     workspace.rewind(-1)  # removes the figures of an earlier attempt
-    found = gather(
+    collected = collect_traces(
         workspace.job.environment,
         make_teacher(spec.teacher, spec.strategies, spec.options),
         spec.traces,
         workspace.job.seed,
-        told={"system": spec.system, "options": spec.options},
-        prepare=partial(under_system, system=spec.system),
+        extra={"system": spec.system, "options": spec.options},
+        transform=partial(under_system, system=spec.system),
         show=lambda kept, rejected: workspace.progress(kept, spec.traces, "traces", rejected=rejected),
     )
-    found.write(workspace.root / OUTPUT)
-    kept = found.kept
+    collected.write(workspace.root / OUTPUT)
+    kept = collected.kept
     if len(kept) < spec.traces:
         raise WorkFailedError(
-            f"{len(kept)} of {spec.traces} traces passed the verifier ({found.told()})",
+            f"{len(kept)} of {spec.traces} traces passed the verifier ({collected.describe_rejections()})",
             where=f"stage {workspace.job.stage}",
             remedy=f"look at {OUTPUT}/rejected.jsonl in the run's directory; ask for fewer traces,"
             " widen the environment's config, or take another teacher",
         )
-    counts = {f"source/{name}": count for name, count in found.sources.items()}
-    workspace.metric(0, rows=len(kept), rejected=len(found.rejected), **counts)
+    counts = {f"source/{name}": count for name, count in collected.sources.items()}
+    workspace.metric(0, rows=len(kept), rejected=len(collected.rejected), **counts)
     for record in islice(kept, 3):
         workspace.log(f"{record.source}: {''.join(message['content'] for message in record.messages)}")
     return {
         "kind": "dataset",
         "rows": len(kept),
-        "rejected": len(found.rejected),
-        "reasons": dict(found.reasons.most_common(MOST_REASONS)),
-        "sources": dict(found.sources),
-        "environment": found.environment,
+        "rejected": len(collected.rejected),
+        "reasons": dict(collected.reasons.most_common(MOST_REASONS)),
+        "sources": dict(collected.sources),
+        "environment": collected.environment,
         "seconds": perf_counter() - begun,
     }
 

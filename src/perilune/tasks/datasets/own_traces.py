@@ -8,7 +8,7 @@ import perilune
 from perilune.bundle.job import Job
 from perilune.data.episode import Episode
 from perilune.data.generators.registry import by_content
-from perilune.data.records import Provenance, TraceRecord, make_record, settings_digest
+from perilune.data.records import Provenance, TraceRecord, settings_digest
 
 
 def likeliest(episodes: Sequence[Episode]) -> Episode | None:
@@ -28,8 +28,8 @@ def sampled_by(job: Job) -> Provenance:
 def own_record(episode: Episode, provenance: Provenance, system: str = "") -> TraceRecord:
     """A judged episode as a record, without the `system` message that it was played under."""
     assert episode.reward is not None
-    return make_record(
-        [dict(message) for message in episode.messages[1 if system else 0 :]],
+    return TraceRecord(
+        episode.messages[1 if system else 0 :],
         environment=episode.environment,
         task_id=episode.task_id,
         score=episode.reward,

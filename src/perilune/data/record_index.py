@@ -1,4 +1,4 @@
-"""What has been seen of a stream of records, kept in a file so that memory does not grow with the stream."""
+"""An index of earlier records, in an SQLite file so that memory does not grow with the number of records."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _CHOOSE = """
         SELECT place, row_number() OVER (PARTITION BY task ORDER BY score DESC, place) AS rank FROM kept
     ) WHERE rank <= ?
 """
-MOST_CANDIDATES = 50  # signatures compared with one text, for a crowd that shares a band
+MOST_CANDIDATES = 50  # signatures per band to compare with one text
 
 
-class Seen:
-    """An index of the records so far, by content, likeness and task; `place` is a record's number.
+class RecordIndex:
+    """Indexes records by content, similarity and task; `place` is a record's number.
 
     Args:
-        path: of the file it is kept in, which must not exist.
-        bands: into how many parts a signature is cut; texts that agree in one of them are compared.
+        path: the index file, which must not exist.
+        bands: number of parts of a signature. Texts that agree in at least one part are compared.
     """
 
     def __init__(self, path: Path, bands: int = 16) -> None:
@@ -39,7 +39,7 @@ class Seen:
         self._connection.executescript(_SCHEMA)
         self._connection.execute("BEGIN")
 
-    def __enter__(self) -> Seen:
+    def __enter__(self) -> RecordIndex:
         return self
 
     def __exit__(
@@ -47,19 +47,19 @@ class Seen:
     ) -> None:
         self._connection.close()
 
-    def same(self, digest: bytes, place: int) -> int | None:
-        """The place of an earlier record with this digest, or None, and then it is noted at `place`."""
+    def find_or_add(self, digest: bytes, place: int) -> int | None:
+        """The place of an earlier record with this digest, or None after adding the digest at `place`."""
         row = self._connection.execute("SELECT place FROM digests WHERE digest = ?", (digest,)).fetchone()
         if row is not None:
             return int(row[0])
         self._connection.execute("INSERT INTO digests VALUES (?, ?)", (digest, place))
         return None
 
-    def alike(self, signature: NDArray[np.uint32], threshold: float) -> tuple[int, float] | None:
-        """The place of an earlier record of which at least a share `threshold` of the signature agrees.
+    def find_similar(self, signature: NDArray[np.uint32], threshold: float) -> tuple[int, float] | None:
+        """Place and similarity of the most similar earlier record, or None below `threshold`.
 
         The share of equal entries of two MinHash signatures estimates the Jaccard similarity of the texts
-        (Broder 1997). Returns place and share of the most similar, or None.
+        (Broder 1997).
         """
         found: dict[int, None] = {}
         for band, key in enumerate(self._keys(signature)):
@@ -77,23 +77,23 @@ class Seen:
                 best = (place, share)
         return best
 
-    def note(self, signature: NDArray[np.uint32], place: int) -> None:
-        """Let later records be compared with this signature."""
+    def add_signature(self, signature: NDArray[np.uint32], place: int) -> None:
+        """Add a signature that later records are compared with."""
         self._connection.execute("INSERT INTO signatures VALUES (?, ?)", (place, signature.tobytes()))
         rows = [(band, key, place) for band, key in enumerate(self._keys(signature))]
         self._connection.executemany("INSERT OR IGNORE INTO bands VALUES (?, ?, ?)", rows)
 
-    def keep(self, task: bytes, score: float, place: int) -> None:
-        """Note that the record at `place` answers `task` and has this score."""
+    def add_score(self, task: bytes, score: float, place: int) -> None:
+        """Add the task and the score of the record at `place`."""
         self._connection.execute("INSERT INTO kept VALUES (?, ?, ?)", (task, score, place))
 
-    def drop_all_but_best(self, count: int) -> None:
-        """Of each task leave the `count` records of the best score, the earlier first among equals."""
+    def keep_best(self, count: int) -> None:
+        """Keep the `count` records with the best scores of each task; earlier ones win ties."""
         self._connection.execute("CREATE TABLE chosen (place INTEGER PRIMARY KEY)")
         self._connection.execute(_CHOOSE, (count,))
 
-    def chosen(self, place: int) -> bool:
-        """Whether `drop_all_but_best` left the record at `place`."""
+    def is_kept(self, place: int) -> bool:
+        """Whether `keep_best` kept the record at `place`."""
         found = self._connection.execute("SELECT 1 FROM chosen WHERE place = ?", (place,)).fetchone()
         return found is not None
 
