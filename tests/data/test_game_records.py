@@ -95,7 +95,7 @@ def test_the_teacher_decided_by_what_the_record_shows(game):
         match = Match(environment.game, KeyedRandom(record.seed, record.task_id))
         told, likely = [], []
         for action in record.details["actions"]:
-            shown, moves = environment.told(match.state, match.player)
+            shown, moves = environment.describe(match.state, match.player)
             if match.player == record.details["seat"]:
                 told.append(shown)
                 likely.append(teacher.probabilities(match.state, match.player, 0)[moves[action]])

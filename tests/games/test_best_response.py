@@ -76,5 +76,5 @@ def test_an_illegal_move_loses():
 
 @pytest.mark.parametrize("game", ["kuhn_poker", "goofspiel"])
 def test_games_with_cards_are_refused(game):
-    with pytest.raises(RequestError, match="without cards"):
+    with pytest.raises(RequestError, match="two-player game without"):
         best_response(make_environment({"id": "open_spiel", "game": game}), 0, uniform)

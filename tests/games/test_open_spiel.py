@@ -137,7 +137,7 @@ def test_perfect_play_is_a_yardstick_that_nobody_beats(tmp_path, monkeypatch):
     ("wrong", "message"),
     [
         ({"game": "tictactoe"}, "no game 'tictactoe'.*tic_tac_toe"),
-        ({"game": "kuhn_poker", "opponent": "mcts"}, "cfr, or random"),
+        ({"game": "kuhn_poker", "opponent": "mcts"}, "use cfr or random"),
         ({"game": "hex", "config": {"size": 3}}, "environment.config"),
     ],
 )

@@ -99,7 +99,7 @@ def test_returns_become_points() -> None:
     [
         ([Match("a", "b", ())], "needs games"),
         ([Match("a", "b", (1.5,))], "0 to 1 points"),
-        ([Match("a", "b", (1.0,)), Match("c", "d", (1.0,))], "from a to c"),
+        ([Match("a", "b", (1.0,)), Match("c", "d", (1.0,))], "links a and c"),
     ],
 )
 def test_what_cannot_be_rated_is_refused(matches: list[Match], message: str) -> None:

@@ -1,1 +1,1 @@
-"""Games: OpenSpiel and Connect Four, their teachers, exact play, and ratings."""
+"""Games: OpenSpiel and Connect Four, game teachers, exact play and ratings."""

@@ -1,8 +1,8 @@
-"""What the best reply to a policy wins in a game without hidden cards: bounds, from the policy's own moves.
+"""Bounds on what a best response wins against a policy, in games with perfect information.
 
-The reply sees everything, so the game tree is searched: the policy's positions are averaged over its moves,
-the reply's are maximised. What the policy does with less than a given probability is not looked at, and
-counts as won by the reply for the one bound and as lost for the other. The two meet where little is left out.
+The game tree is searched: positions of the policy are averaged over its moves, and positions of the best
+response are maximized. Lines that the policy plays with less than a given probability are left out. They
+count as won by the best response for the upper bound and as lost for the lower one.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from perilune.games.open_spiel import OpenSpielEnvironment
 from perilune.games.open_spiel_match import is_simultaneous
 
 Probabilities = Callable[[Sequence[Decision]], Sequence[Sequence[float]]]
-"""Of each decision's moves, in order; what they lack of 1 goes to what is no legal move, which loses."""
+"""The probabilities of each decision's moves, in order. The rest to 1 is for illegal moves, which lose."""
 
 
 class Bounds(NamedTuple):
-    """Where a figure lies."""
+    """Lower and upper bound of a number."""
 
     low: float
     high: float
@@ -30,46 +30,48 @@ class Bounds(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A position, the conversation of the policy that came to it, and with what probability it played so."""
+    """A position, the policy's conversation so far, and the probability that the policy's moves lead here."""
 
     state: Any
-    heard: tuple[Message, ...]
+    messages: tuple[Message, ...]
     reach: float
-    chances: Sequence[float] = ()
+    probabilities: Sequence[float] = ()
     children: list[_Node] = field(default_factory=list)
 
 
 def best_response(
     environment: OpenSpielEnvironment, seat: int, probabilities: Probabilities, *, least: float = 0.01
 ) -> Bounds:
-    """Bounds of what the best reply earns, on average, from a policy in `seat`, in the game's returns.
+    """Bounds on the mean return of a best response against a policy that plays as player `seat`.
 
     Args:
-        probabilities: asked for all positions of a ply at once.
-        least: probability of the policy's own moves so far below which a line is left out; 0 looks at all.
+        probabilities: called with all positions of one ply at once.
+        least: lines below this probability, over the policy's own moves, are left out; 0 searches all.
 
     Raises:
-        RequestError: when the game has hidden cards, dice, more than two players, or moves at the same time.
+        RequestError: if the game has hidden information, chance, simultaneous moves, or not two players.
     """
     kind = environment.game.get_type()
-    seen = (kind.Information.PERFECT_INFORMATION, kind.ChanceMode.DETERMINISTIC)
-    if (kind.information, kind.chance_mode) != seen or environment.game.num_players() != 2:
-        raise RequestError("the best reply is searched in games of two without cards or dice", where="game")
+    supported = (kind.Information.PERFECT_INFORMATION, kind.ChanceMode.DETERMINISTIC)
+    if (kind.information, kind.chance_mode) != supported or environment.game.num_players() != 2:
+        what = "a best response needs a two-player game without hidden information or chance"
+        raise RequestError(what, where="game")
     if is_simultaneous(environment.game):
-        raise RequestError("the best reply is searched where players move one after another", where="game")
+        raise RequestError("a best response needs a game without simultaneous moves", where="game")
     prompt = next(environment.tasks("train", 0)).prompt
     root = _Node(environment.game.new_initial_state(), tuple(prompt), 1.0)
     level = [root]
     while level:
         own = [one for one in level if not one.state.is_terminal() and one.state.current_player() == seat]
-        asked = [_decision(environment, seat, one) for one in own]
-        for one, decision, chances in zip(own, asked, probabilities(asked) if asked else (), strict=True):
-            one.chances = chances
-            _grow(one, decision)
+        decisions = [_decision(environment, seat, one) for one in own]
+        answers = probabilities(decisions) if decisions else ()
+        for one, decision, answer in zip(own, decisions, answers, strict=True):
+            one.probabilities = answer
+            _expand(one, decision)
         for one in level:
             if not one.state.is_terminal() and one.state.current_player() != seat:
                 one.children = [
-                    _Node(one.state.child(action), one.heard, one.reach)
+                    _Node(one.state.child(action), one.messages, one.reach)
                     for action in one.state.legal_actions()
                 ]
         level = [child for one in level for child in one.children if child.reach > least]
@@ -77,15 +79,15 @@ def best_response(
 
 
 def _decision(environment: OpenSpielEnvironment, seat: int, node: _Node) -> Decision:
-    told, moves = environment.told(node.state, seat)
-    heard = (*node.heard, {"role": "user", "content": told})
-    return Decision(str(node.state), seat, heard, tuple(moves), tuple(moves.values()))
+    text, moves = environment.describe(node.state, seat)
+    messages = (*node.messages, {"role": "user", "content": text})
+    return Decision(str(node.state), seat, messages, tuple(moves), tuple(moves.values()))
 
 
-def _grow(node: _Node, decision: Decision) -> None:
-    for move, action, chance in zip(decision.moves, decision.actions, node.chances, strict=True):
-        heard = (*decision.messages, {"role": "assistant", "content": move})
-        node.children.append(_Node(node.state.child(action), heard, node.reach * chance))
+def _expand(node: _Node, decision: Decision) -> None:
+    for move, action, p in zip(decision.moves, decision.actions, node.probabilities, strict=True):
+        messages = (*decision.messages, {"role": "assistant", "content": move})
+        node.children.append(_Node(node.state.child(action), messages, node.reach * p))
 
 
 def _value(node: _Node, seat: int, most: float, least: float) -> Bounds:
@@ -94,11 +96,11 @@ def _value(node: _Node, seat: int, most: float, least: float) -> Bounds:
         return Bounds(won, won)
     if not node.children:
         return Bounds(-most, most)
-    found = [_value(child, seat, most, least) for child in node.children]
+    values = [_value(child, seat, most, least) for child in node.children]
     if node.state.current_player() != seat:
-        return Bounds(max(one.low for one in found), max(one.high for one in found))
-    illegal = max(1.0 - sum(node.chances), 0.0) * most
-    pairs = list(zip(node.chances, found, strict=True))
+        return Bounds(max(one.low for one in values), max(one.high for one in values))
+    illegal = max(1.0 - sum(node.probabilities), 0.0) * most
+    pairs = list(zip(node.probabilities, values, strict=True))
     return Bounds(
         illegal + sum(p * one.low for p, one in pairs), illegal + sum(p * one.high for p, one in pairs)
     )

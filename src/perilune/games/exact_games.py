@@ -1,7 +1,8 @@
-"""Small games of OpenSpiel looked at whole: all that a player can come to, and how exploitable a policy is.
+"""Small OpenSpiel games, enumerated completely: all decisions, and the exploitability of a policy.
 
-NashConv is the sum over players of what each could gain by answering the others' policies best; 0 is a Nash
-equilibrium. Exploitability is NashConv over the number of players (Lanctot et al. 2019, arXiv:1908.09453).
+NashConv is the sum over players of the gain from a best response to the others' policies; it is 0 in a Nash
+equilibrium. Exploitability is NashConv divided by the number of players (Lanctot et al. 2019,
+arXiv:1908.09453).
 """
 
 from __future__ import annotations
@@ -15,21 +16,22 @@ from perilune.errors import RequestError
 from perilune.games.open_spiel import OpenSpielEnvironment
 from perilune.games.open_spiel_match import is_simultaneous, pyspiel
 
-MOST_STATES = 20_000  # of a game that is looked at whole; Leduc poker has 9,457
+MOST_STATES = 20_000  # size limit of a game; Leduc poker has 9,457 states
 
 Policy = Mapping[str, Sequence[float]]
-"""Of each decision, by its name, the probability of each of its moves in order."""
+"""For each decision's name, the probabilities of its moves in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a player knows when it has to move.
+    """A player's knowledge when it has to move.
 
     Attributes:
         name: OpenSpiel's information state.
-        messages: the player's conversation up to here, from the prompt on.
-        moves: the legal ones, as the player writes them.
-        actions: the same as OpenSpiel counts them.
+        player: the player to move.
+        messages: the player's conversation so far, including the prompt.
+        moves: the legal moves as text.
+        actions: the legal moves as OpenSpiel's action numbers.
     """
 
     name: str
@@ -43,7 +45,7 @@ class ExactGame:
     """All decisions of a small game.
 
     Attributes:
-        decisions: one for each information state, in the order in which the game comes to them.
+        decisions: one per information state, in depth-first order.
     """
 
     def __init__(self, game: Any, decisions: Sequence[Decision]) -> None:
@@ -52,61 +54,62 @@ class ExactGame:
 
     @classmethod
     def of(cls, environment: Environment) -> ExactGame | None:
-        """The game of an environment; None where it is none of OpenSpiel's, or too large."""
+        """The game of an environment; None if it is not an OpenSpiel game in self-play, or too large."""
         if not isinstance(environment, OpenSpielEnvironment) or environment.spec.opponent != "self":
             return None
         game = environment.game
         if is_simultaneous(game) or not game.get_type().provides_information_state_string:
             return None
         walk = _Walk(environment)
-        return cls(game, list(walk.found.values())) if walk.is_whole else None
+        return cls(game, list(walk.decisions.values())) if walk.is_complete else None
 
     def nash_conv(self, policy: Policy) -> float:
-        """NashConv of a policy that has all seats, in units of the game's returns.
+        """NashConv of a policy that plays all players, in units of the game's returns.
 
         Raises:
-            RequestError: when the policy lacks a decision, or what it has there are no probabilities.
+            RequestError: if the policy lacks a decision or has invalid probabilities.
         """
         table = {}
         for one in self.decisions:
-            chances = policy.get(one.name, ())
-            if len(chances) != len(one.actions) or abs(sum(chances) - 1) > 1e-6 or min(chances) < 0:
+            row = policy.get(one.name, ())
+            if len(row) != len(one.actions) or abs(sum(row) - 1) > 1e-6 or min(row) < 0:
                 raise RequestError(f"no probabilities of {' '.join(one.moves)}", where=one.name)
-            table[one.name] = list(zip(one.actions, map(float, chances), strict=True))
+            table[one.name] = list(zip(one.actions, map(float, row), strict=True))
         return float(pyspiel().nash_conv(self._game, pyspiel().TabularPolicy(table)))
 
     def exploitability(self, policy: Policy) -> float:
-        """NashConv over the number of players."""
+        """NashConv divided by the number of players."""
         return self.nash_conv(policy) / int(self._game.num_players())
 
 
 class _Walk:
-    """Goes through all of a game, and gives up when it is too large."""
+    """Enumerates a game, and gives up if it is too large."""
 
     def __init__(self, environment: OpenSpielEnvironment) -> None:
-        self.found: dict[str, Decision] = {}
+        self.decisions: dict[str, Decision] = {}
         self._environment, self._left = environment, MOST_STATES
         prompt = next(environment.tasks("train", 0)).prompt
         start = environment.game.new_initial_state()
-        self.is_whole = self._visit(start, [tuple(prompt)] * start.num_players())
+        self.is_complete = self._visit(start, [tuple(prompt)] * start.num_players())
 
-    def _visit(self, state: Any, heard: Sequence[tuple[Message, ...]]) -> bool:
+    def _visit(self, state: Any, conversations: Sequence[tuple[Message, ...]]) -> bool:
         self._left -= 1
         if self._left < 0:
             return False
         if state.is_terminal():
             return True
         if state.is_chance_node():
-            return all(self._visit(state.child(action), heard) for action in state.legal_actions())
+            return all(self._visit(state.child(action), conversations) for action in state.legal_actions())
         player = state.current_player()
-        told, moves = self._environment.told(state, player)
-        messages = (*heard[player], {"role": "user", "content": told})
+        text, moves = self._environment.describe(state, player)
+        messages = (*conversations[player], {"role": "user", "content": text})
         name = state.information_state_string(player)
         decision = Decision(name, player, messages, tuple(moves), tuple(moves.values()))
-        if self.found.setdefault(name, decision) != decision:  # what is told depends on more than is known
+        if self.decisions.setdefault(name, decision) != decision:  # one information state, two descriptions
             return False
         for move, action in moves.items():
             after = (*messages, {"role": "assistant", "content": move})
-            if not self._visit(state.child(action), [*heard[:player], after, *heard[player + 1 :]]):
+            following = [*conversations[:player], after, *conversations[player + 1 :]]
+            if not self._visit(state.child(action), following):
                 return False
         return True

@@ -1,12 +1,10 @@
-"""Games of OpenSpiel, in words, against oneself or a teacher.
+"""OpenSpiel's games as environments with text, against oneself or a teacher.
 
 https://github.com/google-deepmind/open_spiel (Apache-2.0); Lanctot et al. 2019, arXiv:1908.09453.
 """
 
 from __future__ import annotations
 
-import hashlib
-import sys
 from collections.abc import Generator, Iterator
 from typing import Any, Literal
 
@@ -16,12 +14,11 @@ from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode
 from perilune.environments.core.protocol import Observation, Split, Task
 from perilune.environments.core.registry import did_you_mean
+from perilune.environments.core.splits import numbered_ids
 from perilune.errors import RequestError
 from perilune.games.open_spiel_match import Match, is_simultaneous, pyspiel
 from perilune.games.open_spiel_text import game_text, move_text
 from perilune.games.teachers import BEST, GAME_TEACHERS, choose, make_game_teacher
-
-HELD_OUT_PARTS = 10  # one tenth of all deals is held out
 
 Choice = Generator[Observation, str, int | None]
 
@@ -31,68 +28,64 @@ class OpenSpielSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    id: Literal["open_spiel"] = Field("open_spiel", description="which environment this is")
-    game: str = Field(description="OpenSpiel's name of a game, e.g. tic_tac_toe")
+    id: Literal["open_spiel"] = Field("open_spiel", description="id of the environment")
+    game: str = Field(description="OpenSpiel's name of the game, e.g. tic_tac_toe")
     config: dict[str, bool | int | float | str] = Field(
-        default_factory=dict, description="the game's own, e.g. {num_cards: 4}"
+        default_factory=dict, description="the game's settings, e.g. {num_cards: 4}"
     )
     opponent: Literal["self", "random", "mcts", "cfr", "mccfr", "minimax", "rules"] = Field(
-        "self", description="who has the other seats: the policy, or a teacher that can play the game"
+        "self", description="the other players: the policy itself, or a teacher that can play the game"
     )
-    simulations: int = Field(50, ge=2, le=10_000, description="of a move of the search")
+    simulations: int = Field(50, ge=2, le=10_000, description="simulations per move of the opponent mcts")
     illegal_move: Literal["loses", "ends"] = Field(
-        "loses",
-        description="who makes one loses as much as the game can cost; or the game ends without rewards",
+        "loses", description="loses: the player gets the game's lowest return; ends: nobody gets a reward"
     )
-    list_moves: bool = Field(True, description="whether a player is shown the legal moves")
+    list_moves: bool = Field(True, description="whether to show the legal moves to the player")
 
 
 class OpenSpielEnvironment(MultiTurn):
-    """One game; rewards are its returns, at the end. Against an opponent, the policy's seat changes by task.
+    """One game. Rewards are the game's returns, at the end. Against an opponent, the task determines the
+    policy's player.
 
     Raises:
-        RequestError: when OpenSpiel is not installed, or has no such game, or it cannot be told or searched.
+        RequestError: if OpenSpiel is not installed, the game does not exist or has no text, or the opponent
+            cannot play it.
     """
 
     Spec = OpenSpielSpec
     family_field = "game"
-    cut_off = ""  # no game has such a move: not to end one's move is no way out
+    cut_off = ""  # illegal in every game, so exceeding the token limit gains nothing
 
     def __init__(self, spec: OpenSpielSpec) -> None:
         self.spec = spec
         self.id = f"open_spiel/{spec.game}"
-        self.game = game = _loaded(spec)
+        self.game = game = _load_game(spec)
         self._text = game_text(game)
-        self._opponent = (
-            None
-            if spec.opponent == "self"
-            else make_game_teacher(
-                spec.opponent, game, simulations=spec.simulations, where="environment.opponent"
-            )
-        )
+        self._opponent = None
+        if spec.opponent != "self":
+            where = "environment.opponent"
+            self._opponent = make_game_teacher(spec.opponent, game, simulations=spec.simulations, where=where)
         self.players = game.num_players() if self._opponent is None else 1
         self.max_turns = int(game.max_game_length()) * (self.players if is_simultaneous(game) else 1)
 
     @staticmethod
     def families() -> tuple[str, ...]:
-        """Names of the games that can be told, sorted."""
-        return tuple(sorted(kind.short_name for kind in pyspiel().registered_games() if _is_told(kind)))
+        """Names of the games with text, sorted."""
+        return tuple(sorted(kind.short_name for kind in pyspiel().registered_games() if _has_text(kind)))
 
     @staticmethod
     def notes() -> dict[str, dict[str, str]]:
-        """The teacher of each game, for who asks about the environment."""
+        """The best teacher of each game."""
         return {"teachers": {game: f"{name}: {GAME_TEACHERS[name]}" for game, name in BEST.items()}}
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """Deals without end; where the game deals nothing, further games against other luck."""
+        """Yield tasks without end. They differ in chance events and in the policy's player."""
         prompt = ({"role": "user", "content": self._text.rules},)
-        for number in range(sys.maxsize):
-            task_id = hashlib.sha256(f"{self.id}/{seed}/{number}".encode()).hexdigest()[:32]
-            if (int(task_id[:8], 16) % HELD_OUT_PARTS == 0) == (split == "heldout"):
-                yield Task(task_id, prompt, {"seat": int(task_id[8:16], 16) % self.game.num_players()})
+        for task_id in numbered_ids(self.id, split, seed):
+            yield Task(task_id, prompt, {"seat": int(task_id[8:16], 16) % self.game.num_players()})
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
-        """The game to its end, or to the first illegal move."""
+        """Play to the end, or to the first illegal move."""
         match = Match(self.game, rng)
         while not match.over:
             action = self.opponent_move(match, task, rng)
@@ -102,22 +95,22 @@ class OpenSpielEnvironment(MultiTurn):
                 yield self._illegal(match.player, task)
                 return
             match.take(action)
-        yield self._over(match.returns, task)
+        yield self._end(match.returns, task)
 
     def opponent_move(self, match: Match, task: Task, rng: KeyedRandom) -> int | None:
-        """The move of a seat that the environment plays; None where the policy is asked."""
+        """The move of a player that the environment plays; None if it is the policy's turn."""
         if self._opponent is None or match.player == task.data["seat"]:
             return None
         return choose(self._opponent, match, rng).action
 
     def _choice(self, match: Match) -> Choice:
-        """The action of the player who is asked; None for an illegal one."""
-        told, moves = self.told(match.state, match.player)
-        said = yield ask(told, player=match.player if self._opponent is None else 0, legal=tuple(moves))
-        return moves.get(said.strip())
+        """The policy's action; None for an illegal move."""
+        text, moves = self.describe(match.state, match.player)
+        move = yield ask(text, player=match.player if self._opponent is None else 0, legal=tuple(moves))
+        return moves.get(move.strip())
 
-    def told(self, state: Any, player: int) -> tuple[str, dict[str, int]]:
-        """What the player to move is told of a state of pyspiel; and the legal moves, as it writes them."""
+    def describe(self, state: Any, player: int) -> tuple[str, dict[str, int]]:
+        """The text of a pyspiel state for the player to move, and the legal moves by their text."""
         moves = {move_text(state, player, action): action for action in state.legal_actions(player)}
         between = " | " if any(" " in move for move in moves) else " "
         listed = f"moves {between.join(moves)}\n" if self.spec.list_moves else ""
@@ -129,9 +122,9 @@ class OpenSpielEnvironment(MultiTurn):
         lost, others = self.game.min_utility(), self.game.num_players() - 1
         returns = [-lost / others if others else 0.0] * (others + 1)
         returns[player] = lost
-        return self._over(returns, task, illegal=1.0)
+        return self._end(returns, task, illegal=1.0)
 
-    def _over(self, returns: list[float], task: Task, illegal: float = 0.0) -> Observation:
+    def _end(self, returns: list[float], task: Task, illegal: float = 0.0) -> Observation:
         if self._opponent is None:
             return end_episode(*returns, metrics={"illegal": illegal})
         mine = returns[task.data["seat"]]
@@ -139,7 +132,7 @@ class OpenSpielEnvironment(MultiTurn):
         return end_episode(mine, metrics=figures)
 
 
-def _loaded(spec: OpenSpielSpec) -> Any:
+def _load_game(spec: OpenSpielSpec) -> Any:
     spiel = pyspiel()
     if spec.game not in spiel.registered_names():
         raise RequestError(
@@ -148,15 +141,15 @@ def _loaded(spec: OpenSpielSpec) -> Any:
             remedy=did_you_mean(spec.game, spiel.registered_names()),
         )
     kind = next(one for one in spiel.registered_games() if one.short_name == spec.game)
-    if not _is_told(kind):
-        raise RequestError(f"'{spec.game}' cannot be told in words", where="environment.game")
+    if not _has_text(kind):
+        raise RequestError(f"'{spec.game}' has no text for its states", where="environment.game")
     try:
         return spiel.load_game(spec.game, dict(spec.config))
     except spiel.SpielError as error:
         raise RequestError(f"'{spec.game}': {error}", where="environment.config") from None
 
 
-def _is_told(kind: Any) -> bool:
-    """Whether a game can say what a player sees."""
-    told = kind.provides_observation_string or kind.provides_information_state_string
-    return bool(told) and kind.dynamics != pyspiel().GameType.Dynamics.MEAN_FIELD
+def _has_text(kind: Any) -> bool:
+    """Whether a game can describe its states as text."""
+    text = kind.provides_observation_string or kind.provides_information_state_string
+    return bool(text) and kind.dynamics != pyspiel().GameType.Dynamics.MEAN_FIELD

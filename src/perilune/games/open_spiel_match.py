@@ -1,4 +1,4 @@
-"""A game of OpenSpiel under way: chance has moved, and one player is asked at a time."""
+"""An OpenSpiel game in progress. Chance events are resolved, and one player moves at a time."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from perilune.errors import RequestError
 
 
 def pyspiel() -> Any:
-    """OpenSpiel.
+    """The module pyspiel.
 
     Raises:
-        RequestError: when it is not installed.
+        RequestError: if OpenSpiel is not installed.
     """
     try:
         return import_module("pyspiel")
@@ -32,53 +32,54 @@ def is_simultaneous(game: Any) -> bool:
 
 
 class Match:
-    """One game from its deal to its end.
+    """One game.
 
-    Players who move at the same time are asked one after another, and the moves are made when all are known.
+    In a game with simultaneous moves, players are asked one after another, and the moves are applied once all
+    are known.
 
     Attributes:
-        state: of pyspiel; the moves that are not made yet are not in it.
+        state: pyspiel's state, without moves that are not applied yet.
     """
 
     def __init__(self, game: Any, rng: KeyedRandom) -> None:
         self.state = game.new_initial_state()
         self._rng = rng
         self._chosen: list[int] = []
-        self._let_chance_move()
+        self._resolve_chance()
 
     @property
     def over(self) -> bool:
-        """Whether nobody moves any more."""
+        """Whether the game has ended."""
         return bool(self.state.is_terminal())
 
     @property
     def player(self) -> int:
-        """Who is asked, from 0."""
+        """The player to move, from 0."""
         return len(self._chosen) if self.state.is_simultaneous_node() else int(self.state.current_player())
 
     @property
     def turn(self) -> tuple[str, int, int]:
-        """A name of this turn, which no other of the game has, for draws of chance."""
+        """A unique name of this turn, for random draws."""
         return ("move", self.player, len(self.state.full_history()))
 
     @property
     def returns(self) -> list[float]:
-        """What the game was worth to each player."""
+        """The return of each player."""
         return [float(value) for value in self.state.returns()]
 
     def take(self, action: int) -> None:
-        """Let the player who is asked make this legal move."""
+        """Apply a legal move of the player to move."""
         if not self.state.is_simultaneous_node():
             self.state.apply_action(action)
-            self._let_chance_move()
+            self._resolve_chance()
             return
         self._chosen.append(action)
         if len(self._chosen) == self.state.num_players():
             self.state.apply_actions(self._chosen)
             self._chosen = []
-            self._let_chance_move()
+            self._resolve_chance()
 
-    def _let_chance_move(self) -> None:
+    def _resolve_chance(self) -> None:
         while self.state.is_chance_node():
             actions, probabilities = zip(*self.state.chance_outcomes(), strict=True)
             point = self._rng.uniform("chance", len(self.state.full_history()))
@@ -86,6 +87,6 @@ class Match:
 
 
 def drawn(actions: tuple[int, ...], probabilities: tuple[float, ...], point: float) -> int:
-    """The action at which the cumulated probabilities pass `point`, in [0, 1)."""
+    """The action at which the cumulative probability exceeds `point`, in [0, 1)."""
     place = bisect.bisect(list(accumulate(probabilities)), point * math.fsum(probabilities))
     return int(actions[min(place, len(actions) - 1)])

@@ -1,6 +1,6 @@
-"""OpenSpiel's games in words: rules, moves and what a player sees, short and by the player's own seat.
+"""Texts of OpenSpiel's games: rules, moves and the state from the player's point of view.
 
-A game that is not listed here is shown in OpenSpiel's own words.
+A game without an entry here uses OpenSpiel's own text.
 """
 
 from __future__ import annotations
@@ -10,31 +10,32 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-View = Callable[[Any, int], str]  # of a state, as a player sees it
+View = Callable[[Any, int], str]
+"""Takes a state and a player; returns the text that the player sees."""
 
 _RANKS = "JQK"
 _PREFIX = re.compile(r"\[P\d+\]Bid: |Player: \d+ Action: ")
 _GIN_FACT = re.compile(r"(Knock card|Phase|Stock size|Upcard|Discard pile): *([^\n:]*?)(?=  |\n|$)")
-_MARKED = re.compile(r"[xo]\(?([\d,]+)\)?")  # the mover's mark and a cell or column
+_MARKED = re.compile(r"[xo]\(?([\d,]+)\)?")  # the player's mark, and a cell or column
 
 
 @dataclass(frozen=True, slots=True)
 class GameText:
-    """How a game is told: its rules, once, and a position."""
+    """The texts of a game: its rules, and the view of a state."""
 
     rules: str
     view: View
 
 
 def move_text(state: Any, player: int, action: int) -> str:
-    """An action as the player has to write it, the same for every player."""
+    """The text of an action, the same for every player."""
     text = _PREFIX.sub("", state.action_to_string(player, action)).strip()
     marked = _MARKED.fullmatch(text)
     return marked[1] if marked else text
 
 
 def game_text(game: Any) -> GameText:
-    """How `game` is told."""
+    """The texts of `game`."""
     name, kind = game.get_type().short_name, game.get_type()
     if name in _TEXTS:
         return _TEXTS[name]
@@ -49,7 +50,7 @@ def _observed(state: Any, player: int) -> str:
 
 
 def _board(marks: str, *, head: int = 0, below: str = "") -> View:
-    """A board as it is printed, without its first `head` lines, and which mark is one's own."""
+    """The printed board without its first `head` lines, and the player's mark."""
 
     def view(state: Any, player: int) -> str:
         lines = [line.rstrip() for line in _observed(state, player).splitlines()][head:]
@@ -61,7 +62,7 @@ def _board(marks: str, *, head: int = 0, below: str = "") -> View:
 def _goofspiel(state: Any, player: int) -> str:
     text = _observed(state, player)
     facts = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    if "Current point card" not in facts or state.num_players() != 2:  # bids that stay hidden
+    if "Current point card" not in facts or state.num_players() != 2:  # bids are hidden
         return text
     mine, theirs = (facts["Points"].split()[seat] for seat in (player, 1 - player))
     return (
@@ -82,10 +83,10 @@ def _leduc(state: Any, player: int) -> str:
     money = facts["Money"].split()
     public = f", on the table {_leduc_card(facts['Public'])}" if "Public" in facts else ""
     rounds = [facts[name].split() for name in ("Round1", "Round2") if name in facts]
-    told = "; ".join(" ".join(("Fold", "Call", "Raise")[int(one)] for one in moves) for moves in rounds)
+    bets = "; ".join(" ".join(("Fold", "Call", "Raise")[int(one)] for one in moves) for moves in rounds)
     return (
         f"your card {_leduc_card(facts['Private'])}{public}\npot {facts['Pot']}, your money {money[player]}, "
-        f"theirs {money[1 - player]}\nso far {told}"
+        f"theirs {money[1 - player]}\nso far {bets}"
     )
 
 

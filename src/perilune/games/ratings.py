@@ -1,8 +1,8 @@
-"""Ratings from a table of matches: Bradley and Terry's model on Elo's scale, with intervals over games.
+"""Elo ratings from a table of matches, by the Bradley-Terry model, with bootstrap intervals.
 
-A player who is rated 400 above another is expected to score 10 points against the other's 1. A win is 1 point
-and a draw half a point (Elo 1978); what lies between, as a share of what could be won at cards, counts as
-that share. Bradley and Terry 1952, Biometrika 39; the maximum is found by Newton's method, as in Hunter 2004.
+A player rated 400 above another is expected to score 10 points for each of the other's. A win is 1 point and
+a draw half a point (Elo 1978). Card games use the share of the maximum return as points. Bradley and Terry
+1952, Biometrika 39; the maximum likelihood estimate is found by Newton's method, as in Hunter 2004.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from numpy.typing import NDArray
 from perilune.errors import RequestError
 from perilune.metrics.bootstrap import LEVEL, Interval
 
-SCALE = 400 / math.log(10)  # Elo points a nat of log odds
-PRIOR = 1.0  # drawn games added to each pair that met, so that who never loses has a finite rating
-_STEPS = 50  # of Newton's method, which takes about six
+SCALE = 400 / math.log(10)  # Elo points per nat of log odds
+PRIOR = 1.0  # drawn games added to each pair that played, so an undefeated player has a finite rating
+_STEPS = 50  # of Newton's method; about six suffice
 _TOLERANCE = 1e-9
-_LONGEST = 4.0  # nats that a step may move a rating
+_LONGEST = 4.0  # maximum change of a rating in one step, nats
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Games of two players.
+    """Games between two players.
 
     Attributes:
-        points: of the first, one a game, from 0 (lost) to 1 (won).
+        points: points of the first player in each game, from 0 (lost) to 1 (won).
     """
 
     first: str
@@ -38,21 +38,21 @@ class Match:
 
 
 def points_of(returns: Iterable[float], most: float) -> tuple[float, ...]:
-    """Returns of a game of two, which lie between -most and most, as points from 0 to 1."""
+    """Convert returns of a two-player game, between -most and most, to points between 0 and 1."""
     return tuple(0.5 + 0.5 * one / most if most else 0.5 for one in returns)
 
 
 def ratings(
     matches: Sequence[Match], anchor: str, *, seed: int = 0, resamples: int = 400, level: float = LEVEL
 ) -> dict[str, Interval]:
-    """Elo of every player, and its percentile interval when the games of each match are drawn again.
+    """The Elo rating of every player, with a percentile interval from resampling the games of each match.
 
     Args:
-        anchor: who is rated 0, without uncertainty: all others are told by their distance.
+        anchor: the player whose rating is 0. All other ratings are relative to it.
 
     Raises:
-        RequestError: when a match has no game or points outside [0, 1], or a player is linked to the anchor
-            by no chain of matches.
+        RequestError: if a match has no games or points outside [0, 1], or no chain of matches links a player
+            to the anchor.
     """
     players = list(dict.fromkeys([anchor, *(name for one in matches for name in (one.first, one.second))]))
     _check(matches, players)
@@ -74,14 +74,14 @@ def ratings(
 
 
 def expected(difference: float) -> float:
-    """Points a game of a player who is rated `difference` above the other."""
+    """Expected points per game of a player rated `difference` above the other."""
     return 1 / (1 + 10 ** (-difference / 400))
 
 
 def _fitted(
     pairs: NDArray[np.int64], won: NDArray[np.float64], games: NDArray[np.float64], players: int
 ) -> NDArray[np.float64]:
-    """float64[R, players]: the likeliest strengths in nats for each row of points; player 0 has 0."""
+    """float64[R, players]: maximum likelihood strengths in nats for each row of points; 0 for player 0."""
     first, second = pairs.T
     games, won = games + PRIOR, won + PRIOR / 2
     strength = np.zeros((len(won), players))
@@ -109,7 +109,7 @@ def _fitted(
 def _check(matches: Sequence[Match], players: Sequence[str]) -> None:
     for one in matches:
         if not one.points or not all(0 <= point <= 1 for point in one.points):
-            raise RequestError(f"a match needs games, each of 0 to 1 points: {one.first} - {one.second}")
+            raise RequestError(f"a match needs games with 0 to 1 points each: {one.first} - {one.second}")
     linked = {players[0]}
     while new := {
         name
@@ -120,4 +120,5 @@ def _check(matches: Sequence[Match], players: Sequence[str]) -> None:
     }:
         linked |= new
     if odd := [name for name in players if name not in linked]:
-        raise RequestError(f"no chain of matches leads from {players[0]} to {odd[0]}", remedy="let them play")
+        what = f"no chain of matches links {players[0]} and {odd[0]}"
+        raise RequestError(what, remedy="let them play each other")

@@ -1,8 +1,8 @@
-"""Connect Four on bitboards, any number of games at once.
+"""Connect Four on bitboards, for any number of games at once.
 
-A square is the bit `7 * column + row`, rows counted from below; the seventh bit of each column stays empty,
-so that shifts never carry a line from one column's top into the next one's bottom. A position is two words:
-the stones of whoever is to move, and all stones.
+A square is bit `7 * column + row`, with rows counted from below. The seventh bit of each column stays empty,
+so that shifts do not carry a line from the top of one column into the next one. A position is two words: the
+stones of the player to move, and all stones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ COLUMNS, ROWS = 7, 6
 SQUARES = COLUMNS * ROWS
 HEIGHT = ROWS + 1  # bits of a column
 DIRECTIONS = (1, HEIGHT - 1, HEIGHT, HEIGHT + 1)  # up, falling, level, rising
-PLANES = 4  # of `planes`
+PLANES = 4  # see `planes`
 
 Words = NDArray[np.uint64]
 Columns = NDArray[np.int64]
@@ -32,7 +32,7 @@ class Boards:
     """Positions of N games.
 
     Attributes:
-        own: uint64[N], stones of whoever is to move.
+        own: uint64[N], stones of the player to move.
         stones: uint64[N], all stones.
     """
 
@@ -47,49 +47,49 @@ class Boards:
 
     @property
     def other(self) -> Words:
-        """Stones of whoever moved last."""
+        """uint64[N], stones of the player who moved last."""
         return self.own ^ self.stones
 
 
 def empty(count: int) -> Boards:
-    """Games that have not begun."""
+    """Empty boards."""
     return Boards(np.zeros(count, np.uint64), np.zeros(count, np.uint64))
 
 
 def joined(*parts: Boards) -> Boards:
-    """All games of several."""
+    """Concatenate boards."""
     return Boards(np.concatenate([p.own for p in parts]), np.concatenate([p.stones for p in parts]))
 
 
 def from_moves(moves: str) -> Boards:
-    """One game after columns "1" to "7", as Connect Four players write it.
+    """One game after moves given as columns "1" to "7", the usual notation.
 
     Raises:
-        ValueError: when a column is full or none of them, or the game is over before the last move.
+        ValueError: if a column is full or invalid, or the game is over before the last move.
     """
     boards = empty(1)
     for index, digit in enumerate(moves):
         if has_four(boards.other)[0]:
             raise ValueError(f"the game was over before move {index + 1} of {moves!r}")
         if digit not in "1234567" or not legal(boards)[0, int(digit) - 1]:
-            raise ValueError(f"move {index + 1} of {moves!r} is not a column with room")
+            raise ValueError(f"move {index + 1} of {moves!r} is not a column with an empty square")
         boards = play(boards, np.array([int(digit) - 1]))
     return boards
 
 
 def legal(boards: Boards) -> NDArray[np.bool_]:
-    """bool[N, 7]: columns that have room, though the game may be over (`has_four`)."""
+    """bool[N, 7]: columns with an empty square, whether or not the game is over (`has_four`)."""
     return np.equal(boards.stones[:, None] & TOP_SQUARES, 0)
 
 
 def play(boards: Boards, columns: Columns) -> Boards:
-    """The positions after each drops a stone into a column that has room."""
+    """The positions after each player to move drops a stone into a legal column."""
     square = (boards.stones + BOTTOM_SQUARES[columns]) & COLUMN_SQUARES[columns]
     return Boards(boards.other, boards.stones | square)
 
 
 def has_four(stones: Words) -> NDArray[np.bool_]:
-    """Whether four of these stones are in line."""
+    """bool[N]: whether four of these stones are in line."""
     found = np.zeros_like(stones)
     for step in DIRECTIONS:
         pairs = stones & (stones >> np.uint64(step))
@@ -98,12 +98,12 @@ def has_four(stones: Words) -> NDArray[np.bool_]:
 
 
 def is_full(boards: Boards) -> NDArray[np.bool_]:
-    """Whether no column has room."""
+    """bool[N]: whether all columns are full."""
     return np.equal(boards.stones, BOARD)
 
 
 def completing(stones: Words, taken: Words) -> Words:
-    """Squares that are not taken and would make four in line with these stones, within reach or not."""
+    """Empty squares that would complete four in line with these stones, reachable or not."""
     found = np.zeros_like(stones)
     for step in DIRECTIONS:
         one, two, three = np.uint64(step), np.uint64(2 * step), np.uint64(3 * step)
@@ -120,7 +120,7 @@ def plies(boards: Boards) -> NDArray[np.int64]:
 
 
 def mirrored(words: Words) -> Words:
-    """The squares seen in a mirror: columns from right to left."""
+    """The boards mirrored left to right."""
     found = np.zeros_like(words)
     for column in range(COLUMNS):
         squares = (words >> np.uint64(HEIGHT * column)) & np.uint64((1 << HEIGHT) - 1)
@@ -129,19 +129,20 @@ def mirrored(words: Words) -> Words:
 
 
 def where(chosen: NDArray[np.bool_], yes: Boards, no: Boards) -> Boards:
-    """Of each game the one position or the other."""
+    """For each game, one position or the other."""
     return Boards(np.where(chosen, yes.own, no.own), np.where(chosen, yes.stones, no.stones))
 
 
 def mirrored_where(boards: Boards, chosen: NDArray[np.bool_]) -> Boards:
-    """The positions, mirrored where it is asked for: the game is the same."""
+    """The positions, mirrored where `chosen`. Mirrored games are equivalent."""
     return where(chosen, Boards(mirrored(boards.own), mirrored(boards.stones)), boards)
 
 
 def planes(boards: Boards) -> NDArray[np.uint8]:
-    """uint8[N, 4, 7, 7] of zeros and ones by column and row, the seventh row of which is empty.
+    """uint8[N, 4, 7, 7] of zeros and ones by column and row; the seventh row is empty.
 
-    Own stones, the other's, and the empty squares where either would complete four.
+    The planes are own stones, the opponent's stones, and the empty squares where either player would complete
+    four.
     """
     other = boards.other
     words = np.stack(

@@ -1,4 +1,4 @@
-"""How well somebody plays: single moves against the exact solver, and matches."""
+"""Evaluates players: single moves against the exact solver, and matches."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from perilune.games.connect_four.players import Player, one_ply, random_player
 from perilune.games.connect_four.solver import NO_COLUMN, Scores, Solver
 from perilune.metrics.proportion import wilson
 
-EARLIEST = 8  # stones on the board from which the solver takes well under a second a position
-BUCKETS = ((8, 11), (12, 15), (16, 19), (20, 23), (24, 27), (28, 31), (32, 40))  # plies judged together
-_MATCH, _POSITIONS = 1 << 30, 1 << 31  # lanes of random numbers that training does not use
+EARLIEST = 8  # stones on the board from which the solver takes well under a second per position
+BUCKETS = ((8, 11), (12, 15), (16, 19), (20, 23), (24, 27), (28, 31), (32, 40))  # ranges of plies in reports
+_MATCH, _POSITIONS = 1 << 30, 1 << 31  # streams of random numbers that training does not use
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exam:
-    """Positions whose every move is known.
+    """Positions with the exact score of every move.
 
     Attributes:
-        boards: N positions of games that are not over.
-        scores: int8[N, 7], the worth of each column, NO_COLUMN where it is full.
+        boards: N positions of unfinished games.
+        scores: int8[N, 7], the score of each column; NO_COLUMN if it is full.
     """
 
     boards: Boards
@@ -41,9 +41,10 @@ class Exam:
 
 
 def exam(solver: Solver, per_ply: int, first_ply: int, seed: int) -> Exam:
-    """As many positions of each ply from `first_ply` to the last but one, solved; best not before `EARLIEST`.
+    """Solve `per_ply` positions of each ply, from `first_ply` (best not below `EARLIEST`) to the last but
+    one.
 
-    Half are from games of random moves, half from games in which nobody misses a win or a block.
+    Half are from random games, half from games in which nobody misses an immediate win or block.
     """
     parts = []
     for player in (random_player, one_ply):
@@ -54,33 +55,33 @@ def exam(solver: Solver, per_ply: int, first_ply: int, seed: int) -> Exam:
 
 
 def positions(player: Player, ply: int, count: int, seed: int) -> Boards:
-    """That many of games that came so far."""
-    found: list[Boards] = []
+    """`count` positions of unfinished games after `ply` moves of `player`."""
+    batches: list[Boards] = []
     lane = 0
-    while sum(map(len, found)) < count:
+    while sum(map(len, batches)) < count:
         boards = empty(16 * count)
         for _ in range(ply):
             lane += 1
-            boards = play(boards, player(boards, _chance(seed, _POSITIONS, ply, lane, len(boards))))
+            boards = play(boards, player(boards, _uniforms(seed, _POSITIONS, ply, lane, len(boards))))
             boards = boards[~has_four(boards.other)]
-        found.append(boards)
-    return joined(*found)[:count]
+        batches.append(boards)
+    return joined(*batches)[:count]
 
 
-def _chance(seed: int, purpose: int, lane: int, turn: int, count: int) -> NDArray[np.float64]:
+def _uniforms(seed: int, purpose: int, lane: int, turn: int, count: int) -> NDArray[np.float64]:
     keys = np.zeros((1, 4), np.uint64)
     keys[0] = seed, purpose, lane, turn
     return np.asarray(uniforms(keys, np.arange(count)[None])[0])
 
 
 def grade(exam: Exam, player: Player, seed: int = 0) -> dict[str, Any]:
-    """How often the player's column is the best one, and how often it gives away a win or a draw, by ply.
+    """How often the player's move is a best one, and how often it loses a win or a draw, by ply.
 
-    Positions whose every move is worth the same are left out of both.
+    Positions in which all moves have the same score are left out.
     """
     matters = (np.where(exam.scores == NO_COLUMN, 99, exam.scores).min(axis=1)) < exam.scores.max(axis=1)
     boards, scores = exam.boards[matters], exam.scores[matters]
-    columns = player(boards, _chance(seed, _POSITIONS, 0, 0, len(boards)))
+    columns = player(boards, _uniforms(seed, _POSITIONS, 0, 0, len(boards)))
     chosen, best = scores[np.arange(len(scores)), columns], scores.max(axis=1)
     optimal, blunder = chosen == best, np.sign(chosen) < np.sign(best)
     moved = plies(boards)
@@ -106,31 +107,33 @@ def _shares(optimal: NDArray[np.bool_], blunder: NDArray[np.bool_]) -> dict[str,
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Games of one player against another, from the first one's side.
+    """Games between two players, from the first player's side.
 
     Attributes:
         results: int8[N], 1 won, 0 drawn, -1 lost.
-        began: bool[N], whether the first player began.
+        began: bool[N], whether the first player had the first move.
     """
 
     results: NDArray[np.int8]
     began: NDArray[np.bool_]
 
     def figures(self) -> dict[str, Any]:
-        """Won, drawn and lost, and the points (a draw is half a one) with their interval, by who began."""
-        found: dict[str, Any] = {"games": len(self.results)}
+        """Games won, drawn and lost, and points per game (a draw is half a point) with intervals, by who
+        began.
+        """
+        report: dict[str, Any] = {"games": len(self.results)}
         for name, which in (("", slice(None)), (" beginning", self.began), (" replying", ~self.began)):
             results = self.results[which]
-            found["points" + name] = wilson(float((results + 1).sum() / 2), len(results))._asdict()
+            report["points" + name] = wilson(float((results + 1).sum() / 2), len(results))._asdict()
         counts = {
             name: int((self.results == value).sum())
             for name, value in (("won", 1), ("drawn", 0), ("lost", -1))
         }
-        return found | counts
+        return report | counts
 
 
 def match(first: Player, second: Player, openings: Boards, seed: int = 0) -> Match:
-    """Every opening played twice, each player having each side once."""
+    """Play every opening twice, so that each player has each side once."""
     boards = joined(openings, openings)
     count = len(boards)
     began = np.arange(count) < len(openings)
@@ -141,13 +144,13 @@ def match(first: Player, second: Player, openings: Boards, seed: int = 0) -> Mat
     while len(playing):
         for player, is_first in ((first, True), (second, False)):
             turn += 1
-            chance = _chance(seed, _MATCH, 0, turn, count)
+            uniform = _uniforms(seed, _MATCH, 0, turn, count)
             now = Boards(own[playing], stones[playing])
             to_move = (began[playing] == (plies(now) % 2 == 0)) == is_first
             which = playing[to_move]
             if not len(which):
                 continue
-            after = play(now[to_move], player(now[to_move], chance[which]))
+            after = play(now[to_move], player(now[to_move], uniform[which]))
             own[which], stones[which] = after.own, after.stones
             won = has_four(after.other)
             results[which[won]] = 1 if is_first else -1
@@ -156,16 +159,18 @@ def match(first: Player, second: Player, openings: Boards, seed: int = 0) -> Mat
 
 
 def openings(length: int, count: int, seed: int) -> Boards:
-    """Positions after that many random moves, games that are over left out."""
+    """Positions after `length` random moves, without games that are over."""
     return empty(count) if length == 0 else positions(random_player, length, count, seed)
 
 
 def openings_against(name: str, solver: Solver, count: int, first_ply: int, seed: int) -> Boards:
-    """What to begin with: two random moves; against perfect play as many as `first_ply`, if it draws them."""
+    """Openings for a match: two random moves. Against perfect play: `first_ply` moves, if the position is
+    drawn.
+    """
     if name != "perfect":
         return openings(2, count, seed)
-    found: list[Boards] = []
-    while sum(map(len, found)) < count:
-        some = openings(first_ply, count, seed + len(found))
-        found.append(some[solver.scores(some, -1, 1) == 0])
-    return joined(*found)[:count]
+    batches: list[Boards] = []
+    while sum(map(len, batches)) < count:
+        candidates = openings(first_ply, count, seed + len(batches))
+        batches.append(candidates[solver.scores(candidates, -1, 1) == 0])
+    return joined(*batches)[:count]

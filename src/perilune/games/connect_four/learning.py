@@ -1,7 +1,8 @@
-"""Learning from games against oneself: by PPO, or from what a search found.
+"""Training by self-play: with PPO, or from the results of a search.
 
-Proximal policy optimisation is that of Schulman et al., arXiv 1707.06347. With a search the network learns
-its visits and the outcome (Silver et al., "Mastering the game of Go without human knowledge", Nature 2017).
+Proximal policy optimization is that of Schulman et al., arXiv 1707.06347. With a search, the network learns
+the search's visit counts and the outcome (Silver et al., "Mastering the game of Go without human knowledge",
+Nature 2017).
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ _TENSORS = ("weights", "first_moments", "second_moments", "games")
 
 
 class Moves(NamedTuple):
-    """Moves to learn from.
+    """A batch of moves to learn from.
 
     Attributes:
         boards: M positions.
-        columns: int64[M].
-        policies: float32[M, 7], log-probabilities that they were drawn from.
-        gains: float32[M], advantages of mean 0 and deviation 1.
-        returns: float32[M], what the value should have been.
+        columns: int64[M], the columns played.
+        policies: float32[M, 7], log-probabilities with which they were sampled.
+        gains: float32[M], advantages with mean 0 and standard deviation 1.
+        returns: float32[M], targets of the value.
     """
 
     boards: Boards
@@ -49,10 +50,10 @@ class Moves(NamedTuple):
 
 
 class Trainer:
-    """A network, its optimizer, and the games it plays: everything that goes on from step to step.
+    """A network, its optimizer and its games: the complete state of the training.
 
     Attributes:
-        step: stretches learned from so far.
+        step: number of steps so far.
     """
 
     ranks = SINGLE_RANK
@@ -69,7 +70,9 @@ class Trainer:
         self._seed = seed
 
     def advance(self, progress: float) -> dict[str, float]:
-        """Play a stretch and learn from it; `progress` in [0, 1] is how much of the training is over."""
+        """Play a batch of moves and learn from it. `progress` in [0, 1] is the completed share of the
+        training.
+        """
         began = time.process_time()
         stretch = self.games.play(self.network, self.step, self.settings.moves)
         played = time.process_time()
@@ -88,9 +91,9 @@ class Trainer:
 
     def _learn(self, stretch: Stretch, progress: float) -> dict[str, float]:
         settings = self.settings
-        found = advantages(stretch, settings.trace)
-        returns = torch.from_numpy((found + stretch.values[:-1]).reshape(-1))
-        gains = torch.from_numpy(((found - found.mean()) / (found.std() + 1e-6)).reshape(-1))
+        gae = advantages(stretch, settings.trace)
+        returns = torch.from_numpy((gae + stretch.values[:-1]).reshape(-1))
+        gains = torch.from_numpy(((gae - gae.mean()) / (gae.std() + 1e-6)).reshape(-1))
         columns = torch.from_numpy(stretch.columns.reshape(-1))
         policies = torch.from_numpy(stretch.policies.reshape(len(columns), -1))
         lr = settings.lr * (1 - progress * (1 - settings.final_lr))
@@ -109,7 +112,7 @@ class Trainer:
         return {name: value / len(parts) for name, value in sums.items()}
 
     def _minibatches(self, moves: int) -> list[NDArray[np.int64]]:
-        """Which moves each update learns from: all of them once an epoch, shuffled."""
+        """The moves of each update: all of them once per epoch, shuffled."""
         order = np.random.default_rng([self._seed, self.step])
         parts = -(-moves // self.settings.minibatch)
         shuffled = (order.permutation(moves) for _ in range(self.settings.epochs))
@@ -126,15 +129,15 @@ class Trainer:
             policy_loss = -(moves.policies.exp() * logprobs.masked_fill(~allowed, 0)).sum(1).mean()
             figures["policy_loss"] = float(policy_loss.detach())
         else:
-            surrogate, of_ratios = self._clipped(moves, logprobs)
+            surrogate, ratio_figures = self._clipped(moves, logprobs)
             policy_loss = surrogate - entropy_weight * entropy
-            figures |= of_ratios
+            figures |= ratio_figures
         return policy_loss + VALUE_WEIGHT * value_loss, figures
 
     def _clipped(self, moves: Moves, logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-        """PPO's surrogate: advantages times ratios, which count within the clip only."""
+        """PPO's clipped surrogate loss."""
         chosen = moves.columns[:, None]
-        before, now = (found.gather(1, chosen).squeeze(1) for found in (moves.policies, logprobs))
+        before, now = (values.gather(1, chosen).squeeze(1) for values in (moves.policies, logprobs))
         ratio = (now - before).exp()
         bounded = ratio.clamp(1 - self.settings.clip, 1 + self.settings.clip)
         figures = {
@@ -144,7 +147,7 @@ class Trainer:
         return -torch.minimum(ratio * moves.gains, bounded * moves.gains).mean(), figures
 
     def save_state(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None:
-        """Write everything that goes on, so that `directory` is complete or absent; `extra` is JSON."""
+        """Write the complete state atomically to `directory`, with `extra` as JSON."""
         tensors = {
             "weights": {name: p.detach() for name, p in self.network.named_parameters()},
             "first_moments": self.optimizer.first,
@@ -155,10 +158,10 @@ class Trainer:
         checkpoints.write(directory, tensors, state)
 
     def load_state(self, directory: Path) -> dict[str, Any]:
-        """Become the trainer that was saved, to the last bit; return the `extra` it was saved with.
+        """Restore the exact state that was saved, and return its `extra`.
 
         Raises:
-            RequestError: when files are missing or damaged, or of another network or number of games.
+            RequestError: if files are missing or damaged, or belong to another network or number of games.
         """
         tensors, state = checkpoints.read(directory, _TENSORS)
         checkpoints.copy_into(dict(self.network.named_parameters()), tensors["weights"], directory)
@@ -175,7 +178,7 @@ def _signed(words: np.ndarray[tuple[int, ...], np.dtype[np.uint64]]) -> torch.Te
 
 
 def _first_player_wins(stretch: Stretch) -> float:
-    """Share of finished games that whoever began has won."""
+    """Share of finished games that the first player won."""
     moved = plies(stretch.boards).reshape(stretch.over.shape)
     won = stretch.rewards > 0
     return float((won & (moved % 2 == 0)).sum() / max(1, stretch.over.sum()))

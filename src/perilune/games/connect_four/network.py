@@ -1,8 +1,8 @@
-"""The policy and the value, in one network whose parameters are mostly used once a position.
+"""The policy and value network, most of whose parameters are used once per position.
 
-A convolution costs its parameters times the places it looks at; a matrix costs them once. So there is one
-convolution, of the size of what matters: its 4 x 4 window holds every line of four there is, at 12 places.
-What it finds is put together by matrices.
+A convolution costs its parameters times the number of places; a matrix costs its parameters once. So there is
+a single convolution: its 4 x 4 window contains every possible line of four, at 12 places. Matrices combine
+its outputs.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ PLACES = (COLUMNS - WINDOW + 1) * (ROWS - WINDOW + 1)
 
 
 class Network(nn.Module):
-    """Log-odds of the columns and the expected outcome, for whoever is to move.
+    """Logits of the columns and the expected outcome for the player to move.
 
     Args:
-        channels: what the convolution looks for at each place.
+        channels: channels of the convolution.
         hidden: width of the two layers after it.
     """
 
@@ -40,22 +40,22 @@ class Network(nn.Module):
         self.value = nn.Linear(hidden, 1)
 
     def forward(self, seen: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits float32[N, 7] and values float32[N] in (-1, 1) from uint8[N, 4, 7, 7] of `board.planes`.
+        """Logits float32[N, 7] and values float32[N] in (-1, 1) for uint8[N, 4, 7, 7] of `board.planes`.
 
-        Products take bfloat16 and sum in float32; weights stay float32.
+        Matrix products take bfloat16 and accumulate in float32. Weights stay float32.
         """
         windows = seen[..., :ROWS].unfold(2, WINDOW, 1).unfold(3, WINDOW, 1)  # [N, 4, 4, 3, 4, 4]
         patches = windows.permute(0, 2, 3, 1, 4, 5).reshape(len(seen) * PLACES, -1)
         with torch.autocast(seen.device.type, torch.bfloat16):
-            found = F.relu(self.lines(patches.to(torch.bfloat16))).view(len(seen), -1)
-            found = F.relu(self.first(found))
-            found = found + F.relu(self.second(found))
-            logits, value = self.policy(found), self.value(found)
+            hidden = F.relu(self.lines(patches.to(torch.bfloat16))).view(len(seen), -1)
+            hidden = F.relu(self.first(hidden))
+            hidden = hidden + F.relu(self.second(hidden))
+            logits, value = self.policy(hidden), self.value(hidden)
         return logits.float(), torch.tanh(value.float()).squeeze(1)
 
 
 def evaluate(network: Network, boards: Boards) -> tuple[Floats, Floats]:
-    """Log-probabilities float32[N, 7], -inf where a column is full, and values float32[N]."""
+    """Log-probabilities float32[N, 7], -inf for full columns, and values float32[N]."""
     with torch.inference_mode():
         logits, values = network(torch.from_numpy(planes(boards)))
         return masked_logprobs(logits, torch.from_numpy(legal(boards))).numpy(), values.numpy()
@@ -67,17 +67,17 @@ def masked_logprobs(logits: Tensor, allowed: Tensor) -> Tensor:
 
 
 def save_player(directory: Path, network: Network) -> None:
-    """Write a network that plays, so that `directory` is complete or absent."""
+    """Write the network atomically to `directory`."""
     weights = {name: p.detach() for name, p in network.named_parameters()}
     shape = {"channels": network.lines.out_features, "hidden": network.second.out_features}
     checkpoints.write(directory, {"weights": weights}, shape)
 
 
 def load_player(directory: Path) -> Network:
-    """The network that was written there.
+    """Load a network.
 
     Raises:
-        RequestError: when files are missing or damaged.
+        RequestError: if files are missing or damaged.
     """
     tensors, shape = checkpoints.read(directory, ["weights"])
     network = Network(int(shape["channels"]), int(shape["hidden"]))

@@ -1,4 +1,4 @@
-"""Who can play: each is asked for many games at once, and given a uniform number for each."""
+"""Players. Each is called with many games at once and one uniform random number per game."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from perilune.games.connect_four.search import search
 from perilune.games.connect_four.self_play import drawn
 from perilune.games.connect_four.solver import Solver, foreseen
 
-_GOES_ON = {"is_terminal": False, "winner": ""}
+_UNFINISHED = {"is_terminal": False, "winner": ""}
 
 
 class Player(Protocol):
     """Chooses columns."""
 
     def __call__(self, boards: Boards, uniform: NDArray[np.float64]) -> Columns:
-        """int64[N]: a column with room for each of N games that are not over."""
+        """int64[N]: a legal column for each of N unfinished games."""
         ...
 
 
 def among_best(worth: NDArray[Any], uniform: NDArray[np.float64]) -> Columns:
-    """int64[N]: one of the columns worth most, all of these equally likely."""
+    """int64[N]: a uniformly drawn column among those with the highest worth."""
     best = worth == worth.max(axis=1, keepdims=True)
     with np.errstate(divide="ignore"):
         return drawn(np.log(best.astype(np.float32)), uniform)
 
 
 def random_player(boards: Boards, uniform: NDArray[np.float64]) -> Columns:
-    """Any column that has room."""
+    """Plays a random legal column."""
     return among_best(legal(boards), uniform)
 
 
 def one_ply(boards: Boards, uniform: NDArray[np.float64]) -> Columns:
-    """Wins where it can, else blocks where it must, else plays any column."""
+    """Wins if possible, else blocks if necessary, else plays a random legal column."""
     squares = (boards.stones[:, None] + BOTTOM_SQUARES) & COLUMN_SQUARES
     wins = squares & completing(boards.own, boards.stones)[:, None]
     blocks = squares & completing(boards.other, boards.stones)[:, None]
@@ -59,7 +59,7 @@ def one_ply(boards: Boards, uniform: NDArray[np.float64]) -> Columns:
 
 @dataclass(frozen=True, slots=True)
 class Foresight:
-    """Looks at every line of so many moves: avoids losing within them, wins where it can force it."""
+    """Searches all lines of `moves` moves: avoids a loss within them and plays a forced win."""
 
     moves: int
 
@@ -69,7 +69,7 @@ class Foresight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Perfect:
-    """Plays what is worth most; with few stones on the board it has long to think."""
+    """Plays a move with the highest exact score. Slow with few stones on the board."""
 
     solver: Solver
 
@@ -79,7 +79,7 @@ class Perfect:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Intuition:
-    """The network's likeliest column, without looking ahead."""
+    """Plays the network's most probable column, without search."""
 
     network: Network
 
@@ -89,21 +89,21 @@ class Intuition:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Searching:
-    """The column that a search led by the network came back to most."""
+    """Plays the column with the most visits of a search that the network guides."""
 
     network: Network
     simulations: int
 
     def __call__(self, boards: Boards, uniform: NDArray[np.float64]) -> Columns:
-        found = search(self.network, boards, self.simulations)
-        return np.asarray((found.visits + 0.5 * found.values).argmax(axis=1))
+        result = search(self.network, boards, self.simulations)
+        return np.asarray((result.visits + 0.5 * result.values).argmax(axis=1))
 
 
 class TreeSearch:
-    """OpenSpiel's Monte Carlo tree search with random playouts and its solver for ends of games.
+    """OpenSpiel's Monte Carlo tree search with random rollouts and exact endings.
 
     Raises:
-        RequestError: where OpenSpiel is not installed.
+        RequestError: if OpenSpiel is not installed.
     """
 
     def __init__(self, simulations: int, seed: int) -> None:
@@ -112,11 +112,9 @@ class TreeSearch:
         except ImportError:
             raise RequestError("OpenSpiel is not installed", remedy="pip install 'perilune[games]'") from None
         self._game = pyspiel.load_game("connect_four")
-        playouts = pyspiel.RandomRolloutEvaluator(n_rollouts=1, seed=seed)
-        self._bot = pyspiel.MCTSBot(
-            self._game, playouts, uct_c=2.0, max_simulations=simulations, max_memory_mb=200, solve=True,
-            seed=seed, verbose=False,
-        )  # fmt: skip
+        rollouts = pyspiel.RandomRolloutEvaluator(n_rollouts=1, seed=seed)
+        options = {"uct_c": 2.0, "max_simulations": simulations, "max_memory_mb": 200, "solve": True}
+        self._bot = pyspiel.MCTSBot(self._game, rollouts, **options, seed=seed, verbose=False)
 
     def __call__(self, boards: Boards, uniform: NDArray[np.float64]) -> Columns:
         return np.array(
@@ -124,7 +122,7 @@ class TreeSearch:
         )
 
     def _state(self, board: Boards) -> Any:
-        """The position as OpenSpiel writes it: x began, rows from below."""
+        """The position in OpenSpiel's format: x moved first, rows from below."""
         x_moves = plies(board)[0] % 2 == 0
         x, o = (board.own, board.other) if x_moves else (board.other, board.own)
         squares = [
@@ -135,20 +133,20 @@ class TreeSearch:
             for row in range(ROWS)
         ]
         return self._game.new_initial_state(
-            json.dumps({"board": squares, "current_player": "x" if x_moves else "o"} | _GOES_ON)
+            json.dumps({"board": squares, "current_player": "x" if x_moves else "o"} | _UNFINISHED)
         )
 
 
 def playing(network: Network, simulations: int) -> Player:
-    """The network, looking ahead so many simulations; 0 is not at all."""
+    """A player that uses the network with this many simulations per move; 0 for no search."""
     return Searching(network, simulations) if simulations else Intuition(network)
 
 
 def opponent(name: str, solver: Solver, seed: int) -> Player:
-    """`random`, `one_ply`, `perfect`, `foresight_N` of N moves, or `mcts_N` of N simulations.
+    """A player by name: `random`, `one_ply`, `perfect`, `foresight_N` (N moves) or `mcts_N` (N simulations).
 
     Raises:
-        RequestError: when there is none of that name, or OpenSpiel is not there for `mcts`.
+        RequestError: if the name is unknown, or `mcts` needs OpenSpiel and it is not installed.
     """
     kind, _, number = name.partition("_")
     if name == "one_ply":

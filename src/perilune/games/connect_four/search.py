@@ -1,8 +1,8 @@
-"""Monte Carlo tree search led by a network, over many games at once.
+"""Monte Carlo tree search guided by a network, over many games at once.
 
-Each game has a tree of its own; every simulation goes down all trees together, so that the network sees one
-position of each at a time. PUCT of Silver et al., "A general reinforcement learning algorithm that masters
-chess, shogi and Go through self-play" (Science 2018). Ends of games that the search meets are exact.
+Each game has its own tree. Every simulation descends all trees together, so the network evaluates one
+position per game at a time. The search uses PUCT (Silver et al., "A general reinforcement learning algorithm
+that masters chess, shogi and Go through self-play", Science 2018). Ends of games are exact.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from perilune.models.native.build import compiled
 EXPLORATION = 1.5
 
 _UNIT = Path(__file__).with_name("search.c")
+_FIELDS = "own stones children visits priors totals parents columns worth over leaves"
+_POINTERS = tuple(_FIELDS.split())
 _PER_TREE = {"leaves": np.int32}
 _PER_NODE = {
     "own": np.uint64,
@@ -38,11 +40,11 @@ _PER_COLUMN = {"children": np.int32, "visits": np.int32, "priors": np.float32, "
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
-    """What a search of N positions came to.
+    """The result of searching N positions.
 
     Attributes:
         visits: int32[N, 7], simulations that began with each column.
-        values: float32[N, 7], their mean outcome for whoever is to move; 0 where there was none.
+        values: float32[N, 7], their mean outcome for the player to move; 0 if there were none.
     """
 
     visits: NDArray[np.int32]
@@ -51,24 +53,14 @@ class Found:
     @property
     def worth(self) -> NDArray[np.float32]:
         """float32[N]: the mean outcome of all simulations."""
-        found = (self.visits * self.values).sum(axis=1) / self.visits.sum(axis=1)
-        return np.asarray(found, np.float32)
+        mean = (self.visits * self.values).sum(axis=1) / self.visits.sum(axis=1)
+        return np.asarray(mean, np.float32)
 
 
 class _Forest(Structure):
-    """struct forest."""
+    """struct forest of search.c."""
 
-    _fields_ = (
-        *(
-            (name, c_void_p)
-            for name in (
-                "own", "stones", "children", "visits", "priors", "totals", "parents", "columns", "worth",
-                "over", "leaves",
-            )
-        ),
-        ("trees", c_int64),
-        ("nodes", c_int64),
-    )  # fmt: skip
+    _fields_ = (*((name, c_void_p) for name in _POINTERS), ("trees", c_int64), ("nodes", c_int64))
 
 
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
@@ -79,32 +71,33 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 @cache
 def _function(name: str) -> Any:
-    found = compiled(_UNIT)
-    if found.library is None:
-        raise WorkFailedError(f"there is no search here: {found.reason}", remedy="install a C compiler")
-    function = getattr(found.library, f"perilune_four_{name}")
+    unit = compiled(_UNIT)
+    if unit.library is None:
+        raise WorkFailedError(f"the search cannot be compiled: {unit.reason}", remedy="install a C compiler")
+    function = getattr(unit.library, f"perilune_four_{name}")
     function.argtypes, function.restype = _ARGUMENTS[name], None
     return function
 
 
 def search(network: Network, boards: Boards, simulations: int) -> Found:
-    """Look ahead from positions of games that are not over.
+    """Search positions of unfinished games.
 
     Raises:
-        WorkFailedError: where there is no C compiler.
+        WorkFailedError: if there is no C compiler.
     """
     trees, nodes = len(boards), simulations + 1
-    held: dict[str, NDArray[Any]] = {name: np.zeros(trees, kind) for name, kind in _PER_TREE.items()}
-    held |= {name: np.zeros((trees, nodes), kind) for name, kind in _PER_NODE.items()}
-    held |= {name: np.zeros((trees, nodes, COLUMNS), kind) for name, kind in _PER_COLUMN.items()}
-    forest = _Forest(trees=trees, nodes=nodes, **{name: array.ctypes.data for name, array in held.items()})
-    held["own"][:, 0], held["stones"][:, 0] = boards.own, boards.stones
+    arrays: dict[str, NDArray[Any]] = {name: np.zeros(trees, kind) for name, kind in _PER_TREE.items()}
+    arrays |= {name: np.zeros((trees, nodes), kind) for name, kind in _PER_NODE.items()}
+    arrays |= {name: np.zeros((trees, nodes, COLUMNS), kind) for name, kind in _PER_COLUMN.items()}
+    pointers = {name: array.ctypes.data for name, array in arrays.items()}
+    forest = _Forest(trees=trees, nodes=nodes, **pointers)
+    arrays["own"][:, 0], arrays["stones"][:, 0] = boards.own, boards.stones
     for fresh in range(nodes):
         if fresh:
             _function("descend")(byref(forest), fresh, EXPLORATION)
-        where = np.arange(trees), held["leaves"]
-        logprobs, values = evaluate(network, Boards(held["own"][where], held["stones"][where]))
+        where = np.arange(trees), arrays["leaves"]
+        logprobs, values = evaluate(network, Boards(arrays["own"][where], arrays["stones"][where]))
         priors = np.exp(logprobs)
         _function("absorb")(byref(forest), fresh, priors.ctypes.data, values.ctypes.data)
-    visits, totals = held["visits"][:, 0], held["totals"][:, 0]
+    visits, totals = arrays["visits"][:, 0], arrays["totals"][:, 0]
     return Found(visits, np.divide(totals, np.maximum(visits, 1), dtype=np.float32))

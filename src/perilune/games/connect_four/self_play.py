@@ -1,7 +1,7 @@
-"""Games that a network plays against itself, a stretch of moves at a time, and what each move was worth.
+"""Self-play in batches of moves, and the advantage of each move.
 
-Every random number is a function of (seed, stretch, game, purpose): the same seed plays the same games, and
-nothing but the boards has to be kept to go on.
+Every random number is a function of (seed, step, game, purpose). The same seed plays the same games, and the
+boards are the only state.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from perilune.games.connect_four.board import (
 from perilune.games.connect_four.network import Floats, Network, evaluate
 from perilune.games.connect_four.search import search
 
-_POOLS = 4  # of openings in a stretch: a game that ends twice within a pool's share of it starts alike
-_DRAWS = 2  # a move: which column, which side of the mirror
+_POOLS = 4  # sets of openings per batch; a game restarts from its opening of the current set
+_DRAWS = 2  # random numbers per move: the column, and whether to mirror the board
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stretch:
-    """T moves of each of G games, as the network saw them when it played.
+    """T moves of each of G games, as the network saw them.
 
     Attributes:
         boards: T * G positions, in the order of the moves.
-        columns: int64[T, G] that were played.
-        policies: float32[T, G, 7], log-probabilities that they were drawn from.
-        values: float32[T + 1, G], for whoever was to move; the last are of where the stretch ends.
-        rewards: float32[T, G], 1 for the move that won.
-        over: bool[T, G], after that move.
+        columns: int64[T, G], the columns played.
+        policies: float32[T, G, 7], log-probabilities with which they were sampled.
+        values: float32[T + 1, G], for the player to move; the last row is for the final positions.
+        rewards: float32[T, G], 1 for a winning move.
+        over: bool[T, G], whether the game ended with that move.
     """
 
     boards: Boards
@@ -52,21 +52,21 @@ class Stretch:
 
 
 def drawn(logprobs: Floats, uniform: NDArray[np.float64]) -> NDArray[np.int64]:
-    """int64[N]: one column of each row, by its place in the cumulated probabilities."""
+    """int64[N]: a column drawn from each row of log-probabilities, by inverse transform sampling."""
     cumulated = np.exp(logprobs.astype(np.float64)).cumsum(axis=1)
     columns: NDArray[np.int64] = (cumulated <= uniform[:, None] * cumulated[:, -1:]).sum(axis=1)
     return np.minimum(columns, COLUMNS - 1)
 
 
 class SelfPlay:
-    """Games under way.
+    """Games in progress.
 
     Args:
-        opening: a game starts after 0 to as many random moves, so that more is met than what is played well.
-        simulations: how far each move is searched; 0 takes what the network says.
+        opening: maximum random moves at the start of a game, for a variety of positions.
+        simulations: simulations of the search per move; 0 uses the network alone.
 
     Attributes:
-        boards: where they stand.
+        boards: the current positions.
     """
 
     def __init__(self, games: int, seed: int, opening: int, simulations: int) -> None:
@@ -76,10 +76,10 @@ class SelfPlay:
         self.boards = self._openings(games, 0)
 
     def play(self, network: Network, step: int, moves: int) -> Stretch:
-        """The next `moves` moves of every game; a game that ends is followed by another."""
+        """Play the next `moves` moves of every game. A game that ends is replaced by a new one."""
         count = len(self.boards)
         games = np.arange(count)
-        chance = self._uniforms(step, count, np.arange(moves * _DRAWS)).reshape(-1, moves, _DRAWS)
+        uniform = self._uniforms(step, count, np.arange(moves * _DRAWS)).reshape(-1, moves, _DRAWS)
         pool = self._openings(_POOLS * count, step + 1)
         shape = (moves, count)
         own, stones = np.empty(shape, np.uint64), np.empty(shape, np.uint64)
@@ -87,35 +87,35 @@ class SelfPlay:
         policies = np.empty((*shape, COLUMNS), np.float32)
         values = np.empty((moves + 1, count), np.float32)
         for turn in range(moves):
-            boards = mirrored_where(self.boards, chance[:, turn, 1] < 0.5)
+            boards = mirrored_where(self.boards, uniform[:, turn, 1] < 0.5)
             own[turn], stones[turn] = boards.own, boards.stones
-            policies[turn], values[turn] = self._considered(network, boards)
-            columns[turn] = drawn(policies[turn], chance[:, turn, 0])
+            policies[turn], values[turn] = self._evaluate(network, boards)
+            columns[turn] = drawn(policies[turn], uniform[:, turn, 0])
             after = play(boards, columns[turn])
             won[turn] = has_four(after.other)
             over[turn] = won[turn] | is_full(after)
             fresh = pool[turn * _POOLS // moves * count + games]
             self.boards = where(over[turn], fresh, after)
-        values[moves] = self._considered(network, self.boards)[1]
+        values[moves] = self._evaluate(network, self.boards)[1]
         seen = Boards(own.reshape(-1), stones.reshape(-1))
         return Stretch(seen, columns, policies, values, won.astype(np.float32), over)
 
-    def _considered(self, network: Network, boards: Boards) -> tuple[Floats, Floats]:
-        """What to play with which log-probability, and what the positions are worth."""
+    def _evaluate(self, network: Network, boards: Boards) -> tuple[Floats, Floats]:
+        """Log-probabilities of the columns, and values, from the network or the search."""
         if not self._simulations:
             return evaluate(network, boards)
-        found = search(network, boards, self._simulations)
+        result = search(network, boards, self._simulations)
         with np.errstate(divide="ignore"):
-            return np.log(found.visits / np.float32(self._simulations)), found.worth
+            return np.log(result.visits / np.float32(self._simulations)), result.worth
 
     def _openings(self, count: int, step: int) -> Boards:
-        """Boards after random moves; one is left out where it would end the game."""
+        """Boards after random moves, skipping moves that would end the game."""
         keys = 1 << 20
-        chance = self._uniforms(step, count, keys + np.arange(self._opening + 1))
-        lengths = (chance[:, 0] * (self._opening + 1)).astype(np.int64)
+        uniform = self._uniforms(step, count, keys + np.arange(self._opening + 1))
+        lengths = (uniform[:, 0] * (self._opening + 1)).astype(np.int64)
         boards = empty(count)
         for ply in range(self._opening):
-            moved = play(boards, random_columns(boards, chance[:, ply + 1]))
+            moved = play(boards, random_columns(boards, uniform[:, ply + 1]))
             boards = where((lengths > ply) & ~has_four(moved.other), moved, boards)
         return boards
 
@@ -126,7 +126,7 @@ class SelfPlay:
 
 
 def random_columns(boards: Boards, uniform: NDArray[np.float64]) -> NDArray[np.int64]:
-    """int64[N]: a column that has room, all equally likely."""
+    """int64[N]: a uniformly drawn legal column."""
     with np.errstate(divide="ignore"):
         return drawn(np.log(legal(boards).astype(np.float32)), uniform)
 
@@ -134,14 +134,13 @@ def random_columns(boards: Boards, uniform: NDArray[np.float64]) -> NDArray[np.i
 def advantages(stretch: Stretch, trace: float) -> Floats:
     """float32[T, G]: generalized advantage estimation (Schulman et al., arXiv 1506.02438), undiscounted.
 
-    What is good for the next to move is bad for this one, so that both the next value and the next advantage
-    count against it.
+    The players alternate, so the next value and the next advantage count with the opposite sign.
     """
-    found = np.zeros_like(stretch.rewards)
+    gae = np.zeros_like(stretch.rewards)
     following = np.zeros_like(stretch.rewards[0])
-    for turn in reversed(range(len(found))):
-        goes_on = ~stretch.over[turn]
-        surprise = stretch.rewards[turn] - goes_on * stretch.values[turn + 1] - stretch.values[turn]
-        following = surprise - trace * goes_on * following
-        found[turn] = following
-    return found
+    for turn in reversed(range(len(gae))):
+        continues = ~stretch.over[turn]
+        td_error = stretch.rewards[turn] - continues * stretch.values[turn + 1] - stretch.values[turn]
+        following = td_error - trace * continues * following
+        gae[turn] = following
+    return gae

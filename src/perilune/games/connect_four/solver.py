@@ -1,7 +1,7 @@
-"""The exact worth of positions and moves, by the C solver beside this file.
+"""Exact scores of positions and moves, computed by the C solver in solver.c.
 
-Scores are those of Pascal Pons (blog.gamesolver.org): 22 less the winner's stones when the game ends, so that
-an earlier win counts more; negative for a loss, 0 for a draw. The empty board is worth 1.
+Scores are those of Pascal Pons (blog.gamesolver.org): 22 minus the winner's stones at the end of the game, so
+an earlier win has a higher score; negative for a loss, 0 for a draw. The empty board has the score 1.
 """
 
 from __future__ import annotations
@@ -42,28 +42,26 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 @cache
 def _function(name: str) -> Any:
-    found = compiled(_UNIT)
-    if found.library is None:
-        raise WorkFailedError(
-            f"Connect Four cannot be solved here: {found.reason}", remedy="install a C compiler"
-        )
-    function = getattr(found.library, f"perilune_four_{name}")
+    unit = compiled(_UNIT)
+    if unit.library is None:
+        raise WorkFailedError(f"the solver cannot be compiled: {unit.reason}", remedy="install a C compiler")
+    function = getattr(unit.library, f"perilune_four_{name}")
     function.argtypes, function.restype = _ARGUMENTS[name], None
     return function
 
 
 class Solver:
-    """Alpha-beta with a table of positions that stays from one question to the next.
+    """Alpha-beta search with a transposition table that is kept between calls.
 
     Attributes:
-        nodes: positions looked at so far.
+        nodes: positions searched so far.
 
     Raises:
-        WorkFailedError: where there is no C compiler.
+        WorkFailedError: if there is no C compiler.
     """
 
     def __init__(self, table_bits: int = 22) -> None:
-        """A table of 2**table_bits entries of 8 bytes."""
+        """Allocate a table of 2**table_bits entries of 8 bytes."""
         self._entries = np.zeros(1 << table_bits, np.uint64)
         self._table = _Table(self._entries.ctypes.data, table_bits, 0)
         _function("scores")
@@ -73,31 +71,31 @@ class Solver:
         return int(self._table.nodes)
 
     def scores(self, boards: Boards, least: int = WORST, most: int = BEST) -> Scores:
-        """int8[N] of games that are not over, kept within [least, most]; -1 and 1 ask only who wins."""
+        """int8[N]: scores of unfinished games, clipped to [least, most]; -1 and 1 find only the winner."""
         return self._solved("scores", boards, least, most, (len(boards),))
 
     def column_scores(self, boards: Boards, least: int = WORST, most: int = BEST) -> Scores:
-        """int8[N, 7], for whoever is to move: the worth of each column, NO_COLUMN where it is full."""
+        """int8[N, 7]: the score of each column for the player to move; NO_COLUMN if it is full."""
         return self._solved("columns", boards, least, most, (len(boards), COLUMNS))
 
     def _solved(self, name: str, boards: Boards, least: int, most: int, shape: tuple[int, ...]) -> Scores:
-        found = np.empty(shape, np.int8)
+        scores = np.empty(shape, np.int8)
         own, stones = (np.ascontiguousarray(words) for words in (boards.own, boards.stones))
         _function(name)(
-            byref(self._table), own.ctypes.data, stones.ctypes.data, len(own), least, most, found.ctypes.data
+            byref(self._table), own.ctypes.data, stones.ctypes.data, len(own), least, most, scores.ctypes.data
         )
-        return found
+        return scores
 
 
 def foreseen(boards: Boards, moves: int) -> Scores:
-    """int8[N, 7]: 1, 0 or -1 where a column wins, decides nothing or loses within so many moves, itself one.
+    """int8[N, 7]: 1 if a column wins by force within `moves` moves (itself included), -1 if it loses, else 0.
 
-    NO_COLUMN where it is full; every line of play is looked at.
+    NO_COLUMN if the column is full. All lines of play are searched.
 
     Raises:
-        WorkFailedError: where there is no C compiler.
+        WorkFailedError: if there is no C compiler.
     """
-    found = np.empty((len(boards), COLUMNS), np.int8)
+    scores = np.empty((len(boards), COLUMNS), np.int8)
     own, stones = (np.ascontiguousarray(words) for words in (boards.own, boards.stones))
-    _function("foreseen")(own.ctypes.data, stones.ctypes.data, len(own), moves, found.ctypes.data)
-    return found
+    _function("foreseen")(own.ctypes.data, stones.ctypes.data, len(own), moves, scores.ctypes.data)
+    return scores

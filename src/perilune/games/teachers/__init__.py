@@ -1,4 +1,4 @@
-"""Teachers of games: search, equilibria and perfect play, for data to imitate and as yardsticks."""
+"""Game teachers: search, equilibria and perfect play, as sources of training data and as opponents."""
 
 from perilune.games.teachers.registry import BEST, GAME_TEACHERS, make_game_teacher
 from perilune.games.teachers.teacher import GameTeacher, Move, choose

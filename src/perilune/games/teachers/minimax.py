@@ -1,4 +1,4 @@
-"""Perfect play of small games without chance or hidden cards: every position, valued from its end."""
+"""Perfect play of small games with perfect information, by backward induction over all positions."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from perilune.errors import RequestError
 from perilune.games.teachers.regret import version
 from perilune.games.teachers.table import PolicyTable, solved
 
-GAMES = frozenset({"tic_tac_toe", "hex", "clobber", "connect_four"})  # a position is all that matters of them
+GAMES = frozenset({"tic_tac_toe", "hex", "clobber", "connect_four"})  # the history does not matter
 LARGEST = 300_000  # positions
 _FORM = 1
 
 
 class Value(NamedTuple):
-    """What a position is worth under perfect play.
+    """The value of a position under perfect play.
 
     Attributes:
-        returns: to player 0.
-        moves: until the end, where the loser resists longest.
+        returns: the return of player 0.
+        moves: moves to the end, if the loser resists as long as possible.
     """
 
     returns: float
@@ -27,10 +27,10 @@ class Value(NamedTuple):
 
 
 class MinimaxTeacher:
-    """Any of the best moves, each as likely: those that win soonest, or lose latest, or all that draw.
+    """Plays all best moves with equal probability: those that win soonest, or lose latest, or draw.
 
     Raises:
-        RequestError: when the game is none of `GAMES`, or has too many positions.
+        RequestError: if the game is not in `GAMES`, or has too many positions.
     """
 
     name = "minimax"
@@ -39,13 +39,13 @@ class MinimaxTeacher:
         name = game.get_type().short_name
         if name not in GAMES:
             raise RequestError(
-                f"minimax does not know '{name}'", where=where, remedy=f"it knows {', '.join(sorted(GAMES))}"
+                f"minimax cannot play '{name}'", where=where, remedy=f"one of: {', '.join(sorted(GAMES))}"
             )
         request = {"form": _FORM, "game": str(game), "algorithm": "minimax", "open_spiel": version()}
         self.table = solved(request, lambda: _solve(game, where))
 
     def probabilities(self, state: Any, player: int, seed: int) -> Mapping[int, float]:
-        """The same for each of the best moves."""
+        """Equal probabilities for all best moves."""
         return self.table.row(str(state))
 
 
@@ -61,9 +61,10 @@ def _solve(game: Any, where: str) -> PolicyTable:
             return values[position]
         if len(values) == LARGEST:
             raise RequestError(
-                f"{game} has more than {LARGEST:,} positions: too many for minimax", where=where,
-                remedy="search it: mcts; or make it smaller with `config`, as {board_size: 3} of hex",
-            )  # fmt: skip
+                f"{game} has more than {LARGEST:,} positions, too many for minimax",
+                where=where,
+                remedy="use mcts, or make the game smaller with `config`, such as {board_size: 3} for hex",
+            )
         sign = -1.0 if state.current_player() else 1.0
         after = {int(action): value(state.child(action)) for action in state.legal_actions()}
         ranks = {action: _rank(one, sign) for action, one in after.items()}

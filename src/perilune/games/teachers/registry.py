@@ -1,4 +1,4 @@
-"""Teachers of games by name, and which one is a game's own."""
+"""Game teachers by name, and the best teacher of each game."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ from typing import Any
 
 from perilune.errors import RequestError
 from perilune.games.open_spiel_match import pyspiel
-from perilune.games.teachers.gin import GinRummyTeacher
 from perilune.games.teachers.minimax import MinimaxTeacher
 from perilune.games.teachers.regret import RegretTeacher
-from perilune.games.teachers.search import SearchTeacher
-from perilune.games.teachers.teacher import GameTeacher, UniformTeacher
+from perilune.games.teachers.teacher import GameTeacher, GinRummyTeacher, SearchTeacher, UniformTeacher
 
 GAME_TEACHERS = {
-    "random": "any legal move",
-    "mcts": "tree search with random rollouts, for games without hidden cards or simultaneous moves",
-    "cfr": "CFR+, nearly an equilibrium of a small game",
-    "mccfr": "external-sampling MCCFR, further from an equilibrium",
+    "random": "random legal moves",
+    "mcts": "tree search with random rollouts, for games without hidden information or simultaneous moves",
+    "cfr": "CFR+, close to an equilibrium of a small game",
+    "mccfr": "external-sampling MCCFR, less close to an equilibrium",
     "minimax": "perfect play of a small game without chance",
-    "rules": "rules of thumb for gin rummy",
+    "rules": "heuristic rules for gin rummy",
 }
 
 BEST = {
@@ -36,14 +34,15 @@ BEST = {
 
 
 def make_game_teacher(name: str, game: Any, *, simulations: int = 50, where: str = "teacher") -> GameTeacher:
-    """The teacher `name` of a game of pyspiel; one that solves it does so now, unless its solution is kept.
+    """The teacher `name` of a pyspiel game. A teacher that solves the game does so now, unless a cached
+    solution exists.
 
     Args:
-        simulations: of a move of "mcts".
-        where: what an error names as its place.
+        simulations: simulations per move of "mcts".
+        where: the field that errors refer to.
 
     Raises:
-        RequestError: when there is no such teacher, or it cannot play the game.
+        RequestError: if there is no such teacher, or it cannot play the game.
     """
     if name == "random":
         return UniformTeacher()
@@ -56,9 +55,10 @@ def make_game_teacher(name: str, game: Any, *, simulations: int = 50, where: str
         return MinimaxTeacher(game, where)
     if name == "rules":
         if game.get_type().short_name != "gin_rummy":
-            raise RequestError("the rules of thumb are those of gin_rummy", where=where)
+            raise RequestError("the teacher rules plays only gin_rummy", where=where)
         return GinRummyTeacher()
-    raise RequestError(f"no teacher of games is called '{name}'", where=where, remedy=_ways())
+    remedy = f"one of: {', '.join(GAME_TEACHERS)}"
+    raise RequestError(f"there is no game teacher '{name}'", where=where, remedy=remedy)
 
 
 def _check_searchable(game: Any, where: str) -> None:
@@ -67,11 +67,7 @@ def _check_searchable(game: Any, where: str) -> None:
     if not sees_all or kind.dynamics != types.Dynamics.SEQUENTIAL:
         own = BEST.get(kind.short_name, "random")
         raise RequestError(
-            f"the search sees all cards, and moves one at a time: not for '{kind.short_name}'",
+            f"mcts cannot play '{kind.short_name}', which has hidden information or simultaneous moves",
             where=where,
-            remedy=f"{own}, or random" if own != "random" else own,
+            remedy=f"use {own} or random" if own != "random" else "use random",
         )
-
-
-def _ways() -> str:
-    return f"one of: {', '.join(GAME_TEACHERS)}"

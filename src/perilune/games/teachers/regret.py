@@ -1,12 +1,13 @@
-"""Equilibria of games with hidden cards or simultaneous moves, by regret minimisation, in OpenSpiel's C++.
+"""Approximate equilibria by counterfactual regret minimization, in OpenSpiel's C++.
 
-CFR+ (Tammelin 2014, arXiv:1407.5042) walks the whole game in each iteration; external-sampling MCCFR
-(Lanctot et al. 2009) walks a part that chance and the opponent draw. Their average policy nears an
-equilibrium of a zero-sum game of two players.
+CFR+ (Tammelin 2014, arXiv:1407.5042) traverses the whole game in each iteration. External-sampling MCCFR
+(Lanctot et al. 2009) traverses the part that chance and the opponent sample. In two-player zero-sum games the
+average policy converges to an equilibrium.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,22 +17,22 @@ from perilune.games.open_spiel_match import is_simultaneous, pyspiel
 from perilune.games.teachers.table import PolicyTable, solved
 
 ITERATIONS = {"cfr": 200, "mccfr": 200_000}
-LARGEST = 1_000_000  # histories, as estimated
-_PLAYOUTS = 1000  # of the estimate
-_HOPELESS = 1e12  # histories, from which on an estimate need not be exact
-_FORM = 1  # of the table; another one when its keys change
+LARGEST = 1_000_000  # estimated histories
+_PLAYOUTS = 1000  # random games for the estimate
+_HOPELESS = 1e12  # histories; a larger estimate need not be exact
+_FORM = 1  # version of the table's keys
 
 
 class RegretSolver:
-    """Nears an equilibrium, iteration by iteration.
+    """Approximates an equilibrium, iteration by iteration.
 
     Args:
-        game: of pyspiel; where players move at the same time it is solved as if one after another, unseen.
+        game: a pyspiel game. One with simultaneous moves is converted to sequential moves that stay hidden.
         algorithm: "cfr" or "mccfr".
-        seed: of what MCCFR draws.
+        seed: seed of MCCFR's sampling.
 
     Attributes:
-        game: the one that is solved, in which players move one after another.
+        game: the game that is solved, with sequential moves.
     """
 
     def __init__(self, game: Any, algorithm: str, seed: int = 0) -> None:
@@ -45,42 +46,44 @@ class RegretSolver:
         )
 
     def run(self, iterations: int) -> None:
-        """Go on."""
+        """Run further iterations."""
         step = self._solver.run_iteration if self._samples else self._solver.evaluate_and_update_policy
         for _ in range(iterations):
             step()
 
     def policy(self) -> Any:
-        """The average policy, as pyspiel has it."""
+        """The average policy as a pyspiel object."""
         return self._solver.average_policy()
 
     def exploitability(self) -> float:
-        """What the best answers to the average policy win, on average over seats: NashConv / 2."""
+        """NashConv / 2 of the average policy: the mean gain of best responses over both players."""
         return float(pyspiel().exploitability(self.game, self.policy()))
 
     def table(self) -> PolicyTable:
-        """The average policy, a row for each information state; uniform where MCCFR never was."""
+        """The average policy with a row for each information state; uniform for states that MCCFR did not
+        visit.
+        """
         if not self._samples:
             rows = self._solver.tabular_average_policy().policy_table()
             return PolicyTable.of({key: dict(row) for key, row in rows.items()})
-        policy, found, pending = self.policy(), {}, [self.game.new_initial_state()]
+        policy, rows, pending = self.policy(), {}, [self.game.new_initial_state()]
         while pending:
             state = pending.pop()
             if state.is_terminal():
                 continue
             if not state.is_chance_node():
                 key = state.information_state_string(state.current_player())
-                if key not in found:
-                    found[key] = dict(policy.get_state_policy(state))
+                if key not in rows:
+                    rows[key] = dict(policy.get_state_policy(state))
             pending += [state.child(action) for action in state.legal_actions()]
-        return PolicyTable.of(found)
+        return PolicyTable.of(rows)
 
 
 class RegretTeacher:
-    """Plays the average policy: mixed, as an equilibrium of such a game has to be.
+    """Plays the average policy, a mixed strategy.
 
     Raises:
-        RequestError: when the game is not a zero-sum one of two players, or is too large to be solved.
+        RequestError: if the game is not a two-player zero-sum game, or too large.
     """
 
     def __init__(self, game: Any, algorithm: str, where: str) -> None:
@@ -88,24 +91,22 @@ class RegretTeacher:
         self._prefixed = is_simultaneous(game)
         kind = game.get_type()
         if game.num_players() != 2 or kind.utility != pyspiel().GameType.Utility.ZERO_SUM:
-            raise RequestError(f"{algorithm} solves zero-sum games of two players", where=where)
+            raise RequestError(f"{algorithm} needs a two-player zero-sum game", where=where)
         if not kind.provides_information_state_string:
-            raise RequestError(f"'{kind.short_name}' does not say what a player has seen", where=where)
+            raise RequestError(f"'{kind.short_name}' has no text for information states", where=where)
         size = tree_size(game)
         if size > LARGEST:
             raise RequestError(
-                f"{game} has about {size:.0e} histories, and {algorithm} is for {LARGEST:,}",
+                f"{game} has about {size:.0e} histories; {algorithm} supports up to {LARGEST:,}",
                 where=where,
-                remedy="make the game smaller with `config`, as {num_cards: 4} of goofspiel",
+                remedy="make the game smaller with `config`, such as {num_cards: 4} for goofspiel",
             )
-        request = {
-            "form": _FORM, "game": str(game), "algorithm": algorithm, "iterations": ITERATIONS[algorithm],
-            "seed": 0, "open_spiel": version(),
-        }  # fmt: skip
+        request = {"form": _FORM, "game": str(game), "algorithm": algorithm, "open_spiel": version()}
+        request |= {"iterations": ITERATIONS[algorithm], "seed": 0}
         self.table = solved(request, lambda: _solve(game, algorithm))
 
     def probabilities(self, state: Any, player: int, seed: int) -> Mapping[int, float]:
-        """Those of the average policy."""
+        """The probabilities of the average policy."""
         prefix = f"Current player: {player}\n" if self._prefixed else ""
         return self.table.row(prefix + state.information_state_string(player))
 
@@ -117,7 +118,7 @@ def _solve(game: Any, algorithm: str) -> PolicyTable:
 
 
 def tree_size(game: Any, seed: int = 0) -> float:
-    """About how many histories a game has: Knuth's estimate (1975) from random games, unbiased."""
+    """Estimated number of histories of a game: Knuth's unbiased estimate (1975) from random games."""
     total = 0.0
     for number in range(_PLAYOUTS):
         rng, state, width = KeyedRandom(seed, f"{game}/{number}"), game.new_initial_state(), 1.0
@@ -134,7 +135,5 @@ def tree_size(game: Any, seed: int = 0) -> float:
 
 
 def version() -> str:
-    """Of OpenSpiel, which decides how it names what a player has seen."""
-    from importlib.metadata import version as installed
-
-    return installed("open_spiel")
+    """The installed version of OpenSpiel, which determines the keys of a table."""
+    return importlib.metadata.version("open_spiel")

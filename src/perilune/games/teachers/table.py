@@ -1,4 +1,4 @@
-"""Solved games: a table of what to play, kept in a file so that nobody solves the same game twice."""
+"""Solved games: tables of move probabilities, cached in files."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from numpy.typing import NDArray
 
 from perilune.files import canonical_json, sha256_bytes, write_atomic
 
-FOLDER = "teachers"  # of the home directory
-_ARRAYS = {"keys": np.uint8, "key_ends": np.int64, "row_ends": np.int64, "actions": np.int32,
-           "probabilities": np.float64}  # fmt: skip
+FOLDER = "teachers"  # in the home directory
+_INDEX = {"keys": np.uint8, "key_ends": np.int64, "row_ends": np.int64}
+_ARRAYS = {**_INDEX, "actions": np.int32, "probabilities": np.float64}
 
 
 @dataclass(frozen=True)
 class PolicyTable:
-    """Probabilities of actions by what a player knows, in columns.
+    """Action probabilities by information state, in columns.
 
     Attributes:
         keys: uint8, the rows' names one after another, in UTF-8.
-        key_ends: int64[N], where each name ends.
-        row_ends: int64[N], where each row of the columns below ends.
+        key_ends: int64[N], the end of each name.
+        row_ends: int64[N], the end of each row in the columns below.
         actions: int32[M].
         probabilities: float64[M]; those of a row sum to 1.
     """
@@ -57,30 +57,30 @@ class PolicyTable:
         return len(self.key_ends)
 
     def row(self, key: str) -> dict[int, float]:
-        """Probabilities of actions where a player knows `key`.
+        """The action probabilities in the information state `key`.
 
         Raises:
-            KeyError: when the table has no such row.
+            KeyError: if there is no such row.
         """
         place = self._places[key]
         row = slice(self.row_ends[place - 1] if place else 0, self.row_ends[place])
         return dict(zip(self.actions[row].tolist(), self.probabilities[row].tolist(), strict=True))
 
     def rows(self) -> dict[str, dict[int, float]]:
-        """All of them."""
+        """All rows."""
         return {key: self.row(key) for key in self._places}
 
     @property
     def digest(self) -> str:
-        """Hex SHA-256 of the columns."""
-        found = hashlib.sha256()
+        """SHA-256 of the columns, in hexadecimal."""
+        digest = hashlib.sha256()
         for name in _ARRAYS:
             column = getattr(self, name)
-            found.update(f"{name}:{len(column)}:".encode() + column.tobytes())
-        return found.hexdigest()
+            digest.update(f"{name}:{len(column)}:".encode() + column.tobytes())
+        return digest.hexdigest()
 
     def check(self) -> None:
-        """Raise ValueError when the columns make no table."""
+        """Raise ValueError if the columns are inconsistent."""
         for name, dtype in _ARRAYS.items():
             column = getattr(self, name)
             if column.dtype != dtype or column.ndim != 1:
@@ -88,7 +88,7 @@ class PolicyTable:
         ends = [(self.key_ends, len(self.keys)), (self.row_ends, len(self.actions))]
         if len(self.row_ends) != len(self) or len(self.probabilities) != len(self.actions) or not len(self):
             raise ValueError("the columns are of different lengths")
-        if any(np.any(np.diff(found, prepend=0) <= 0) or found[-1] != total for found, total in ends):
+        if any(np.any(np.diff(end, prepend=0) <= 0) or end[-1] != total for end, total in ends):
             raise ValueError("the rows do not cover the columns")
         sums = np.add.reduceat(self.probabilities, np.concatenate([[0], self.row_ends[:-1]]))
         if not (np.all(self.probabilities > 0) and np.allclose(sums, 1.0, atol=1e-9)):
@@ -104,13 +104,13 @@ class PolicyTable:
 
 
 def solved(request: Mapping[str, Any], solve: Callable[[], PolicyTable]) -> PolicyTable:
-    """The table that `request` describes, from its file; or what `solve` returns, which is then kept.
+    """Read the table that `request` describes from its file, or call `solve` and cache the result.
 
-    The file is named after a digest of the request, and is written whole or not at all. One that is
-    damaged, or holds something else, is told of, and made again.
+    The file is named after a digest of the request and written atomically. A file that is damaged or contains
+    another table is logged and replaced.
 
     Args:
-        request: everything that the table follows from: game, algorithm, iterations, seed, versions.
+        request: everything that determines the table: game, algorithm, iterations, seed, versions.
     """
     name = f"{request['algorithm']}-{sha256_bytes(canonical_json(request))}.safetensors"
     path = Path(os.environ.get("PERILUNE_HOME") or "~/.perilune").expanduser() / FOLDER / name
@@ -118,20 +118,20 @@ def solved(request: Mapping[str, Any], solve: Callable[[], PolicyTable]) -> Poli
     if path.exists():
         try:
             return _read(path, request)
-        except Exception as error:  # whatever a damaged file leads to
-            log.warning("%s is damaged (%s): the game is solved again", path, error)
+        except Exception as error:  # a damaged file may raise anything
+            log.warning("%s is damaged (%s); solving the game again", path, error)
     table = solve()
     try:
         write_atomic(path, _bytes(table, request))
     except OSError as error:
-        log.warning("%s cannot be kept (%s): the game is solved again next time", path, error.strerror)
+        log.warning("cannot write %s (%s); the game will be solved again next time", path, error.strerror)
     return table
 
 
 def _bytes(table: PolicyTable, request: Mapping[str, Any]) -> bytes:
     from safetensors.numpy import save
 
-    # one entry: the order of several is not fixed, and equal tables have to be equal files
+    # A single entry, because the order of several is not fixed and equal tables must be equal files.
     about = canonical_json({"request": request, "sha256": table.digest}).decode()
     data: bytes = save({name: getattr(table, name) for name in _ARRAYS}, {"about": about})
     return data
@@ -144,8 +144,8 @@ def _read(path: Path, request: Mapping[str, Any]) -> PolicyTable:
         about = json.loads((file.metadata() or {})["about"])
         table = PolicyTable(**{name: file.get_tensor(name) for name in _ARRAYS})
     if about["request"] != request:
-        raise ValueError("it is of another request")
+        raise ValueError("it belongs to another request")
     table.check()
     if about["sha256"] != table.digest:
-        raise ValueError("its digest does not fit")
+        raise ValueError("its digest does not match")
     return table

@@ -1,4 +1,4 @@
-"""What a teacher of a game is: for what a player knows, how likely it plays each move."""
+"""Game teachers: the protocol, drawing a move, and the teachers that need no solution of the game."""
 
 from __future__ import annotations
 
@@ -6,58 +6,112 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 from perilune.environments.core.keyed_random import KeyedRandom
-from perilune.games.open_spiel_match import Match, drawn
+from perilune.games.open_spiel_match import Match, drawn, pyspiel
+
+UCT = 2.0  # exploration constant
+MEMORY_MB = 16  # memory of one search
 
 
 class GameTeacher(Protocol):
-    """Plays one game of OpenSpiel.
+    """Plays one OpenSpiel game.
 
     Attributes:
-        name: what a recipe calls it, e.g. "cfr".
+        name: the name in a recipe, such as "cfr".
     """
 
     name: str
 
     def probabilities(self, state: Any, player: int, seed: int) -> Mapping[int, float]:
-        """Of each legal action that it may take, by what `player` knows in `state`; they sum to 1.
+        """The probabilities of legal actions, given what `player` knows in `state`. They sum to 1.
 
         Args:
-            state: of pyspiel, in which the player moves.
-            seed: of whatever is drawn on the way; the same state and seed give the same.
+            state: a pyspiel state in which `player` moves.
+            seed: for random draws. The same state and seed give the same probabilities.
         """
         ...
 
 
 class Move(NamedTuple):
-    """An action, and how likely it was."""
+    """An action and its probability."""
 
     action: int
     probability: float
 
 
 def choose(teacher: GameTeacher, match: Match, rng: KeyedRandom, *, greedy: bool = False) -> Move:
-    """The teacher's move for the player who is asked; the place in the game alone decides what is drawn.
+    """Draw the teacher's move for the player to move. The turn alone determines the random number.
 
     Args:
-        greedy: take the likeliest move (the first of equal ones) instead of drawing one.
+        greedy: take the most probable move (the first of several) instead of drawing one.
     """
     point = rng.uniform(*match.turn)
-    found = teacher.probabilities(match.state, match.player, int(point * (1 << 31)))
-    actions = tuple(sorted(found))
-    action = (
-        max(actions, key=lambda one: found[one])
-        if greedy
-        else drawn(actions, tuple(found[one] for one in actions), point)
-    )
-    return Move(action, float(found[action]))
+    policy = teacher.probabilities(match.state, match.player, int(point * (1 << 31)))
+    actions = tuple(sorted(policy))
+    if greedy:
+        action = max(actions, key=lambda action: policy[action])
+    else:
+        action = drawn(actions, tuple(policy[action] for action in actions), point)
+    return Move(action, float(policy[action]))
 
 
 class UniformTeacher:
-    """Any legal move, each as likely: what every teacher has to beat."""
+    """Plays random legal moves: the baseline for every teacher."""
 
     name = "random"
 
     def probabilities(self, state: Any, player: int, seed: int) -> Mapping[int, float]:
-        """The same for each legal action."""
+        """Equal probabilities for all legal actions."""
         legal = state.legal_actions(player)
         return dict.fromkeys(legal, 1.0 / len(legal))
+
+
+class SearchTeacher:
+    """OpenSpiel's tree search with random rollouts (UCT; Kocsis and Szepesvari 2006), new at every move.
+
+    Position and seed determine the move.
+
+    Args:
+        simulations: simulations per move, each with one rollout.
+    """
+
+    name = "mcts"
+
+    def __init__(self, simulations: int) -> None:
+        self._simulations = simulations
+
+    def probabilities(self, state: Any, player: int, seed: int) -> Mapping[int, float]:
+        """1 for the chosen move."""
+        spiel = pyspiel()
+        rollouts = spiel.RandomRolloutEvaluator(1, seed)
+        bot = spiel.MCTSBot(state.get_game(), rollouts, UCT, self._simulations, MEMORY_MB, True, seed, False)
+        return {int(bot.step(state)): 1.0}
+
+
+class GinRummyTeacher:
+    """OpenSpiel's simple bot for gin rummy, which follows heuristic rules.
+
+    It takes the upcard if it makes a meld, discards the card that leaves the least deadwood, and knocks as
+    soon as possible. It beats random play. It is not an equilibrium; none is known for a game with about
+    10^171 histories.
+    """
+
+    name = "rules"
+
+    def probabilities(self, state: Any, player: int, seed: int) -> Mapping[int, float]:
+        """1 for the move of the rules.
+
+        After a knock, the bot plans the melds that it lays down and keeps to its plan. Its decisions since
+        the knock are therefore repeated, so that the move follows from what the player has seen.
+        """
+        spiel = pyspiel()
+        game = state.get_game()
+        bot = spiel.make_simple_gin_rummy_bot(game.get_parameters(), player)
+        history = [int(action) for action in state.history()]
+        knock = int(spiel.gin_rummy.KNOCK_ACTION)
+        if knock in history:
+            earlier = game.new_initial_state()
+            for index, action in enumerate(history):
+                if index >= history.index(knock) and earlier.current_player() == player:
+                    bot.step(earlier)
+                earlier.apply_action(action)
+        return {int(bot.step(state)): 1.0}
