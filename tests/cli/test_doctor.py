@@ -64,7 +64,7 @@ def test_an_unusable_home_is_missing_and_exits_with_1(tmp_path):
     done = doctor("--quick", home=tmp_path / "file" / "home")
     assert done.returncode == 1
     assert "missing" in done.stdout
-    assert "point PERILUNE_HOME at a directory that can be written to" in done.stdout
+    assert "set PERILUNE_HOME to a writable directory" in done.stdout
     assert "not ready" in done.stdout
 
 

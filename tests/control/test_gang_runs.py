@@ -226,7 +226,7 @@ def test_an_attempt_is_clean_when_the_last_of_its_machines_is_gone(
 
 
 def test_a_placement_with_one_machine_does_not_take_a_job_for_two(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="2 machines are asked for"):
+    with pytest.raises(RequestError, match="the job needs 2 machines"):
         Template(resources=ResourcesChange(nodes=2)).job(gang_job())
     alone = template(tmp_path, nodes=2).job(drill_job())  # a task that cannot use them has one
     assert alone.resources.nodes == 1

@@ -167,6 +167,6 @@ def test_a_restore_killed_at_any_instant_leaves_nothing_or_all(control: Control,
             assert not home.root.exists()
         last += 1 + last // 8
     assert last > 60 and home.database.is_file()  # it was not killed at the end
-    with pytest.raises(RequestError, match="something is here already"):
+    with pytest.raises(RequestError, match="the folder is not empty"):
         restore(tmp_path / "backup", home)
     assert inherited(home).runs == set()

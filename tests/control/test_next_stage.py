@@ -151,12 +151,12 @@ def test_what_was_cancelled_or_failed_is_followed_by_nothing_until_it_is_asked_f
     assert going_on() == []  # it is under way
     control.reconciler.one(first)
     (tmp_path / "gates" / "first").touch()
-    wait_for(lambda: starter.run(first)[1])
+    wait_for(lambda: starter.advance_run(first)[1])
     assert explain(control, first).next == "stage second begins, by whatever command goes on with runs"
     assert cancel_experiment(control, experiment) == []  # between two stages
-    assert going_on() == [] and starter.experiment(experiment)[1] == RunState.CANCELLED
+    assert going_on() == [] and starter.advance_experiment(experiment)[1] == RunState.CANCELLED
     assert "asks for it again" in explain(control, first).next
-    with pytest.raises(RequestError, match="nothing of the experiment is under way"):
+    with pytest.raises(RequestError, match="the experiment is not running"):
         cancel_experiment(control, experiment)
 
     events = advance(control, experiment, plans)  # asked for again: the first is reused
@@ -182,7 +182,7 @@ def test_what_was_cancelled_or_failed_is_followed_by_nothing_until_it_is_asked_f
     (tmp_path / "gates" / "second").touch()
     last = list(advance(control, experiment, plans))[-1]
     assert isinstance(last, StageFailed) and (last.stage, last.cause) == ("third", "work_failed")
-    assert going_on() == [] and starter.experiment(experiment)[1] == RunState.FAILED
+    assert going_on() == [] and starter.advance_experiment(experiment)[1] == RunState.FAILED
     assert kinds(control) == ["created", *["submitted", "cancelled"] * 2, "submitted", "failed"]
 
 

@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perilune.control.record.transitions import AttemptState
-from perilune.control.runs.planner import BEFORE_START, MAX_STARTS, RetryPolicy, Step, next_step, retry_class
+from perilune.control.runs.planner import (
+    BEFORE_START,
+    MAX_STARTS,
+    RetryPolicy,
+    Situation,
+    Step,
+    next_step,
+    retry_class,
+)
 from perilune.execution.claim import Claim
 from perilune.execution.observation import Observation
 from perilune.execution.processes import Presence
@@ -45,7 +53,7 @@ def out_of_sight(seen: Observation) -> bool:
 def everything() -> Iterator[tuple[AttemptState, Observation, dict[str, Any], Step]]:
     """Every situation there is, with the step that is planned in it."""
     for state, seen, now in product(AttemptState, OBSERVATIONS, SITUATIONS):
-        yield state, seen, now, next_step(state, seen, **now)
+        yield state, seen, now, next_step(state, seen, Situation(**now))
 
 
 def test_what_has_ended_is_left_alone() -> None:
@@ -76,7 +84,7 @@ def test_a_place_that_refuses_fails_the_attempt_only_before_anything_was_begun_t
 def test_force_changes_nothing_for_what_can_be_seen() -> None:
     for state, seen, now, step in everything():
         if now["force"] and not out_of_sight(seen):
-            assert step is next_step(state, seen, **now | {"force": False})
+            assert step is next_step(state, seen, Situation(**now | {"force": False}))
 
 
 def test_nothing_is_staged_or_started_over_a_claim() -> None:
@@ -102,9 +110,9 @@ def test_every_step_has_its_situation() -> None:
 
 def test_starting_is_repeated_but_not_for_ever() -> None:
     nothing = Observation()
-    steps = [next_step(AttemptState.STARTING, nothing, starts=n) for n in range(MAX_STARTS + 1)]
+    steps = [next_step(AttemptState.STARTING, nothing, Situation(starts=n)) for n in range(MAX_STARTS + 1)]
     assert steps == [Step.START] * MAX_STARTS + [Step.START_FAILED]
-    assert next_step(AttemptState.STARTING, nothing, starts=1, starting=True) is Step.WAIT
+    assert next_step(AttemptState.STARTING, nothing, Situation(starts=1, starting=True)) is Step.WAIT
 
 
 def test_every_cause_has_a_class_and_each_class_its_own_budget() -> None:

@@ -95,22 +95,22 @@ def test_a_home_stays_with_its_database(
     monkeypatch.delenv(VARIABLE)
     assert isinstance(database_of(control.home), Postgres)  # remembered
     monkeypatch.setenv(VARIABLE, "postgresql://elsewhere/other")
-    with pytest.raises(RequestError, match="the state of this home lies in"):
+    with pytest.raises(RequestError, match="the state of this home is in"):
         database_of(control.home)
     monkeypatch.delenv(VARIABLE)
     plain = Home.open(tmp_path / "plain")
     Store(plain).close()
     monkeypatch.setenv(VARIABLE, "postgresql://elsewhere/other")
-    with pytest.raises(RequestError, match=r"lies in .*state\.db"):
+    with pytest.raises(RequestError, match=r"is in .*state\.db"):
         database_of(plain)
 
 
 @pytest.mark.parametrize(
     ("url", "what"),
     [
-        ("postgresql://me:secret@host/db", "holds a password"),
-        ("mysql://host/db", "names a mysql database"),
-        ("nonsense", "is no URL"),
+        ("postgresql://me:secret@host/db", "contains a password"),
+        ("mysql://host/db", "mysql is not supported"),
+        ("nonsense", "not a database URL"),
     ],
 )
 def test_what_is_no_database_is_refused(

@@ -66,7 +66,7 @@ SSH = "placement:\n  name: ssh\n  host: box\n"
         ("launcher:\n  name: docker\n  image: python:3.12\n", 3, "does not say what runs"),
         (DOCKER + "  mounts: ['/a,target=/etc']\n", 4, "launcher.mounts"),
         (DOCKER + "  gpus: [0, 1]\n  mounts: [/data]\n  networks: none\n", 6, "is not a known key"),
-        ("placement:\n  name: local\n  site: {}\n", 1, "placement.site is for containers"),
+        ("placement:\n  name: local\n  site: {}\n", 1, "placement.site is only for containers"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_line(home: Home, text: str, line: int, what: str) -> None:
@@ -125,7 +125,7 @@ def test_containers_of_several_machines_have_to_reach_one_another(home: Home) ->
     rented = f"placement: {RENTED}\n"
     write(home, rented + DOCKER + "resources: {nodes: 2}\n")
     job = drill_job().model_copy(update={"task": "gang_drill"})
-    with pytest.raises(RequestError, match="networks of their own") as apart:
+    with pytest.raises(RequestError, match="separate networks") as apart:
         load_template(home, "box").job(job)
     assert apart.value.remedy == "network: host"
     write(home, rented + DOCKER + "  network: host\nresources: {nodes: 2}\n")

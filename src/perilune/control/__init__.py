@@ -1,1 +1,1 @@
-"""What was wanted and what was seen: experiments, runs, attempts, submission, reconciling."""
+"""The control plane: it records what was requested and observed, and decides what to do."""

@@ -22,7 +22,7 @@ from perilune.bundle.workspace import SUMMARY, FollowerWorkspace, Workspace
 from perilune.errors import PeriluneError, RequestError, WorkFailedError
 from perilune.execution.processes import die_with
 from perilune.execution.ranks import directory_of
-from perilune.execution.verdict import LAST_WORDS, RESERVE, Cause, cause_of
+from perilune.execution.verdict import LAST_WORDS, RESERVE, Cause, cause_of, describe_error
 from perilune.files import write_json
 from perilune.watchdog import leave_stacks_in
 
@@ -88,7 +88,7 @@ def main() -> None:
         cause = Cause.ARTIFACT_MISSING if isinstance(error.__cause__, _Missing) else cause_of(error)
         if not isinstance(error, PeriluneError):
             traceback.print_exc()
-        message = str(error) if isinstance(error, PeriluneError) else _short(error)
+        message = describe_error(error)
         print(f"failed: {message}", file=sys.stderr, flush=True)
         _leave_last_words(own, {"cause": cause.value, "message": message})
         sys.exit(error.exit_code if isinstance(error, PeriluneError) else 1)
@@ -104,12 +104,6 @@ def _leave_last_words(runtime: Path, words: dict[str, str]) -> None:
     except OSError:  # the disk is full: use the room that the worker keeps for this
         (runtime / RESERVE).unlink(missing_ok=True)
         write_json(runtime / LAST_WORDS, words)
-
-
-def _short(error: Exception) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

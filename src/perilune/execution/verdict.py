@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import signal
+import traceback
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from perilune.errors import ProcessLostError, RequestError, WorkFailedError
+from perilune.errors import PeriluneError, ProcessLostError, RequestError, WorkFailedError
 from perilune.files import read_json
 from perilune.watchdog import STACKS, stall_in
 
@@ -155,8 +156,17 @@ def cause_of(error: BaseException) -> Cause:
     return Cause.WORK if isinstance(error, WorkFailedError) else Cause.CRASHED
 
 
+def describe_error(error: Exception) -> str:
+    """The message of an error; for an unexpected one also its type and the line that raised it."""
+    if isinstance(error, PeriluneError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
 def memory_kills() -> int:
-    """How many processes the kernel has ended for want of memory since boot; 0 where it does not tell."""
+    """Number of processes that the kernel has killed for lack of memory since boot; 0 if unknown."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:

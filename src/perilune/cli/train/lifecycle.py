@@ -51,7 +51,7 @@ def wait(
     while True:
         if prefix:
             _start_next_stage(starter, found.id)
-        run, outcome = starter.experiment(found.id) if prefix else starter.run(found.id)
+        run, outcome = starter.advance_experiment(found.id) if prefix else starter.advance_run(found.id)
         if outcome is not None or (until is not None and time.monotonic() >= until):
             break
         time.sleep(POLL_SECONDS)

@@ -20,7 +20,7 @@ from perilune.control.machines.panic import renting_is_stopped
 from perilune.control.machines.planner import Desire, Operation, Plan, Recorded, plan_machine
 from perilune.control.machines.providers import Providers, cluster_id
 from perilune.control.record.clock import Instant
-from perilune.control.record.conditions import Conditions, cleanup_of, describe
+from perilune.control.record.conditions import Conditions, cleanup_of
 from perilune.control.record.faults import reached
 from perilune.control.record.home import Home
 from perilune.control.record.identity import REMEDY, owns_machine
@@ -38,6 +38,7 @@ from perilune.execution.providers.protocol import (
     ProviderUnreachableError,
     Sighting,
 )
+from perilune.execution.verdict import describe_error
 
 ASK_SECONDS = 5.0  # between two requests to end the same machine
 
@@ -278,7 +279,7 @@ class Fleet:
             self.providers.get(machine.provider).terminate(machine.key)
             why = ""
         except Exception as error:
-            why = describe(error)
+            why = describe_error(error)
         reached("terminate.done")
         self.listings.forget(machine.provider)
         with self.store.transaction() as session:

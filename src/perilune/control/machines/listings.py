@@ -10,13 +10,13 @@ from sqlalchemy import select
 
 from perilune.control.machines.providers import Providers
 from perilune.control.record.clock import Instant
-from perilune.control.record.conditions import describe
 from perilune.control.record.home import Home
 from perilune.control.record.identity import names
 from perilune.control.record.store import Machine, Store
 from perilune.control.record.transitions import MachineState
 from perilune.execution.processes import Presence
 from perilune.execution.providers.protocol import RentedMachine, Sighting, tag_of
+from perilune.execution.verdict import describe_error
 
 LOOK_SECONDS = 0.5  # for which one listing of a provider serves all its machines
 
@@ -60,7 +60,7 @@ class Listings:
                     known = Listing(now, {machine.key: machine for machine in machines})
                     self._seen.update(known.machines or {})
                 except Exception as error:
-                    known = Listing(now, None, describe(error))
+                    known = Listing(now, None, describe_error(error))
                 self._listings[provider] = known
             return known
 

@@ -13,9 +13,7 @@ from perilune.execution.providers.protocol import MachineKey, MachineStatus, Ren
 
 SWEEP_SECONDS = 60.0
 GRACE_SECONDS = 120.0  # for which a machine that nothing knows of may exist
-OVER = Lease(
-    max_lifetime=1.0, idle=1.0, max_cost=1e-9, ready_within=1.0
-)  # of a machine that nobody asked for
+OVER = Lease(max_lifetime=1.0, idle=1.0, max_cost=1e-9, ready_within=1.0)  # of an unrecorded machine
 
 
 def reconcile_all(fleet: Fleet) -> None:

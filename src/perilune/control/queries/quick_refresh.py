@@ -13,7 +13,8 @@ from sqlalchemy import select
 from perilune.control.record.home import has_daemon
 from perilune.control.record.store import Attempt, Run
 from perilune.control.record.transitions import Reachability
-from perilune.control.runs.reconcile import LIVE_RUNS, WORKERS, Reconciler
+from perilune.control.runs.current_submission import LIVE
+from perilune.control.runs.reconcile import WORKERS, Reconciler
 
 PATIENCE = 3.0  # seconds for machines elsewhere, together
 SHORT = 1.0  # for those that could not be seen the last time
@@ -51,7 +52,7 @@ def _live(reconciler: Reconciler) -> tuple[list[str], list[str], list[str]]:
     with reconciler.store.snapshot() as session:
         current = (Attempt.run_id == Run.id) & (Attempt.number == Run.current_epoch)
         query = select(Run.id, Attempt.reachability).outerjoin(Attempt, current)
-        rows = session.execute(query.where(Run.state.in_(LIVE_RUNS)).order_by(Run.id)).all()
+        rows = session.execute(query.where(Run.state.in_(LIVE)).order_by(Run.id)).all()
     elsewhere = {run_id for run_id, _ in rows if reconciler.placements.capabilities(run_id).elsewhere}
     hidden = {run_id for run_id, seen in rows if seen == Reachability.UNREACHABLE} & elsewhere
     every = [run_id for run_id, _ in rows]

@@ -1,1 +1,1 @@
-"""The record of a home: the database, its migrations, and what keeps it safe."""
+"""The state of a home: its folders, the database with its migrations, backups and fault injection."""

@@ -1,6 +1,7 @@
-"""A copy of all that a home remembers, made while it is in use, and put back elsewhere.
+"""Back up a home while it is in use, and restore the backup as a new home.
 
-The copy's database is SQLite whatever the home's is, so that restoring also moves a home between the two.
+The database in a backup is always SQLite, so backup and restore also move a home between SQLite and
+PostgreSQL.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from perilune.errors import RequestError
 
 SMALL = ("keys", "experiments", "templates", "providers.yaml", INHERITED, ADOPTED)  # beside the database
 EVIDENCE = "runs"
-ROWS = 10_000  # copied at once
+ROWS = 10_000  # copied in one statement
 
 
 def back_up(store: Store, home: Home, destination: Path, *, evidence: bool = False) -> None:
-    """Copy the record, the keys, recipes and templates to a new folder; it is there whole or not at all.
+    """Copy the database, keys, recipes and templates to a new folder, completely or not at all.
 
     Args:
-        evidence: also copy every run's bundle and attempts, as they are at that moment.
+        evidence: also copy the bundle and the attempts of every run, as they are now.
 
     Raises:
-        RequestError: when something is at `destination`, or it cannot be written.
+        RequestError: `destination` exists, or it cannot be written.
     """
     with home.scratch() as scratch, new_folder("make a backup", destination) as building:
-        (scratch / BUILDING).write_text(str(building), encoding="utf-8")  # is swept if this is killed
+        (scratch / BUILDING).write_text(str(building), encoding="utf-8")  # swept if this process is killed
         copy = Sqlite(Home(building))
         try:
             with store.snapshot() as session, copy.engine.begin() as written:
@@ -47,21 +48,21 @@ def back_up(store: Store, home: Home, destination: Path, *, evidence: bool = Fal
                 _copy(session.connection(), written)
         finally:
             copy.engine.dispose()
-        cluster_id(home)  # by which a restored home knows whose runs it has inherited
+        cluster_id(home)  # creates it, so that the restored home knows whose runs it has inherited
         _files(home.root, building, [*SMALL, CLUSTER, *([EVIDENCE] if evidence else [])])
 
 
 def restore(backup: Path, home: Home) -> Inherited:
-    """Make a new home of what another was when `backup` was made; PERILUNE_DATABASE may place its record.
+    """Create a new home from a backup. PERILUNE_DATABASE may choose its database.
 
-    It is built beside its place and renamed into it once, so a kill leaves no home or a whole one. It has a
-    name of its own: what was under way then stays the original's, see `perilune.control.record.identity`.
+    The home is built under a temporary name and renamed, so a kill leaves no home or a complete one. It gets
+    a new name, and live runs still belong to the original home: see `perilune.control.record.identity`.
 
     Returns:
-        What stays the original's.
+        The runs and machines that belong to the original home.
 
     Raises:
-        RequestError: when there is no backup, or the place of the new home is not empty.
+        RequestError: there is no backup, or the folder of the new home is not empty.
     """
     copy = Sqlite(Home(backup))
     if not copy.home.database.is_file():
@@ -77,7 +78,7 @@ def restore(backup: Path, home: Home) -> Inherited:
 
 
 def _rebuild(copy: Sqlite, home: Home) -> Inherited:
-    """Fill the home at `home` from `copy`."""
+    """Fill the new home `home` from the backup `copy`."""
     _files(copy.home.root, home.root, (*SMALL, EVIDENCE))
     with copy.engine.execution_options(**DEFERRED).connect() as source:
         if copy.schema(source) != LATEST:
@@ -98,7 +99,7 @@ def _rebuild(copy: Sqlite, home: Home) -> Inherited:
                 _copy(source, written)
                 with Session(written) as session:
                     for experiment in session.scalars(select(Experiment).where(Experiment.requested)):
-                        end_submission(session, experiment, "restored")  # or both homes would go on with it
+                        end_submission(session, experiment, "restored")  # or both homes would continue it
                     record(
                         session, "store.restored", backup=copy.home.root.name, inherited=sorted(found.runs)
                     )
@@ -109,21 +110,21 @@ def _rebuild(copy: Sqlite, home: Home) -> Inherited:
 
 
 def _make_room(root: Path) -> None:
-    """Remove what opening a home makes: the reserve, empty folders. Refuse a place with anything else."""
+    """Delete what opening a home creates (the reserve, empty folders); refuse a folder with anything else."""
     (root / RESERVE).unlink(missing_ok=True)
     for path in sorted(root.iterdir()) if root.is_dir() else ():
         try:
             path.rmdir()
         except OSError:
             raise RequestError(
-                f"something is here already: {path.name}",
+                f"the folder is not empty: it contains {path.name}",
                 where=str(root),
                 remedy="restore to a folder that does not exist: PERILUNE_HOME=NEW perilune restore",
             ) from None
 
 
 def _lay_out(database: Database, connection: Connection) -> None:
-    """Make the tables in an empty database."""
+    """Create the tables in an empty database."""
     if database.schema(connection):
         raise RequestError("the database has tables already", where=database.where)
     Base.metadata.create_all(connection)
@@ -132,7 +133,7 @@ def _lay_out(database: Database, connection: Connection) -> None:
 
 
 def _copy(source: Connection, target: Connection) -> None:
-    """Copy all rows of all tables, in an order in which references hold."""
+    """Copy all rows of all tables, parents before the rows that reference them."""
     for table in Base.metadata.sorted_tables:
         for rows in _in_parts(source, table):
             target.execute(insert(table), rows)
@@ -154,10 +155,10 @@ def _files(source: Path, target: Path, names: Iterable[str]) -> None:
     for name in names:
         path = source / name
         if path.is_dir():
-            shutil.copytree(path, target / name, symlinks=True, dirs_exist_ok=True, ignore=_being_made)
+            shutil.copytree(path, target / name, symlinks=True, dirs_exist_ok=True, ignore=_unfinished)
         elif path.is_file():
             shutil.copy2(path, target / name)
 
 
-def _being_made(_: str, names: list[str]) -> set[str]:
+def _unfinished(_: str, names: list[str]) -> set[str]:
     return {name for name in names if name.endswith(".tmp")}

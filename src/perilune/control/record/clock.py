@@ -1,4 +1,4 @@
-"""Instants by which leases are counted: seconds since boot, which no change of the wall clock touches."""
+"""The clock of leases: seconds since boot, which changes of the wall clock do not affect."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from perilune.execution.processes import boot_id
 
 @dataclass(frozen=True, slots=True)
 class Instant:
-    """A moment, as this machine counts.
+    """A moment on this machine's clock.
 
     Attributes:
-        boot: which boot of the machine.
-        seconds: since that boot, time asleep included.
-        wall: seconds of the wall clock, used only across boots.
+        boot: identifies the boot of the machine.
+        seconds: since that boot, including time in suspend.
+        wall: Unix time in seconds, used only between different boots.
     """
 
     boot: str
@@ -25,25 +25,25 @@ class Instant:
 
     @classmethod
     def now(cls) -> Instant:
-        """This moment."""
+        """The current moment."""
         return cls(boot_id(), boot_seconds(), time.time())
 
     @classmethod
     def parse(cls, fields: dict[str, Any]) -> Instant:
-        """Read back what `asdict` wrote."""
+        """Read the fields that `asdict` wrote."""
         return cls(str(fields["boot"]), float(fields["seconds"]), float(fields["wall"]))
 
     def asdict(self) -> dict[str, Any]:
-        """As JSON-able fields."""
+        """The moment as JSON-serializable fields."""
         return asdict(self)
 
     def since(self, earlier: Instant) -> float:
-        """Seconds from `earlier` to here, never negative. Across a boot the wall clock is all there is."""
+        """Seconds from `earlier` to this moment, at least 0. After a reboot the wall clock decides."""
         if self.boot == earlier.boot:
             return max(0.0, self.seconds - earlier.seconds)
         return max(0.0, self.wall - earlier.wall)
 
 
 def boot_seconds() -> float:
-    """Seconds since boot, suspended time included."""
+    """Seconds since boot, including time in suspend."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

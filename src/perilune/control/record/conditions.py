@@ -1,20 +1,19 @@
-"""What keeps a run or a machine from making progress: its last error, recorded as its condition.
+"""Conditions: the last error that keeps a run or a machine from making progress.
 
 Work on a run, on the cleanup of an attempt and on a rented machine happens inside `Conditions.of`. An error
-there is recorded for that run or machine and ends nothing else; the next success clears it.
+in that block is recorded as a condition of the run or machine and affects nothing else. The next success
+clears it.
 """
 
 from __future__ import annotations
 
 import time
-import traceback
 from dataclasses import dataclass
-from pathlib import Path
 
 from sqlalchemy import select
 
 from perilune.control.record.store import Condition, Store, clear_condition, record
-from perilune.errors import PeriluneError
+from perilune.execution.verdict import describe_error
 from perilune.redaction import redact_text
 
 HOME = ""  # run id of conditions that belong to no run
@@ -22,10 +21,10 @@ HOME = ""  # run id of conditions that belong to no run
 
 @dataclass
 class Work:
-    """A block in which an error is recorded as a condition, and does not raise.
+    """A `with` block that records an error as a condition and suppresses it.
 
     Attributes:
-        error: what the block raised, or None.
+        error: the exception of the block, or None.
     """
 
     conditions: Conditions
@@ -42,7 +41,7 @@ class Work:
             return False
         self.error = error
         if error is not None:
-            self.conditions.note(self.run_id, self.about, describe(error))
+            self.conditions.note(self.run_id, self.about, describe_error(error))
         elif self.clears:
             self.conditions.clear(self.run_id, self.about)
         return True
@@ -55,13 +54,15 @@ class Conditions:
         self.store = store
 
     def of(self, run_id: str, about: str, *, clears: bool = True) -> Work:
-        """A block whose error is the condition of a run from now on, and whose success ends the condition.
+        """A block whose error becomes a condition of the run, and whose success clears the condition.
 
-        Where the condition cannot be recorded it raises that PeriluneError, which is an error of the home.
+        The block raises PeriluneError only if the condition cannot be recorded, which is an error of the
+        home.
 
         Args:
             about: `store.RUN`, `cleanup_of` an attempt, or `machine KEY`.
-            clears: whether success ends it. Who does only part of the work cannot tell.
+            clears: whether success clears the condition. A block that does only part of the work passes
+                False.
         """
         return Work(self, run_id, about, clears)
 
@@ -74,20 +75,20 @@ class Conditions:
             return list(session.scalars(query))
 
     def note(self, run_id: str, about: str, message: str) -> None:
-        """Record a condition, unless it is known."""
+        """Record a condition, unless the same one is recorded already."""
         message = redact_text(message)
         if self._message(run_id, about) == message:
             return
         with self.store.transaction() as session:
             row = session.get(Condition, (run_id, about))
             if row is not None:
-                row.message = message  # no event: messages may differ at every try
+                row.message = message  # no event: the message may differ at every try
             else:
                 session.add(Condition(run_id=run_id, about=about, message=message, since=time.time()))
                 record(session, "condition.raised", run_id=run_id or None, about=about, why=message)
 
     def clear(self, run_id: str, about: str) -> None:
-        """End a condition, if there is one."""
+        """Clear a condition, if there is one."""
         if self._message(run_id, about):
             with self.store.transaction() as session:
                 clear_condition(session, run_id, about)
@@ -99,14 +100,5 @@ class Conditions:
 
 
 def cleanup_of(number: int) -> str:
-    """What a condition is about that keeps an ended attempt from being removed where it ran."""
+    """The subject of a condition that keeps an ended attempt from being cleaned up where it ran."""
     return f"cleanup of attempt {number}"
-
-
-def describe(error: Exception) -> str:
-    """An error in words; one that nobody expected with its type and place."""
-    if isinstance(error, PeriluneError):
-        return str(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"

@@ -1,7 +1,8 @@
-"""Where the state lies: SQLite in the home by default, PostgreSQL where PERILUNE_DATABASE says so.
+"""The database of a home: SQLite in the home by default, PostgreSQL if PERILUNE_DATABASE names one.
 
-Both give the same promises: a writing transaction is alone from its beginning (so it never fails half-way for
-want of a lock), an acknowledged commit outlives a power cut, a snapshot is one state, events only grow.
+Both guarantee the same: a writing transaction holds the write lock from its start, so it never fails half-way
+for lack of a lock; an acknowledged commit survives a power failure; a snapshot is consistent; events are
+append-only.
 """
 
 from __future__ import annotations
@@ -24,21 +25,22 @@ from perilune.files import write_atomic
 
 VARIABLE = "PERILUNE_DATABASE"
 BUSY_SECONDS = 30.0
-ROOM = 1 << 17  # bytes that SQLite may want at once for its write-ahead log
-REPAIR = "`perilune rebuild` makes the record again from runs/; or restore a backup to a new home"
+ROOM = 1 << 17  # bytes that SQLite may need at once for its write-ahead log
+REPAIR = "`perilune rebuild` recreates the record from runs/; or restore a backup to a new home"
+LOCKED = f"another process has held the state database for {BUSY_SECONDS:.0f} s"
 DEFERRED = {"begin": "DEFERRED"}  # execution options of a snapshot
 
 
 class DamagedError(WorkFailedError):
-    """The database cannot be read as it should be."""
+    """The database is corrupt."""
 
 
 class Database(ABC):
-    """A place for the tables of one home.
+    """The database of one home.
 
     Attributes:
-        engine: its connections; what begins a transaction there takes the write lock, unless `DEFERRED`.
-        where: what people call it.
+        engine: its connections. A transaction takes the write lock when it begins, unless it is `DEFERRED`.
+        where: its location, for messages.
     """
 
     engine: Engine
@@ -46,54 +48,55 @@ class Database(ABC):
 
     @abstractmethod
     def schema(self, connection: Connection) -> int:
-        """Number of the schema that it has; 0 for none yet."""
+        """Version of its schema; 0 if it has no tables yet."""
 
     @abstractmethod
     def set_schema(self, connection: Connection, number: int) -> None:
-        """Write down which schema it has now, in the caller's transaction."""
+        """Record the version of the schema, in the caller's transaction."""
 
     @abstractmethod
     def protect(self, connection: Connection) -> None:
-        """Have the database itself refuse to change or delete events."""
+        """Make the database itself refuse to change or delete events."""
 
     @abstractmethod
     def migrate(self, connection: Connection) -> str | None:
-        """Bring it to the latest schema, in the caller's transaction; names the copy made before, if any."""
+        """Migrate to the latest schema, in the caller's transaction; returns the backup's name, if any."""
 
     @abstractmethod
     def damage(self, connection: Connection) -> str:
-        """What is broken in it, found by reading all of it; "" when nothing is."""
+        """Read everything and describe the corruption; "" if there is none."""
 
     @abstractmethod
     def explain(self, error: DatabaseError) -> PeriluneError:
-        """An error of the database, for people."""
+        """Translate a database error for the user."""
 
 
 def database_of(home: Home) -> Database:
-    """The database of a home: the one it was begun with.
+    """The database of a home. A home stays with the database that it started with.
 
     Raises:
-        RequestError: when PERILUNE_DATABASE is no URL, holds a password, or names another one than before.
+        RequestError: PERILUNE_DATABASE is not a URL, contains a password, or names another database than
+            before.
     """
-    kept = home.root / "database"
-    begun = kept.read_text(encoding="utf-8").strip() if kept.exists() else ""
-    asked = os.environ.get(VARIABLE, "")
-    if not asked and not begun:
+    stored = home.root / "database"
+    first = stored.read_text(encoding="utf-8").strip() if stored.exists() else ""
+    given = os.environ.get(VARIABLE, "")
+    if not given and not first:
         return Sqlite(home)
-    url = _url(asked or begun)
-    told = url.render_as_string(hide_password=False)
-    if (begun and told != begun) or (not begun and home.database.exists()):
-        other = begun or str(home.database)
+    url = _url(given or first)
+    text = url.render_as_string(hide_password=False)
+    if (first and text != first) or (not first and home.database.exists()):
+        other = first or str(home.database)
         raise RequestError(
-            f"the state of this home lies in {other}",
+            f"the state of this home is in {other}",
             where=VARIABLE,
-            remedy="leave the variable out, or move it: perilune backup, then perilune restore to a new home",
+            remedy="unset it; to move the state, run perilune backup, then perilune restore to a new home",
         )
-    found = Postgres(url, f"perilune_{cluster_id(home)}")
-    if not begun:
-        found.check()
-        write_atomic(kept, f"{told}\n")
-    return found
+    database = Postgres(url, f"perilune_{cluster_id(home)}")
+    if not first:
+        database.check()
+        write_atomic(stored, f"{text}\n")
+    return database
 
 
 def _url(given: str) -> URL:
@@ -101,19 +104,21 @@ def _url(given: str) -> URL:
         url = make_url(given)
     except ArgumentError:
         raise RequestError(
-            "is no URL of a database", where=VARIABLE, remedy="postgresql://user@host/name"
+            "not a database URL", where=VARIABLE, remedy="postgresql://user@host/name"
         ) from None
     if url.get_backend_name() != "postgresql":
-        remedy = "postgresql://user@host/name; without the variable, SQLite in the home"
-        raise RequestError(f"names a {url.get_backend_name()} database", where=VARIABLE, remedy=remedy)
+        remedy = "postgresql://user@host/name; unset the variable to use SQLite in the home"
+        raise RequestError(f"{url.get_backend_name()} is not supported", where=VARIABLE, remedy=remedy)
     if url.password is not None:
-        remedy = "leave it out and use ~/.pgpass, PGPASSFILE or PGPASSWORD"
-        raise RequestError("holds a password, which would be written down", where=VARIABLE, remedy=remedy)
+        remedy = "remove it and use ~/.pgpass, PGPASSFILE or PGPASSWORD"
+        raise RequestError(
+            "the URL contains a password, which would be stored", where=VARIABLE, remedy=remedy
+        )
     return url.set(drivername="postgresql")
 
 
 class Sqlite(Database):
-    """One file: WAL, `synchronous=FULL`."""
+    """One SQLite file, with a write-ahead log and `synchronous=FULL`."""
 
     def __init__(self, home: Home) -> None:
         self.home, self.where = home, str(home.database)
@@ -123,7 +128,7 @@ class Sqlite(Database):
 
     @staticmethod
     def _configure(connection: Any, _: Any) -> None:
-        connection.isolation_level = None  # we say BEGIN ourselves
+        connection.isolation_level = None  # `_begin` emits BEGIN
         for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
             connection.execute(f"PRAGMA {pragma}")
 
@@ -133,15 +138,15 @@ class Sqlite(Database):
         connection.exec_driver_sql(f"BEGIN {mode}")
 
     def schema(self, connection: Connection) -> int:
-        """Kept in the file's header."""
+        """The file's header stores the number."""
         return schema_of(connection)
 
     def set_schema(self, connection: Connection, number: int) -> None:
-        """Kept in the file's header."""
+        """The file's header stores the number."""
         set_schema(connection, number)
 
     def protect(self, connection: Connection) -> None:
-        """By triggers."""
+        """Create triggers."""
         for verb in ("update", "delete"):
             connection.exec_driver_sql(
                 f"CREATE TRIGGER events_no_{verb} BEFORE {verb} ON events"
@@ -149,42 +154,40 @@ class Sqlite(Database):
             )
 
     def migrate(self, connection: Connection) -> str | None:
-        """After a copy of the file."""
+        """Copy the file, then migrate it."""
         backup = migrate(connection, self.home.database)
         return backup.name if backup else None
 
     def damage(self, connection: Connection) -> str:
-        """By SQLite's own check of every page and index."""
+        """Run SQLite's integrity check of all pages and indexes."""
         found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA integrity_check(3)")]
         return "" if found == ["ok"] else "; ".join(found)
 
     def explain(self, error: DatabaseError) -> PeriluneError:
-        """By what SQLite says, and by the disk."""
-        said = str(error.orig)
+        """Use SQLite's message, and the free space on the disk."""
+        message = str(error.orig)
         full = shutil.disk_usage(self.home.root).free < ROOM
-        if "full" in said or (
-            "disk I/O" in said and full
-        ):  # SQLite cannot always tell why it could not write
+        # SQLite may report a full disk as an I/O error.
+        if "full" in message or ("disk I/O" in message and full):
             remedy = "free some space (perilune gc --yes), or choose another disk with PERILUNE_HOME"
             return RequestError("the disk is full; nothing was changed", where=self.where, remedy=remedy)
-        if "disk I/O" in said and resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
-            what = f"it may not grow past this process's limit ({said})"
+        if "disk I/O" in message and resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
+            what = f"the file would exceed the file size limit of this process ({message})"
             return RequestError(what, where=self.where, remedy="raise `ulimit -f`")
-        if "readonly" in said or "unable to open" in said:
-            return RequestError(f"cannot write the state database ({said})", where=self.where)
-        if "not a database" in said or "malformed" in said:
-            return DamagedError(f"the state database is damaged ({said})", where=self.where, remedy=REPAIR)
-        if "locked" in said:
-            what = f"another process has held the state database for {BUSY_SECONDS:.0f} s"
-            return WorkFailedError(what, where=self.where)
-        return WorkFailedError(f"state database: {said}", where=self.where)
+        if "readonly" in message or "unable to open" in message:
+            return RequestError(f"cannot write the state database ({message})", where=self.where)
+        if "not a database" in message or "malformed" in message:
+            return DamagedError(f"the state database is damaged ({message})", where=self.where, remedy=REPAIR)
+        if "locked" in message:
+            return WorkFailedError(LOCKED, where=self.where)
+        return WorkFailedError(f"state database: {message}", where=self.where)
 
 
 class Postgres(Database):
-    """A schema of a PostgreSQL database, named after the home, so that several homes share one server.
+    """A PostgreSQL schema named after the home, so that several homes can share a server.
 
     Args:
-        schema: its name; letters, digits and "_".
+        schema: letters, digits and "_".
     """
 
     def __init__(self, url: URL, schema: str) -> None:
@@ -212,14 +215,14 @@ class Postgres(Database):
     def _begin(self, connection: Any) -> None:
         if connection.get_execution_options().get("begin") == "DEFERRED":
             connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
-        else:  # what follows sees all that was committed before the lock was got
+        else:  # the transaction then sees everything committed before it got the lock
             connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({self._lock})")
 
     def check(self) -> None:
-        """Connect.
+        """Connect once.
 
         Raises:
-            PeriluneError: when that is impossible.
+            PeriluneError: the server cannot be reached.
         """
         try:
             with self.engine.connect():
@@ -228,17 +231,17 @@ class Postgres(Database):
             raise self.explain(error) from error
 
     def schema(self, connection: Connection) -> int:
-        """Kept in a table of its own."""
+        """A table stores the number."""
         connection.exec_driver_sql(f'CREATE SCHEMA IF NOT EXISTS "{self._schema}"')
         connection.exec_driver_sql("CREATE TABLE IF NOT EXISTS schema_version (number INTEGER NOT NULL)")
         return int(connection.exec_driver_sql("SELECT max(number) FROM schema_version").scalar_one() or 0)
 
     def set_schema(self, connection: Connection, number: int) -> None:
-        """Kept in a table of its own."""
+        """A table stores the number."""
         connection.execute(text("INSERT INTO schema_version VALUES (:number)"), {"number": number})
 
     def protect(self, connection: Connection) -> None:
-        """By a trigger."""
+        """Create a trigger."""
         connection.exec_driver_sql(
             "CREATE FUNCTION events_append_only() RETURNS trigger LANGUAGE plpgsql AS"
             " $$ BEGIN RAISE EXCEPTION 'append-only'; END $$"
@@ -249,7 +252,7 @@ class Postgres(Database):
         )
 
     def migrate(self, connection: Connection) -> str | None:
-        """By the same statements; the server's own backups are its owner's."""
+        """Run the statements of each migration. Backups of the server are up to its administrator."""
         for number in range(self.schema(connection) + 1, LATEST + 1):
             for statement in MIGRATIONS[number]:
                 connection.exec_driver_sql(statement)
@@ -257,7 +260,7 @@ class Postgres(Database):
         return None
 
     def damage(self, connection: Connection) -> str:
-        """By reading every row, for which the server checks its pages where it keeps checksums."""
+        """Read every row; the server then checks its pages if it keeps checksums."""
         listed = "SELECT table_name FROM information_schema.tables WHERE table_schema = current_schema()"
         for (name,) in connection.exec_driver_sql(listed).all():
             for _ in connection.execute(select(text("*")).select_from(table(name))).partitions(10_000):
@@ -265,16 +268,13 @@ class Postgres(Database):
         return ""
 
     def explain(self, error: DatabaseError) -> PeriluneError:
-        """By what the server says."""
-        said = str(error.orig).strip().partition("\n")[0]
-        if "lock timeout" in said:
-            what = f"another process has held the state database for {BUSY_SECONDS:.0f} s"
-            return WorkFailedError(what, where=self.where)
-        if "No space left" in said or "disk full" in said:
+        """Use the server's message."""
+        message = str(error.orig).strip().partition("\n")[0]
+        if "lock timeout" in message:
+            return WorkFailedError(LOCKED, where=self.where)
+        if "No space left" in message or "disk full" in message:
             return RequestError("the database's disk is full; nothing was changed", where=self.where)
-        if "connection" in said or "password" in said or "does not exist" in said:
-            remedy = f"check the server and {VARIABLE}; the command can be run again"
-            return WorkFailedError(
-                f"cannot reach the state database ({said})", where=self.where, remedy=remedy
-            )
-        return WorkFailedError(f"state database: {said}", where=self.where)
+        if "connection" in message or "password" in message or "does not exist" in message:
+            what, remedy = f"cannot reach the state database ({message})", f"check the server and {VARIABLE}"
+            return WorkFailedError(what, where=self.where, remedy=f"{remedy}; then run the command again")
+        return WorkFailedError(f"state database: {message}", where=self.where)

@@ -1,11 +1,11 @@
-"""Named points between two durable writes, at which tests end the process as a power cut would."""
+"""Fault injection: named points between two durable writes where a test can kill the process."""
 
 from __future__ import annotations
 
 import os
 import signal
 
-KILL_AT = "PERILUNE_KILL_AT"  # environment variable: the point at which to die
+KILL_AT = "PERILUNE_KILL_AT"  # environment variable: the point at which to kill the process
 
 POINTS = (
     "submit.frozen",
@@ -23,9 +23,9 @@ POINTS = (
     "end.committed",
     "finalize.committed",
 )
-REMOTE_POINTS = ("clean.done",)  # further ones, of runs whose files lie elsewhere
+REMOTE_POINTS = ("clean.done",)  # in addition, for runs whose files are on another machine
 REMOVAL_POINTS = ("remove.recorded", "remove.renamed")  # of `perilune gc` and `perilune rm`
-MACHINE_POINTS = (  # further ones, of runs that have rented a machine
+MACHINE_POINTS = (  # in addition, for runs on rented machines
     "rent.committed",
     "create.intended",
     "create.done",
@@ -39,6 +39,6 @@ MACHINE_POINTS = (  # further ones, of runs that have rented a machine
 
 
 def reached(point: str) -> None:
-    """Die here, at once and without a trace, if a test asked for it."""
+    """Kill this process with SIGKILL if a test chose this point."""
     if os.environ.get(KILL_AT) == point:
         os.kill(os.getpid(), signal.SIGKILL)

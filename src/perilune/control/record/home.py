@@ -1,4 +1,4 @@
-"""The home directory: where state, experiments, bundles and attempts lie."""
+"""The home: the directory with the database, experiments, bundles and attempts."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from perilune.control.record.faults import reached
 from perilune.control.record.ids import new_ulid
 from perilune.errors import RequestError
 
-SWEEP_AFTER = 60.0  # seconds; a maker has locked its directory long before
-BUILDING = "building"  # in a scratch directory: the path of what its maker builds elsewhere
-RESERVE, RESERVED = "reserve", 1 << 19  # file that keeps so many bytes for `perilune gc` on a full disk
-ROOMY = 64 << 20  # bytes that are free where the reserve is made
+SWEEP_AFTER = 60.0  # seconds; the process that created a directory has locked it long before
+BUILDING = "building"  # in a scratch directory: the path of the folder that its owner builds elsewhere
+RESERVE, RESERVED = "reserve", 1 << 19  # file and its size in bytes: space for `perilune gc` on a full disk
+ROOMY = 64 << 20  # free bytes that creating the reserve requires
 
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Paths under one home.
+    """Paths in one home.
 
     ```
-    state.db                       what was wanted and what was seen
+    state.db                       what was requested and what was observed
     experiments/<id>/              the recipe as submitted
     runs/<run>/bundle/             frozen, read-only
-    runs/<run>/attempts/<N>/       working copy of the bundle, with what attempt N observed
-    runs/<run>/attestations/       signed statements about the bundle and about what attempts made of it
-    keys/                          what they are signed with
-    tmp/<nonce>/                   being made; renamed into place when whole
+    runs/<run>/attempts/<N>/       working copy of the bundle, with the results of attempt N
+    runs/<run>/attestations/       signed statements about the bundle and the results of attempts
+    keys/                          the signing keys
+    tmp/<nonce>/                   under construction; renamed into place when complete
     ```
     """
 
@@ -42,10 +42,10 @@ class Home:
 
     @classmethod
     def open(cls, root: Path | None = None) -> Home:
-        """Open, and where needed make, the home at `root`, else $PERILUNE_HOME, else ~/.perilune.
+        """Open the home at `root`, $PERILUNE_HOME or ~/.perilune, and create it if necessary.
 
         Raises:
-            RequestError: when it cannot be written to.
+            RequestError: the home is not writable.
         """
         home = cls.chosen(root)
         try:
@@ -59,15 +59,15 @@ class Home:
             raise RequestError(
                 f"cannot write to the home directory ({error.strerror or error})",
                 where=str(home.root),
-                remedy="point PERILUNE_HOME at a directory that can be written to",
+                remedy="set PERILUNE_HOME to a writable directory",
             ) from None
         return home
 
     @classmethod
     def chosen(cls, root: Path | None = None) -> Home:
-        """The home at `root`, else $PERILUNE_HOME, else ~/.perilune; nothing is made."""
-        found = root or Path(os.environ.get("PERILUNE_HOME") or "~/.perilune")
-        return cls(found.expanduser().absolute())
+        """The home at `root`, $PERILUNE_HOME or ~/.perilune; creates nothing."""
+        path = root or Path(os.environ.get("PERILUNE_HOME") or "~/.perilune")
+        return cls(path.expanduser().absolute())
 
     @property
     def database(self) -> Path:
@@ -76,27 +76,27 @@ class Home:
 
     @property
     def experiments(self) -> Path:
-        """One directory an experiment."""
+        """One directory per experiment."""
         return self.root / "experiments"
 
     @property
     def runs(self) -> Path:
-        """One directory a run."""
+        """One directory per run."""
         return self.root / "runs"
 
     @property
     def keys(self) -> Path:
-        """What the controller signs with."""
+        """The controller's signing keys."""
         return self.root / "keys"
 
     @property
     def daemon(self) -> Path:
-        """What the daemon holds the lock of."""
+        """The directory whose lock a running daemon holds."""
         return self.root / "daemon"
 
     @property
     def temporary(self) -> Path:
-        """Directories being made, on the same file system as what they become."""
+        """Directories under construction, on the same file system as their destinations."""
         return self.root / "tmp"
 
     def experiment(self, experiment_id: str) -> Path:
@@ -112,37 +112,32 @@ class Home:
         return self.run(run_id) / "bundle"
 
     def attempt(self, run_id: str, number: int) -> Path:
-        """Working copy of the bundle in which attempt `number` runs."""
+        """Directory in which attempt `number` runs: a working copy of the bundle."""
         return self.run(run_id) / "attempts" / str(number)
 
     def newest_attempt(self, run_id: str) -> int:
-        """The highest number of an attempt that has a directory; 0 for none."""
-        attempts = self.run(run_id) / "attempts"
-        numbers = (
-            [int(path.name) for path in attempts.iterdir() if path.name.isdecimal()]
-            if attempts.is_dir()
-            else []
-        )
-        return max(numbers, default=0)
+        """The highest attempt number that has a directory; 0 if there is none."""
+        attempts = (self.run(run_id) / "attempts").glob("*")
+        return max((int(path.name) for path in attempts if path.name.isdecimal()), default=0)
 
     def keep_reserve(self) -> None:
-        """Keep some room on a disk that has plenty, with which a record can be written once it is full."""
+        """Reserve disk space, so that the database can still be written once the disk is full."""
         path = self.root / RESERVE
         if not path.exists() and shutil.disk_usage(self.root).free > ROOMY:
-            with contextlib.suppress(OSError):  # a quota or limit; the record says so
+            with contextlib.suppress(OSError):  # a quota or limit, which writing the database will report
                 path.write_bytes(bytes(RESERVED))
 
     def release_reserve(self) -> None:
-        """Give that room back when the disk is full."""
+        """Delete the reserve if the disk is full."""
         if self.root.is_dir() and shutil.disk_usage(self.root).free < RESERVED:
             (self.root / RESERVE).unlink(missing_ok=True)
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """A new directory to prepare something in, locked until the block ends, then removed if still there.
+        """A new locked directory, removed at the end of the block if it is still there.
 
-        Whoever renames it away keeps it (and the lock, until the block ends). One left by a killed
-        process is recognised by its free lock and swept.
+        The caller may rename it and so keep it; the lock lasts until the end of the block. A scratch
+        directory whose lock is free was left by a killed process, and is swept.
         """
         path = self.temporary / new_ulid()
         path.mkdir()
@@ -154,9 +149,9 @@ class Home:
                 remove_tree(path)
 
     def discard(self, path: Path) -> bool:
-        """Rename a folder into `tmp`, then delete it; False when there is none.
+        """Rename a folder into `tmp`, then delete it; False if there is none.
 
-        A kill leaves it whole, or in `tmp`, where the next command sweeps it.
+        A kill leaves it complete or in `tmp`, where the next command sweeps it.
         """
         with self.scratch() as scratch:
             try:
@@ -167,7 +162,7 @@ class Home:
         return True
 
     def sweep(self) -> None:
-        """Remove what killed commands left: scratch directories, what they built elsewhere, partial files."""
+        """Remove files of killed commands: scratch directories, folders built elsewhere, partial files."""
         for path in self.temporary.iterdir():
             if path.is_dir() and _is_old(path, SWEEP_AFTER):
                 with locked(path) as mine:
@@ -178,10 +173,10 @@ class Home:
             for path in self.root.glob(f"{folder}/.*.tmp"):
                 if path.is_file() and _is_old(path, SWEEP_AFTER):
                     path.unlink(missing_ok=True)
-        for path in self.root.parent.glob(f".{self.root.name}.????????.tmp"):  # a restore to this place
+        for path in self.root.parent.glob(f".{self.root.name}.????????.tmp"):  # of a restore to this home
             if path.is_dir() and _is_old(path, 86_400.0):
                 remove_tree(path)
-        for path in self.experiments.iterdir():  # made in the transaction that records it
+        for path in self.experiments.iterdir():  # created in the transaction that records the experiment
             if path.is_dir() and _is_old(path, SWEEP_AFTER) and not any(path.iterdir()):
                 path.rmdir()
 
@@ -189,12 +184,12 @@ class Home:
 def _is_old(path: Path, seconds: float) -> bool:
     try:
         return time.time() - path.stat().st_mtime > seconds
-    except FileNotFoundError:  # somebody else was quicker
+    except FileNotFoundError:  # another process removed it
         return False
 
 
 def _remove_built_elsewhere(scratch: Path) -> None:
-    """Remove the unfinished folder that the dead owner of a scratch directory was building."""
+    """Remove the unfinished folder that the dead owner of a scratch directory was building elsewhere."""
     note = scratch / BUILDING
     building = Path(note.read_text(encoding="utf-8")) if note.is_file() else None
     if building is not None and building.match(".*.tmp") and building.is_dir():
@@ -202,17 +197,17 @@ def _remove_built_elsewhere(scratch: Path) -> None:
 
 
 def has_daemon(home: Home) -> bool:
-    """Whether a daemon looks after the home."""
+    """Whether a daemon manages the home."""
     with locked(home.daemon) as mine:
         return not mine and home.daemon.is_dir()
 
 
 @contextmanager
 def locked(directory: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Hold the flock on `directory`/lock; yields whether it was got. The kernel frees it when we die."""
+    """Lock `directory`/lock with flock and yield whether that succeeded. The lock ends with the process."""
     try:
         descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-    except FileNotFoundError:  # swept meanwhile
+    except FileNotFoundError:  # the directory was swept
         yield False
         return
     try:

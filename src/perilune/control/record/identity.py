@@ -1,8 +1,8 @@
-"""Whose runs and machines the record of a home is about: its own, or those of the home it was restored from.
+"""Which runs and machines a home owns, as opposed to those of the home that it was restored from.
 
-Each home has a random name, made once (`cluster_id`). A restored home gets a new one, and `inherited.json`
-beside its record lists the runs that were under way in the original. No command of the copy acts on those, or
-on machines that the original rented, until the user says that the original is gone: `perilune adopt`.
+Each home has a random name (`cluster_id`). A restored home gets a new name, and its `inherited.json` lists
+the runs that were live in the original. The restored home does not act on those runs or on machines that the
+original rented, until the user confirms with `perilune adopt` that the original no longer exists.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from perilune.execution.providers.protocol import MachineKey
 from perilune.files import read_json, write_json
 
 INHERITED, ADOPTED = "inherited.json", "adopted.json"
-REMEDY = "do it in that home; if that home is gone: perilune adopt"
+REMEDY = "do it in that home; if that home no longer exists: perilune adopt"
 
 
 @dataclass(frozen=True, slots=True)
 class Inherited:
-    """What a restored home knows of and does not own.
+    """What a restored home knows of but does not own.
 
     Attributes:
-        homes: names of the home it was restored from, and of those that this one had adopted.
-        runs: those that were not over, or not proven to have stopped, when the backup was made.
+        homes: names of the home it was restored from, and of homes which that one had adopted.
+        runs: runs that were live, or not proven to have stopped, when the backup was made.
     """
 
     homes: tuple[str, ...] = ()
@@ -35,53 +35,50 @@ class Inherited:
 
 
 def inherited(home: Home) -> Inherited:
-    """What a home does not own; nothing, unless it was restored."""
+    """What a home does not own; empty unless it was restored."""
     path = home.root / INHERITED
     if not path.exists():
         return Inherited()
-    found = read_json(path)
-    return Inherited(tuple(found["homes"]), frozenset(found["runs"]))
+    document = read_json(path)
+    return Inherited(tuple(document["homes"]), frozenset(document["runs"]))
 
 
 def inherit(original: Home, copy: Home, runs: Collection[str], machines: Iterable[str] = ()) -> Inherited:
-    """Give `copy`, whose files are those of `original`, a name of its own; `runs` and machines stay the
-    original's."""
+    """Give `copy`, a copy of the home `original`, its own name; `runs` and `machines` stay the original's."""
     before, adopted = inherited(copy), _adopted(copy)
     name = original.root / CLUSTER
     homes = [name.read_text(encoding="utf-8")] if name.exists() else []
     homes += [key.cluster for text in machines if (key := MachineKey.parse(text)) is not None]
     (copy.root / ADOPTED).unlink(missing_ok=True)
     known = dict.fromkeys([*homes, *adopted, *before.homes])
-    found = Inherited(tuple(known), before.runs | set(runs))
-    write_json(copy.root / INHERITED, {"homes": found.homes, "runs": sorted(found.runs)})
+    result = Inherited(tuple(known), before.runs | set(runs))
+    write_json(copy.root / INHERITED, {"homes": result.homes, "runs": sorted(result.runs)})
     cluster_id(copy)
-    return found
+    return result
 
 
 def adopt(home: Home, store: Store) -> Inherited:
-    """Take over what a restored home has inherited: the original is gone, and acts on it no more.
+    """Take over what a restored home has inherited, because the original no longer exists.
 
     Raises:
-        RequestError: when there is nothing to adopt.
+        RequestError: there is nothing to adopt.
     """
-    found = inherited(home)
+    adopted = inherited(home)
     if not (home.root / INHERITED).exists():
-        raise RequestError(
-            "nothing to adopt: everything that this home knows of is its own", where=str(home.root)
-        )
+        raise RequestError("nothing to adopt: this home owns everything in its record", where=str(home.root))
     with store.transaction() as session:
-        record(session, "home.adopted", homes=list(found.homes), runs=sorted(found.runs))
-    write_json(home.root / ADOPTED, [*_adopted(home), *found.homes])
+        record(session, "home.adopted", homes=list(adopted.homes), runs=sorted(adopted.runs))
+    write_json(home.root / ADOPTED, [*_adopted(home), *adopted.homes])
     (home.root / INHERITED).unlink()
-    return found
+    return adopted
 
 
 def names(home: Home, keys: Iterable[str] = ()) -> list[str]:
-    """Names under which a home has rented machines: its own, then those of homes it has adopted.
+    """Names under which a home has rented machines: its own, then those of adopted homes.
 
     Args:
-        keys: recorded machines. Their names are added where they are this home's: it had another name when
-            it rented them, if the file with its name was lost.
+        keys: of recorded machines. The names in keys of own machines are added: the home rented them under
+            another name if the file with its name was lost since.
     """
     owned = [MachineKey.parse(key) for key in keys if owns_machine(home, key)]
     recorded = (key.cluster for key in owned if key is not None)
@@ -89,7 +86,7 @@ def names(home: Home, keys: Iterable[str] = ()) -> list[str]:
 
 
 def owns_machine(home: Home, key: str) -> bool:
-    """Whether a recorded machine is this home's, and not that of a home whose record it has inherited."""
+    """Whether this home rented a machine, and not the home that it was restored from."""
     parsed = MachineKey.parse(key)
     return parsed is None or parsed.cluster not in inherited(home).homes
 
@@ -98,13 +95,13 @@ def require_own_run(home: Home, run_id: str) -> None:
     """Refuse to act on a run of another home.
 
     Raises:
-        RequestError: when this home was restored while the run was under way in the original.
+        RequestError: the run was live in the original when this home was restored.
     """
-    found = inherited(home)
-    if run_id in found.runs:
+    other = inherited(home)
+    if run_id in other.runs:
         raise RequestError(
-            f"the run belongs to another home ({', '.join(found.homes) or 'the original'}), "
-            "from whose backup this one was restored",
+            f"the run belongs to another home ({', '.join(other.homes) or 'the original'}), "
+            "from whose backup this home was restored",
             where=f"run {run_id}",
             remedy=REMEDY,
         )

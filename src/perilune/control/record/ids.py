@@ -1,4 +1,4 @@
-"""ULIDs: identifiers that sort by the time they were made."""
+"""ULIDs: identifiers that sort by their creation time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"  # Crockford's base 32
 
 
 def ulid_seconds(ulid: str) -> float:
-    """When a ULID was made, in Unix seconds; 0 for what is none."""
+    """The creation time of a ULID in Unix seconds; 0 if `ulid` is not a ULID."""
     try:
         milliseconds = 0
         for letter in ulid[:10]:

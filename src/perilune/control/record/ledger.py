@@ -1,8 +1,9 @@
-"""What may be written about an attempt, and only while it is the current one: intents, states, the result."""
+"""Writes about an attempt, allowed only while it is the current one: intents, states and the result."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
@@ -15,11 +16,21 @@ from perilune.errors import WorkFailedError
 from perilune.execution.verdict import Cause, Verdict
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an attempt ended. `verdict` is None if its worker left none."""
+
+    state: AttemptState
+    cause: Cause
+    message: str
+    verdict: Verdict | None = None
+
+
 def commit_result(session: Session, run: Run, epoch: int, verdict: Verdict) -> None:
-    """Make `verdict` the result of its run: once, and only while its attempt is the current one.
+    """Make `verdict` the result of its run, once, and only while its attempt is the current one.
 
     Raises:
-        WorkFailedError: when a newer attempt has begun, or the run has ended.
+        WorkFailedError: a newer attempt has started, or the run has ended.
     """
     fenced = (
         update(Run)
@@ -27,9 +38,7 @@ def commit_result(session: Session, run: Run, epoch: int, verdict: Verdict) -> N
         .values(manifest_digest=verdict.manifest_digest)
     )
     if session.connection().execute(fenced).rowcount != 1:
-        raise WorkFailedError(
-            f"attempt {epoch} is out of date; its result is not taken", where=f"run {run.id}"
-        )
+        raise WorkFailedError(f"attempt {epoch} is out of date; its result is ignored", where=f"run {run.id}")
     session.refresh(run)
     move_run(session, run, RunState.SUCCEEDED)
 
@@ -37,41 +46,38 @@ def commit_result(session: Session, run: Run, epoch: int, verdict: Verdict) -> N
 def end_attempt(
     session: Session,
     attempt: Attempt,
-    state: AttemptState,
-    *,
-    cause: Cause,
-    message: str,
+    outcome: Outcome,
     cleanup: Cleanup,
-    verdict: Verdict | None,
     policy: RetryPolicy,
 ) -> Attempt:
-    """The attempt's last transition, and what it means for its run: its end, or another attempt."""
-    row = current(session, attempt)
+    """Record an attempt's last transition, and end its run or queue the run for another attempt."""
+    row, verdict = current(session, attempt), outcome.verdict
+    cause, message = outcome.cause.value, outcome.message
     row.cleanup = cleanup.value
     if cleanup is Cleanup.PENDING:
         record(session, "attempt.cleanup_pending", run_id=row.run_id, epoch=row.number)
     if verdict is not None:
         row.exit_code, row.signal = verdict.exit_code, verdict.signal
         row.manifest_digest = verdict.manifest_digest
-    move_attempt(session, row, state, cause=cause.value, message=message)
+    move_attempt(session, row, outcome.state, cause=cause, message=message)
     run = session.get_one(Run, attempt.run_id)
     earlier = select(Attempt.cause).where(Attempt.run_id == run.id, Attempt.number < row.number)
-    if state is AttemptState.SUCCEEDED:
+    if outcome.state is AttemptState.SUCCEEDED:
         assert verdict is not None
         commit_result(session, run, row.number, verdict)
     elif run.desired == RunState.CANCELLED:
-        move_run(session, run, RunState.CANCELLED, cause=cause.value, message=message)
+        move_run(session, run, RunState.CANCELLED, cause=cause, message=message)
     elif policy.allows(row.cause, list(session.scalars(earlier))):
         run.not_before = time.time() + policy.delay(row.number - 1)
-        move_run(session, run, RunState.QUEUED, cause=cause.value, message=message)
+        move_run(session, run, RunState.QUEUED, cause=cause, message=message)
     else:
-        move_run(session, run, RunState.FAILED, cause=cause.value, message=message)
+        move_run(session, run, RunState.FAILED, cause=cause, message=message)
         end_submissions_of(session, run, "failed")
     return row
 
 
 def current(session: Session, attempt: Attempt) -> Attempt:
-    """The attempt's row, in a transaction that may only go on while it is the current epoch of its run."""
+    """The attempt's row. Raises WorkFailedError unless it is the current epoch of its run."""
     run = session.get_one(Run, attempt.run_id)
     if run.current_epoch != attempt.number:
         raise WorkFailedError(f"attempt {attempt.number} is out of date", where=f"run {run.id}")
@@ -79,7 +85,7 @@ def current(session: Session, attempt: Attempt) -> Attempt:
 
 
 def begun(session: Session, attempt: Attempt) -> Attempt:
-    """The attempt's row, not before STAGING."""
+    """The attempt's row, moved to STAGING if it is in an earlier state."""
     row = current(session, attempt)
     if row.state in {AttemptState.PLANNED, AttemptState.PROVISIONING}:
         move_attempt(session, row, AttemptState.STAGING)
@@ -87,7 +93,7 @@ def begun(session: Session, attempt: Attempt) -> Attempt:
 
 
 def started(session: Session, attempt: Attempt) -> Attempt:
-    """The attempt's row, not before STARTING: a claim was seen, whatever an older database remembers."""
+    """The attempt's row, moved to STARTING if it is in an earlier state, because its claim was observed."""
     row = current(session, attempt)
     for before, after in (
         (AttemptState.PLANNED, AttemptState.STAGING),
@@ -100,7 +106,7 @@ def started(session: Session, attempt: Attempt) -> Attempt:
 
 
 def intend(session: Session, attempt: Attempt, verb: str) -> str:
-    """Record that an effect is about to happen; returns its key."""
+    """Record that a side effect is about to happen; returns its key."""
     ordinal = operations(session, attempt.run_id, attempt.number, verb) + 1
     key = f"{attempt.run_id}/{attempt.number}/{verb}/{ordinal}"
     session.add(
@@ -111,13 +117,14 @@ def intend(session: Session, attempt: Attempt, verb: str) -> str:
 
 
 def done(session: Session, key: str) -> None:
+    """Record that the side effect with this key has happened."""
     operation = session.get_one(Operation, key)
     operation.status, operation.ended = "done", time.time()
     record(session, f"{operation.verb}.done", run_id=operation.run_id, epoch=operation.epoch, key=key)
 
 
 def settle(session: Session, attempt: Attempt, *verbs: str) -> None:
-    """Record as done what was intended and whose effect has been seen, though nobody was told of it."""
+    """Record intended effects as done, because they were observed although their call was interrupted."""
     mine = (Operation.run_id == attempt.run_id) & (Operation.epoch == attempt.number)
     for operation in session.scalars(select(Operation).where(mine, Operation.status == "intent")):
         if operation.verb in verbs:
@@ -125,6 +132,7 @@ def settle(session: Session, attempt: Attempt, *verbs: str) -> None:
 
 
 def operations(session: Session, run_id: str, epoch: int, verb: str) -> int:
+    """How many effects of one kind were intended for an attempt."""
     query = select(func.count()).where(
         Operation.run_id == run_id, Operation.epoch == epoch, Operation.verb == verb
     )

@@ -1,11 +1,11 @@
-"""Bringing the database of an older version forward, in place, one schema at a time.
+"""Migrate the database of an older version in place, one schema version at a time.
 
-A list of statements rather than Alembic: SQLite keeps the schema's number in the file itself and changes
-tables inside a transaction, so a migration is done wholly or not at all with no table, folder of scripts or
-configuration beside it, and importing nothing keeps every command quick.
+Migrations are plain statements rather than Alembic scripts. SQLite stores the schema version in the file and
+changes tables inside a transaction, so a migration happens completely or not at all, and every command starts
+fast because nothing needs to be imported.
 
 Rules for a new entry: it only adds (a new column has a default in the database, because a command of the
-version before may still be following a run), and it never touches `events`, whose hashes cover them.
+previous version may still be following a run), and it never touches `events`, whose hashes cover them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from perilune.bundle.storage import storage_errors
 from perilune.errors import RequestError
 from perilune.files import fsync_directory
 
-# The statements that lead to a schema from the one before it.
+# Schema version to the statements that lead to it from the version before.
 MIGRATIONS: dict[int, tuple[str, ...]] = {
     2: ("ALTER TABLE runs ADD COLUMN forced BOOLEAN NOT NULL DEFAULT 0",),
     3: (
@@ -52,28 +52,27 @@ LATEST = max(MIGRATIONS)
 
 
 def schema_of(connection: Connection) -> int:
-    """Number of the schema that the database has; 0 when it has none yet."""
+    """The schema version of the database; 0 if it has no tables yet."""
     return int(connection.exec_driver_sql("PRAGMA user_version").scalar_one())
 
 
 def set_schema(connection: Connection, number: int) -> None:
-    """Write down, in the caller's transaction, which schema the database has now."""
+    """Record the schema version of the database, in the caller's transaction."""
     connection.exec_driver_sql(f"PRAGMA user_version = {number:d}")
 
 
 def migrate(connection: Connection, database: Path) -> Path | None:
-    """Bring `database` to the latest schema, in the caller's transaction; returns the copy made before.
+    """Migrate `database` to the latest schema, in the caller's transaction; returns the copy made before.
 
-    The caller's transaction holds the write lock, so of two commands that find an old database one migrates
-    it and the other finds it done.
+    The caller's transaction holds the write lock, so only one of several commands migrates an old database.
 
     Raises:
-        RequestError: when the database is newer than this program, or the copy cannot be written.
+        RequestError: the database is newer than this program, or the copy cannot be written.
     """
     found = schema_of(connection)
     if not OLDEST <= found <= LATEST:
         raise RequestError(
-            f"the state database has schema {found}, and this version of perilune knows {OLDEST} to {LATEST}",
+            f"the state database has schema {found}; this version of perilune supports {OLDEST} to {LATEST}",
             where=str(database),
             remedy="pip install --upgrade perilune, or choose another home with PERILUNE_HOME",
         )
@@ -88,7 +87,7 @@ def migrate(connection: Connection, database: Path) -> Path | None:
 
 
 def back_up(database: Path, schema: int) -> Path:
-    """Copy what is committed in `database` to a file beside it, whole or not at all; returns that file."""
+    """Copy the committed content of `database` to a file beside it, completely or not at all."""
     backup = database.with_name(f"{database.stem}.schema-{schema}{database.suffix}")
     temporary = backup.with_name(f".{backup.name}.{os.getpid()}.tmp")
     with storage_errors("copy the state database before changing it", backup):

@@ -1,9 +1,9 @@
-"""Makes the record of a home again from what lies in its folders, when the database is damaged or gone.
+"""Recreate a lost or damaged database from the folders of the home.
 
-Recipes, bundles, templates, attempts and signed statements lie beside the record and say which runs there
-were and how they ended. What only the record knew does not come back: its events, wishes to cancel, the
-remaining stages of experiments, and what machines cost. Rented machines that are still there are found by
-their tag and ended.
+Recipes, bundles, templates, attempts and signed statements are files, and show which runs there were and how
+they ended. Everything that only the database knew is lost: events, requests to cancel, the remaining stages
+of experiments, and the cost of machines. Machines that are still rented are found by their tag and
+terminated.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from perilune.errors import PeriluneError, RequestError, WorkFailedError
 from perilune.execution.verdict import Cause, Verdict, read_verdict
 from perilune.files import canonical_json, fsync_directory, read_json, sha256_bytes
 
-REBUILT = "the record was rebuilt, and does not say how it ended"
+REBUILT = "the record was rebuilt; how this attempt ended is unknown"
 
 
 @dataclass
 class Rebuilt:
-    """What came back.
+    """The result of a rebuild.
 
     Attributes:
-        runs: ids, by state.
-        skipped: what could not be read, a sentence each.
-        aside: the damaged database, kept; None where there was none.
+        runs: number of runs by state.
+        skipped: what could not be read, one sentence each.
+        aside: the damaged database under its new name; None if there was none.
     """
 
     runs: Counter[str] = field(default_factory=Counter)
@@ -55,10 +55,10 @@ class Rebuilt:
 
 
 def rebuild(home: Home) -> Rebuilt:
-    """Make a new record beside the old one, then put it in its place and keep the old one aside.
+    """Build a new database beside the old one, then replace it and keep the old one under another name.
 
     Raises:
-        RequestError: when the record is whole, lies in PostgreSQL, or a daemon is at work.
+        RequestError: the database is intact or in PostgreSQL, or a daemon is running.
     """
     _require_need(home)
     found = Rebuilt()
@@ -85,21 +85,21 @@ def rebuild(home: Home) -> Rebuilt:
 def _require_need(home: Home) -> None:
     if (home.root / "database").exists() or os.environ.get(VARIABLE):
         remedy = "restore the server's own backup, or: PERILUNE_HOME=NEW perilune restore"
-        raise RequestError("the record lies in PostgreSQL", where=str(home.root), remedy=remedy)
+        raise RequestError("the record is in PostgreSQL", where=str(home.root), remedy=remedy)
     if has_daemon(home):
-        raise RequestError("a daemon looks after this home", where=str(home.root), remedy="stop it first")
+        raise RequestError("a daemon manages this home", where=str(home.root), remedy="stop it first")
     try:
         store = Store(home)
         whole = not damage(store) and not unrecorded(home, store)
         store.close()
-    except WorkFailedError:  # it cannot even be opened
+    except WorkFailedError:  # the database cannot even be opened
         return
     if whole:
-        raise RequestError("the record is whole", where=str(home.database), remedy="perilune verify")
+        raise RequestError("the record is intact", where=str(home.database), remedy="perilune verify")
 
 
 def _set_aside(home: Home) -> Path | None:
-    """Rename the database with its journals; where it is now."""
+    """Rename the database and its journals; returns the new path of the database."""
     aside = home.database.with_name(f"state.damaged-{new_ulid()}.db")
     for end in ("-shm", "-wal", ""):
         with contextlib.suppress(FileNotFoundError):
@@ -129,11 +129,11 @@ def _experiments(home: Home, session: Session, found: Rebuilt) -> None:
 
 
 def _run(home: Home, session: Session, run_id: str) -> RunState:
-    """Add a run with its attempts, as far as its folder tells; its state."""
+    """Add a run with its attempts, as far as its folder shows them; returns its state."""
     job = read_json(home.bundle(run_id) / "job.json")
     digest = recorded_digest(home.bundle(run_id))
-    told = home.run(run_id) / SUBMISSION
-    submission: Mapping[str, Any] = read_json(told) if told.exists() else {}
+    path = home.run(run_id) / SUBMISSION
+    submission: Mapping[str, Any] = read_json(path) if path.exists() else {}
     experiment = _experiment_of(session, submission, job, run_id)
     mine = (Run.experiment_id == experiment.id, Run.stage == job["stage"], Run.bundle_digest == digest)
     before = session.query(Run).filter(*mine).order_by(Run.id).all()
@@ -150,7 +150,7 @@ def _run(home: Home, session: Session, run_id: str) -> RunState:
     retried = submission.get("retry_of") or (before[-1].id if before else None)
     run.retry_of = retried if retried and session.get(Run, retried) else None
     attempts = list(_attempts(home, run, recorded_template(home, run_id)))
-    _judge(run, attempts[-1] if attempts else None)
+    _set_outcome(run, attempts[-1] if attempts else None)
     session.add(run)
     session.flush()
     session.add_all(attempts)
@@ -166,7 +166,7 @@ def _run(home: Home, session: Session, run_id: str) -> RunState:
 def _experiment_of(
     session: Session, submission: Mapping[str, Any], job: Mapping[str, Any], run_id: str
 ) -> Experiment:
-    """The experiment that a run was submitted for, or the latest before it that has its stage."""
+    """The experiment that a run was submitted for, or the latest older one that has its stage."""
     named = session.get(Experiment, submission.get("experiment", ""))
     stages = session.query(Stage).filter_by(name=job["stage"], task=job["task"])
     earlier = stages.filter(Stage.experiment_id < run_id).order_by(Stage.experiment_id.desc()).first()
@@ -199,7 +199,7 @@ def _attempts(home: Home, run: Run, template: Template | None) -> Iterator[Attem
         if verdict is not None:
             _ended(attempt, verdict, _committed(home, run, number, verdict))
         elif number == numbers[-1] and not (template and isinstance(template.placement, OnRented)):
-            attempt.state = AttemptState.RUNNING.value  # the next look tells
+            attempt.state = AttemptState.RUNNING.value  # the next observation will decide
         else:
             attempt.state, attempt.cleanup = AttemptState.LOST.value, Cleanup.PENDING.value
             attempt.cause, attempt.message, attempt.ended = Cause.UNREACHABLE.value, REBUILT, time.time()
@@ -209,12 +209,12 @@ def _attempts(home: Home, run: Run, template: Template | None) -> Iterator[Attem
 def _verdict(home: Home, run_id: str, number: int) -> Verdict | None:
     try:
         return read_verdict(home.attempt(run_id, number) / "runtime", number)
-    except PeriluneError:  # damaged, which says nothing
+    except PeriluneError:  # damaged: nothing is known
         return None
 
 
 def _committed(home: Home, run: Run, number: int, verdict: Verdict) -> bool:
-    """Whether the result was accepted: signed, and still there."""
+    """Whether the result was accepted: it is signed and its evidence is intact."""
     statement = home.run(run.id) / FOLDER / str(number) / RESULT_STATEMENT
     if not verdict.succeeded or not statement.exists():
         return False
@@ -226,7 +226,7 @@ def _committed(home: Home, run: Run, number: int, verdict: Verdict) -> bool:
 
 
 def _ended(attempt: Attempt, verdict: Verdict, committed: bool) -> None:
-    """Fill in an attempt that has a verdict. A success that was not accepted is looked at again."""
+    """Fill in an attempt that has a verdict. A success that was not accepted is examined again."""
     attempt.exit_code, attempt.signal = verdict.exit_code, verdict.signal
     if verdict.succeeded and not committed:
         attempt.state = AttemptState.RUNNING.value
@@ -238,8 +238,8 @@ def _ended(attempt: Attempt, verdict: Verdict, committed: bool) -> None:
     attempt.ended, attempt.cleanup = attempt.created + verdict.seconds, Cleanup.DONE.value
 
 
-def _judge(run: Run, last: Attempt | None) -> None:
-    """Give a run the state that its last attempt stands for."""
+def _set_outcome(run: Run, last: Attempt | None) -> None:
+    """Set the state of a run from its last attempt."""
     states = {
         AttemptState.SUCCEEDED: RunState.SUCCEEDED,
         AttemptState.RUNNING: RunState.ACTIVE,
@@ -251,7 +251,7 @@ def _judge(run: Run, last: Attempt | None) -> None:
     if state.terminal:
         run.ended = run.created if last is None else last.ended
     if last is None:
-        run.message = "the record was rebuilt, and no attempt had begun"
+        run.message = "the record was rebuilt; no attempt had started"
     elif state is RunState.SUCCEEDED:
         run.manifest_digest = last.manifest_digest
     elif state.terminal:

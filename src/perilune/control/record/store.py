@@ -1,7 +1,7 @@
-"""What was wanted and what was seen: projections, an append-only event log, and intents.
+"""The tables of a home: current state, an append-only event log, and intended side effects.
 
-Every change of a projection is made in the transaction that appends its event. States are guarded by the
-tables in `transitions`: assigning a state that may not follow raises. Where the tables lie is `database`'s.
+Every change of state is made in the transaction that appends its event. Assigning a state raises unless
+`transitions` allows it. `database` decides where the tables are stored.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from enum import StrEnum
+from typing import Any, ClassVar
 
 from sqlalchemy import JSON, Float, ForeignKey, ForeignKeyConstraint, false, select, text
 from sqlalchemy import Row as SqlRow
@@ -25,22 +26,37 @@ from perilune.control.record.transitions import (
     MachineState,
     Reachability,
     RunState,
-    check_attempt,
-    check_machine,
-    check_run,
+    check_transition,
 )
 from perilune.files import canonical_json, sha256_bytes
 from perilune.redaction import redact_document, redact_text
 
-RUN = "run"  # what a condition is about: the run itself, else one of its attempts or machines
+RUN = "run"  # subject of a condition that is about the run itself, not about an attempt or a machine
 
 
 class Base(DeclarativeBase):
     """Base of all tables."""
 
 
+class _Stateful:
+    """Checks transitions, and redacts secrets in messages."""
+
+    states: ClassVar[type[StrEnum]]
+
+    @validates("state")
+    def _check_state(self, _: str, new: str) -> str:
+        old: str | None = self.state  # type: ignore[attr-defined]
+        if old is not None:
+            check_transition(self.states(old), self.states(new))
+        return new
+
+    @validates("message", "reason", "refused")
+    def _without_secrets(self, _: str, new: str) -> str:
+        return redact_text(new)
+
+
 class Experiment(Base):
-    """One submission of a recipe; the same resolved recipe is the same experiment."""
+    """A submitted recipe. The same resolved recipe is the same experiment."""
 
     __tablename__ = "experiments"
 
@@ -48,18 +64,15 @@ class Experiment(Base):
     name: Mapped[str]
     recipe_digest: Mapped[str] = mapped_column(unique=True)
     created: Mapped[float]
-    used: Mapped[float]  # when it was last submitted: the latest experiment is the largest
-    requested: Mapped[bool] = mapped_column(
-        "wanted", default=False, server_default=text("FALSE")
-    )  # are stages to be run?
-    submission: Mapped[int] = mapped_column(
-        "wish", default=0, server_default=text("0")
-    )  # how often that was asked for
-    template: Mapped[dict[str, Any] | None] = mapped_column(JSON)  # where it was asked for; None is here
+    used: Mapped[float]  # time of its last submission
+    # Whether later stages start by themselves, and the number of its last submission.
+    requested: Mapped[bool] = mapped_column("wanted", default=False, server_default=text("FALSE"))
+    submission: Mapped[int] = mapped_column("wish", default=0, server_default=text("0"))
+    template: Mapped[dict[str, Any] | None] = mapped_column(JSON)  # of that submission; None is this machine
 
 
 class Stage(Base):
-    """Which run stands for a stage of an experiment. A run may serve stages of several experiments."""
+    """A stage of an experiment, and its run. Stages of several experiments may share a run."""
 
     __tablename__ = "stages"
 
@@ -68,15 +81,15 @@ class Stage(Base):
     name: Mapped[str]
     task: Mapped[str]
     run_id: Mapped[str | None] = mapped_column(ForeignKey("runs.id"))
-    submission: Mapped[int] = mapped_column(
-        "wish", default=0, server_default=text("0")
-    )  # of its experiment, that it fulfils
+    # The submission of its experiment that its run belongs to.
+    submission: Mapped[int] = mapped_column("wish", default=0, server_default=text("0"))
 
 
-class Run(Base):
-    """What was wanted. `state` is the outcome and nothing else; `desired` is what the user asks for now."""
+class Run(_Stateful, Base):
+    """A submitted stage. `state` is only its outcome; `desired` is what the user requests now."""
 
     __tablename__ = "runs"
+    states = RunState
 
     id: Mapped[str] = mapped_column(primary_key=True)
     submit_key: Mapped[str] = mapped_column(unique=True)
@@ -86,7 +99,7 @@ class Run(Base):
     bundle_digest: Mapped[str] = mapped_column(index=True)
     state: Mapped[str] = mapped_column(default=RunState.QUEUED.value)
     desired: Mapped[str] = mapped_column(default=RunState.SUCCEEDED.value)
-    forced: Mapped[bool] = mapped_column(default=False, server_default=false())  # end it without proof
+    forced: Mapped[bool] = mapped_column(default=False, server_default=false())  # give up without proof
     current_epoch: Mapped[int] = mapped_column(default=0)
     manifest_digest: Mapped[str | None]  # of the committed result
     retry_of: Mapped[str | None] = mapped_column(ForeignKey("runs.id"))
@@ -96,21 +109,12 @@ class Run(Base):
     created: Mapped[float]
     ended: Mapped[float | None]
 
-    @validates("state")
-    def _state_may_follow(self, _: str, new: str) -> str:
-        if self.state is not None:
-            check_run(RunState(self.state), RunState(new))
-        return new
 
-    @validates("message")
-    def _without_secrets(self, _: str, new: str) -> str:
-        return redact_text(new)
-
-
-class Attempt(Base):
-    """One try on one machine. Outcome, reachability and cleanup are three fields; none overwrites another."""
+class Attempt(_Stateful, Base):
+    """One try of a run. Outcome, reachability and cleanup are independent fields."""
 
     __tablename__ = "attempts"
+    states = AttemptState
 
     run_id: Mapped[str] = mapped_column(ForeignKey("runs.id"), primary_key=True)
     number: Mapped[int] = mapped_column(primary_key=True)  # the fencing epoch
@@ -128,19 +132,9 @@ class Attempt(Base):
     created: Mapped[float]
     ended: Mapped[float | None]
 
-    @validates("state")
-    def _state_may_follow(self, _: str, new: str) -> str:
-        if self.state is not None:
-            check_attempt(AttemptState(self.state), AttemptState(new))
-        return new
-
-    @validates("message")
-    def _without_secrets(self, _: str, new: str) -> str:
-        return redact_text(new)
-
 
 class Operation(Base):
-    """An effect on the world: its intent is committed before it happens, and it is findable by its key."""
+    """A side effect. Its intent is committed before it happens, and its key identifies it afterwards."""
 
     __tablename__ = "operations"
     __table_args__ = (ForeignKeyConstraint(["run_id", "epoch"], ["attempts.run_id", "attempts.number"]),)
@@ -154,61 +148,52 @@ class Operation(Base):
     ended: Mapped[float | None]
 
 
-class Machine(Base):
-    """One rented machine, from the intent to rent it on. It stays until it is proven gone, and after."""
+class Machine(_Stateful, Base):
+    """One rented machine, recorded before it is requested and kept after it is proven gone."""
 
     __tablename__ = "machines"
+    states = MachineState
 
     key: Mapped[str] = mapped_column(primary_key=True)  # text of its execution.providers MachineKey
     provider: Mapped[str]
-    run_id: Mapped[str] = mapped_column(index=True)  # no foreign key: it may be found by its tag alone
+    run_id: Mapped[str] = mapped_column(index=True)  # no foreign key: it may be known only by its tag
     epoch: Mapped[int]
     rank: Mapped[int]
     state: Mapped[str] = mapped_column(default=MachineState.REQUESTED.value)
-    reason: Mapped[str] = mapped_column(default="")  # why it is to go
+    reason: Mapped[str] = mapped_column(default="")  # why it is terminated
     kind: Mapped[str]
     price: Mapped[float]  # currency units per hour
     lease: Mapped[dict[str, Any]] = mapped_column(JSON)
     remote_id: Mapped[str] = mapped_column(default="")
-    leased: Mapped[dict[str, Any]] = mapped_column(JSON)  # Instant from which its lease and its cost count
-    asked: Mapped[dict[str, Any] | None] = mapped_column(JSON)  # Instant of the last request to make it
-    refused: Mapped[str] = mapped_column(default="")  # what the provider said when it would make nothing
-    notice: Mapped[bool] = mapped_column(default=False)  # its provider has said that it will take it away
+    leased: Mapped[dict[str, Any]] = mapped_column(JSON)  # Instant of its lease's start
+    asked: Mapped[dict[str, Any] | None] = mapped_column(JSON)  # Instant of the last request to create it
+    refused: Mapped[str] = mapped_column(default="")  # why the provider refused to create it
+    notice: Mapped[bool] = mapped_column(default=False)  # its provider has announced a preemption
     idle_since: Mapped[dict[str, Any] | None] = mapped_column(JSON)  # Instant
-    missing_since: Mapped[dict[str, Any] | None] = mapped_column(JSON)  # Instant of the first look without it
-    unseen_since: Mapped[dict[str, Any] | None] = mapped_column(JSON)  # Instant since its provider is silent
+    missing_since: Mapped[dict[str, Any] | None] = mapped_column(JSON)  # Instant
+    unseen_since: Mapped[dict[str, Any] | None] = mapped_column(JSON)  # Instant
     terminate_calls: Mapped[int] = mapped_column(default=0)
     cost: Mapped[float] = mapped_column(default=0.0)  # final once it is gone
     created: Mapped[float]
     ended: Mapped[float | None]
 
-    @validates("state")
-    def _state_may_follow(self, _: str, new: str) -> str:
-        if self.state is not None:
-            check_machine(MachineState(self.state), MachineState(new))
-        return new
-
-    @validates("reason", "refused")
-    def _without_secrets(self, _: str, new: str) -> str:
-        return redact_text(new)
-
 
 class Condition(Base):
-    """What keeps a run, an attempt's cleanup or a machine from making progress. Gone once it succeeds."""
+    """An error that keeps a run, the cleanup of an attempt or a machine from making progress."""
 
     __tablename__ = "conditions"
 
     run_id: Mapped[str] = mapped_column(primary_key=True)  # no foreign key: machines may belong to no run
     about: Mapped[str] = mapped_column(primary_key=True)
     message: Mapped[str]
-    since: Mapped[float] = mapped_column(Float)  # DOUBLE, the default, is no type of PostgreSQL
+    since: Mapped[float] = mapped_column(Float)  # the default, DOUBLE, is not a PostgreSQL type
 
     def __str__(self) -> str:
         return self.message if self.about == RUN else f"{self.about}: {self.message}"
 
 
 class Event(Base):
-    """One thing that happened. Append-only; each row's hash covers the row before it."""
+    """An event. Append-only; the hash of each row covers the row before it."""
 
     __tablename__ = "events"
 
@@ -222,11 +207,11 @@ class Event(Base):
 
 
 class Store:
-    """The database of one home, made where there is none and brought forward where it is older.
+    """The database of one home. Opening it creates or migrates it as necessary.
 
     Raises:
-        RequestError: when it is newer than this program, or cannot be written.
-        WorkFailedError: when it is damaged.
+        RequestError: it is newer than this program, or cannot be written.
+        WorkFailedError: it is damaged.
     """
 
     def __init__(self, home: Home) -> None:
@@ -244,13 +229,13 @@ class Store:
 
     @contextmanager
     def transaction(self) -> Iterator[Session]:
-        """A session that holds the write lock; commits at the end, rolls back on any exception.
+        """A session that holds the write lock; it commits at the end and rolls back on any exception.
 
         Rows stay readable after the block.
 
         Raises:
-            WorkFailedError: the file is damaged, or held by another process for too long.
-            RequestError: the disk is full, or the file cannot be written to.
+            WorkFailedError: the database is damaged, or another process holds its lock for too long.
+            RequestError: the disk is full, or the file is not writable.
         """
         try:
             with Session(self.engine, expire_on_commit=False) as session, session.begin():
@@ -260,7 +245,7 @@ class Store:
 
     @contextmanager
     def snapshot(self) -> Iterator[Session]:
-        """A session on one consistent state of the database; takes no write lock."""
+        """A read-only session on a consistent state of the database, without the write lock."""
         reader = self.engine.execution_options(**DEFERRED)
         try:
             with Session(reader, expire_on_commit=False, autoflush=False) as session:
@@ -269,7 +254,7 @@ class Store:
             raise self.database.explain(error) from error
 
     def close(self) -> None:
-        """Give back connections."""
+        """Close the connections."""
         self.engine.dispose()
 
 
@@ -285,10 +270,10 @@ def record(
 
 
 def verify_events(session: Session, after: int = 0, previous: str = "") -> int | None:
-    """Sequence number of the first event that does not follow from the one before it, or None.
+    """Number of the first event whose hash does not match the event before it, or None.
 
     Args:
-        after: begin with the event after this one, whose hash is `previous`.
+        after: start after this event, whose hash is `previous`.
     """
     columns = (Event.seq, Event.time, Event.run_id, Event.epoch, Event.kind, Event.detail, Event.hash)
     query = select(*columns).where(Event.seq > after).order_by(Event.seq)
@@ -300,21 +285,22 @@ def verify_events(session: Session, after: int = 0, previous: str = "") -> int |
 
 
 def move_run(session: Session, run: Run, state: RunState, *, cause: str = "", message: str = "") -> None:
-    """Give a run its next state, with the event that says so.
+    """Change the state of a run, and record the event.
 
     Raises:
-        IllegalTransitionError: when that state may not follow.
+        IllegalTransitionError: the transition is not allowed.
     """
     run.state = state.value
     run.cause, run.message = cause, message
     if state.terminal:
         run.ended = time.time()
         clear_condition(session, run.id, RUN)
-    record(session, f"run.{state.value}", run_id=run.id, epoch=run.current_epoch, **_said(cause, message))
+    detail = _detail(cause, message)
+    record(session, f"run.{state.value}", run_id=run.id, epoch=run.current_epoch, **detail)
 
 
 def clear_condition(session: Session, run_id: str, about: str) -> None:
-    """End a condition, if there is one, in the caller's transaction."""
+    """Clear a condition, if there is one, in the caller's transaction."""
     row = session.get(Condition, (run_id, about))
     if row is not None:
         session.delete(row)
@@ -324,29 +310,24 @@ def clear_condition(session: Session, run_id: str, about: str) -> None:
 def move_attempt(
     session: Session, attempt: Attempt, state: AttemptState, *, cause: str = "", message: str = ""
 ) -> None:
-    """Give an attempt its next state, with the event that says so.
+    """Change the state of an attempt, and record the event.
 
     Raises:
-        IllegalTransitionError: when that state may not follow.
+        IllegalTransitionError: the transition is not allowed.
     """
     attempt.state = state.value
     if state.terminal:
         attempt.cause, attempt.message, attempt.ended = cause, message, time.time()
-    record(
-        session,
-        f"attempt.{state.value}",
-        run_id=attempt.run_id,
-        epoch=attempt.number,
-        **_said(cause, message),
-    )
+    detail = _detail(cause, message)
+    record(session, f"attempt.{state.value}", run_id=attempt.run_id, epoch=attempt.number, **detail)
 
 
-def _said(cause: str, message: str) -> dict[str, str]:
+def _detail(cause: str, message: str) -> dict[str, str]:
     return {name: text for name, text in (("cause", cause), ("message", message)) if text}
 
 
 def event_hash(previous: str, row: Event | SqlRow[Any]) -> str:
-    """SHA-256 over an event and the hash of the one before it."""
+    """SHA-256 of an event and the hash of the event before it."""
     content: Mapping[str, Any] = {
         "previous": previous,
         "time": row.time,

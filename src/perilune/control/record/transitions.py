@@ -1,18 +1,18 @@
-"""The three state machines: which state of a run, an attempt or a machine may follow which. Anything else
-raises.
+"""The state machines of runs, attempts and machines: which state may follow which.
 
-A run is what was wanted. An attempt is one try on one machine; its number is the fencing epoch. A machine is
-what is rented for an attempt.
+A run is a submitted stage. An attempt is one try of a run on one machine or a gang of machines; its number is
+the fencing epoch. A machine is rented for an attempt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import Any
 
 
 class RunState(StrEnum):
-    """What became of a wish."""
+    """The outcome of a run."""
 
     QUEUED = "queued"
     ACTIVE = "active"
@@ -22,12 +22,12 @@ class RunState(StrEnum):
 
     @property
     def terminal(self) -> bool:
-        """Whether nothing can follow."""
+        """Whether no state can follow."""
         return not RUN_TRANSITIONS[self]
 
 
 class AttemptState(StrEnum):
-    """How far one try has come."""
+    """How far an attempt has come."""
 
     PLANNED = "planned"
     PROVISIONING = "provisioning"
@@ -43,18 +43,18 @@ class AttemptState(StrEnum):
 
     @property
     def terminal(self) -> bool:
-        """Whether nothing can follow."""
+        """Whether no state can follow."""
         return not ATTEMPT_TRANSITIONS[self]
 
 
 class MachineState(StrEnum):
-    """How far the life of a rented machine has come. That it cannot be reached is no state."""
+    """Life cycle of a rented machine. Being unreachable is not a state."""
 
     REQUESTED = "requested"
     READY = "ready"
-    DRAINING = "draining"  # its attempt has ended or must leave; what it holds is still being fetched
-    TERMINATING = "terminating"  # it is to go, and is asked to again and again until that is proven
-    GONE = "gone"  # two looks of its provider, some time apart, found it ended or absent
+    DRAINING = "draining"  # its attempt has ended or must leave; evidence is still being fetched
+    TERMINATING = "terminating"  # its provider is asked to end it until that is proven
+    GONE = "gone"  # two looks at its provider, some time apart, did not find it alive
 
 
 class Reachability(StrEnum):
@@ -66,7 +66,7 @@ class Reachability(StrEnum):
 
 
 class Cleanup(StrEnum):
-    """Whether what an attempt left behind (processes, later machines) is gone."""
+    """Whether everything that an attempt left behind (processes, files on machines) is gone."""
 
     NONE = "none"
     PENDING = "pending"
@@ -104,27 +104,22 @@ MACHINE_TRANSITIONS: Mapping[MachineState, frozenset[MachineState]] = {
     M.READY: frozenset({M.DRAINING, M.TERMINATING, M.GONE}),
     M.DRAINING: frozenset({M.TERMINATING, M.GONE}),
     M.TERMINATING: frozenset({M.GONE}),
-    M.GONE: frozenset({M.TERMINATING}),  # only when its provider shows it again: it had not been gone
+    M.GONE: frozenset({M.TERMINATING}),  # only if its provider lists it again
 }
 
 
 class IllegalTransitionError(RuntimeError):
-    """A state was about to follow one that it cannot follow: a defect of ours, never of the user."""
+    """A bug in Perilune: a state cannot follow the one before it."""
 
 
-def check_run(old: RunState, new: RunState) -> None:
-    """Raise IllegalTransitionError unless a run may go from `old` to `new`."""
-    if new not in RUN_TRANSITIONS[old]:
-        raise IllegalTransitionError(f"run: {old} -> {new}")
+TRANSITIONS: Mapping[type[StrEnum], Mapping[Any, frozenset[Any]]] = {
+    RunState: RUN_TRANSITIONS,
+    AttemptState: ATTEMPT_TRANSITIONS,
+    MachineState: MACHINE_TRANSITIONS,
+}
 
 
-def check_attempt(old: AttemptState, new: AttemptState) -> None:
-    """Raise IllegalTransitionError unless an attempt may go from `old` to `new`."""
-    if new not in ATTEMPT_TRANSITIONS[old]:
-        raise IllegalTransitionError(f"attempt: {old} -> {new}")
-
-
-def check_machine(old: MachineState, new: MachineState) -> None:
-    """Raise IllegalTransitionError unless a machine may go from `old` to `new`."""
-    if new not in MACHINE_TRANSITIONS[old]:
-        raise IllegalTransitionError(f"machine: {old} -> {new}")
+def check_transition(old: StrEnum, new: StrEnum) -> None:
+    """Raise IllegalTransitionError unless the state `old` may change to `new`."""
+    if new not in TRANSITIONS[type(old)][old]:
+        raise IllegalTransitionError(f"{type(old).__name__}: {old} -> {new}")

@@ -1,4 +1,4 @@
-"""From a run that waits to its next attempt: when its turn has come, and under a number nobody has had."""
+"""Admit queued runs: start the next attempt of a run when its turn has come, under an unused number."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from perilune.execution.placements.protocol import Assignment
 
 
 class Admission:
-    """Begins attempts in the record; everything else about them comes later."""
+    """Records new attempts. Staging and starting them is the reconciler's work."""
 
     def __init__(self, home: Home, store: Store, placements: Placements, rentals: Rentals) -> None:
         self.home, self.store, self.placements, self.rentals = home, store, placements, rentals
 
     def turn(self, run: Run) -> Turn:
-        """Where a queued run stands."""
+        """The position of a queued run."""
         with self.store.snapshot() as session:
             return turn_of(session, self.placements, run)
 
     def begin(self, run: Run) -> bool:
-        """QUEUED to ACTIVE with the next attempt; False when that has to wait.
+        """Move a run from QUEUED to ACTIVE with its next attempt; False if that has to wait.
 
         Raises:
-            HostUnreachableError, HostRefusedError: when what is in the way cannot be seen.
+            HostUnreachableError, HostRefusedError: an older attempt that must be stopped cannot be reached.
         """
         placement = self.placements.of(run.id)
         rented = self.rentals.newest_epoch(placement, run)
-        if rented is None or not self._forgotten_are_gone(run):
+        if rented is None or not self._unrecorded_are_stopped(run):
             return False
         newest = max(rented, self.home.newest_attempt(run.id))
         with self.store.transaction() as session:
             run = session.get_one(Run, run.id)
-            if not turn_of(session, self.placements, run).has_come:  # somebody was quicker
+            if not turn_of(session, self.placements, run).has_come:  # another process was faster
                 return False
             run.current_epoch = max(run.current_epoch, newest) + 1
             where = {"placement": placement.name, "launcher": placement.launcher}
@@ -49,8 +49,8 @@ class Admission:
         reached("admit.committed")
         return True
 
-    def _forgotten_are_gone(self, run: Run) -> bool:
-        """Whether attempts that have files and no record, which is older than they are, have been stopped."""
+    def _unrecorded_are_stopped(self, run: Run) -> bool:
+        """Stop attempts that have files but no record, as after a restore; True once they are stopped."""
         placement = self.placements.of(run.id)
         return all(
             placement.stop(Assignment(run.id, number, self.home.attempt(run.id, number)))

@@ -1,8 +1,9 @@
-"""What is wanted of an experiment: its stages, one after the other, until one fails or it is cancelled.
+"""The current submission of an experiment: which runs its stages have, and whether later stages are to start.
 
-The wish is recorded in the transaction that accepts its first run, and it ends in the one that records a
-stage's failure, the wish to cancel, or that all is done. So whoever finds it may go on with it, and whoever
-does not must not. A stage that has a run under the present wish is not submitted again, whoever asks.
+A submission is recorded in the transaction that accepts its first run. It ends in the transaction that
+records the failure of a stage, a request to cancel, or the success of all stages. Until then any process may
+start the next stage, and afterwards none may. A stage gets at most one run per submission, whichever process
+asks.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from perilune.control.record.transitions import RunState
 from perilune.control.runs.templates import Template
 from perilune.errors import WorkFailedError
 
-BLOCKED = "experiment.blocked"  # event: its next stage could not be begun
+BLOCKED = "experiment.blocked"  # event: the next stage could not be started
 LIVE = (RunState.QUEUED.value, RunState.ACTIVE.value)
 
 
 class ExperimentCancelledError(WorkFailedError):
-    """The experiment was cancelled while nothing of it was under way."""
+    """The experiment was cancelled while none of its runs was live."""
 
 
 def open_submission(session: Session, experiment_id: str, template: Template | None) -> None:
-    """A user asks for the experiment: from its first stage, at that place."""
+    """Record that a user submits the experiment, from its first stage, with this template."""
     experiment = session.get_one(Experiment, experiment_id)
     experiment.submission += 1
     experiment.requested = True
@@ -35,98 +36,86 @@ def open_submission(session: Session, experiment_id: str, template: Template | N
 
 
 def run_of_stage(session: Session, experiment_id: str, stage: str) -> Run | None:
-    """The run that a stage has under the present wish.
+    """The run that a stage has in the current submission; None if it has none yet.
 
     Raises:
-        NotWantedError: when it has none, and the experiment is not wanted any more.
+        ExperimentCancelledError: the stage has no run, and the submission has ended.
     """
     experiment = session.get_one(Experiment, experiment_id)
-    mine = (Stage.experiment_id == experiment_id) & (Stage.submission == experiment.submission)
-    query = select(Run).join(Stage, Stage.run_id == Run.id).where(mine, Stage.name == stage)
+    current = (Stage.experiment_id == experiment_id) & (Stage.submission == experiment.submission)
+    query = select(Run).join(Stage, Stage.run_id == Run.id).where(current, Stage.name == stage)
     run = session.scalars(query).one_or_none()
     if run is None and not experiment.requested:
         raise ExperimentCancelledError(
-            "the experiment was cancelled",
-            where=f"stage {stage}",
-            remedy="the same command takes it up again",
+            "the experiment was cancelled", where=f"stage {stage}", remedy="run the same command to continue"
         )
     return run
 
 
-def end_submissions_of(session: Session, run: Run, why: str) -> None:
-    """End the wishes of all experiments for whose stage this run stands: no further stage is begun."""
+def end_submissions_of(session: Session, run: Run, reason: str) -> None:
+    """End the current submissions of all experiments that have this run for a stage."""
     for experiment in session.scalars(_requesting(run)):
-        end_submission(session, experiment, why, run)
+        end_submission(session, experiment, reason, run)
 
 
-def end_submission(session: Session, experiment: Experiment, why: str, run: Run | None = None) -> None:
-    """No further stage of the experiment is begun from now on."""
+def end_submission(session: Session, experiment: Experiment, reason: str, run: Run | None = None) -> None:
+    """End the current submission of an experiment: no further stage starts."""
     if experiment.requested:
         experiment.requested = False
-        record(session, f"experiment.{why}", experiment=experiment.id, by="" if run is None else run.id)
+        record(session, f"experiment.{reason}", experiment=experiment.id, by="" if run is None else run.id)
 
 
-def runs_under_way(session: Session, experiment_id: str) -> Sequence[Run]:
-    """Runs of the experiment's stages, and older ones of it, that have not ended."""
+def live_runs(session: Session, experiment_id: str) -> Sequence[Run]:
+    """Live runs of the experiment, including those of its older submissions."""
     stages = select(Stage.run_id).where(Stage.experiment_id == experiment_id)
-    mine = (Run.experiment_id == experiment_id) | Run.id.in_(stages)
-    return session.scalars(select(Run).where(mine, Run.state.in_(LIVE)).order_by(Run.id)).all()
+    own = (Run.experiment_id == experiment_id) | Run.id.in_(stages)
+    return session.scalars(select(Run).where(own, Run.state.in_(LIVE)).order_by(Run.id)).all()
 
 
-def requested_elsewhere(session: Session, run: Run) -> bool:
-    """Whether an experiment is wanted for whose stage this run stands."""
+def is_requested(session: Session, run: Run) -> bool:
+    """Whether the current submission of some experiment needs this run."""
     return session.scalars(_requesting(run)).first() is not None
 
 
 def _requesting(run: Run) -> Select[Experiment]:
-    standing = (Stage.experiment_id == Experiment.id) & (Stage.submission == Experiment.submission)
-    return select(Experiment).join(Stage, standing).where(Stage.run_id == run.id, Experiment.requested)
+    current = (Stage.experiment_id == Experiment.id) & (Stage.submission == Experiment.submission)
+    return select(Experiment).join(Stage, current).where(Stage.run_id == run.id, Experiment.requested)
 
 
 def latest_run(session: Session, experiment: Experiment) -> str | None:
-    """Id of the run that the last of its stages has which have one under the present wish."""
-    mine = (Stage.experiment_id == experiment.id) & (Stage.submission == experiment.submission)
-    return session.scalars(select(Stage.run_id).where(mine).order_by(Stage.position.desc())).first()
+    """Id of the run of the latest stage that has one in the current submission."""
+    current = (Stage.experiment_id == experiment.id) & (Stage.submission == experiment.submission)
+    return session.scalars(select(Stage.run_id).where(current).order_by(Stage.position.desc())).first()
 
 
 def next_stages(session: Session, run: Run) -> list[tuple[Experiment, str, bool]]:
-    """What follows a run: for each experiment for whose last begun stage it stands, the stage after it, and
-    whether that one is wanted."""
-    found = []
+    """The stage after this run, in each experiment whose latest stage it is, and whether that will start."""
+    result = []
     query = select(Experiment, Stage).join(Stage).where(Stage.run_id == run.id)
     for experiment, stage in session.execute(query.order_by(Experiment.used)):
         later = (Stage.experiment_id == experiment.id) & (Stage.position > stage.position)
         after = session.scalars(select(Stage).where(later).order_by(Stage.position)).first()
         if after is not None and (after.run_id is None or after.submission != experiment.submission):
-            found.append(
-                (experiment, after.name, experiment.requested and stage.submission == experiment.submission)
-            )
-    return found
+            starts = experiment.requested and stage.submission == experiment.submission
+            result.append((experiment, after.name, starts))
+    return result
 
 
 def complete_submission(store: Store, experiment_id: str) -> None:
-    """End the wish if every stage has succeeded under it."""
+    """End the current submission if all its stages have succeeded."""
     with store.transaction() as session:
         experiment = session.get_one(Experiment, experiment_id)
         stages = session.scalars(select(Stage).where(Stage.experiment_id == experiment_id)).all()
-        runs = [
-            session.get(Run, stage.run_id) for stage in stages if stage.submission == experiment.submission
-        ]
+        current = [stage for stage in stages if stage.submission == experiment.submission]
+        runs = [session.get(Run, stage.run_id) for stage in current]
         if len(runs) == len(stages) and all(run and run.state == RunState.SUCCEEDED for run in runs):
             end_submission(session, experiment, "completed")
 
 
 def experiments_to_advance(store: Store) -> Sequence[Experiment]:
-    """Experiments that are wanted, and of which nothing is under way: their next stage may begin."""
-    under_way = (
-        select(Stage)
-        .join(Run, Run.id == Stage.run_id)
-        .where(
-            Stage.experiment_id == Experiment.id,
-            Stage.submission == Experiment.submission,
-            Run.state.in_(LIVE),
-        )
-    )
+    """Requested experiments without a live run: their next stage may start."""
+    current = (Stage.experiment_id == Experiment.id) & (Stage.submission == Experiment.submission)
+    live = select(Stage).join(Run, Run.id == Stage.run_id).where(current, Run.state.in_(LIVE))
     with store.snapshot() as session:
-        query = select(Experiment).where(Experiment.requested, ~under_way.exists())
+        query = select(Experiment).where(Experiment.requested, ~live.exists())
         return session.scalars(query.order_by(Experiment.used)).all()

@@ -1,7 +1,7 @@
-"""How attempts end: stopped, died, lost, or with a verdict whose evidence is brought home and committed.
+"""End attempts: stopped, dead, lost, or with a verdict whose evidence is collected and committed.
 
-Every ending is one transaction, which only the current attempt of a run gets through. What an ended attempt
-still holds elsewhere is removed afterwards, and the outcome does not depend on that.
+Each ending is one transaction, which only the current attempt of a run passes. Whatever an ended attempt
+still has on another machine is removed afterwards; the outcome does not depend on that.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from perilune.control.evidence.attestation import attest_result
 from perilune.control.record.conditions import Conditions, cleanup_of
 from perilune.control.record.faults import reached
 from perilune.control.record.home import Home
-from perilune.control.record.ledger import end_attempt, started
+from perilune.control.record.ledger import Outcome, end_attempt, started
 from perilune.control.record.store import Attempt, Run, Store, move_attempt, record
 from perilune.control.record.transitions import AttemptState, Cleanup, RunState
 from perilune.control.runs.placements import Placements
@@ -27,19 +27,19 @@ CONNECTION_ERRORS = (HostUnreachableError, HostRefusedError)
 
 
 def assignment(home: Home, attempt: Attempt) -> Assignment:
-    """The attempt as its placement knows it."""
+    """The attempt as a placement identifies it."""
     return Assignment(attempt.run_id, attempt.number, home.attempt(attempt.run_id, attempt.number))
 
 
 class Endings:
-    """Ends the attempts of one home. True from a method: something changed, and another step may follow."""
+    """Ends the attempts of one home. Methods return True if something changed and another step may follow."""
 
     def __init__(self, home: Home, store: Store, placements: Placements) -> None:
         self.home, self.store, self.placements = home, store, placements
         self.conditions = Conditions(store)
 
     def stop(self, run: Run, attempt: Attempt) -> bool:
-        """End the attempt; CANCELLED only when it is proven, and not when it had succeeded first."""
+        """Stop the attempt. It becomes CANCELLED once that is proven, unless it has left a verdict before."""
         placement, there = self.placements.of(attempt.run_id), assignment(self.home, attempt)
         proven = placement.stop(there)
         seen = placement.observe(there)
@@ -53,12 +53,12 @@ class Endings:
         return self.end(attempt, AttemptState.CANCELLED, Cause.STOPPED, "cancelled")
 
     def finalize_dead_attempt(self, attempt: Attempt, seen: Observation) -> bool:
-        """End an attempt whose worker is positively dead."""
+        """End an attempt whose worker is proven dead."""
         placement, there = self.placements.of(attempt.run_id), assignment(self.home, attempt)
-        again = placement.observe(there)  # its last words may have come just now
-        if again.verdict is not None:
-            return self.finalize(attempt, again.verdict)
-        if again.unseen:
+        latest = placement.observe(there)  # the worker may have written a verdict since `seen`
+        if latest.verdict is not None:
+            return self.finalize(attempt, latest.verdict)
+        if latest.unseen:
             return False
         gone = placement.stop(there)
         placement.pull(there, whole=True)
@@ -67,36 +67,34 @@ class Endings:
         return self.end(attempt, AttemptState.FAILED, Cause.RUNNER_DIED, why, cleanup=cleanup)
 
     def lose(self, run: Run, attempt: Attempt, seen: Observation) -> bool:
-        """Give the attempt up. It may go on: its result is not taken, and it is stopped once seen."""
+        """Give up an attempt that may still run: its result is rejected, and it is stopped when reachable."""
         if seen.superseded:
-            why, cleanup = "a newer attempt has begun in its place", Cleanup.DONE
+            why, cleanup = "a newer attempt has started in its place", Cleanup.DONE
         elif run.forced:
-            why, cleanup = "given up on request, not proven to have stopped", Cleanup.PENDING
+            why, cleanup = "given up on request; not proven to have stopped", Cleanup.PENDING
         else:
             waited = self.placements.policy_of(run.id).lost_after
-            why, cleanup = f"not seen for {waited:.0f} s", Cleanup.PENDING
+            why, cleanup = f"unreachable for {waited:.0f} s", Cleanup.PENDING
         return self.end(attempt, AttemptState.LOST, Cause.UNREACHABLE, why, cleanup=cleanup)
 
     def may_be_replaced(self, ended: Attempt) -> bool:
-        """Whether another attempt may begin. A lost one is not waited for: it was fenced then."""
+        """Whether the next attempt may start. It does not wait for a lost attempt, which is fenced off."""
         return ended.cleanup != Cleanup.PENDING or ended.state == AttemptState.LOST or self.clean(ended)
 
     def clean(self, attempt: Attempt) -> bool:
-        """End what is left of an ended attempt; True when it is proven that nothing is.
+        """Remove everything left of an ended attempt; True when that is proven.
 
-        An error is recorded as a condition of the run, and does not raise.
+        Records an error as a condition of the run instead of raising it.
         """
         with self.conditions.of(attempt.run_id, cleanup_of(attempt.number)):
             return self._clean(attempt)
         return False
 
     def _clean(self, attempt: Attempt) -> bool:
-        """What a lost attempt has left elsewhere comes home first, as evidence. Of the others all is here,
-        and the evidence that was committed is not touched again."""
         placement, there = self.placements.of(attempt.run_id), assignment(self.home, attempt)
         if not placement.stop(there):
             return False
-        if attempt.state == AttemptState.LOST:
+        if attempt.state == AttemptState.LOST:  # the evidence of other attempts is already complete
             with contextlib.suppress(WorkFailedError):
                 placement.pull(there, whole=True)
         placement.remove(there)
@@ -108,7 +106,7 @@ class Endings:
         return True
 
     def finalize(self, attempt: Attempt, verdict: Verdict) -> bool:
-        """Bring the evidence home, check it and commit the result, once, if the attempt is still current."""
+        """Collect and check the evidence and commit the result, once, if the attempt is still current."""
         placement, there = self.placements.of(attempt.run_id), assignment(self.home, attempt)
         with self.store.transaction() as session:
             row = started(session, attempt)
@@ -119,14 +117,13 @@ class Endings:
         try:
             placement.pull(there, whole=True)
         except WorkFailedError as error:
-            cause, message = (
-                cause if cause is not Cause.NONE else Cause.ARTIFACT_INVALID,
-                message or str(error),
-            )
+            if cause is Cause.NONE:
+                cause = Cause.ARTIFACT_INVALID
+            message = message or str(error)
         reached("finalize.pulled")
         if cause is Cause.NONE and (problem := evidence_problem(there.directory, verdict)):
             if placement.observe(there).unseen:
-                return False  # its machine went meanwhile, and what has not come says nothing of the task
+                return False  # its machine went away meanwhile, so missing files are not the task's fault
             cause, message = Cause.ARTIFACT_INVALID, problem
         if cause is Cause.NONE:
             attest_result(self.home, attempt, there.directory)
@@ -151,22 +148,14 @@ class Endings:
         cleanup: Cleanup = Cleanup.DONE,
         verdict: Verdict | None = None,
     ) -> bool:
-        """End the attempt, then remove what it holds elsewhere."""
+        """End the attempt, then remove what it has on other machines."""
         elsewhere = self.placements.capabilities(attempt.run_id).elsewhere
         if elsewhere and cleanup is not Cleanup.NONE:
             cleanup = Cleanup.PENDING
         policy = self.placements.policy_of(attempt.run_id)
         with self.store.transaction() as session:
-            row = end_attempt(
-                session,
-                attempt,
-                state,
-                cause=cause,
-                message=message,
-                cleanup=cleanup,
-                verdict=verdict,
-                policy=policy,
-            )
+            outcome = Outcome(state, cause, message, verdict)
+            row = end_attempt(session, attempt, outcome, cleanup, policy)
         reached("end.committed")
         if cleanup is Cleanup.PENDING and state is not AttemptState.LOST and elsewhere:
             self.clean(row)

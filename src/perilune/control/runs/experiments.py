@@ -1,7 +1,6 @@
-"""An experiment, stage by stage: what is finished is reused, what is under way is joined, the rest is begun.
+"""Run an experiment stage by stage: reuse finished stages, join live ones, start the others.
 
-Two commands on the same recipe do not exclude each other: both follow the same runs, and either goes on when
-the other dies.
+Several commands may work on the same recipe. They follow the same runs, and each continues if another dies.
 """
 
 from __future__ import annotations
@@ -52,11 +51,11 @@ POLL_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """One stage of a recipe, as the control plane needs it.
+    """One stage of a recipe, for the control plane.
 
     Attributes:
-        job: what to run, without inputs.
-        consumes: field of the task's spec to the stage whose output it takes, or "model".
+        job: the job without inputs.
+        consumes: field of the task's spec to the stage whose output it takes, or to "model".
     """
 
     name: str
@@ -73,44 +72,39 @@ class Control:
         self.reconciler = Reconciler(self.home, self.store, policy)
 
     def run(self, run_id: str) -> Run:
-        """The run as recorded.
-
-        Raises:
-            sqlalchemy.exc.NoResultFound: when there is none.
-        """
+        """The run as recorded. Raises sqlalchemy.exc.NoResultFound if there is none."""
         return self.reconciler.run(run_id)
 
     def directory(self, run: Run) -> Path:
-        """Where the run's current attempt lies; the frozen bundle before there is one."""
+        """Directory of the run's current attempt; the frozen bundle before the first attempt."""
         if run.current_epoch == 0:
             return self.home.bundle(run.id)
         return self.home.attempt(run.id, run.current_epoch)
 
     def summary(self, run: Run) -> Mapping[str, Any]:
-        """What the run's task said at its end; empty before."""
+        """The summary that the run's task wrote; empty before."""
         path = self.directory(run) / "artifacts" / "summary.json"
-        found: Mapping[str, Any] = read_json(path) if path.exists() else {}
-        return found
+        summary: Mapping[str, Any] = read_json(path) if path.exists() else {}
+        return summary
 
     def intact(self, run: Run) -> bool:
-        """Whether a succeeded run's evidence still lies where it was committed."""
+        """Whether the committed evidence of a succeeded run is still in place."""
         verdict = read_verdict(self.directory(run) / "runtime", run.current_epoch)
-        committed = verdict is not None and verdict.manifest_digest == run.manifest_digest
-        if not committed or verdict is None:
+        if verdict is None or verdict.manifest_digest != run.manifest_digest:
             return False
         removed = removed_from(self.home, run.id, run.current_epoch)
         return not evidence_problem(self.directory(run), verdict, removed)
 
 
 def stage_plans(recipe: Recipe, template: Template | None = None) -> list[StagePlan]:
-    """The stages of a recipe in an order in which they can run, with what the template's machine has."""
+    """The stages of a recipe in execution order, with the resources that the template sets."""
     where = template or BUILT_IN[LOCAL]
     jobs = {stage.name: where.job(job_for(recipe, stage)) for stage in recipe.stages}
     return [StagePlan(stage.name, jobs[stage.name], stage.consumes) for stage in recipe.stages]
 
 
 def open_experiment(control: Control, recipe: Recipe) -> str:
-    """The id of the experiment of this resolved recipe; made when it is new, and the latest from now on."""
+    """The id of the experiment of this resolved recipe, created if it is new, and marked as the latest."""
     learn_secrets(recipe.secrets)
     document = recipe.model_dump(mode="json")
     stages = [(stage.name, stage.task) for stage in recipe.stages]
@@ -120,7 +114,7 @@ def open_experiment(control: Control, recipe: Recipe) -> str:
 def register_experiment(
     control: Control, name: str, document: Mapping[str, Any], stages: Sequence[tuple[str, str]]
 ) -> str:
-    """As `open_experiment`, from the resolved recipe as a JSON-able document and its (stage, task) pairs."""
+    """Like `open_experiment`, from the resolved recipe as a JSON document and its (stage, task) pairs."""
     digest = sha256_bytes(canonical_json(document))
     fresh = new_ulid()
     now = time.time()
@@ -147,21 +141,20 @@ def advance(
     asked: bool = True,
     poll: float = POLL_SECONDS,
 ) -> Iterator[StageEvent]:
-    """Carry an experiment to its end, or to its first failure, telling what happens.
+    """Run an experiment to its end or first failure, and yield its events.
 
-    Runs that are begun go where `template` says; those that are under way or done stay where they are.
-
-    May be abandoned at any event, or killed: runs go on by themselves, and the next call takes up from
-    there. Any number of processes may do this at once. The last event is StageFailed when a stage failed or
-    was cancelled.
+    New runs go where `template` says; live and finished runs stay where they are. The caller may stop at any
+    event or be killed: runs continue by themselves, and the next call continues from there. Several processes
+    may call this at once. The last event is StageFailed if a stage failed or was cancelled.
 
     Args:
-        asked: a user asks for it now: each stage is looked at anew, and the wish is recorded with the first.
-            Else go on with what was asked for, taking the runs that its stages have.
+        asked: True if a user submits the experiment now: each stage is examined again, and the submission is
+            recorded with the first. False continues the current submission with the runs that its stages
+            have.
 
     Raises:
-        RequestError: when a stage's inputs or job cannot be frozen.
-        NotWantedError: when the experiment is cancelled while nothing of it is under way.
+        RequestError: the inputs or the job of a stage cannot be frozen.
+        ExperimentCancelledError: the experiment is cancelled while none of its runs is live.
     """
     began, joined = time.time(), False
     done: dict[str, Run] = {}
@@ -195,11 +188,11 @@ def _run_of_stage(control: Control, experiment_id: str, plan: StagePlan) -> Run 
 def with_inputs(
     control: Control, plan: StagePlan, plans: Sequence[StagePlan], done: Mapping[str, Run]
 ) -> tuple[Job, dict[str, Path]]:
-    """The job of a stage with its inputs named, and where they lie.
+    """The job of a stage with its inputs named, and the paths of the inputs.
 
-    Inputs are the outputs of the stages it consumes and, as input "model", the weights that the recipe's
-    model section names and the files that its environment section names, so that the bundle holds all that
-    it needs and its digest covers it.
+    Inputs are the outputs of the consumed stages, the weights of the recipe's model section (as input
+    "model"), and the files of its environment section. So the bundle holds everything it needs, and its
+    digest covers it.
     """
     tasks = {other.name: other.job.task for other in plans}
     kinds = consumed_fields(load_plugin(plan.job.task).spec)
@@ -210,7 +203,7 @@ def with_inputs(
             continue
         output = control.directory(done[source]) / load_plugin(tasks[source]).output
         if not output.exists():
-            raise RequestError(f"stage {source} left no {output.name}", where=str(output.parent))
+            raise RequestError(f"stage {source} produced no {output.name}", where=str(output.parent))
         inputs[name] = output
         references.append(InputReference(name=name, path=f"inputs/{name}", digest="", kind=kinds[name]))
     weights = plan.job.model.get("path")
@@ -224,7 +217,7 @@ def with_inputs(
 def watch(
     control: Control, run_id: str, *, poll: float = POLL_SECONDS, stage: str = ""
 ) -> Iterator[StageEvent]:
-    """Follow a run to its end, reconciling it meanwhile; the last event is StageFinished or StageFailed."""
+    """Follow a run to its end and reconcile it; the last event is StageFinished or StageFailed."""
     shown: Any = None
     attempt = 0
     while True:
@@ -268,10 +261,9 @@ def _why_ended(control: Control, run_id: str, attempt: int) -> tuple[str, str]:
 
 
 def read_progress(attempt: Path) -> dict[str, Any] | None:
-    """What the task last said of its progress; before there is a task, how much of the attempt was sent."""
-    path = attempt / "runtime" / "progress.json"
+    """The last progress that the task reported; during staging, how much of the attempt has been sent."""
     try:
-        found: dict[str, Any] = read_json(path)
+        progress: dict[str, Any] = read_json(attempt / "runtime" / "progress.json")
     except RequestError:
         return read_sent(attempt)
-    return found
+    return progress

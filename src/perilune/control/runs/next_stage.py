@@ -1,4 +1,4 @@
-"""The next stage of what is wanted, begun by whoever looks after a home: the daemon, or `reconcile`."""
+"""Start the next stages of requested experiments, from the daemon or `perilune reconcile`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from perilune.control.runs.current_submission import (
     ExperimentCancelledError,
     experiments_to_advance,
     latest_run,
-    runs_under_way,
+    live_runs,
 )
 from perilune.control.runs.experiments import Control, advance, stage_plans
 from perilune.control.runs.progress import StageStarted
@@ -27,88 +27,88 @@ from perilune.errors import PeriluneError, RequestError, WorkFailedError
 from perilune.files import read_json
 from perilune.recipe.schema import Recipe
 
-LONGEST_PAUSE = 300.0  # seconds between two tries to begin a stage that cannot be begun
+LONGEST_PAUSE = 300.0  # seconds between two tries to start a stage
 
 
 def recorded_recipe(control: Control, experiment_id: str) -> Recipe:
-    """The recipe of an experiment, as it was read when the experiment was made.
+    """The recipe of an experiment, as it was resolved when the experiment was created.
 
     Raises:
-        RequestError: it is missing or malformed.
-        pydantic.ValidationError: this version of Perilune, or a plugin, does not understand it any more.
+        RequestError: the file is missing or malformed.
+        pydantic.ValidationError: this version of Perilune, or of a plugin, no longer supports it.
     """
     return Recipe.model_validate(read_json(control.home.experiment(experiment_id) / "recipe.json"))
 
 
 def template_of(experiment: Experiment) -> Template | None:
-    """Where the experiment was last asked for; None is this machine."""
+    """The template of the experiment's last submission; None is this machine."""
     return None if experiment.template is None else Template.model_validate(experiment.template)
 
 
 @dataclass
-class _Trouble:
-    """Why the next stage of an experiment could not be begun."""
+class _Blocked:
+    """Why the next stage of an experiment could not be started."""
 
-    said: str
+    message: str
     tries: int
-    again: float  # on the monotonic clock
+    retry_at: float  # on the monotonic clock
 
 
 class StageStarter:
-    """Begins later stages. Several may do so at once: a stage that has its run is not submitted again."""
+    """Starts later stages. Several processes may do so at once: a stage with a run is not submitted again."""
 
     def __init__(self, control: Control) -> None:
         self.control = control
-        self._troubled: dict[str, _Trouble] = {}
+        self._blocked: dict[str, _Blocked] = {}
 
     def start_next_stages(
         self, only: str | None = None
     ) -> Iterator[tuple[Experiment, StageStarted | PeriluneError]]:
-        """Begin the next stage of every experiment that is wanted and of which nothing is under way.
+        """Start the next stage of every requested experiment that has no live run.
 
         Args:
-            only: of that experiment and no other.
+            only: id of the only experiment to consider.
 
         Yields:
-            What came of it: the stage that begins, or why none can. That is tried again later, with growing
-            pauses, and told again when it has become another reason.
+            The stage that started, or why none could. A blocked stage is tried again with growing pauses, and
+            yielded again when the reason changes.
         """
         for experiment in experiments_to_advance(self.control.store):
-            trouble = self._troubled.get(experiment.id)
             if only not in {None, experiment.id}:
                 continue
-            if trouble is not None and time.monotonic() < trouble.again:
+            blocked = self._blocked.get(experiment.id)
+            if blocked is not None and time.monotonic() < blocked.retry_at:
                 continue
             try:
-                if begun := self._begin_next(experiment):
-                    yield experiment, begun
-            except Exception as error:  # whatever it is, it is this experiment's and holds up no other
+                if event := self._start_next(experiment):
+                    yield experiment, event
+            except Exception as error:  # of one experiment; the others continue
                 unexpected = f"{type(error).__name__}: {error}"
-                told = error if isinstance(error, PeriluneError) else WorkFailedError(unexpected)
-                if self._note(experiment, told):
-                    yield experiment, told
+                reason = error if isinstance(error, PeriluneError) else WorkFailedError(unexpected)
+                if self._note(experiment, reason):
+                    yield experiment, reason
             else:
-                self._troubled.pop(experiment.id, None)
+                self._blocked.pop(experiment.id, None)
 
-    def run(self, run_id: str) -> tuple[Run, RunState | None]:
-        """Take a run as far as it goes now: how it stands, and its outcome once it has ended."""
+    def advance_run(self, run_id: str) -> tuple[Run, RunState | None]:
+        """Reconcile a run; returns it, and its outcome if it has ended."""
         require_own_run(self.control.home, run_id)
         run = self.control.reconciler.one(run_id)
         state = RunState(run.state)
         return run, state if state.terminal else None
 
-    def experiment(self, experiment_id: str) -> tuple[Run, RunState | None]:
-        """Take what is under way of an experiment as far as it goes now.
+    def advance_experiment(self, experiment_id: str) -> tuple[Run, RunState | None]:
+        """Reconcile the live runs of an experiment.
 
         Returns:
-            The run of the stage that it is at, and its own outcome once it has ended. It is cancelled,
-            though that run has succeeded, when the stage after it is not to begin.
+            The run of the current stage, and the outcome of the experiment if it has ended. An experiment is
+            cancelled although that run succeeded if the stage after it will not start.
 
         Raises:
-            RequestError: when no stage of it has ever been begun.
+            RequestError: no stage of the experiment has ever started.
         """
         with self.control.store.snapshot() as session:
-            runs = [run.id for run in runs_under_way(session, experiment_id)]
+            runs = [run.id for run in live_runs(session, experiment_id)]
         for run_id in runs:
             require_own_run(self.control.home, run_id)
             self.control.reconciler.one(run_id)
@@ -117,15 +117,15 @@ class StageStarter:
             at = stage_at(session, experiment_id)
             waiting = select(Stage).where(Stage.experiment_id == experiment_id, Stage.run_id.is_(None))
             more = session.scalars(waiting.limit(1)).first() is not None
-            over = not experiment.requested and not runs_under_way(session, experiment_id)
+            over = not experiment.requested and not live_runs(session, experiment_id)
         if at is None:
-            raise RequestError("no stage of it has been begun", where=f"experiment {experiment.name}")
+            raise RequestError("no stage has started yet", where=f"experiment {experiment.name}")
         if not over:
             return at, None
         stopped = at.state == RunState.SUCCEEDED and more
         return at, RunState.CANCELLED if stopped else RunState(at.state)
 
-    def _begin_next(self, experiment: Experiment) -> StageStarted | None:
+    def _start_next(self, experiment: Experiment) -> StageStarted | None:
         template = template_of(experiment)
         plans = stage_plans(recorded_recipe(self.control, experiment.id), template)
         with suppress(ExperimentCancelledError):
@@ -135,12 +135,12 @@ class StageStarter:
         return None
 
     def _note(self, experiment: Experiment, error: PeriluneError) -> bool:
-        """Remember that it could not go on, and say so in the record; False when it has been said."""
-        before = self._troubled.get(experiment.id)
+        """Remember and record why the next stage is blocked; False if the reason is recorded already."""
+        before = self._blocked.get(experiment.id)
         tries = 1 if before is None else before.tries + 1
-        again = time.monotonic() + min(LONGEST_PAUSE, 2.0**tries)
-        self._troubled[experiment.id] = _Trouble(str(error), tries, again)
-        if before is not None and before.said == str(error):
+        retry_at = time.monotonic() + min(LONGEST_PAUSE, 2.0**tries)
+        self._blocked[experiment.id] = _Blocked(str(error), tries, retry_at)
+        if before is not None and before.message == str(error):
             return False
         with self.control.store.transaction() as session:
             after = latest_run(session, experiment)

@@ -1,4 +1,4 @@
-"""Which placement a run's attempts have: that of the template recorded with it, else this machine."""
+"""The placement of each run: that of its recorded template, or this machine."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from perilune.execution.placements.remote import RemotePlacement, Site
 
 
 class Placements:
-    """The placements of a home's runs. One object a place, so that connections are shared.
+    """The placements of a home's runs. Runs on the same host share a placement object and its connections.
 
     Args:
-        fleet: the machines that the home rents.
+        fleet: the home's rented machines.
         policy: for runs that were submitted without a template.
     """
 
@@ -31,19 +31,19 @@ class Placements:
         self._made: dict[str, Placement] = {}
 
     def of(self, run_id: str) -> Placement:
-        """Where the attempts of a run are."""
+        """The placement of a run's attempts."""
         template = self._template(run_id)
         return self.local if template is None else self.make(template)
 
     def capabilities(self, run_id: str) -> Capabilities:
-        """What the place of a run can do; that of this machine when its template cannot be read."""
+        """The capabilities of a run's placement; those of this machine if its template is unreadable."""
         try:
             return self.of(run_id).capabilities
         except PeriluneError:
             return self.local.capabilities
 
     def make(self, template: Template) -> Placement:
-        """The placement that a template names."""
+        """The placement of a template."""
         container = template.container
         match template.placement:
             case Here() if container is None:
@@ -70,22 +70,22 @@ class Placements:
                 )
 
     def policy_of(self, run_id: str) -> RetryPolicy:
-        """How often, and when, another attempt of a run follows one that has ended."""
+        """The retry policy of a run."""
         template = self._readable(run_id)
         return self.policy if template is None else template.policy()
 
     def turn(self, run_id: str) -> tuple[int | None, int]:
-        """Slots where a run goes (None is any number), and its priority."""
+        """Slots of a run's placement (None is unlimited), and the run's priority."""
         template = self._readable(run_id)
         return (None, 0) if template is None else (template.slots, template.priority)
 
     def place(self, run_id: str) -> Here | OverSsh | OnRented | None:
-        """What runs that share slots have in common; None is no template."""
+        """The placement settings that runs with shared slots have in common; None without a template."""
         template = self._readable(run_id)
         return None if template is None else template.placement
 
     def _readable(self, run_id: str) -> Template | None:
-        """The template of a run; None also when it is damaged, which `of` raises for."""
+        """The template of a run; None also if it is damaged, for which `of` raises."""
         try:
             return self._template(run_id)
         except PeriluneError:

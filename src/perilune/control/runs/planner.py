@@ -1,4 +1,4 @@
-"""What to do next for an attempt: a pure function of what is recorded and what is seen."""
+"""The next step for an attempt: a pure function of its recorded and its observed state."""
 
 from __future__ import annotations
 
@@ -11,49 +11,56 @@ from perilune.execution.observation import Observation
 from perilune.execution.processes import Presence
 from perilune.execution.verdict import Cause
 
-MAX_STARTS = 3  # workers that may die before their claim
+MAX_STARTS = 3  # workers that may die before they claim the attempt
 
 BEFORE_START = frozenset({AttemptState.PLANNED, AttemptState.PROVISIONING, AttemptState.STAGING})
 
 
 class Step(StrEnum):
-    """What the reconciler does about an attempt."""
+    """A step of the reconciler for an attempt."""
 
     WAIT = "wait"
     STAGE = "stage"
     START = "start"
     START_FAILED = "start_failed"
-    ADOPT = "adopt"  # its worker lives: it is running
+    ADOPT = "adopt"  # its worker lives: record it as running
     FINALIZE = "finalize"  # it has left a verdict
-    DIED = "died"  # its worker is positively dead and left no verdict
-    UNREACHABLE = "unreachable"  # cannot be seen: a condition, nothing is done
-    LOSE = "lose"  # not seen for as long as the policy or the user waits, or a newer attempt has begun
-    REFUSED = "refused"  # the place is the wrong machine or lets nobody in, and nothing was begun there
+    DIED = "died"  # its worker is proven dead and left no verdict
+    UNREACHABLE = "unreachable"  # unknown: record a condition, and do nothing else
+    LOSE = "lose"  # unreachable for longer than the policy or the user waits, or replaced by a newer attempt
+    REFUSED = "refused"  # the machine is the wrong one or refuses access, and nothing has started there
     STOP = "stop"
 
 
-def next_step(  # noqa: PLR0911 - one return a row of the table
-    state: AttemptState,
-    seen: Observation,
-    *,
-    cancel: bool = False,
-    force: bool = False,
-    starting: bool = False,
-    starts: int = 0,
-    unseen_seconds: float = 0.0,
-    lost_after: float = 1800.0,
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """Everything besides the state and the observation that decides about the next step.
+
+    Attributes:
+        cancel: whether the user wants the attempt stopped.
+        force: whether the user gives it up if it is unreachable.
+        starting: whether a worker that this process started lives and has not claimed the attempt yet.
+        starts: number of workers that have been started for the attempt.
+        unseen_seconds: how long the attempt has been unreachable.
+        lost_after: seconds after which an unreachable attempt is given up.
+    """
+
+    cancel: bool = False
+    force: bool = False
+    starting: bool = False
+    starts: int = 0
+    unseen_seconds: float = 0.0
+    lost_after: float = 1800.0
+
+
+def next_step(  # noqa: PLR0911 - one return per row of the table
+    state: AttemptState, seen: Observation, now: Situation
 ) -> Step:
     """The next step for an attempt of the current epoch.
 
     Args:
         state: as recorded.
-        seen: the latest look at it.
-        cancel: whether the user wants it stopped.
-        force: whether the user gives it up when it cannot be seen.
-        starting: whether a worker started by us lives and has not claimed yet.
-        starts: how many workers have been started for it.
-        unseen_seconds: how long it has been out of sight.
-        lost_after: how long it may be, before it is given up.
+        seen: the latest observation.
     """
     if state.terminal:
         return Step.WAIT
@@ -64,11 +71,12 @@ def next_step(  # noqa: PLR0911 - one return a row of the table
     if seen.refused and state in BEFORE_START:
         return Step.REFUSED
     if seen.hidden:
-        return Step.LOSE if force or unseen_seconds >= lost_after else Step.UNREACHABLE
-    if cancel:
+        lost = now.force or now.unseen_seconds >= now.lost_after
+        return Step.LOSE if lost else Step.UNREACHABLE
+    if now.cancel:
         return Step.STOP
     if seen.claim is None:
-        return _unclaimed(state, starting, starts)
+        return _unclaimed(state, now.starting, now.starts)
     if seen.worker is Presence.ABSENT:
         return Step.DIED
     return Step.WAIT if state in {AttemptState.RUNNING, AttemptState.FINALIZING} else Step.ADOPT
@@ -78,14 +86,14 @@ def _unclaimed(state: AttemptState, starting: bool, starts: int) -> Step:
     if state in BEFORE_START:
         return Step.STAGE
     if state is not AttemptState.STARTING:
-        return Step.DIED  # it ran, and the evidence of it is gone
+        return Step.DIED  # it has run, and its files are gone
     if starting:
         return Step.WAIT
     return Step.START_FAILED if starts >= MAX_STARTS else Step.START
 
 
 class RetryClass(StrEnum):
-    """Whose fault an ended attempt was."""
+    """The retry budget that a failure counts against."""
 
     INFRASTRUCTURE = "infrastructure"
     PREEMPTION = "preemption"
@@ -104,19 +112,19 @@ CLASS_OF = {
     Cause.PREEMPTED: RetryClass.PREEMPTION,
     Cause.UNREACHABLE: RetryClass.LOST,
     Cause.MACHINE_LOST: RetryClass.LOST,
-}  # everything else is the user's
+}  # every other cause counts as USER
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often an ended attempt is followed by another, by class, and after how long.
+    """How many attempts may follow failures of each class, and after which pause.
 
     Attributes:
-        infrastructure: the worker died or could not start.
-        lost: nothing was heard of it.
-        user: the task failed by itself.
-        base, cap: seconds; the n-th retry of a class waits between 0 and min(cap, base 2^n), at random.
-        lost_after: seconds that an attempt may be out of sight.
+        infrastructure: retries after the worker died or could not start.
+        lost: retries after contact was lost.
+        user: retries after the task itself failed.
+        base, cap: seconds. The n-th retry waits a random time between 0 and min(cap, base * 2**n).
+        lost_after: seconds that an attempt may be unreachable.
     """
 
     infrastructure: int = 5
@@ -127,7 +135,7 @@ class RetryPolicy:
     lost_after: float = 1800.0
 
     def allows(self, cause: str, before: list[str]) -> bool:
-        """Whether another attempt may follow one that ended by `cause`, after earlier ones by `before`."""
+        """Whether a retry may follow an attempt that ended with `cause`, after earlier ones with `before`."""
         kind = retry_class(cause)
         if kind is RetryClass.PREEMPTION:
             return True
@@ -135,14 +143,14 @@ class RetryPolicy:
         return used < int(getattr(self, kind.value))
 
     def delay(self, attempts: int) -> float:
-        """Seconds to wait before the attempt that follows `attempts` others: full jitter."""
+        """Random number of seconds to wait after `attempts` attempts (full jitter)."""
         return random.uniform(0.0, self.longest(attempts))
 
     def longest(self, attempts: int) -> float:
-        """Seconds that are waited at most then."""
+        """Upper bound of `delay` in seconds."""
         return min(self.cap, self.base * 2.0 ** min(attempts, 100))
 
 
 def retry_class(cause: str) -> RetryClass:
-    """Whose fault a cause is."""
+    """The retry class of a cause."""
     return CLASS_OF.get(Cause(cause), RetryClass.USER)

@@ -1,4 +1,4 @@
-"""What happens while an experiment advances, for whoever shows it. The control plane prints nothing."""
+"""Events of an experiment, for whoever displays them. The control plane itself prints nothing."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class StageEvent:
-    """Something happened to a stage.
+    """An event of a stage.
 
     Attributes:
-        stage: its name.
-        run_id: the run that stands for it.
+        stage: name of the stage.
+        run_id: the run of the stage.
     """
 
     stage: str
@@ -22,7 +22,7 @@ class StageEvent:
 
 @dataclass(frozen=True, slots=True)
 class StageStarted(StageEvent):
-    """Work on it has begun, or was found under way (`attached`). `position` counts from 1 of `stages`."""
+    """The stage started, or was live already (`attached`). `position` counts from 1 to `stages`."""
 
     task: str
     position: int
@@ -32,7 +32,7 @@ class StageStarted(StageEvent):
 
 @dataclass(frozen=True, slots=True)
 class StageProgress(StageEvent):
-    """How far it is; `figures` are the task's own, `attempt` says which try."""
+    """Progress of the stage; `figures` come from the task, `attempt` is the number of the attempt."""
 
     attempt: int
     done: int
@@ -43,7 +43,7 @@ class StageProgress(StageEvent):
 
 @dataclass(frozen=True, slots=True)
 class StageResumed(StageEvent):
-    """Attempt `attempt` takes up what the one before could not finish, because of `cause`: `message`."""
+    """Attempt `attempt` continues the work of the one before, which ended with `cause` and `message`."""
 
     attempt: int
     cause: str
@@ -52,14 +52,14 @@ class StageResumed(StageEvent):
 
 @dataclass(frozen=True, slots=True)
 class StageReused(StageEvent):
-    """The same bundle had been run to success before; it is not run again."""
+    """The same bundle has succeeded before; its result is reused."""
 
     summary: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class StageFinished(StageEvent):
-    """It succeeded."""
+    """The stage succeeded after `seconds`."""
 
     summary: Mapping[str, Any]
     seconds: float
@@ -67,7 +67,7 @@ class StageFinished(StageEvent):
 
 @dataclass(frozen=True, slots=True)
 class StageFailed(StageEvent):
-    """It failed, or was cancelled (`cancelled`). The stages after it were not begun."""
+    """The stage failed or was `cancelled`. Later stages did not start."""
 
     cause: str
     message: str

@@ -1,4 +1,4 @@
-"""Whose turn it is: a placement with slots begins runs by priority, then in the order of submission."""
+"""The queue of a placement with slots: by priority, then in the order of submission."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from perilune.control.record.transitions import RunState
 from perilune.control.runs.placements import Placements
 from perilune.control.runs.templates import Template
 
-LAST = "~"  # comes after every run's id
+LAST = "~"  # sorts after every run id
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Where a queued run stands.
+    """The position of a queued run.
 
     Attributes:
-        slots: of its placement; None is any number.
-        taking: runs that have one, by id.
-        before: runs that are given one sooner, by id.
+        slots: of its placement; None is unlimited.
+        taking: ids of the runs that hold a slot.
+        before: ids of the queued runs that get a slot earlier.
     """
 
     slots: int | None = None
@@ -33,24 +33,24 @@ class Turn:
 
     @property
     def has_come(self) -> bool:
-        """Whether it may begin."""
+        """Whether the run may start."""
         return self.slots is None or len(self.taking) + len(self.before) < self.slots
 
     def __str__(self) -> str:
-        ahead = f", and {len(self.before)} go before it" if self.before else ""
+        ahead = f", and {len(self.before)} runs are ahead of it" if self.before else ""
         return f"{len(self.taking)} of {self.slots} slots are taken{ahead}"
 
 
 def turn_of(session: Session, placements: Placements, run: Run) -> Turn:
-    """Where a queued run stands, in the caller's transaction."""
+    """The position of a queued run, in the caller's transaction."""
     slots, priority = placements.turn(run.id)
     return _turn(session, placements, slots, placements.place(run.id), (-priority, run.id))
 
 
 def pause_left(placements: Placements, run: Run) -> float:
-    """Seconds that a queued run still waits before it is tried again.
+    """Seconds until a queued run may be tried again.
 
-    None when they are more than were ever to be waited: the wall clock has been set back since.
+    0 if they exceed the longest possible pause, because then the wall clock was set back.
     """
     left = run.not_before - time.time()
     longest = placements.policy_of(run.id).longest(run.current_epoch - 1)
@@ -58,7 +58,7 @@ def pause_left(placements: Placements, run: Run) -> float:
 
 
 def turn_ahead(session: Session, placements: Placements, template: Template | None) -> Turn:
-    """Where a run would stand that was submitted now with that template."""
+    """The position that a run submitted now with this template would get."""
     if template is None:
         return Turn()
     return _turn(session, placements, template.slots, template.placement, (-template.priority, LAST))

@@ -1,4 +1,4 @@
-"""Whether an attempt can be seen, and since when it cannot. A condition, which ends nothing by itself."""
+"""Record whether an attempt is reachable, and since when it is not. This alone ends nothing."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from perilune.execution.processes import boot_id
 
 
 def note_reachability(store: Store, attempt: Attempt, seen: Observation) -> None:
-    """Record whether the attempt can be seen, when that has changed."""
+    """Record a change of an attempt's reachability."""
     was_hidden = attempt.reachability == Reachability.UNREACHABLE
     if seen.claim is None and not seen.hidden and not was_hidden:
         return
     since = attempt.unreachable_since or {}
-    moved = seen.heartbeat > since.get("heartbeat", -1)  # its files are shared, and it counts on
+    moved = seen.heartbeat > since.get("heartbeat", -1)  # its files are shared, and its heartbeat counts on
     new_boot = since.get("boot_id") != boot_id()
     now = Reachability.UNREACHABLE if seen.hidden else Reachability.REACHABLE
     if now == attempt.reachability and not (seen.hidden and (moved or new_boot)):
@@ -33,7 +33,7 @@ def note_reachability(store: Store, attempt: Attempt, seen: Observation) -> None
 
 
 def unseen_seconds(attempt: Attempt, seen: Observation) -> float:
-    """How long the attempt has been out of sight, counted since this boot."""
+    """How long the attempt has been unreachable, counted within this boot."""
     since = attempt.unreachable_since
     if since is None or not seen.hidden or since["boot_id"] != boot_id():
         return 0.0

@@ -1,8 +1,9 @@
-"""Bring what is recorded and what is seen together, one run at a time. Safe to kill and repeat anywhere.
+"""Reconcile recorded and observed state, one run at a time. Safe to kill and repeat at any point.
 
-Every effect (staging, starting a worker) has its intent committed first, and is one that may be repeated:
-staging is redone from nothing, and of several workers only one can claim an attempt. A per-run flock keeps
-two processes from doing the same work twice; nothing depends on it for correctness. A cut line ends nothing.
+The intent of every side effect (staging, starting a worker) is committed first, and every effect is
+repeatable: staging starts over, and only one of several workers can claim an attempt. A flock per run keeps
+two processes from doing the same work; correctness does not depend on it. A dropped connection does not stop
+a run.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from perilune.control.evidence.attempt_evidence import worker_output
 from perilune.control.evidence.stale_folders import remove_stale_folders
 from perilune.control.machines.lifecycle import Fleet
 from perilune.control.machines.rented import Rentals
-from perilune.control.record.conditions import HOME, Conditions, describe
+from perilune.control.record.conditions import HOME, Conditions
 from perilune.control.record.faults import reached
 from perilune.control.record.home import Home, locked
 from perilune.control.record.identity import inherited
@@ -26,19 +27,19 @@ from perilune.control.record.ledger import begun, current, done, intend, operati
 from perilune.control.record.store import RUN, Attempt, Run, Store, move_attempt, move_run
 from perilune.control.record.transitions import AttemptState, Cleanup, RunState
 from perilune.control.runs.admission import Admission
+from perilune.control.runs.current_submission import LIVE
 from perilune.control.runs.endings import CONNECTION_ERRORS, Endings, assignment
 from perilune.control.runs.placements import Placements
-from perilune.control.runs.planner import RetryPolicy, Step, next_step
+from perilune.control.runs.planner import RetryPolicy, Situation, Step, next_step
 from perilune.control.runs.queue import pause_left
 from perilune.control.runs.reachability import note_reachability, unseen_seconds
 from perilune.errors import PeriluneError, WorkFailedError
 from perilune.execution.observation import Observation
-from perilune.execution.verdict import Cause, cause_of
+from perilune.execution.verdict import Cause, cause_of, describe_error
 
-LIVE_RUNS = (RunState.QUEUED.value, RunState.ACTIVE.value)
-WORKERS = 8  # looks at other machines at once
-RETRY_SECONDS = 1.0  # after a first error of a run
-LONGEST_WAIT = 30.0  # seconds between two tries to see what cannot be seen
+WORKERS = 8  # other machines that are observed at once
+RETRY_SECONDS = 1.0  # pause after the first error of a run
+LONGEST_WAIT = 30.0  # seconds between two looks at an unreachable attempt
 
 
 class Reconciler:
@@ -52,9 +53,9 @@ class Reconciler:
         self.rentals = Rentals(fleet, self.endings.end)
         self.conditions = Conditions(store)
         self.admission = Admission(home, store, self.placements, self.rentals)
-        self._look_after: dict[str, float] = {}  # run to the moment from which looking again may tell more
-        self._misses: dict[str, int] = {}
-        self._errors: dict[str, Exception] = {}  # run to what its last try raised
+        self._look_after: dict[str, float] = {}  # run to the time of its next look
+        self._misses: dict[str, int] = {}  # run to the number of looks in a row that failed
+        self._errors: dict[str, Exception] = {}  # run to the error of its last try
 
     def run(self, run_id: str) -> Run:
         """The run as recorded."""
@@ -62,33 +63,31 @@ class Reconciler:
             return session.get_one(Run, run_id)
 
     def all(self, *, act: bool = True) -> list[Run]:
-        """Reconcile every live run and return them; with `act=False` begin nothing, only finish.
+        """Reconcile every live run and return all of them; with `act=False` only finish, start nothing.
 
-        Those on this machine one after the other; of those elsewhere so many at once, because a look at them
-        is mostly waiting.
-
-        An error of a run or a machine is recorded as its condition and keeps nothing else from going on.
+        Runs on this machine are reconciled one after the other, runs on other machines concurrently. An error
+        of a run or a machine is recorded as its condition and does not affect the others.
 
         Raises:
-            PeriluneError: the database cannot be used.
+            PeriluneError: the database is unusable.
         """
 
-        def go_on(run_id: str) -> Run:
-            self._take_on(run_id, act)
+        def reconcile(run_id: str) -> Run:
+            self._reconcile(run_id, act)
             return self.run(run_id)
 
         with self.store.snapshot() as session:
-            live = list(session.scalars(select(Run.id).where(Run.state.in_(LIVE_RUNS)).order_by(Run.id)))
+            live = list(session.scalars(select(Run.id).where(Run.state.in_(LIVE)).order_by(Run.id)))
         far = [run_id for run_id in live if self.placements.capabilities(run_id).elsewhere]
         with ThreadPoolExecutor(min(len(far), WORKERS) or 1) as workers:
-            looks = {run_id: workers.submit(go_on, run_id) for run_id in far}
-            runs = [looks[one].result() if one in looks else go_on(one) for one in live]
+            looks = {run_id: workers.submit(reconcile, run_id) for run_id in far}
+            runs = [looks[one].result() if one in looks else reconcile(one) for one in live]
         self.clean_up()
         self.sweep()
         return runs
 
     def clean_up(self) -> None:
-        """Remove what ended attempts left elsewhere, and take every machine one step on."""
+        """Remove what ended attempts left on other machines, and reconcile every rented machine."""
         for attempt in self.unclean():
             with locked(self.home.run(attempt.run_id)) as mine:
                 if mine:
@@ -97,12 +96,12 @@ class Reconciler:
             self.rentals.reconcile_all()
 
     def sweep(self) -> None:
-        """Remove what killed commands left in the home."""
+        """Remove files that killed commands left in the home."""
         with self.conditions.of(HOME, "sweep"):
             remove_stale_folders(self.home, self.store)
 
     def unclean(self) -> list[Attempt]:
-        """Ended attempts that are not proven to have stopped, oldest first. They are never forgotten."""
+        """Ended attempts that are not proven to have stopped, oldest first."""
         with self.store.snapshot() as session:
             others = inherited(self.home).runs
             pending = select(Attempt).where(
@@ -111,34 +110,34 @@ class Reconciler:
             return list(session.scalars(pending.order_by(Attempt.created)))
 
     def one(self, run_id: str, *, act: bool = True) -> Run:
-        """Take a run as far as it goes now, unless another process is at it; returns it as recorded then.
+        """Reconcile a run, unless another process does; returns it as recorded then.
 
-        Machines of attempts that have ended, its own and those of earlier runs, are taken on with it.
+        Machines of ended attempts that this process manages are reconciled too.
 
         Raises:
-            Exception: with `act`, the error that is its condition now, unless that is only a cut connection.
+            Exception: with `act`, the error of the run's condition, unless it is a connection error.
         """
-        if self._take_on(run_id, act):
+        if self._reconcile(run_id, act):
             self.rentals.follow()
         error = self._errors.get(run_id)
         if act and error is not None and not isinstance(error, CONNECTION_ERRORS):
             raise error
         return self.run(run_id)
 
-    def _take_on(self, run_id: str, act: bool) -> bool:
-        """Take a run as far as it goes; False when it is too soon for another look to tell anything."""
+    def _reconcile(self, run_id: str, act: bool) -> bool:
+        """Reconcile a run; False if the next look is not due yet, or the run belongs to another home."""
         if (now := time.monotonic()) < self._look_after.get(run_id, 0.0):
             return False
         if run_id in inherited(self.home).runs:
             return False
         with locked(self.home.run(run_id)) as mine:
             if mine:
-                self._go_on(run_id, act)
+                self._advance(run_id, act)
         self._look_after[run_id] = now + self._pause(run_id)
         return True
 
-    def _go_on(self, run_id: str, act: bool) -> None:
-        """Step after step until nothing changes. An error is recorded, and tried again ever more rarely."""
+    def _advance(self, run_id: str, act: bool) -> None:
+        """Take steps until nothing changes. Records an error, and backs off after repeated errors."""
         misses = self._misses.get(run_id, 0)
         with self.conditions.of(run_id, RUN, clears=act) as work:
             while self._step(run_id, act):
@@ -153,17 +152,17 @@ class Reconciler:
             self._misses[run_id] = misses + 1
 
     def look_now(self, run_id: str) -> None:
-        """Have the next look at a run made when it is asked for, however long the last ones told nothing."""
+        """Make the next look at a run due now, whatever the backoff."""
         self._look_after.pop(run_id, None)
 
     def _pause(self, run_id: str) -> float:
-        """Seconds until the next look: as often as it tells something, less often while the way is cut."""
+        """Seconds until the next look, with exponential backoff while the run is unreachable."""
         every, misses = self.placements.capabilities(run_id).look_every, self._misses.get(run_id, 0)
         if run_id in self._errors:
             every = max(every, RETRY_SECONDS)
         return every if misses == 0 else random.uniform(0.5, 1.0) * min(LONGEST_WAIT, every * 2.0**misses)
 
-    # One step; True when something changed and another may follow.
+    # The methods below take one step. True means that something changed and another step may follow.
 
     def _step(self, run_id: str, act: bool) -> bool:
         with self.store.snapshot() as session:
@@ -183,7 +182,7 @@ class Reconciler:
         self._misses[run_id] = self._misses.get(run_id, 0) + 1 if seen.hidden else 0
         return self._act(run, attempt, seen, self._next(run, attempt, seen), act)
 
-    def _act(  # noqa: PLR0911 - one return a row of the table
+    def _act(  # noqa: PLR0911 - one return per row of the table
         self, run: Run, attempt: Attempt, seen: Observation, step: Step, act: bool
     ) -> bool:
         placement, there = self.placements.of(attempt.run_id), assignment(self.home, attempt)
@@ -199,7 +198,7 @@ class Reconciler:
             case Step.START:
                 return act and self._start(attempt)
             case Step.STOP:
-                return self.endings.stop(run, attempt)  # the wish was for this, whatever the command is
+                return self.endings.stop(run, attempt)  # the user requested it, so also without `act`
             case Step.ADOPT:
                 return self._adopt(attempt)
             case Step.FINALIZE:
@@ -207,14 +206,13 @@ class Reconciler:
                 return self.endings.finalize(attempt, seen.verdict)
             case Step.START_FAILED:
                 placement.stop(there)
-                said = worker_output(there.directory) or "it said nothing"
-                return self.endings.end(
-                    attempt, AttemptState.FAILED, Cause.START_FAILED, f"no worker came up: {said}"
-                )
+                output = worker_output(there.directory) or "it printed nothing"
+                why = f"no worker came up: {output}"
+                return self.endings.end(attempt, AttemptState.FAILED, Cause.START_FAILED, why)
             case Step.DIED:
                 return self.endings.finalize_dead_attempt(attempt, seen)
             case Step.LOSE:
-                self._misses.pop(run.id, None)  # where the next one goes may well be seen
+                self._misses.pop(run.id, None)  # the next attempt may be reachable
                 return self.endings.lose(run, attempt, seen)
             case Step.REFUSED:
                 with self.store.transaction() as session:
@@ -224,22 +222,22 @@ class Reconciler:
                 )
 
     def look(self, run: Run, attempt: Attempt) -> tuple[Observation, Step]:
-        """What is seen of an active run's attempt, and the step that is next. Records and does nothing."""
+        """Observe an active run's attempt, and say which step is next. Changes nothing."""
         seen = self._observe(attempt)
         try:
             return seen, self._next(run, attempt, seen)
         except Exception as error:
-            return Observation(unseen=describe(error)), Step.UNREACHABLE
+            return Observation(unseen=describe_error(error)), Step.UNREACHABLE
 
     def _observe(self, attempt: Attempt) -> Observation:
-        """One look at an attempt. After an error nothing is known of it, and the observation says why."""
+        """Observe an attempt. After an error nothing is known, and `unseen` holds the error."""
         try:
             return self.placements.of(attempt.run_id).observe(assignment(self.home, attempt))
         except Exception as error:
-            return Observation(unseen=describe(error))
+            return Observation(unseen=describe_error(error))
 
     def _give_up(self, run_id: str) -> None:
-        """End a run that cannot be stopped for an error, because its user asked for that."""
+        """End a run that the user gave up, although an error keeps it from being stopped."""
         with self.store.snapshot() as session:
             run = session.get_one(Run, run_id)
             attempt = session.get(Attempt, (run_id, run.current_epoch))
@@ -249,9 +247,7 @@ class Reconciler:
     def _next(self, run: Run, attempt: Attempt, seen: Observation) -> Step:
         with self.store.snapshot() as session:
             starts = operations(session, run.id, attempt.number, "start")
-        return next_step(
-            AttemptState(attempt.state),
-            seen,
+        now = Situation(
             cancel=run.desired == RunState.CANCELLED,
             force=run.forced,
             starting=self.placements.of(attempt.run_id).starting(assignment(self.home, attempt)),
@@ -259,9 +255,10 @@ class Reconciler:
             unseen_seconds=unseen_seconds(attempt, seen),
             lost_after=self.placements.policy_of(run.id).lost_after,
         )
+        return next_step(AttemptState(attempt.state), seen, now)
 
     def _admit(self, run: Run, previous: Attempt | None, act: bool) -> bool:
-        """QUEUED to ACTIVE with attempt N+1, once nothing of attempt N is left."""
+        """Move a run from QUEUED to ACTIVE with attempt N+1, once attempt N is cleaned up."""
         if run.desired == RunState.CANCELLED:
             with self.store.transaction() as session:
                 move_run(session, session.get_one(Run, run.id), RunState.CANCELLED)
@@ -272,8 +269,8 @@ class Reconciler:
             return False
         turn = self.admission.turn(run)
         if not turn.has_come:
-            for other in (*turn.taking, *turn.before):  # nobody else may be there to help them along
-                self._take_on(other, act=True)
+            for other in (*turn.taking, *turn.before):  # perhaps no other process reconciles them
+                self._reconcile(other, act=True)
             return False
         return self.admission.begin(run)
 
@@ -305,7 +302,7 @@ class Reconciler:
         return True
 
     def _restored_from(self, run: Run) -> Path | None:
-        """The attempt whose complete checkpoints the next one starts from."""
+        """Directory of the attempt whose complete checkpoints the next one starts from."""
         if run.current_epoch > 1:
             owner, number = run.id, run.current_epoch - 1
         elif run.retry_of is not None and self.run(run.retry_of).state != RunState.SUCCEEDED:
@@ -330,7 +327,7 @@ class Reconciler:
         reached("start.done")
         with self.store.transaction() as session:
             done(session, key)
-        return placement.capabilities.elsewhere  # here it needs a moment to claim
+        return placement.capabilities.elsewhere  # on this machine the worker needs a moment to claim
 
     def _adopt(self, attempt: Attempt) -> bool:
         with self.store.transaction() as session:

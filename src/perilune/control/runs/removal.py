@@ -1,7 +1,8 @@
-"""Removing an experiment: from the record, then from the disk.
+"""Remove an experiment from the database, then from the disk.
 
-One transaction records which runs go and deletes their rows. Their folders are then renamed away and deleted.
-After a kill in between, `perilune.control.evidence.stale_folders` removes the folders that the event names.
+One transaction records which runs are removed and deletes their rows. Then their folders are renamed away and
+deleted. After a kill in between, `perilune.control.evidence.stale_folders` removes the folders named in the
+event.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ from perilune.files import read_json, write_json
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What removing an experiment does.
+    """The effects of removing an experiment.
 
     Attributes:
-        runs: that go.
-        kept: run that stays, because another experiment needs it, to the id of that experiment.
-        copied: names of other experiments that started from a checkpoint of a run that goes. Their bundles
-            hold copies.
-        blockers: why it cannot be removed now, each with the command that helps.
+        runs: runs that are removed.
+        kept: run that stays because another experiment needs it, to the id of that experiment.
+        copied: names of other experiments that started from a checkpoint of a removed run. Their bundles
+            contain copies.
+        blockers: reasons why it cannot be removed now, each with a command that helps.
     """
 
     experiment: Experiment
@@ -61,17 +62,17 @@ def plan_removal(control: Control, experiment_id: str) -> Removal:
 
 
 def bytes_of(control: Control, removal: Removal) -> int:
-    """Bytes on disk of what goes."""
+    """Bytes on disk that the removal frees."""
     seen: set[tuple[int, int]] = set()
     folders = [control.home.run(run.id) for run in removal.runs]
     return sum(size_of(path, seen) for path in (*folders, control.home.experiment(removal.experiment.id)))
 
 
 def remove_experiment(control: Control, experiment_id: str) -> Removal:
-    """Remove an experiment with its runs. Runs that other experiments need go over to those.
+    """Remove an experiment and its runs. Runs that other experiments need are handed over to those.
 
     Raises:
-        RequestError: when a run or a machine is live, or another command uses a run.
+        RequestError: a run or a machine is live, or another command uses a run.
     """
     home = control.home
     with ExitStack() as stack:
@@ -110,13 +111,13 @@ def _plan(session: Session, home: Home, experiment_id: str) -> Removal:
 
 
 def _kept(session: Session, experiment_id: str) -> dict[str, str]:
-    """Runs that other experiments need, each to one of them: runs of its stages, and runs these retry."""
+    """Runs that other experiments need, for their stages or as the origin of a retry, with one of those."""
     others = select(Stage.run_id, Stage.experiment_id).where(
         Stage.experiment_id != experiment_id, Stage.run_id.is_not(None)
     )
     kept: dict[str, str] = {run_id: heir for run_id, heir in session.execute(others) if run_id}
     retries = select(Run.id, Run.experiment_id, Run.retry_of).where(Run.retry_of.is_not(None))
-    # A retry is younger than the run it repeats, and ids grow with time.
+    # A retry is younger than the run it retries, and ids grow with time.
     for run_id, owner, before in session.execute(retries.order_by(Run.id.desc())):
         heir = kept.get(run_id) or (owner if owner != experiment_id else None)
         if heir and before:
@@ -147,7 +148,7 @@ def _blockers(session: Session, experiment: Experiment, own: list[Run]) -> list[
         if not RunState(run.state).terminal
     ]
     if experiment.requested and not found:
-        found.append(("stages of it are still to be run", f"perilune cancel {experiment.id}"))
+        found.append(("its remaining stages are still to run", f"perilune cancel {experiment.id}"))
     ids = [run.id for run in own]
     pending = select(Attempt).where(Attempt.run_id.in_(ids), Attempt.cleanup == Cleanup.PENDING.value)
     found += [
@@ -177,7 +178,7 @@ def _delete(session: Session, removal: Removal) -> None:
 
 
 def _hand_over(home: Home, run_id: str, heir: str) -> None:
-    """Write the run's new experiment where `perilune rebuild` reads it."""
+    """Write the run's new experiment to the file that `perilune rebuild` reads."""
     path = home.run(run_id) / SUBMISSION
     if path.exists():
         write_json(path, {**read_json(path), "experiment": heir})

@@ -1,4 +1,4 @@
-"""Run a frozen bundle again, beside the history, and compare what it computed with the first time."""
+"""Run a frozen bundle again, without recording a run, and compare its results with the first ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from perilune.execution.verdict import read_verdict
 
 @dataclass(frozen=True, slots=True)
 class Reproduced(StageEvent):
-    """The second run has ended: where it lies (None when it was identical), and what differs."""
+    """The second run has ended: its directory (None if it was identical) and the differences."""
 
     directory: Path | None
     differences: tuple[Difference, ...]
@@ -34,17 +34,17 @@ class Reproduced(StageEvent):
 def reproduce(control: Control, run_id: str) -> Iterator[StageEvent]:
     """Run the frozen bundle of a succeeded run again and compare metrics, episodes and final checkpoint.
 
-    Tells its progress; the last event is Reproduced. The second run ends with this process. Its directory
-    is kept when something differs.
+    Yields progress; the last event is Reproduced. The second run ends with this process. Its directory is
+    kept if something differs.
 
     Raises:
-        RequestError: when the run has not succeeded, or its evidence is damaged.
-        WorkFailedError: when the second run failed.
+        RequestError: the run has not succeeded, or its evidence is damaged.
+        WorkFailedError: the second run failed.
     """
     run = control.run(run_id)
     if run.state != RunState.SUCCEEDED:
         raise RequestError(
-            f"the run is {run.state}; only one that succeeded can be reproduced", where=f"run {run_id}"
+            f"the run is {run.state}; only succeeded runs can be reproduced", where=f"run {run_id}"
         )
     first = control.directory(run)
     require_verified(first, run.bundle_digest, removed_from(control.home, run_id, run.current_epoch))
@@ -62,8 +62,8 @@ def reproduce(control: Control, run_id: str) -> Iterator[StageEvent]:
             worker.wait()
     verdict = read_verdict(again / "runtime", 1)
     if verdict is None or not verdict.succeeded:
-        said = verdict.message if verdict else worker_output(again)
-        raise WorkFailedError(f"the second run failed: {said}", where=str(again))
+        message = verdict.message if verdict else worker_output(again)
+        raise WorkFailedError(f"the second run failed: {message}", where=str(again))
     differences = tuple(compare_artifacts(first, again))
     if not differences:
         remove_tree(again)

@@ -1,4 +1,4 @@
-"""What a user may ask of a run besides running it: its log, to stop, to be tried again, to be handed over."""
+"""Requests about existing runs: cancel, retry, read the log, collect the evidence."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from perilune.control.record.transitions import Reachability, RunState
 from perilune.control.runs.current_submission import (
     end_submission,
     end_submissions_of,
-    requested_elsewhere,
-    runs_under_way,
+    is_requested,
+    live_runs,
 )
 from perilune.control.runs.experiments import POLL_SECONDS, Control
 from perilune.control.runs.submission import Submission, submit
@@ -29,22 +29,21 @@ from perilune.errors import RequestError, WorkFailedError
 from perilune.execution.log import LogReader, log_pieces
 
 WORKER_LINES = 1000
-CANCEL_PATIENCE = 60.0  # seconds; longer than a task's grace and the proof that it has ended
+CANCEL_PATIENCE = 60.0  # seconds; longer than a task's grace period plus the proof that it has ended
 
 
 def cancel(control: Control, run_id: str, *, force: bool = False, patience: float = CANCEL_PATIENCE) -> Run:
-    """Stop a run: ask its task, wait, then kill. Returns it in its last state.
+    """Stop a run: ask its task, wait, then kill it. Returns the run in its final state.
 
-    It is CANCELLED only when it is proven that none of its processes is left; when it succeeds first,
-    success wins. The wish is durable before anything is done, so a killed `cancel` is carried out by
-    whatever command comes next.
+    The run becomes CANCELLED once none of its processes is proven to be left; if it succeeds first, it stays
+    SUCCEEDED. The request is durable first, so the next command completes a killed `cancel`.
 
-    With `force`, an attempt that cannot be seen, or whose processes cannot be ended, is given up: the run is
-    CANCELLED, no result of that attempt is taken any more, and it is stopped when it is seen again.
+    With `force`, an attempt that is unreachable, or whose processes cannot be ended, is given up: the run
+    becomes CANCELLED, results of that attempt are rejected, and it is stopped once it is reachable again.
 
     Raises:
-        RequestError: when the run has ended already.
-        WorkFailedError: when it cannot be seen, or was not proven to have stopped within `patience` seconds.
+        RequestError: the run has already ended.
+        WorkFailedError: it is unreachable, or was not proven to have stopped within `patience` seconds.
     """
     request_cancel(control, run_id, force=force)
     control.reconciler.look_now(run_id)
@@ -52,15 +51,15 @@ def cancel(control: Control, run_id: str, *, force: bool = False, patience: floa
     while not RunState((run := control.reconciler.one(run_id)).state).terminal:
         if not force and _unreachable(control, run):
             raise WorkFailedError(
-                "the run is told to stop, but its worker cannot be seen from here",
+                "cancellation is requested, but the worker of the run is unreachable from here",
                 where=f"run {run_id}",
                 remedy=f"perilune reconcile on its machine; to give it up: perilune cancel {run_id} --force",
             )
         if time.monotonic() > deadline:
             raise WorkFailedError(
-                "the run is told to stop and is not yet proven to have stopped",
+                "cancellation is requested, but the run is not yet proven to have stopped",
                 where=f"run {run_id}",
-                remedy="perilune reconcile goes on trying",
+                remedy="perilune reconcile tries again",
             )
         time.sleep(POLL_SECONDS)
     return run
@@ -73,18 +72,19 @@ def _unreachable(control: Control, run: Run) -> bool:
 
 
 def request_cancel(control: Control, run_id: str, *, force: bool = False) -> None:
-    """Record that a run is to stop, if need be without proof, and that no stage is to follow it.
+    """Request that a run stops (with `force`, without proof) and that no stage follows it.
 
-    Whoever reconciles next stops it.
+    The next reconcile stops it.
 
     Raises:
-        RequestError: when the run has ended already.
+        RequestError: the run has already ended.
     """
     require_own_run(control.home, run_id)
     with control.store.transaction() as session:
         run = session.get_one(Run, run_id)
         if RunState(run.state).terminal:
-            raise RequestError(f"the run has {_ended(run.state)} already", where=f"run {run_id}")
+            verb = "been cancelled" if run.state == RunState.CANCELLED else run.state
+            raise RequestError(f"the run has already {verb}", where=f"run {run_id}")
         if run.desired != RunState.CANCELLED:
             run.desired = RunState.CANCELLED.value
             record(session, "run.cancel_requested", run_id=run_id, epoch=run.current_epoch)
@@ -95,15 +95,15 @@ def request_cancel(control: Control, run_id: str, *, force: bool = False) -> Non
 
 
 def cancel_experiment(control: Control, experiment_id: str, *, force: bool = False) -> list[Run]:
-    """Stop what is under way of an experiment, and begin no further stage of it.
+    """Stop the live runs of an experiment, and start no further stage.
 
-    A run that another experiment wants as well goes on for that one.
+    A run that another experiment needs too continues.
 
     Returns:
-        The runs that were stopped, in their last states; none between two stages.
+        The stopped runs in their final states; empty between two stages.
 
     Raises:
-        RequestError: when nothing of it is under way, and no stage is to be begun.
+        RequestError: no run of the experiment is live, and no stage would start.
         WorkFailedError: as `cancel`.
     """
     stopping = request_experiment_cancel(control, experiment_id)
@@ -111,43 +111,40 @@ def cancel_experiment(control: Control, experiment_id: str, *, force: bool = Fal
 
 
 def request_experiment_cancel(control: Control, experiment_id: str) -> list[str]:
-    """Record that no further stage of an experiment is to begin; returns the runs that are to be stopped.
+    """Request that no further stage of an experiment starts; returns the ids of the runs to stop.
 
     Raises:
-        RequestError: when nothing of it is under way, and no stage is to be begun.
+        RequestError: no run of the experiment is live, and no stage would start.
     """
     with control.store.transaction() as session:
         experiment = session.get_one(Experiment, experiment_id)
-        under_way = runs_under_way(session, experiment_id)
-        for run in under_way:
+        runs = live_runs(session, experiment_id)
+        for run in runs:
             require_own_run(control.home, run.id)
-        if not under_way and not experiment.requested:
+        if not runs and not experiment.requested:
             raise RequestError(
-                "nothing of the experiment is under way",
+                "the experiment is not running",
                 where=f"experiment {experiment.name}",
                 remedy=f"perilune runs -e {experiment_id}",
             )
         end_submission(session, experiment, "cancelled")
-        return [run.id for run in under_way if not requested_elsewhere(session, run)]
+        return [run.id for run in runs if not is_requested(session, run)]
 
 
 def left_running(control: Control, experiment_id: str) -> Sequence[Run]:
-    """What is under way of an experiment, as after it was cancelled: what another one wants too."""
+    """Live runs of a cancelled experiment, which another experiment needs."""
     with control.store.snapshot() as session:
-        return runs_under_way(session, experiment_id)
-
-
-def _ended(state: str) -> str:
-    return {"cancelled": "been cancelled"}.get(state, state)
+        return live_runs(session, experiment_id)
 
 
 def retry(control: Control, run_id: str) -> Run:
-    """Submit the same bundle again: a new run, linked to this one, that starts from its last checkpoint.
+    """Submit the same bundle as a new run, which is linked to this one and starts from its last checkpoint.
 
-    It goes where this one went, by the host key that the templates now give for that machine.
+    The new run has the same template, with the host key that the user's templates now contain for the
+    machine.
 
     Raises:
-        RequestError: when the run is under way or has succeeded.
+        RequestError: the run is live or has succeeded.
     """
     run = control.run(run_id)
     if run.state == RunState.SUCCEEDED:
@@ -171,9 +168,9 @@ def retry(control: Control, run_id: str) -> Run:
 
 
 def logs(control: Control, run_id: str, *, follow: bool = False) -> Iterator[str]:
-    """The text of a run's log; with `follow`, as it comes, through all attempts, until the run has ended.
+    """The text of a run's log; with `follow`, as it grows, across all attempts, until the run ends.
 
-    It is as the task printed it: `perilune.terminal.printable` before it is shown.
+    The text is raw: pass it through `perilune.terminal.printable` before showing it.
     """
     if follow:
         require_own_run(control.home, run_id)
@@ -182,7 +179,7 @@ def logs(control: Control, run_id: str, *, follow: bool = False) -> Iterator[str
         runtime = control.home.attempt(run_id, attempt) / "runtime"
         printed, decoder = LogReader(runtime), codecs.getincrementaldecoder("utf-8")(errors="replace")
         while True:
-            # Looked at before the log: when it has ended, its end is in the log.
+            # Before the log is read: if the run has ended, the log is complete.
             run = control.reconciler.one(run_id, act=False)
             for data in printed.read():
                 yield decoder.decode(data)
@@ -191,7 +188,7 @@ def logs(control: Control, run_id: str, *, follow: bool = False) -> Iterator[str
                 break
             time.sleep(POLL_SECONDS)
         if not log_pieces(runtime):
-            yield worker_output(runtime.parent, WORKER_LINES)  # there was never a task
+            yield worker_output(runtime.parent, WORKER_LINES)  # the task never started
         if run.current_epoch == attempt:
             return
         attempt += 1
@@ -199,20 +196,20 @@ def logs(control: Control, run_id: str, *, follow: bool = False) -> Iterator[str
 
 
 def collect(control: Control, run_id: str, destination: Path | None = None) -> list[Path]:
-    """Check that a run's evidence is whole, and copy it to `destination` when given.
+    """Check that a run's evidence is intact, and copy it to `destination` if that is given.
 
     Returns:
-        The files of the attempt, relative to it.
+        The files of the attempt, relative to its directory.
 
     Raises:
-        RequestError: when there is nothing to collect yet, or something is at `destination`.
-        WorkFailedError: when a file differs from what the manifest says, naming the first.
+        RequestError: there is nothing to collect yet, or `destination` exists.
+        WorkFailedError: a file differs from the manifest; the message names the first.
     """
     run = control.run(run_id)
     attempt = control.directory(run)
     if run.current_epoch == 0 or not RunState(run.state).terminal:
         raise RequestError(
-            f"the run is {run.state}; there is no whole evidence yet",
+            f"the run is {run.state}; its evidence is not complete yet",
             where=f"run {run_id}",
             remedy=f"perilune logs {run_id} -f",
         )

@@ -46,8 +46,8 @@ def run(
         on_event: called with the start, the progress and the end of each stage.
 
     Raises:
-        RequestError: when the recipe is wrong, or a stage finds that it is.
-        WorkFailedError: when a stage fails or is cancelled.
+        RequestError: the recipe is invalid, or a stage rejects it.
+        WorkFailedError: a stage fails or is cancelled.
     """
     loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     control = Control()
@@ -93,8 +93,8 @@ def evaluate(
         "truncated" and the other figures of an evaluation.
 
     Raises:
-        RequestError: when the checkpoint, the environment or a number is wrong.
-        WorkFailedError: when the evaluation fails.
+        RequestError: the checkpoint, the environment or a number is invalid.
+        WorkFailedError: the evaluation fails.
     """
     fields = {"tasks": tasks, "samples": samples, "max_tokens": max_tokens, "temperature": temperature}
     return run(evaluation_recipe(Path(checkpoint), environment, fields, seed))[STAGE].summary

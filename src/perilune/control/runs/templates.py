@@ -1,6 +1,6 @@
-"""Templates: named YAML files that say where runs go, with what, how often they are tried, and for how long.
+"""Templates: named YAML files that say where runs execute, with which resources, retries and time limits.
 
-A template is read when a run is submitted and recorded with it, so a later edit reaches later runs only.
+A template is read and recorded when a run is submitted, so an edit affects only later runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from perilune.recipe.problems import ProblemsError, nearest, raise_first, valida
 from perilune.recipe.source import MAX_BYTES, Document, parse_yaml
 
 LOCAL = "local"
-TEMPLATE = "template.json"  # in a run's directory: what it was submitted with
+TEMPLATE = "template.json"  # in a run's directory: the template of its submission
 
 
 class _Section(BaseModel):
@@ -39,35 +39,37 @@ class Here(_Section):
     """This machine."""
 
     name: Literal["local"] = "local"
-    site: Site | None = Field(None, description="what is where on it; for containers only")
+    site: Site | None = Field(None, description="settings of this machine; only for containers")
 
 
 class OverSsh(SshSettings):
-    """A machine that one reaches with ssh."""
+    """A machine reached over ssh."""
 
     name: Literal["ssh"] = "ssh"
-    site: Site = Field(Site(), description="what is where on it")
+    site: Site = Field(Site(), description="settings of the machine")
 
 
 class OnRented(Rental):
-    """A machine that is rented for every attempt, and given back after it."""
+    """Machines that are rented for each attempt and returned after it."""
 
     name: Literal["rented"] = "rented"
-    site: Site = Field(Site(), description="what is where on it")
+    site: Site = Field(Site(), description="settings of the machine")
 
 
 class Retry(_Section):
-    """How often another attempt follows one that has ended, by whose fault that was."""
+    """How many attempts may follow failures, by class of failure."""
 
     infrastructure: int = Field(5, ge=0, description="retries after a failure of the machine or of Perilune")
     lost: int = Field(5, ge=0, description="retries after contact was lost")
     user: int = Field(0, ge=0, description="retries after a failure of the task itself")
-    base: float = Field(0.5, gt=0, description="seconds; the n-th retry waits at most base * 2**n, at random")
+    base: float = Field(
+        0.5, gt=0, description="seconds; the n-th retry waits a random time up to base * 2**n"
+    )
     cap: float = Field(300.0, gt=0, description="longest wait before a retry, in seconds")
 
 
 class ResourcesChange(_Section):
-    """What the machine has, in place of what the recipe says."""
+    """Resources of the machine, in place of those in the recipe."""
 
     device: Literal["auto", "cpu", "cuda"] | None = Field(None, description="where tensors live")
     threads: int | None = Field(None, ge=0, description="threads of a process on a CPU")
@@ -79,7 +81,7 @@ class ResourcesChange(_Section):
 
 
 def _launcher(value: Any) -> str | None:
-    """Which launcher is meant: it stands alone, or is the `name` of a section."""
+    """The launcher's name, given alone or as the `name` of a section."""
     if isinstance(value, Container):
         return value.name
     name = value.get("name") if isinstance(value, dict) else value
@@ -91,20 +93,22 @@ _Docker = Annotated[Container, Tag("docker")]
 
 
 class Template(_Section):
-    """Where and how runs go."""
+    """Where and how runs execute."""
 
     description: str = Field("", description="text for readers")
     placement: Annotated[Here | OverSsh | OnRented, Field(discriminator="name")] = Field(
-        Here(), description="where: local, ssh with how to get there, or rented with what it may cost"
+        Here(), description="where: local, ssh with its address, or rented with its cost limits"
     )
     launcher: Annotated[_Process | _Docker, Discriminator(_launcher)] = Field(
-        "process", description="how a worker is started there: process, or a section with the name docker"
+        "process", description="how a worker starts there: process, or a section with the name docker"
     )
-    resources: ResourcesChange = Field(ResourcesChange(), description="what the machine has")
-    retry: Retry = Field(Retry(), description="how often it is tried again")
-    limits: AttemptLimits = Field(AttemptLimits(), description="how long an attempt may go on elsewhere")
+    resources: ResourcesChange = Field(ResourcesChange(), description="resources of the machine")
+    retry: Retry = Field(Retry(), description="how often a failed run is tried again")
+    limits: AttemptLimits = Field(AttemptLimits(), description="time limits of an attempt on another machine")
     slots: int | None = Field(None, ge=1, description="most runs at this placement at once; others wait")
-    priority: int = Field(0, description="of waiting runs: the highest first, then first come, first served")
+    priority: int = Field(
+        0, description="waiting runs start by priority, highest first, then in order of submission"
+    )
     allowed_overrides: tuple[str, ...] = Field(
         (), description="keys that `perilune run --with KEY=VALUE` may change, such as limits.max_lifetime"
     )
@@ -112,38 +116,38 @@ class Template(_Section):
     @model_validator(mode="after")
     def _site_of_containers(self) -> Template:
         if isinstance(self.placement, Here) and self.placement.site and self.container is None:
-            raise ValueError("placement.site is for containers: here, a process is started as you are")
+            raise ValueError("placement.site is only for containers: a local process uses your environment")
         return self
 
     @property
     def container(self) -> Container | None:
-        """What workers run in; None is no container."""
+        """The container that workers run in; None for plain processes."""
         return None if self.launcher == "process" else self.launcher
 
     def policy(self) -> RetryPolicy:
-        """As the reconciler wants it."""
+        """The reconciler's retry policy."""
         here = isinstance(self.placement, Here) and self.container is None
         lost_after = RetryPolicy().lost_after if here else self.limits.given_up_after
         return RetryPolicy(**self.retry.model_dump(), lost_after=lost_after)
 
     def job(self, job: Job) -> Job:
-        """The job as it runs there.
+        """The job with the resources of this template.
 
         Raises:
-            RequestError: when it wants several machines and the placement has one, or keeps them apart.
+            RequestError: the job needs several machines, and the placement has one or isolates them.
         """
         changes = self.resources.model_dump(exclude_none=True)
         resources = Resources.model_validate(job.resources.model_dump() | changes)
         resources = resources_of(load_plugin(job.task), resources)
         if resources.nodes > 1 and not isinstance(self.placement, OnRented):
             raise RequestError(
-                f"{resources.nodes} machines are asked for, and the placement {self.placement.name} has one",
+                f"the job needs {resources.nodes} machines, and the placement {self.placement.name} has one",
                 where="resources.nodes",
-                remedy="rent them: a template whose placement is rented",
+                remedy="use a template whose placement is rented",
             )
         if resources.nodes > 1 and self.container is not None and self.container.network != "host":
             raise RequestError(
-                f"{resources.nodes} machines are asked for, whose containers have networks of their own",
+                f"the job needs {resources.nodes} machines, and their containers have separate networks",
                 where="launcher.network",
                 remedy="network: host",
             )
@@ -154,21 +158,21 @@ BUILT_IN = {LOCAL: Template(description="this machine")}
 
 
 def folder(home: Home) -> Path:
-    """Where the user's templates lie."""
+    """Folder of the user's templates."""
     return home.root / "templates"
 
 
 def template_names(home: Home) -> list[str]:
-    """Names of all templates there are; the user's own come before those that are built in."""
+    """Names of all templates, the user's own before the built-in ones."""
     own = sorted(path.stem for path in folder(home).glob("*.yaml"))
     return [*own, *(name for name in BUILT_IN if name not in own)]
 
 
 def load_template(home: Home, name: str, changes: Sequence[str] = ()) -> Template:
-    """The template called `name`, or in the file `name`, with `changes` ("key.key=value") that it allows.
+    """The template called `name`, or in the file `name`, with `changes` ("key.key=value") applied.
 
     Raises:
-        RequestError: there is none, it is not valid (file, line, key), or it does not allow a change.
+        RequestError: there is no such template, it is invalid (file, line, key), or it forbids a change.
     """
     path = Path(name) if name.endswith(".yaml") else folder(home) / f"{name}.yaml"
     if not path.exists() and name not in BUILT_IN:
@@ -191,7 +195,7 @@ def recorded_template(home: Home, run_id: str) -> Template | None:
     """The template that a run was submitted with.
 
     Raises:
-        RequestError: when what was recorded is damaged.
+        RequestError: the recorded file is damaged.
     """
     path = home.run(run_id) / TEMPLATE
     try:
@@ -201,15 +205,15 @@ def recorded_template(home: Home, run_id: str) -> Template | None:
 
 
 def with_present_host_key(home: Home, template: Template) -> Template:
-    """A recorded template with the host key that the user's templates now give for the same machine.
+    """A recorded template with the host key that the user's templates now contain for the same machine.
 
-    A run that was refused because its machine has a new key can be tried again once the template says so.
+    So a run that was refused because the machine has a new key can be retried once a template has that key.
     """
     if not isinstance(template.placement, OverSsh):
         return template
     where = template.placement.model_dump(include={"host", "port", "user", "config"})
     for name in template_names(home):
-        with contextlib.suppress(RequestError):  # another template that is not valid
+        with contextlib.suppress(RequestError):  # another template is invalid
             now = load_template(home, name).placement
             if isinstance(now, OverSsh) and now.model_dump(include=set(where)) == where:
                 placement = template.placement.model_copy(update={"host_key": now.host_key})
@@ -231,10 +235,8 @@ def _apply(document: Document, change: str, allowed: Sequence[str], name: str) -
     if not equals or not key:
         raise RequestError("not of the form key=value", where=place, remedy="--with limits.max_lifetime=3600")
     if key not in allowed:
-        listed = (
-            f"it allows {', '.join(allowed)}" if allowed else "it allows none: name them in allowed_overrides"
-        )
-        raise RequestError(f"the template {name} does not let '{key}' be changed", where=place, remedy=listed)
+        remedy = f"it allows {', '.join(allowed)}" if allowed else "add the key to its allowed_overrides"
+        raise RequestError(f"the template {name} does not allow changing '{key}'", where=place, remedy=remedy)
     value: Any = parse_yaml(text, place).value
     document.set(tuple(key.split(".")), value, place)
 
@@ -243,4 +245,4 @@ def _read(path: Path) -> str:
     try:
         return read_regular(path, MAX_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"cannot be read: {error}", where=str(path)) from None
+        raise RequestError(f"cannot read the template: {error}", where=str(path)) from None

@@ -1,6 +1,6 @@
-"""One copy of our own wheel for all frozen bundles of a home, by its digest.
+"""Share one copy of Perilune's wheel between all frozen bundles of a home, by digest.
 
-Only bundles share it. An attempt has a copy of its own, because its task could write to what it shares.
+Attempts have copies of their own, because a task could write to a shared file.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ WHEELS = "wheels"  # folder in the home
 
 
 def share_wheel(home: Home, bundle: Path) -> None:
-    """Replace the wheel of a frozen bundle by a link to the same one of an earlier bundle, if any."""
+    """Replace the wheel of a frozen bundle with a hard link to the same wheel of an earlier bundle."""
     for wheel in (bundle / "scripts").glob("*.whl"):
         digest, mode = sha256_file(wheel), wheel.stat().st_mode
         kept, link = home.root / WHEELS / digest, wheel.with_name(f".{wheel.name}.tmp")
         kept.parent.mkdir(exist_ok=True)
-        with contextlib.suppress(OSError):  # a file system without links, or the other one has just gone
+        with contextlib.suppress(OSError):  # no hard links on this file system, or the other was just removed
             if kept.exists() and (kept.stat().st_mode != mode or sha256_file(kept) != digest):
                 kept.unlink()
             if not kept.exists():
@@ -32,7 +32,7 @@ def share_wheel(home: Home, bundle: Path) -> None:
 
 
 def remove_unused_wheels(home: Home) -> None:
-    """Remove wheels that no bundle has any more."""
+    """Remove wheels that no bundle uses."""
     for kept in (home.root / WHEELS).glob("*"):
         with contextlib.suppress(FileNotFoundError):
             if kept.stat().st_nlink == 1:
