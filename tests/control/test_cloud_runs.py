@@ -164,7 +164,7 @@ def test_what_nothing_needs_is_called_off_or_found_and_ended(
     assert sky.alive() == [forgotten]
     assert sorted(sweep.sweep(fleet, grace=0.0)) == [forgotten, fleet.key("01FORGOTTEN", 3, 1)]
     gone = tend_until(fleet, forgotten, MachineState.GONE)
-    assert (gone.kind, gone.price, gone.reason) == ("plain", 1.2, "nothing here knows of it")
+    assert (gone.kind, gone.price, gone.reason) == ("plain", 1.2, "it is not in this home's record")
     assert not sky.alive()
 
 

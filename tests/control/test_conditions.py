@@ -267,12 +267,12 @@ from perilune.control.runs.experiments import advance
 from perilune.control.runs.placements import Placements
 from perilune.control.runs.requests import logs
 from perilune.execution.hosts.local import LocalHost
-from perilune.execution.limits import Limits
+from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements.remote import RemotePlacement, Site
 
 box, python = sys.argv[1:3]
 control = drill_control(Path(sys.argv[3]))
-there = RemotePlacement(LocalHost("box"), Site(python=python, installed=True, workspace=box), Limits())
+there = RemotePlacement(LocalHost("box"), Site(python=python, installed=True, workspace=box), AttemptLimits())
 
 def submitted(name, **spec):
     plan = drill_plan(**spec)

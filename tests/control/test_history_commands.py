@@ -22,16 +22,18 @@ def test_a_run_under_way_is_explained_at_every_turn(perilune: Command, control: 
     _, attempt = hanging(control)
     run_id = only_run(control).id
     told = explain(control, run_id)
-    assert told.state == "active" and told.next == "nothing: its worker goes on by itself"
+    assert told.state == "active" and told.next == "nothing to do: its worker continues by itself"
     assert "attempt 1 is running" in told.because and told.because[-1].endswith("of 4 steps")
     code, out, _ = perilune("explain", "drill")
-    assert code == 0 and f"its worker lives (worker {worker_of(attempt)}," in out and "try" in out
+    assert code == 0 and f"its worker is alive (worker {worker_of(attempt)}," in out and "try" in out
 
     path = attempt / "runtime" / "claim.json"
     claim = read_json(path)
     write_json(path, claim | {"host": "elsewhere"})
     told = explain(control, run_id)
-    assert "cannot be seen from here" in told.because[1] and told.next.startswith("nothing, until it is seen")
+    assert "is unreachable from here" in told.because[1] and told.next.startswith(
+        "nothing, until it is reachable"
+    )
     assert told.commands == (f"perilune cancel {run_id} --force",)
     write_json(path, claim)
 
@@ -42,7 +44,7 @@ def test_a_run_under_way_is_explained_at_every_turn(perilune: Command, control: 
     assert control.run(run_id).state == "active"  # explaining records nothing
     assert perilune("wait", "drill")[0] == 3
     told = explain(control, run_id)
-    assert told.state == "cancelled" and told.because[-1] == "it was to stop"
+    assert told.state == "cancelled" and told.because[-1] == "cancellation was requested"
     assert told.commands == (f"perilune retry {run_id}",)
 
 
@@ -53,7 +55,7 @@ def test_a_dead_attempt_is_followed_by_another_when_somebody_goes_on(
     os.kill(worker_of(attempt), signal.SIGKILL)
     wait_for(lambda: "runner_died" in perilune("explain", "drill")[1], "the burial")
     document = json.loads(perilune("explain", "drill", "--json")[1])
-    assert document["state"] == "queued" and "begins attempt 2" in document["next"]
+    assert document["state"] == "queued" and "starts attempt 2" in document["next"]
     assert document["because"][0].startswith("attempt 1 failed: runner_died")
     code, out, _ = perilune("wait", "drill", "--json")  # which goes on with it
     assert code == 0 and json.loads(out)["attempts"] == 2
@@ -67,12 +69,12 @@ def test_the_end_is_explained_and_is_the_exit_code_of_wait(
     assert perilune("wait", "drill")[0] == code
     told = explain(control, only_run(control).id)
     if kind:
-        assert f"counts as {kind}: tried again 0 times" in told.because[-1]
+        assert f"counts as {kind}: at most 0 retries" in told.because[-1]
         assert told.commands[0].startswith("perilune logs")
     else:
-        assert told.because == ("attempt 1 succeeded", "its evidence lies where it was committed")
+        assert told.because == ("attempt 1 succeeded", "its evidence is in place")
         (control.directory(only_run(control)) / "artifacts" / "manifest.json").unlink()
-        assert "damaged or gone" in explain(control, only_run(control).id).because[-1]
+        assert "damaged or missing" in explain(control, only_run(control).id).because[-1]
 
 
 def test_waiting_is_given_up_in_time(perilune: Command, control: Control) -> None:

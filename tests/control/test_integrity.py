@@ -154,7 +154,7 @@ def test_a_changed_event_is_named(control: Control) -> None:
         connection.exec_driver_sql("DROP TRIGGER events_no_update")
         connection.exec_driver_sql("UPDATE events SET detail = '{}' WHERE seq = 3")
         connection.commit()
-    assert record_problem(control) == "event 3 does not follow from the one before it"
+    assert record_problem(control) == "the hash of event 3 does not match the event before it"
 
 
 def test_a_check_begins_where_the_last_one_ended_if_that_is_as_it_was(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from perilune.control.machines.leases import Lease, cost
 from perilune.control.machines.planner import ASK_GAP, LEAST_GAP, Desire, Operation, Recorded, plan_machine
 from perilune.control.record.clock import Instant
-from perilune.control.record.transitions import MachineState, check_machine
+from perilune.control.record.transitions import MachineState, check_transition
 from perilune.execution.processes import Presence
 from perilune.execution.providers.protocol import MachineStatus, RentedMachine, Sighting
 
@@ -121,7 +121,7 @@ class Life:
 
     def apply(self, operation: Operation, world: World, now: Instant) -> None:
         if operation in NEXT:
-            check_machine(self.recorded.state, NEXT[operation])
+            check_transition(self.recorded.state, NEXT[operation])
             self.recorded = replace(self.recorded, state=NEXT[operation])
         match operation:
             case Operation.CREATE:

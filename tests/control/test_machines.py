@@ -239,7 +239,7 @@ def test_a_home_from_yesterday_ends_what_it_does_not_remember(
     assert fleet.machine(second) is None
     assert sweep(fleet, grace=3600.0) == [] and second in bill(cloud)["alive"]  # it may just have been made
     assert sweep(fleet, grace=0.0) == [second]
-    assert tend_until(fleet, second, GONE).reason == "nothing here knows of it"
+    assert tend_until(fleet, second, GONE).reason == "it is not in this home's record"
     adopted = fleet.machine(first)
     assert adopted is not None and adopted.state == READY and bill(cloud)["alive"] == [first]
     restored.store.close()

@@ -200,9 +200,9 @@ def test_what_stands_in_the_way_of_the_next_stage_is_told_once_and_may_be_mended
     output.rename(tmp_path / "aside")
     starter = StageStarter(control)
     ((_, told),) = starter.start_next_stages()
-    assert isinstance(told, PeriluneError) and "left no data" in str(told)
+    assert isinstance(told, PeriluneError) and "produced no data" in str(told)
     assert list(starter.start_next_stages()) == []  # a while later
-    assert any("left no data" in fact for fact in explain(control, first).because)
+    assert any("produced no data" in fact for fact in explain(control, first).because)
     ((_, again),) = StageStarter(control).start_next_stages()  # another process says it too
     assert str(again) == str(told)
     with monkeypatch.context() as patch:  # another version, or a plugin that is broken

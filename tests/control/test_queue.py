@@ -54,7 +54,7 @@ def test_who_waits_helps_those_before_it_along(control: Control) -> None:
     first = submitted(control, "first", Template(slots=1), steps=1)
     second = submitted(control, "second", Template(slots=1), steps=1)
     turn = explain(control, second)
-    assert "attempt 1 waits its turn: 0 of 1 slots are taken, and 1 go before it" in turn.because
+    assert "attempt 1 waits for a slot: 0 of 1 slots are taken, 1 ahead in the queue" in turn.because
     wait_for(lambda: control.reconciler.one(second).state == RunState.SUCCEEDED)  # nobody looks at the first
     assert control.run(first).state == RunState.SUCCEEDED
     assert order_of_beginning(control) == [first, second]

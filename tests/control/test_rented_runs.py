@@ -220,7 +220,7 @@ def test_leaps_of_the_wall_clock_end_hurry_and_delay_nothing(
     wait_for(lambda: control.reconciler.all(act=False) and control.run(run_id).state == "queued", "its death")
     leap[0] = 0.0  # now it is to be tried again tomorrow, if that clock is asked
     assert control.run(run_id).not_before > time.time() + DAY / 2
-    assert "may begin, and no command" in " ".join(explain(control, run_id).because)
+    assert "may start, and no command" in " ".join(explain(control, run_id).because)
     assert isinstance(list(events)[-1], StageFinished)
     assert ends(control) == [("failed", "runner_died"), ("succeeded", "")]
     leap[0] = -DAY

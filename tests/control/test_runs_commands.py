@@ -101,7 +101,7 @@ def test_what_is_not_proven_to_have_stopped_is_said_first(perilune: Command, con
     claim = path.read_text()
     path.write_text(json.dumps(json.loads(claim) | {"host": "elsewhere"}))
     code, _, err = perilune("cancel", "drill")
-    assert code == 1 and "cannot be seen" in err and "--force" in err
+    assert code == 1 and "unreachable" in err and "--force" in err
     code, out, err = perilune("cancel", "drill", "--force")
     assert code == 0 and "cancelled" in out and "attempt 1 of run" in err
     for command in (("runs",), ("show", "drill"), ("reconcile",)):

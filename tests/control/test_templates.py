@@ -63,7 +63,7 @@ SSH = "placement:\n  name: ssh\n  host: box\n"
         ("retry: {user: -1}\n", 1, "retry.user is -1"),
         ("placement: [\n", 2, "not valid YAML"),
         ("launcher: {name: moon}\n", 1, "no launcher 'moon'"),
-        ("launcher:\n  name: docker\n  image: python:3.12\n", 3, "does not say what runs"),
+        ("launcher:\n  name: docker\n  image: python:3.12\n", 3, "does not identify the image"),
         (DOCKER + "  mounts: ['/a,target=/etc']\n", 4, "launcher.mounts"),
         (DOCKER + "  gpus: [0, 1]\n  mounts: [/data]\n  networks: none\n", 6, "is not a known key"),
         ("placement:\n  name: local\n  site: {}\n", 1, "placement.site is only for containers"),
@@ -81,7 +81,7 @@ def test_only_what_a_template_allows_can_be_changed(home: Home) -> None:
     write(home, SSH + "allowed_overrides: [limits.max_lifetime, resources.threads]\n")
     changed = load_template(home, "box", ["limits.max_lifetime=60", "resources.threads=3"])
     assert (changed.limits.max_lifetime, changed.resources.threads) == (60.0, 3)
-    with pytest.raises(RequestError, match=r"does not let 'placement\.host' be changed") as refused:
+    with pytest.raises(RequestError, match=r"does not allow changing 'placement\.host'") as refused:
         load_template(home, "box", ["placement.host=other"])
     assert refused.value.remedy == "it allows limits.max_lifetime, resources.threads"
     with pytest.raises(RequestError, match=r"max_lifetime is -1"):

@@ -59,7 +59,7 @@ class LocalRay:
 
     def provider(self, **changes: Any) -> RayCluster:
         """The cluster, as the control plane sees it."""
-        return self.settings(**changes).open(Path())
+        return RayCluster(self.settings(**changes))
 
     def start_head(self) -> None:
         """Start the head node."""

@@ -97,7 +97,7 @@ class FakeSky:
 
     def provider(self, folder: Path, **changes: Any) -> SkyPilot:
         """A provider that uses it."""
-        return SkyPilotSettings.model_validate(self.settings(**changes)).open(folder)
+        return SkyPilot(SkyPilotSettings.model_validate(self.settings(**changes)), folder)
 
     def rent_to(self, home: Path, **changes: Any) -> None:
         """Let the home at `home` rent from it."""

@@ -45,7 +45,7 @@ def test_beginning_and_end_are_kept_and_the_gap_is_counted(
         assert kept == printed
         return
     dropped = len(printed) - size(runtime)
-    marker = f"\n--- {dropped:,} bytes left out here ---\n".encode()
+    marker = f"\n--- {dropped:,} bytes omitted ---\n".encode()
     first, _, last = kept.partition(marker)
     assert first == printed[:PIECE] and printed.endswith(last) and len(last) >= TAIL * PIECE
     write_whole_log(runtime, runtime / "task.log")
@@ -87,7 +87,7 @@ def test_what_a_full_disk_refused_is_a_gap_like_any_other(tmp_path: Path) -> Non
     writer.write(b"lost\n")
     writer.write(b"after\n")
     writer.close()
-    assert whole(tmp_path) == b"before\n\n--- 5 bytes left out here ---\nafter\n"
+    assert whole(tmp_path) == b"before\n\n--- 5 bytes omitted ---\nafter\n"
 
 
 def test_the_tail_reaches_over_pieces(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def frame(path: Any, data: bytes = b"x", **changes: Any) -> bytes:
 )
 def test_a_machine_writes_nowhere_but_in_its_attempt(home: Path, path: Any) -> None:
     before = seen(home.parents[1])
-    with pytest.raises(HostRefusedError, match="no place of an attempt"):
+    with pytest.raises(HostRefusedError, match="outside an attempt"):
         Mirror(home).take(io.BytesIO(frame(path)))
     assert {name for name in seen(home.parents[1]) if not name.endswith(".pulled.json")} == before.keys()
 
@@ -220,7 +220,7 @@ def test_artifacts_become_what_the_manifest_says_or_are_pulled_again(there: Ther
 
     after = Mirror(home)  # who has settled it was killed before it could say so
     there.pull(after, last=True)
-    with pytest.raises(WorkFailedError, match="to come again"):
+    with pytest.raises(WorkFailedError, match="to be transferred again"):
         after.settle()
     there.pull(after, last=True)
     after.settle()
@@ -232,7 +232,7 @@ def test_a_manifest_that_is_not_the_verdicts_is_not_taken(there: There, home: Pa
     there.write("runtime/result.json", b'{"epoch": 1, "manifest_digest": "0"}')
     mirror = Mirror(home)
     there.pull(mirror, last=True)
-    with pytest.raises(WorkFailedError, match="not the one that the verdict names"):
+    with pytest.raises(WorkFailedError, match="does not have the digest in the verdict"):
         mirror.settle()
     assert not (home / "runtime" / "result.json").exists()
 

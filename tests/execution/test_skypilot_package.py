@@ -76,7 +76,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cloud(python: Path) -> Iterator[SkyPilot]:
     kinds = {f"kind-{number}": {"resources": wanted} for number, (wanted, *_) in enumerate(SAID)}
     settings = SkyPilotSettings.model_validate({"type": "skypilot", "python": str(python), "kinds": kinds})
-    with settings.open(python.parent / "keys") as cloud:
+    with SkyPilot(settings, python.parent / "keys") as cloud:
         yield cloud
 
 

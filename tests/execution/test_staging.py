@@ -255,7 +255,7 @@ def test_a_content_that_is_damaged_on_the_way_is_sent_again_once(tmp_path: Path)
     assert host.calls.count("receive") == 3
     shutil.rmtree(tmp_path / "box" / "workspace")
     damage[0] = 9
-    with pytest.raises(WorkFailedError, match="what arrived is not what was sent"):
+    with pytest.raises(WorkFailedError, match="the uploaded files arrive damaged"):
         stage(placement, assigned(tmp_path), bundle)
     assert not (tmp_path / "box" / "workspace" / "01DRILL" / "1").exists()
 

@@ -184,7 +184,7 @@ def test_an_old_or_used_epoch_is_refused_and_a_newer_one_takes_over(tmp_path: Pa
     wait_for(lambda: has_event(bundle, "hangs"), "the hang")
     first.kill()
     first.wait()
-    for epoch, words in (("1", "out of date"), ("2", "claimed already")):
+    for epoch, words in (("1", "out of date"), ("2", "already been claimed")):
         refused = start_worker(bundle, "--epoch", epoch)
         _, said = refused.communicate()
         assert refused.returncode == 2 and words in said
@@ -193,7 +193,7 @@ def test_an_old_or_used_epoch_is_refused_and_a_newer_one_takes_over(tmp_path: Pa
     assert read_json(bundle / "artifacts" / "summary.json")["began_at"] == 2
     again = start_worker(bundle)
     _, said = again.communicate()
-    assert again.returncode == 2 and "has been run to its end (attempt 3)" in said
+    assert again.returncode == 2 and "has already run to its end (attempt 3)" in said
 
 
 def test_the_task_dies_with_its_worker(tmp_path: Path) -> None:

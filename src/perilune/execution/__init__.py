@@ -1,1 +1,1 @@
-"""Runs a bundle somewhere and brings the evidence home. Knows files and processes, never what a task is."""
+"""The execution plane: runs a bundle somewhere and collects its results, whatever its task is."""

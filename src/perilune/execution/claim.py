@@ -1,4 +1,4 @@
-"""Who may run a bundle: at most one worker at a time, and never one of an older attempt than was seen."""
+"""Claims: at most one worker runs a bundle at a time, and never for an older attempt than was seen."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from perilune.errors import RequestError
 from perilune.execution.processes import Presence, ProcessIdentity, kill_all, marked
 from perilune.files import canonical_json, fsync_directory, read_json
 
-MARK = "PERILUNE_CLAIM"  # environment variable: every process of an attempt carries its claim's nonce
+MARK = "PERILUNE_CLAIM"  # environment variable of every process of an attempt: its claim's nonce
 REMAINING_GRACE = 2.0  # seconds between TERM and KILL for processes of an attempt whose worker is dead
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The right to run a bundle as attempt `epoch`, held by one process."""
+    """The right of one process to run a bundle as attempt `epoch`."""
 
     epoch: int
     host: str
@@ -34,22 +34,22 @@ class Claim:
 
     @property
     def process(self) -> ProcessIdentity:
-        """The worker that claimed it."""
+        """The worker that holds the claim."""
         return ProcessIdentity(self.host, self.boot_id, self.pid, self.starttime)
 
     def end_remaining_processes(self, grace: float = REMAINING_GRACE) -> bool:
-        """End every process started under this claim; False when one cannot be ended.
+        """End every process started under this claim; False if one cannot be ended.
 
-        For use once the worker itself is dead: it does not carry the mark.
+        Use it once the worker itself is dead, because the worker does not carry the mark.
         """
         return kill_all(lambda: marked(MARK, self.nonce), grace=grace)
 
 
 def read_claim(runtime: Path) -> Claim | None:
-    """The claim in force, or None when the bundle was never claimed.
+    """The current claim, or None if the bundle was never claimed.
 
     Raises:
-        RequestError: when claim.json is damaged.
+        RequestError: claim.json is damaged.
     """
     path = runtime / "claim.json"
     if not path.exists():
@@ -63,14 +63,14 @@ def read_claim(runtime: Path) -> Claim | None:
 
 @contextmanager
 def claimed(bundle: Path, epoch: int | None = None) -> Iterator[Claim]:
-    """Claim the bundle for this process and hold it until the block ends.
+    """Claim the bundle for this process, and hold the claim until the block ends.
 
     Args:
-        epoch: number of the attempt; None takes the one after the last that was seen.
+        epoch: number of the attempt; None takes the one after the last.
 
     Raises:
-        RequestError: when a living worker holds it, when `epoch` was seen before or is older than one that
-            was, or when `epoch` is None and the bundle has a result.
+        RequestError: a living worker holds the bundle; `epoch` is not newer than the last; or `epoch` is None
+            and the bundle has a result.
     """
     runtime = bundle / "runtime"
     with storage_errors("claim the bundle", runtime):
@@ -97,20 +97,20 @@ def _admit(bundle: Path, epoch: int | None, previous: Claim | None) -> int:
     if epoch is None:
         if (bundle / "runtime" / "result.json").exists():
             raise RequestError(
-                f"this bundle has been run to its end (attempt {seen})",
+                f"this bundle has already run to its end (attempt {seen})",
                 where=str(bundle),
-                remedy=f"run a fresh copy, or say --epoch {seen + 1} to run it again in place",
+                remedy=f"run a fresh copy, or pass --epoch {seen + 1} to run it again in place",
             )
         return seen + 1
     if epoch < seen:
         raise RequestError(
-            f"attempt {epoch} is out of date: attempt {seen} has begun",
+            f"attempt {epoch} is out of date: attempt {seen} has started",
             where=str(bundle),
-            remedy="nothing to do; the newer attempt goes on",
+            remedy="nothing to do; the newer attempt continues",
         )
     if epoch == seen:
         raise RequestError(
-            f"attempt {epoch} has been claimed already and cannot begin twice",
+            f"attempt {epoch} has already been claimed and cannot start twice",
             where=str(bundle),
             remedy=f"--epoch {epoch + 1}",
         )
@@ -122,12 +122,12 @@ def _busy(bundle: Path, holder: Claim | None) -> RequestError:
     return RequestError(
         f"{who} is running this bundle",
         where=str(bundle),
-        remedy="wait for it, or stop it with `perilune cancel`",
+        remedy="wait for it to end, or stop it with `perilune cancel`",
     )
 
 
 def _retire(bundle: Path, previous: Claim) -> None:
-    """Make room for a newer attempt: what is left of the older one ends, its verdict is kept aside."""
+    """Make room for a newer attempt: end remaining processes of the older one, and keep its verdict aside."""
     if previous.process.presence() is not Presence.UNKNOWN and not previous.end_remaining_processes():
         raise RequestError(
             f"processes of attempt {previous.epoch} cannot be ended",
@@ -142,7 +142,7 @@ def _retire(bundle: Path, previous: Claim) -> None:
 
 
 def _write(runtime: Path, epoch: int) -> Claim:
-    """Write claim.json whole, or fail when it exists (a hard link never replaces)."""
+    """Write claim.json completely, or fail if it exists (a hard link never replaces)."""
     me = ProcessIdentity.of(os.getpid())
     assert me is not None
     claim = Claim(epoch, me.host, me.boot_id, me.pid, me.starttime, secrets.token_hex(16))

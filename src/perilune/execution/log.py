@@ -1,9 +1,9 @@
-"""The log of an attempt: its beginning and its end are kept, whatever a task prints.
+"""The log of an attempt. Its beginning and its end are kept, however much a task prints.
 
-It lies in pieces of `PIECE` bytes, each named after the place of its first byte in all that was printed:
-runtime.log, runtime.log.8388608 and so on. When more than `TAIL` whole ones follow the first, the oldest of
-them goes. So a log takes at most (2 + TAIL) x PIECE bytes, can be followed while it is written, and tells by
-itself what is missing.
+It is stored in pieces of `PIECE` bytes, each named after the offset of its first byte in the whole output:
+runtime.log, runtime.log.8388608 and so on. If more than `TAIL` complete pieces follow the first, the oldest
+of those is deleted. So a log takes at most (2 + TAIL) x PIECE bytes, can be followed while it grows, and
+shows where output is missing.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import BinaryIO
 
 NAME = "runtime.log"
 PIECE = 8 << 20  # bytes
-TAIL = 2  # whole pieces kept besides the first and the one being written
+TAIL = 2  # complete pieces to keep besides the first and the current one
 BLOCK = 1 << 16
 
 
 class LogWriter:
-    """Adds to the log in `runtime`. A full disk costs what did not fit, and is told like any gap."""
+    """Appends to the log in `runtime`. On a full disk, output is lost and shows up as a gap."""
 
     def __init__(self, runtime: Path, piece: int = PIECE) -> None:
         self._runtime, self._piece = runtime, piece
@@ -35,22 +35,22 @@ class LogWriter:
             self._file = path.open("ab", buffering=0)
 
     def write(self, data: bytes) -> None:
-        """Add `data`."""
+        """Append `data`."""
         while data:
             if self._room == 0:
                 self._next()
             part = data[: self._room]
             written = 0
-            with contextlib.suppress(OSError):  # a full disk must not block the task; it will meet it itself
+            with contextlib.suppress(OSError):  # a full disk must not block the task
                 if self._file is not None:
                     written = self._file.write(part) or 0
             self._at += len(part)
-            # After a gap the next byte must stand in a piece of its own, named after its place.
+            # After a gap the next byte starts a new piece, named after its offset.
             self._room = self._room - len(part) if written == len(part) else 0
             data = data[len(part) :]
 
     def close(self) -> None:
-        """Make all of it durable."""
+        """Make the log durable."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 os.fsync(self._file.fileno())
@@ -68,7 +68,7 @@ class LogWriter:
 
 
 def log_pieces(runtime: Path) -> list[tuple[int, Path]]:
-    """The pieces of a log that are there, each with the place of its first byte, in order."""
+    """The pieces of a log with the offsets of their first bytes, in order."""
     found = []
     for path in runtime.glob(f"{NAME}*"):
         place = path.name.removeprefix(NAME)
@@ -78,19 +78,20 @@ def log_pieces(runtime: Path) -> list[tuple[int, Path]]:
 
 
 class LogReader:
-    """Reads the log in `runtime` from byte `place` of all that was printed, and on as it grows."""
+    """Reads the log in `runtime` from byte `place` of the whole output, and follows it as it grows."""
 
     def __init__(self, runtime: Path, place: int = 0) -> None:
         self._runtime, self._place = runtime, place
 
     def read(self) -> Iterator[bytes]:
-        """What has come since the last call; where something was left out, a line says how much."""
+        """New output since the last call; a line says how much is missing at a gap."""
         for start, path in log_pieces(self._runtime):
-            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:  # it may go meanwhile
+            # The writer may delete a piece meanwhile.
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
                 if start + os.fstat(file.fileno()).st_size <= self._place:
                     continue
                 if start > self._place:
-                    yield f"\n--- {start - self._place:,} bytes left out here ---\n".encode()
+                    yield f"\n--- {start - self._place:,} bytes omitted ---\n".encode()
                     self._place = start
                 file.seek(self._place - start)
                 while block := file.read(BLOCK):
@@ -99,7 +100,7 @@ class LogReader:
 
 
 def log_tail(runtime: Path, lines: int = 20) -> str:
-    """The last lines of a log, from its last `BLOCK` bytes; "" when nothing was printed."""
+    """The last lines of a log, from its last `BLOCK` bytes; "" if nothing was printed."""
     end = max((start + path.stat().st_size for start, path in log_pieces(runtime)), default=0)
     return last_lines(b"".join(LogReader(runtime, max(0, end - BLOCK)).read()), lines)
 
@@ -110,7 +111,7 @@ def last_lines(data: bytes, lines: int) -> str:
 
 
 def write_whole_log(runtime: Path, destination: Path) -> None:
-    """Write all that is kept of a log to one file; none when nothing was printed."""
+    """Write everything kept of a log to one file; nothing if nothing was printed."""
     if log_pieces(runtime):
         with destination.open("wb") as file:
             file.writelines(LogReader(runtime).read())

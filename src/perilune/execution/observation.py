@@ -1,4 +1,4 @@
-"""What can be seen of an attempt from its files and its process table. Seeing changes nothing."""
+"""Observe an attempt through its files and the process table, without changing anything."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from perilune.files import read_json
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One look at an attempt.
+    """One observation of an attempt.
 
     Attributes:
-        claim: of this very epoch, or None.
-        worker: whether the claiming worker lives; UNKNOWN also when there is no claim.
-        verdict: of this very epoch, or None.
-        superseded: whether a newer attempt has claimed the same place.
-        heartbeat: the worker's last count of seconds, 0 before the first.
-        unseen: why nothing could be seen at all; "" when the place was looked at.
-        refused: whether that is because the place is the wrong machine or lets nobody in.
-        more: whether something may be there that has not come home along with this look, and a pull brings.
+        claim: of this epoch, or None.
+        worker: whether the claiming worker lives; UNKNOWN also without a claim.
+        verdict: of this epoch, or None.
+        superseded: whether a newer attempt has claimed the same directory.
+        heartbeat: the worker's last count of seconds; 0 before the first.
+        unseen: why the observation failed; "" if it did not.
+        refused: whether it failed because the machine is the wrong one or refuses access.
+        more: whether a pull may bring files that did not come with this observation.
     """
 
     claim: Claim | None = None
@@ -38,17 +38,17 @@ class Observation:
 
     @property
     def hidden(self) -> bool:
-        """Whether it cannot be told what the attempt does. That justifies nothing."""
+        """Whether the attempt's state is unknown. That justifies no operation."""
         return bool(self.unseen) or (self.claim is not None and self.worker is Presence.UNKNOWN)
 
 
 def observe_files(bundle: Path, epoch: int) -> Observation:
-    """Look at the attempt `epoch` that runs in `bundle`.
+    """Observe attempt `epoch`, which runs in `bundle`.
 
-    The process is looked at before the verdict: a worker seen dead has written all it ever will.
+    The process is observed before the verdict: a worker seen dead writes nothing more.
 
     Raises:
-        RequestError: when its claim or verdict is damaged.
+        RequestError: the claim or the verdict is damaged.
     """
     runtime = bundle / "runtime"
     claim = read_claim(runtime)

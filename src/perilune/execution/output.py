@@ -1,4 +1,4 @@
-"""What a task prints, on its way to runtime/; secrets are replaced before they reach the disk."""
+"""Copies a task's output to its log in runtime/, with secrets replaced before they reach the disk."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ DRAIN_SECONDS = 5.0
 
 
 class LogPump:
-    """Copies what comes through a pipe into a log, from a thread, until every writer has closed it.
+    """Copies a pipe to a log in a thread, until every writer has closed the pipe.
 
     Args:
-        runtime: directory of the log, which is added to.
+        runtime: directory of the log.
         redactor: knows the secrets that may be printed.
         echo: also copy to this process's stdout, made safe for a terminal.
     """
@@ -34,7 +34,7 @@ class LogPump:
         self._thread.start()
 
     def close(self) -> None:
-        """Wait until all is copied, then make it durable. Call after every writer has ended."""
+        """Wait until everything is copied, then make the log durable. Call it after all writers ended."""
         os.close(self.writer)
         self._thread.join(DRAIN_SECONDS)
         self._log.close()

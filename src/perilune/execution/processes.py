@@ -1,4 +1,4 @@
-"""Processes: who one is beyond its number, whether it still lives, and how to end a whole family of them."""
+"""Processes: identify them beyond their number, check whether they live, and kill a whole process tree."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
 
 class Presence(StrEnum):
-    """What an observation says. UNKNOWN justifies nothing destructive."""
+    """The result of an observation. UNKNOWN justifies nothing destructive."""
 
     PRESENT = "present"
     ABSENT = "absent"
@@ -33,13 +33,13 @@ class Presence(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """A process, told apart from later ones that are given the same number.
+    """A process, distinguished from later ones with the same number.
 
     Attributes:
-        host: the machine and its process namespace; numbers mean nothing elsewhere.
+        host: the machine and its process namespace, in which the number is valid.
         boot_id: changes with every boot of the machine.
         pid: process number.
-        starttime: clock ticks from boot to the process's start (not a wall clock).
+        starttime: clock ticks from boot to the start of the process (not wall-clock time).
     """
 
     host: str
@@ -49,21 +49,21 @@ class ProcessIdentity:
 
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity | None:
-        """Identity of a process that lives now, or None; a zombie does not live."""
+        """Identity of a living process, or None; a zombie does not count as living."""
         started = _starttime(pid)
         return None if started is None else cls(host_id(), boot_id(), pid, started)
 
     @classmethod
     def parse(cls, fields: dict[str, Any]) -> ProcessIdentity:
-        """Read back what `asdict` wrote; further keys are ignored."""
+        """Read the fields that `asdict` wrote; further keys are ignored."""
         return cls(str(fields["host"]), str(fields["boot_id"]), int(fields["pid"]), int(fields["starttime"]))
 
     def asdict(self) -> dict[str, Any]:
-        """As JSON-able fields."""
+        """The identity as JSON-serializable fields."""
         return asdict(self)
 
     def presence(self) -> Presence:
-        """Whether it lives; UNKNOWN when it belongs to another machine or process namespace."""
+        """Whether the process lives; UNKNOWN if it belongs to another machine or process namespace."""
         if self.host != host_id():
             return Presence.UNKNOWN
         if self.boot_id != boot_id():
@@ -71,7 +71,7 @@ class ProcessIdentity:
         return Presence.PRESENT if _starttime(self.pid) == self.starttime else Presence.ABSENT
 
     def send(self, number: signal.Signals) -> bool:
-        """Send a signal to exactly this process; False when it is gone or not ours to see."""
+        """Send a signal to exactly this process; False if it is gone or on another machine."""
         if self.presence() is not Presence.PRESENT:
             return False
         with contextlib.suppress(ProcessLookupError):
@@ -81,7 +81,7 @@ class ProcessIdentity:
 
 
 def host_id() -> str:
-    """This machine and process namespace: machine id, then the namespace's inode where there is one."""
+    """This machine and process namespace: machine id, then the namespace's inode if there is one."""
     machine = _first_line("/etc/machine-id", "/var/lib/dbus/machine-id") or os.uname().nodename
     with contextlib.suppress(OSError):
         return f"{machine}/{Path('/proc/self/ns/pid').readlink()}"
@@ -96,7 +96,7 @@ def boot_id() -> str:
 def marked(variable: str, value: str) -> list[psutil.Process]:
     """Processes of this user that were started with `variable=value` in their environment.
 
-    A child inherits the mark, also when it left its parent's process group and session.
+    A child inherits the mark even if it leaves its parent's process group and session.
     """
     found = []
     for process in psutil.process_iter():
@@ -107,13 +107,13 @@ def marked(variable: str, value: str) -> list[psutil.Process]:
 
 
 def kill_all(find: Callable[[], Iterable[psutil.Process]], *, grace: float) -> bool:
-    """End every process that `find` names: TERM, up to `grace` seconds, then KILL.
+    """End every process that `find` returns: TERM, up to `grace` seconds, then KILL.
 
-    `find` is asked again after every round, so that processes started meanwhile do not escape. Exit
-    statuses are left to the parents.
+    `find` is called again after every round, so that processes started meanwhile do not escape. Exit statuses
+    are left to the parents.
 
     Returns:
-        True when none is left; False when some outlived KILL for `UNKILLABLE_SECONDS` (a hung disk).
+        True once none is left; False if some survive KILL for `UNKILLABLE_SECONDS` (as on a hung disk).
     """
     if not (victims := _living(find())):
         return True
@@ -134,10 +134,10 @@ def kill_all(find: Callable[[], Iterable[psutil.Process]], *, grace: float) -> b
 
 
 def die_with(parent: int) -> None:
-    """End this process, by SIGKILL, as soon as its parent has ended, however that happened.
+    """Kill this process as soon as its parent has ended, for whatever reason.
 
     Args:
-        parent: the parent's number, as the parent gave it: it may have ended before we could ask.
+        parent: the parent's process number, passed by the parent: it may have ended before this call.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -153,7 +153,7 @@ def die_with(parent: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent has left (Linux), so that none is out of sight."""
+    """Become the parent of orphaned descendants (Linux), so that all of them can be found."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 

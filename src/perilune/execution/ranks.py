@@ -1,8 +1,8 @@
-"""The processes in which a task runs: one, or several that work together and end together.
+"""The processes of a task on one machine: one, or several that work together and end together.
 
-The first leads: its log is the run's. A process beside it has a folder of its own in runtime/, for its log
-and its last words. What tells the processes apart has the names that torchrun uses; so has what tells this
-machine apart from others on which the same task runs.
+The first process leads, and its log is the run's log. Each other process has its own folder in runtime/ for
+its log and its failure report. The environment variables that distinguish processes and machines are those of
+torchrun.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from perilune.errors import RequestError
 from perilune.execution.log import write_whole_log
 from perilune.execution.output import LogPump
 from perilune.execution.task_environment import task_environment
-from perilune.execution.verdict import LAST_WORDS, Cause, Ending, ending_of
+from perilune.execution.verdict import FAILURE, Cause, Ending, ending_of
 from perilune.redaction import KNOWN
 
-RENDEZVOUS = "PERILUNE_RENDEZVOUS"  # a file through which they find each other
+RENDEZVOUS = "PERILUNE_RENDEZVOUS"  # variable: a file through which the processes find each other
 POLL_SECONDS = 0.1
-LOST_SECONDS = 3.0  # for the process that was lost to say why, after another noticed
+LOST_SECONDS = 3.0  # for a lost process to report why, after another has noticed the loss
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """This machine among those on which a task runs.
+    """This machine among the machines of a task.
 
     Attributes:
         number: 0 leads.
         count: of machines.
-        address, port: where the leading process waits for the others; "" and 0 for a machine alone.
+        address, port: rendezvous of the leading process; "" and 0 for a single machine.
     """
 
     number: int = 0
@@ -53,7 +53,7 @@ class Node:
 
     @classmethod
     def here(cls, job: Job) -> Node:
-        """What the environment says, in torchrun's names; alone where it says nothing or the job wants so."""
+        """The node in torchrun's variables; a single node if they are missing or the job has one node."""
         count = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
         if job.resources.nodes == 1 or count == 1:
             return cls()
@@ -61,7 +61,7 @@ class Node:
         return cls(number, count, os.environ["MASTER_ADDR"], port)
 
     def variables(self) -> dict[str, str]:
-        """The environment that says so."""
+        """The variables that `here` reads."""
         numbers = {"GROUP_RANK": self.number, "GROUP_WORLD_SIZE": self.count, "MASTER_PORT": self.port}
         return {"MASTER_ADDR": self.address} | {name: str(number) for name, number in numbers.items()}
 
@@ -70,8 +70,8 @@ class Ranks:
     """The processes of one task on this machine.
 
     Args:
-        bundle: whose task they run.
-        mark: variables that tell the attempt's processes from others.
+        bundle: the bundle to run.
+        mark: variables that identify the attempt's processes.
         echo: copy the leader's output to stdout.
     """
 
@@ -90,14 +90,14 @@ class Ranks:
 
     @property
     def root(self) -> int:
-        """The process below which all of them are."""
+        """The process that is the ancestor of all others."""
         return self._processes[0].pid if len(self._processes) == 1 else os.getpid()
 
     def start(self) -> None:
-        """Start them all.
+        """Start all processes.
 
         Raises:
-            RequestError: when a secret that the job names is not set here.
+            RequestError: a secret of the job is not set on this machine.
         """
         count = self._job.resources.processes
         learn_secrets(self._job.secrets)
@@ -110,14 +110,13 @@ class Ranks:
         for local in range(count):
             rank = self._first + local
             own = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": self._world}
-            alone = self._world == 1
-            told = {} if alone else {name: str(number) for name, number in own.items()}
-            self._processes.append(self._start(rank, environment | told))
+            variables = {name: str(number) for name, number in own.items()} if self._world > 1 else {}
+            self._processes.append(self._start(rank, environment | variables))
 
     def _start(self, rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
         directory = directory_of(self._bundle, rank)
         directory.mkdir(exist_ok=True)
-        (directory / LAST_WORDS).unlink(missing_ok=True)
+        (directory / FAILURE).unlink(missing_ok=True)
         pump = LogPump(directory, KNOWN, echo=self._echo and rank == 0)
         self._pumps.append(pump)
         module = "perilune.execution.task_process"
@@ -132,7 +131,7 @@ class Ranks:
         )
 
     def wait(self, is_stopping: Callable[[], bool]) -> bool:
-        """Wait until all have ended well or one has not; False when asked to stop before that."""
+        """Wait until all have succeeded or one has failed; False if `is_stopping` became true before."""
         while not self._is_over():
             if is_stopping():
                 return False
@@ -156,23 +155,23 @@ class Ranks:
         return bool(failures) and all(ending.cause is Cause.PROCESS_LOST for _, ending in failures)
 
     def _failures(self, memory_kill: bool) -> list[tuple[int, Ending]]:
-        """What is known of processes that have not ended well, or have said that they will not."""
+        """Processes that have failed or have reported a failure, with their endings."""
         found = []
         for rank, status in enumerate(self._statuses, start=self._first):
-            words = directory_of(self._bundle, rank) / LAST_WORDS
-            if status or (status is None and words.exists()):
-                found.append((rank, ending_of(status or 1, words, stopped=False, memory_kill=memory_kill)))
+            report = directory_of(self._bundle, rank) / FAILURE
+            if status or (status is None and report.exists()):
+                found.append((rank, ending_of(status or 1, report, stopped=False, memory_kill=memory_kill)))
         return found
 
     def ending(self, *, stopped: bool, memory_kill: bool) -> Ending:
-        """How the task ended. Of several processes that failed, the one with which the others fell.
+        """How the task ended; of several failures, the one that most likely caused the others.
 
         Args:
             stopped, memory_kill: as for `ending_of`.
         """
         if stopped:
-            words = directory_of(self._bundle, self._first) / LAST_WORDS
-            return ending_of(self._processes[0].wait(), words, stopped=True, memory_kill=memory_kill)
+            report = directory_of(self._bundle, self._first) / FAILURE
+            return ending_of(self._processes[0].wait(), report, stopped=True, memory_kill=memory_kill)
         failures = self._failures(memory_kill)
         if not failures:
             return Ending(0, None, Cause.NONE, "")
@@ -180,11 +179,11 @@ class Ranks:
         if self._world == 1:
             return ending
         log = f", see {log_of(self._bundle, rank).relative_to(self._bundle)}" if rank else ""
-        told = f"process {rank} of {self._world}{log}: {ending.message}"
-        return Ending(ending.exit_code, ending.signal, ending.cause, told)
+        message = f"process {rank} of {self._world}{log}: {ending.message}"
+        return Ending(ending.exit_code, ending.signal, ending.cause, message)
 
     def close(self) -> None:
-        """Make their logs durable; call when all have ended."""
+        """Make the logs durable; call it when all processes have ended."""
         for pump in self._pumps:
             pump.close()
         if self._meeting is not None:
@@ -192,26 +191,26 @@ class Ranks:
 
 
 def directory_of(bundle: Path, rank: int) -> Path:
-    """Where a process's log and last words lie."""
+    """The directory of a process's log and failure report."""
     return bundle / "runtime" / f"process-{rank}" if rank else bundle / "runtime"
 
 
 def write_logs(bundle: Path) -> None:
-    """Write what is kept of the logs of this machine's processes to artifacts/."""
+    """Write the kept logs of this machine's processes to artifacts/."""
     beside = [int(path.name.partition("-")[2]) for path in (bundle / "runtime").glob("process-*")]
     for rank in (0, *beside):
         write_whole_log(directory_of(bundle, rank), log_of(bundle, rank))
 
 
 def interface_to(address: str) -> dict[str, str]:
-    """Variables by which gloo and NCCL use the interface through which `address` is reached.
+    """Variables that make gloo and NCCL use the network interface that reaches `address`.
 
     Raises:
-        RequestError: when it cannot be.
+        RequestError: the address is unreachable.
     """
     try:
         (family, kind, _, _, where), *_ = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)
-        with socket.socket(family, kind) as probe:  # connecting it chooses the way, and sends nothing
+        with socket.socket(family, kind) as probe:  # connecting chooses the interface, and sends nothing
             probe.connect(where)
             mine = probe.getsockname()[0]
     except OSError as error:
@@ -226,11 +225,11 @@ def interface_to(address: str) -> dict[str, str]:
 
 
 def log_of(bundle: Path, rank: int) -> Path:
-    """Where its whole log lies in the end."""
+    """The path of a process's complete log in the artifacts."""
     return bundle / "artifacts" / (f"task.{rank}.log" if rank else "task.log")
 
 
 def _guilt(failure: tuple[int, Ending]) -> tuple[bool, bool, int]:
-    """First those that a signal ended, then those that say why, last those that lost another."""
+    """Sort key: first processes ended by a signal, then those with a reason, last those that lost another."""
     rank, ending = failure
     return ending.cause is Cause.PROCESS_LOST, ending.signal in {None, signal.SIGTERM}, rank

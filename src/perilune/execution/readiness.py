@@ -1,6 +1,6 @@
-"""What a machine needs before it runs anything, what it could use, and the command that brings each.
+"""Check what a machine needs to run Perilune and what it could use, with the command that installs each.
 
-Nothing is imported to be checked: a broken package must not break the doctor.
+Packages are not imported, so that a broken package cannot break the check.
 """
 
 from __future__ import annotations
@@ -37,14 +37,13 @@ _CLIENT_PATIENCE = 10.0  # seconds
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """One result of the check.
 
     Attributes:
-        name: what.
-        status: "ok"; "advice", something works less well or not at all, and nothing depends on it here;
-            "missing", nothing runs before it is mended.
-        found: what was seen.
-        remedy: the command, or else the deed, that mends it; "" when ok.
+        name: what was checked.
+        status: "ok"; "advice" if something optional is missing or slow; "missing" if nothing runs without it.
+        found: what was found.
+        remedy: the command or action that fixes it; "" if ok.
     """
 
     name: str
@@ -54,7 +53,7 @@ class Finding:
 
 
 def examine(machine: Machine) -> Iterator[Finding]:
-    """Every finding about this machine and this installation, the necessary ones first."""
+    """Check this machine and this installation, the necessary things first."""
     installed = _version("perilune") is not None
     if installed:
         yield from _packages()
@@ -70,18 +69,14 @@ def examine(machine: Machine) -> Iterator[Finding]:
 
 
 def examine_home(home: Path) -> Iterator[Finding]:
-    """Room and kind of the file system that holds the writable directory `home`."""
+    """Check free space and type of the file system of the writable directory `home`."""
     free = shutil.disk_usage(home).free
     found = f"{free / _GIB:.1f} GiB free in {home}"
     remedy = "export PERILUNE_HOME=/a/folder/with/room"
-    if free < _DISK_NEEDED:
-        yield Finding("disk", "missing", found, remedy)
+    if free >= _DISK_ADVISED:
+        yield Finding("disk", "ok", found)
     else:
-        yield (
-            Finding("disk", "ok", found)
-            if free >= _DISK_ADVISED
-            else Finding("disk", "advice", found, remedy)
-        )
+        yield Finding("disk", "missing" if free < _DISK_NEEDED else "advice", found, remedy)
     kind = _file_system(home)
     if kind in _NETWORK_FILE_SYSTEMS:
         found = f"{home} is on a network file system ({kind}), where SQLite is not safe"
@@ -89,7 +84,7 @@ def examine_home(home: Path) -> Iterator[Finding]:
 
 
 def package_versions() -> dict[str, str | None]:
-    """Installed version of every package Perilune requires, None where one is absent."""
+    """Installed version of every package that Perilune requires; None if it is absent."""
     installed = _version("perilune") is not None
     return {need.name: _version(need.name) for need in _requirements()} if installed else {}
 
@@ -107,26 +102,25 @@ def _packages() -> Iterator[Finding]:
     for need, found in wrong:
         yield Finding(need.name, "missing", found, _pip_install(f"{need.name}{need.specifier}"))
     if not wrong:
-        yield Finding("packages", "ok", f"all {len(needs)} that are required, in versions that fit")
+        yield Finding("packages", "ok", f"all {len(needs)} required packages, in compatible versions")
     if not metadata.entry_points(group="perilune.tasks"):
-        yield Finding(
-            "tasks", "missing", "no task plugin is registered", _pip_install("--force-reinstall", "perilune")
-        )
+        remedy = _pip_install("--force-reinstall", "perilune")
+        yield Finding("tasks", "missing", "no task plugin is registered", remedy)
 
 
 def _processor(machine: Machine) -> Iterator[Finding]:
     processor = machine.processor
     found = f"{processor.model}, {processor.usable_cores:g} of {processor.logical_cores} cores usable"
     if processor.usable_cores < 1:
-        remedy = "give the container one core at least: docker run --cpus 1"
+        remedy = "give the container at least one core: docker run --cpus 1"
         yield Finding("processor", "advice", found, remedy)
     else:
         yield Finding("processor", "ok", found)
     if processor.architecture in ("x86_64", "AMD64") and "avx2" not in processor.simd:
-        found = "no AVX2, so kernels of several times less speed"
+        found = "no AVX2, so the kernels are several times slower"
         yield Finding("SIMD", "advice", found, "use a processor of 2015 or later")
     else:
-        yield Finding("SIMD", "ok", ", ".join(processor.simd) or "not told by this system")
+        yield Finding("SIMD", "ok", ", ".join(processor.simd) or "not reported by this system")
 
 
 def _memory(machine: Machine) -> Finding:
@@ -137,7 +131,7 @@ def _memory(machine: Machine) -> Finding:
     if usable < _MEMORY_NEEDED:
         return Finding("memory", "missing", found, "give the container 4 GiB: docker run --memory 4g")
     if usable < _MEMORY_ADVISED:
-        return Finding("memory", "advice", found, "models beyond the tiny preset want 4 GiB or more")
+        return Finding("memory", "advice", found, "models larger than the tiny preset need 4 GiB or more")
     return Finding("memory", "ok", found)
 
 
@@ -149,13 +143,12 @@ def _gpu(machine: Machine) -> Finding:
             found += f"; torch is built for CUDA {build['cuda']}"
             if _version("triton") is None:
                 remedy = _pip_install("perilune[gpu]")
-                return Finding(
-                    "GPU", "missing", f"{found}; Triton, which sampling on it needs, is absent", remedy
-                )
+                found = f"{found}; Triton, which GPU sampling needs, is absent"
+                return Finding("GPU", "missing", found, remedy)
             return Finding("GPU", "ok", found)
-        return Finding("GPU", "advice", f"{found}; this torch is built for the CPU alone", _cuda_torch())
+        return Finding("GPU", "advice", f"{found}; this torch is built for CPU only", _cuda_torch())
     if Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi"):
-        found = "an NVIDIA driver that cannot be asked for its devices"
+        found = "there is an NVIDIA driver, but its devices cannot be listed"
         return Finding("GPU", "advice", found, _pip_install("perilune[gpu]"))
     if build.get("hip"):
         return Finding("GPU", "ok", f"torch is built for ROCm {build['hip']}")
@@ -163,23 +156,25 @@ def _gpu(machine: Machine) -> Finding:
 
 
 def examine_containers(program: str, template: str) -> Finding:
-    """Whether the `program` in which a `template` has containers run answers."""
+    """Check whether the container `program` of a `template` answers."""
     command = [program, "version", "--format", "{{.Server.Version}}"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=_CLIENT_PATIENCE, check=False)
-        works, words = said.returncode == 0, (said.stdout if said.returncode == 0 else said.stderr).strip()
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=_CLIENT_PATIENCE, check=False
+        )
+        works, text = answer.returncode == 0, answer.stderr if answer.returncode else answer.stdout
     except (OSError, subprocess.TimeoutExpired) as error:
-        works, words = False, str(error)
+        works, text = False, str(error)
     if works:
-        return Finding("containers", "ok", f"{program} {words}")
-    last = (words.splitlines() or ["it said nothing"])[-1]
-    found = f"{program}, which the template {template} asks for, does not answer: {last}"
-    return Finding("containers", "advice", found, f"have `{shlex.join([program, 'ps'])}` work for you")
+        return Finding("containers", "ok", f"{program} {text.strip()}")
+    last = (text.strip().splitlines() or ["no output"])[-1]
+    found = f"{program}, which the template {template} uses, does not answer: {last}"
+    return Finding("containers", "advice", found, f"make `{shlex.join([program, 'ps'])}` work for your user")
 
 
 def _programs() -> Iterator[Finding]:
     yield _program("git", "bundles record the commit they ran from", "git")
-    yield _program("sshd", "tests of remote execution run", "openssh-server", beside="/usr/sbin/sshd")
+    yield _program("sshd", "the tests of remote execution run", "openssh-server", beside="/usr/sbin/sshd")
     chromium = (
         _first_program("chromium", "chromium-browser", "google-chrome", "chrome") or _playwright_chromium()
     )
@@ -187,11 +182,11 @@ def _programs() -> Iterator[Finding]:
         yield Finding("Chromium", "ok", chromium)
     else:
         remedy = f"{_pip_install('playwright')} && {_python()} -m playwright install --with-deps chromium"
-        yield Finding("Chromium", "advice", "absent; with it tests of the report run", remedy)
+        yield Finding("Chromium", "advice", "absent; with it the tests of the report run", remedy)
 
 
 def _extras() -> Iterator[Finding]:
-    """What working on Perilune itself takes. (The extra `gpu` is a matter of the GPU.)"""
+    """Check the extras for working on Perilune itself. (`_gpu` covers the extra `gpu`.)"""
     for extra, purpose in (("dev", "run the tests"), ("docs", "build the documentation")):
         absent = [need.name for need in _requirements(extra) if _version(need.name) is None]
         if absent:
@@ -202,12 +197,12 @@ def _extras() -> Iterator[Finding]:
 
 
 def _requirements(extra: str = "") -> list[Requirement]:
-    """What Perilune requires on this platform; with `extra`, what that extra adds.
+    """The requirements of Perilune on this platform; with `extra`, those that the extra adds.
 
     Raises:
-        PackageNotFoundError: when Perilune is not installed.
+        PackageNotFoundError: Perilune is not installed.
     """
-    # Declared by the package itself, so that there is one list of what it needs.
+    # The package's own metadata is the only list of its requirements.
     parsed = [Requirement(text) for text in metadata.requires("perilune") or []]
 
     def applies(need: Requirement, asked: str) -> bool:
@@ -234,7 +229,7 @@ def _torch_build() -> dict[str, Any]:
 
 def _cuda_torch() -> str:
     range_ = next((str(need.specifier) for need in _requirements() if need.name == "torch"), "")
-    # What pip finds by itself has CUDA builds for Linux; who got a CPU build was pointed elsewhere.
+    # pip's default index has CUDA builds for Linux; a CPU build came from another index.
     return _pip_install("--isolated", "--force-reinstall", f"torch{range_}")
 
 
@@ -243,7 +238,7 @@ def _pip_install(*arguments: str) -> str:
 
 
 def _python() -> str:
-    """The interpreter that runs us, as short as it can be typed."""
+    """The shortest command for the running interpreter."""
     found = shutil.which("python")
     same = found is not None and Path(found).parent.samefile(Path(sys.executable).parent)
     return "python" if same else sys.executable
@@ -261,7 +256,7 @@ def _first_program(*names: str) -> str:
 
 
 def _playwright_chromium() -> str:
-    """Chromium as Playwright keeps it, outside the search path."""
+    """Chromium as installed by Playwright, outside the search path."""
     default = "Library/Caches/ms-playwright" if platform.system() == "Darwin" else ".cache/ms-playwright"
     folder = Path(os.environ.get("PLAYWRIGHT_BROWSERS_PATH") or Path.home() / default)
     return next((str(path) for path in sorted(folder.glob("chromium*"), reverse=True)), "")
@@ -280,7 +275,7 @@ def _system_install(package: str) -> str:
 
 
 def _file_system(path: Path) -> str:
-    """Kind of the file system that `path` lies on: that of the longest mount point above it."""
+    """Type of the file system of `path`: that of the longest mount point above it."""
     import psutil
 
     mounts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}

@@ -1,4 +1,4 @@
-"""The environment variables of a task: few, chosen, and the same on every run."""
+"""The environment variables of a task: a fixed selection, the same on every run."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ KEPT = frozenset(
 )  # fmt: skip
 KEPT_PREFIXES = ("COVERAGE_", "CUDA_", "HF_", "LC_", "NCCL_", "NVIDIA_", "PYTORCH_", "TORCH_", "XPU_")
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-# A variable that looks like a credential passes only when the job names it.
+# A variable that looks like a credential is passed only if the job names it as a secret.
 WITHHELD = ("TOKEN", "SECRET", "PASSWORD", "KEY", "CREDENTIAL")
 
 
 def task_environment(job: Job, mark: Mapping[str, str]) -> dict[str, str]:
-    """Environment of the task process of `job`.
+    """The environment of the task process of `job`.
 
     Args:
-        mark: further variables that tell its processes apart.
+        mark: further variables that identify its processes.
 
     Raises:
-        RequestError: when a secret that the job names is not set here.
+        RequestError: a secret of the job is not set on this machine.
     """
     kept = {
         name: value
@@ -42,7 +42,7 @@ def task_environment(job: Job, mark: Mapping[str, str]) -> dict[str, str]:
     return {
         **kept,
         **dict.fromkeys(THREADS, threads),
-        # A waiting thread sleeps instead of spinning: on cores that others use too, spinning costs tenfold.
+        # Waiting threads sleep instead of spinning: on shared cores, spinning is ten times slower.
         "OMP_WAIT_POLICY": "PASSIVE",
         "PYTHONHASHSEED": "0",
         "PYTHONUNBUFFERED": "1",

@@ -1,8 +1,8 @@
 """The process in which a task runs: `python -m perilune.execution.task_process BUNDLE [SUPERVISOR_PID]`.
 
-It dies with its supervisor, so that no attempt goes on unseen, and leaves its last words in
-runtime/failure.json when it has the time. Several may run a task together: RANK and WORLD_SIZE say so, which
-the worker sets, or torchrun.
+It dies with its supervisor, so that no attempt continues unsupervised, and reports a failure in
+runtime/failure.json if it can. Several processes may run a task together: the worker, or torchrun, then sets
+RANK and WORLD_SIZE.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from perilune.bundle.workspace import SUMMARY, FollowerWorkspace, Workspace
 from perilune.errors import PeriluneError, RequestError, WorkFailedError
 from perilune.execution.processes import die_with
 from perilune.execution.ranks import directory_of
-from perilune.execution.verdict import LAST_WORDS, RESERVE, Cause, cause_of, describe_error
+from perilune.execution.verdict import FAILURE, RESERVE, Cause, cause_of, describe_error
 from perilune.files import write_json
 from perilune.watchdog import leave_stacks_in
 
@@ -30,13 +30,13 @@ STOPPED_EXIT_CODE = 128 + signal.SIGTERM
 
 
 def run_task(bundle: Path) -> None:
-    """Run the bundle's task and write what it observed: precheck, then the task's own, then the summary.
+    """Run the bundle's task and write its precheck, artifacts and summary.
 
-    Of several processes, those beside the first write none of it.
+    Of several processes, only the first writes them.
 
     Raises:
-        WorkFailedError: when the task returned without what it promises to produce.
-        RequestError: when it cannot run in several processes.
+        WorkFailedError: the task returned without its output.
+        RequestError: the task cannot run in several processes.
     """
     if _rank() > 0:
         follower = FollowerWorkspace(bundle)
@@ -50,26 +50,26 @@ def run_task(bundle: Path) -> None:
     workspace = Workspace(bundle)
     learn_secrets(workspace.job.secrets)
     plugin = load_plugin(workspace.job.task)
-    record_precheck(workspace)  # now, because the task may not live to its end
+    record_precheck(workspace)  # now, because the task may be killed
     if not was_finished(workspace, plugin):
         summary = plugin.run(workspace)
-        record_precheck(workspace)  # and again, when everything it uses has been loaded
+        record_precheck(workspace)  # and again, once all its modules are loaded
         workspace.finish(summary)
     if not (bundle / plugin.output).exists():  # which may be the summary itself
-        raise WorkFailedError(f"the task ended without making {plugin.output}") from _Missing()
+        raise WorkFailedError(f"the task ended without its output {plugin.output}") from _Missing()
 
 
 def was_finished(workspace: Workspace, plugin: TaskPlugin) -> bool:
-    """Whether an earlier attempt wrote the summary, and died before its result was recorded.
+    """Whether an earlier attempt wrote the summary, but died before its result was recorded.
 
-    Only on a single machine: the processes of another one may not see that summary.
+    Always False with several machines, because the others may not see that summary.
     """
     together = workspace.job.resources.nodes == 1
     return together and (workspace.artifacts / SUMMARY).exists() and (workspace.root / plugin.output).exists()
 
 
-class _Missing(Exception):  # noqa: N818 - marks a cause, is never raised by itself
-    """The task did not make its output."""
+class _Missing(Exception):  # noqa: N818 - marks a cause, never raised by itself
+    """The task did not produce its output."""
 
 
 def main() -> None:
@@ -81,7 +81,7 @@ def main() -> None:
     faulthandler.enable()
     leave_stacks_in(own)
     signal.signal(signal.SIGTERM, _stop)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to judge
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
     try:
         run_task(bundle)
     except Exception as error:
@@ -90,7 +90,7 @@ def main() -> None:
             traceback.print_exc()
         message = describe_error(error)
         print(f"failed: {message}", file=sys.stderr, flush=True)
-        _leave_last_words(own, {"cause": cause.value, "message": message})
+        _report_failure(own, {"cause": cause.value, "message": message})
         sys.exit(error.exit_code if isinstance(error, PeriluneError) else 1)
 
 
@@ -98,12 +98,12 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def _leave_last_words(runtime: Path, words: dict[str, str]) -> None:
+def _report_failure(runtime: Path, report: dict[str, str]) -> None:
     try:
-        write_json(runtime / LAST_WORDS, words)
-    except OSError:  # the disk is full: use the room that the worker keeps for this
+        write_json(runtime / FAILURE, report)
+    except OSError:  # the disk is full: use the space that the worker reserved
         (runtime / RESERVE).unlink(missing_ok=True)
-        write_json(runtime / LAST_WORDS, words)
+        write_json(runtime / FAILURE, report)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""How an attempt ended, exactly: the verdict of runtime/result.json."""
+"""The verdict in runtime/result.json: how an attempt ended."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from perilune.errors import PeriluneError, ProcessLostError, RequestError, WorkF
 from perilune.files import read_json
 from perilune.watchdog import STACKS, stall_in
 
-LAST_WORDS = "failure.json"  # in runtime/: why the task process gave up, in its own words
-RESERVE = ".reserve"  # in runtime/: room kept for last words and verdict on a disk that the task fills
+FAILURE = "failure.json"  # in runtime/: the task process's own report of its failure
+RESERVE = ".reserve"  # in runtime/: space for failure report and verdict on a full disk
 OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 
@@ -24,42 +24,42 @@ class Cause(StrEnum):
 
     NONE = ""
     REQUEST = "request_error"  # the task found the request wrong
-    WORK = "work_failed"  # the task said why it could not go on
-    CRASHED = "crashed"  # an exception nobody expected
-    STALLED = "stalled"  # nothing happened for too long, and the watchdog ended it
-    EXITED = "user_exit"  # the process left with a code of its own
-    SIGNALLED = "signalled"  # SIGSEGV, SIGABRT and their like
-    PROCESS_LOST = "process_lost"  # one of several ended and left no word why
+    WORK = "work_failed"  # the task reported why it could not continue
+    CRASHED = "crashed"  # an unexpected exception
+    STALLED = "stalled"  # no progress for too long, so the watchdog ended it
+    EXITED = "user_exit"  # the process exited with a code of its own
+    SIGNALLED = "signalled"  # SIGSEGV, SIGABRT and the like
+    PROCESS_LOST = "process_lost"  # one of several processes ended without a report
     KILLED = "killed"  # SIGKILL or SIGTERM from outside
     OUT_OF_MEMORY = "out_of_memory"
     DISK_FULL = "disk_full"
     STOPPED = "stopped"  # the worker was asked to stop
-    BUNDLE_REJECTED = "bundle_rejected"  # it is not what was frozen
-    TRANSFER_FAILED = "transfer_failed"  # what arrived on the machine is not what was sent
-    TIMED_OUT = "timeout"  # it took longer than its template lets it
-    HOST_REFUSED = "host_refused"  # the machine is the wrong one, or lets nobody in
+    BUNDLE_REJECTED = "bundle_rejected"  # it differs from what was frozen
+    TRANSFER_FAILED = "transfer_failed"  # uploaded files arrived damaged
+    TIMED_OUT = "timeout"  # it reached the time limit of its template
+    HOST_REFUSED = "host_refused"  # the machine is the wrong one or refuses access
     ARTIFACT_MISSING = "artifact_missing"
     ARTIFACT_INVALID = "artifact_invalid"
-    START_FAILED = "start_failed"  # no worker came to life
-    RUNNER_DIED = "runner_died"  # the worker is dead and left no result
-    UNREACHABLE = "unreachable"  # not heard of for longer than the policy waits
+    START_FAILED = "start_failed"  # no worker came up
+    RUNNER_DIED = "runner_died"  # the worker died without a result
+    UNREACHABLE = "unreachable"  # for longer than the policy waits
     NO_MACHINE = "no_machine"  # none could be rented in time
-    PREEMPTED = "preempted"  # its machine was taken away
-    MACHINE_LOST = "machine_lost"  # its machine is gone, and nobody says why
-    LEASE_ENDED = "lease_ended"  # its machine had existed, or cost, as much as it might
+    PREEMPTED = "preempted"  # its machine was preempted
+    MACHINE_LOST = "machine_lost"  # its machine is gone for an unknown reason
+    LEASE_ENDED = "lease_ended"  # its machine reached the limit on lifetime or cost
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What runtime/result.json says.
+    """The content of runtime/result.json.
 
     Attributes:
         epoch: number of the attempt.
-        exit_code: of the task process; None when a signal ended it or it never began.
+        exit_code: of the task process; None if a signal ended it or it never started.
         signal: number of that signal, or None.
         cause: "" on success.
         message: one line for the user.
-        manifest_digest: SHA-256 of artifacts/manifest.json; None when it could not be written.
+        manifest_digest: SHA-256 of artifacts/manifest.json; None if it could not be written.
         seconds: from claim to verdict.
     """
 
@@ -73,7 +73,7 @@ class Verdict:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the work was done and its evidence is whole."""
+        """Whether the task succeeded and its evidence is complete."""
         return self.cause == Cause.NONE and self.exit_code == 0 and self.manifest_digest is not None
 
     def document(self) -> dict[str, Any]:
@@ -82,10 +82,10 @@ class Verdict:
 
 
 def read_verdict(runtime: Path, epoch: int) -> Verdict | None:
-    """The verdict on attempt `epoch`; None when there is none, or only one of another attempt.
+    """The verdict on attempt `epoch`; None if there is none, or only one on another attempt.
 
     Raises:
-        RequestError: when result.json is damaged.
+        RequestError: result.json is damaged.
     """
     path = runtime / "result.json"
     if not path.exists():
@@ -98,7 +98,7 @@ def read_verdict(runtime: Path, epoch: int) -> Verdict | None:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How the task process ended: as much as its exit status and its own last words tell."""
+    """How the task process ended, according to its exit status and its failure report."""
 
     exit_code: int | None
     signal: int | None
@@ -106,14 +106,14 @@ class Ending:
     message: str
 
 
-def ending_of(status: int, last_words: Path, *, stopped: bool, memory_kill: bool) -> Ending:
-    """Judge a task process.
+def ending_of(status: int, failure: Path, *, stopped: bool, memory_kill: bool) -> Ending:
+    """Determine how a task process ended.
 
     Args:
-        status: as `Popen.returncode`: the exit code, or minus the signal's number.
-        last_words: file in which the task process says why it gave up, if it could.
-        stopped: whether we asked it to stop.
-        memory_kill: whether the kernel killed something for memory meanwhile.
+        status: as `Popen.returncode`: the exit code, or minus the number of the signal.
+        failure: the task process's failure report, if it could write one.
+        stopped: whether the worker asked it to stop.
+        memory_kill: whether the kernel killed a process for lack of memory meanwhile.
     """
     if status == 0:
         return Ending(0, None, Cause.NONE, "")
@@ -123,25 +123,25 @@ def ending_of(status: int, last_words: Path, *, stopped: bool, memory_kill: bool
         return Ending(code, number, Cause.STOPPED, "stopped on request")
     if number is not None:
         return Ending(None, number, *_of_signal(signal.Signals(number), memory_kill))
-    if last_words.exists():
-        said = read_json(last_words)
-        return Ending(code, None, Cause(said["cause"]), str(said["message"]))
-    if stall := stall_in(last_words.parent):
-        message = f"{stall}; the stacks of all threads are in {last_words.parent.name}/{STACKS}"
+    if failure.exists():
+        report = read_json(failure)
+        return Ending(code, None, Cause(report["cause"]), str(report["message"]))
+    if stall := stall_in(failure.parent):
+        message = f"{stall}; the stacks of all threads are in {failure.parent.name}/{STACKS}"
         return Ending(code, None, Cause.STALLED, message)
-    return Ending(code, None, Cause.EXITED, f"the task left with exit code {code}")
+    return Ending(code, None, Cause.EXITED, f"the task exited with code {code}")
 
 
 def _of_signal(number: signal.Signals, memory_kill: bool) -> tuple[Cause, str]:
     if number == signal.SIGKILL and memory_kill:
-        return Cause.OUT_OF_MEMORY, "the kernel ended it for want of memory"
+        return Cause.OUT_OF_MEMORY, "the kernel killed it for lack of memory"
     if number in OUTSIDE:
-        return Cause.KILLED, f"ended from outside by {number.name}"
-    return Cause.SIGNALLED, f"ended by {number.name}"
+        return Cause.KILLED, f"killed from outside with {number.name}"
+    return Cause.SIGNALLED, f"killed by {number.name}"
 
 
 def cause_of(error: BaseException) -> Cause:
-    """What kind of failure an exception out of a task is."""
+    """The cause of failure for an exception of a task."""
     chain: BaseException | None = error
     while chain is not None:
         if isinstance(chain, OSError) and chain.errno in {errno.ENOSPC, errno.EDQUOT}:

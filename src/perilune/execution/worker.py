@@ -1,8 +1,8 @@
-"""The worker: takes a bundle, runs its task in a process of its own, and leaves a verdict.
+"""The worker: runs the task of a bundle in a separate process, and leaves a verdict.
 
-A light supervisor (no torch). At the end, in this order: the task's process and all its descendants are
-gone, logs are durable, outputs are hashed into artifacts/manifest.json, and runtime/result.json is written
-last, so that its presence proves everything before it.
+It is a light supervisor without torch. At the end, in this order: it ends the task's process and all
+descendants, makes logs durable, hashes outputs into artifacts/manifest.json, and writes runtime/result.json
+last, which therefore proves that everything before it happened.
 """
 
 from __future__ import annotations
@@ -50,28 +50,30 @@ RESERVE_BYTES = 1 << 16
 def run_bundle(
     bundle: Path, epoch: int | None = None, *, grace: float = STOP_GRACE, echo: bool = False
 ) -> Verdict:
-    """Run the bundle at `bundle`, in place, to its verdict.
+    """Run the bundle at `bundle` in place and return its verdict.
 
     Must be called from the main thread: SIGTERM and SIGINT stop the task gracefully meanwhile.
 
     Args:
-        epoch: number of the attempt; None takes the one after the last seen.
-        grace: seconds the task has to leave after it was asked to stop.
+        epoch: number of the attempt; None takes the one after the last.
+        grace: seconds that the task has to exit after it was asked to stop.
         echo: copy the task's output to stdout.
 
     Raises:
-        RequestError: when there is no bundle, or this attempt may not run here. A bundle that differs from
-            what was frozen, or a secret that is not set, gives a verdict instead.
+        RequestError: there is no bundle, or this attempt may not run. A modified bundle or a missing secret
+            leads to a verdict instead.
     """
     bundle = bundle.absolute()
     if not (bundle / "job.json").is_file():
-        raise RequestError("not a bundle: no job.json", where=str(bundle), remedy="give a bundle's folder")
+        raise RequestError(
+            "not a bundle: no job.json", where=str(bundle), remedy="give the folder of a bundle"
+        )
     with claimed(bundle, epoch) as claim:
         return _Supervisor(bundle, claim, grace, echo).run()
 
 
 class _Supervisor:
-    """One attempt, from claim to verdict."""
+    """Supervises one attempt, from its claim to its verdict."""
 
     def __init__(self, bundle: Path, claim: Claim, grace: float, echo: bool) -> None:
         self.bundle, self.claim, self.grace, self.echo = bundle, claim, grace, echo
@@ -93,7 +95,7 @@ class _Supervisor:
                 finally:
                     kill_all(_descendants, grace=0.0)
                 verdict = self._conclude(ending)
-            write_json(self.runtime / "result.json", verdict.document())  # after which nothing is written
+            write_json(self.runtime / "result.json", verdict.document())  # the last file to be written
             return verdict
 
     def _prepare(self) -> None:
@@ -114,7 +116,7 @@ class _Supervisor:
         try:
             ranks.start()
             with HardwareSampler(self.artifacts / "hardware.jsonl", ranks.root):
-                if not ranks.wait(lambda: self.stopping):  # ask them and all their descendants, then insist
+                if not ranks.wait(lambda: self.stopping):  # ask all descendants to stop, then kill them
                     kill_all(_descendants, grace=self.grace)
         finally:
             kill_all(_descendants, grace=0.0)
@@ -122,7 +124,7 @@ class _Supervisor:
         return ranks.ending(stopped=self.stopping, memory_kill=memory_kills() > kills_before)
 
     def _conclude(self, ending: Ending) -> Verdict:
-        """Make the evidence durable and whole; the verdict."""
+        """Make the evidence durable and complete, and return the verdict."""
         self.reserve.unlink(missing_ok=True)
         digest = None
         try:
@@ -135,7 +137,7 @@ class _Supervisor:
                 cause = Cause.DISK_FULL if full else Cause.ARTIFACT_INVALID
                 ending = Ending(ending.exit_code, ending.signal, cause, str(error))
         if self.leads and ending.cause is Cause.NONE and not (self.artifacts / "summary.json").exists():
-            ending = Ending(0, None, Cause.ARTIFACT_MISSING, "the task left without a summary")
+            ending = Ending(0, None, Cause.ARTIFACT_MISSING, "the task exited without a summary")
         return Verdict(
             self.claim.epoch,
             ending.exit_code,
@@ -160,7 +162,7 @@ class _Supervisor:
 
     @contextmanager
     def _heartbeat(self) -> Iterator[None]:
-        """Count seconds in runtime/heartbeat.json for as long as the block lasts."""
+        """Count seconds in runtime/heartbeat.json while the block runs."""
         ended = threading.Event()
         path, temporary = self.runtime / "heartbeat.json", self.runtime / ".heartbeat.tmp"
 
@@ -168,7 +170,7 @@ class _Supervisor:
             count = 0
             while not ended.is_set():
                 count += 1
-                with contextlib.suppress(OSError):  # a full disk does not end the work
+                with contextlib.suppress(OSError):  # a full disk must not end the task
                     temporary.write_bytes(canonical_json({"count": count, "epoch": self.claim.epoch}))
                     temporary.replace(path)
                 ended.wait(HEARTBEAT_SECONDS)
@@ -183,18 +185,18 @@ class _Supervisor:
 
 
 class _RejectedError(RequestError):
-    """The bundle is not what was frozen."""
+    """The bundle differs from what was frozen."""
 
 
 def _refusal(error: PeriluneError | OSError) -> Ending:
-    """The ending of an attempt whose task never began."""
+    """The ending of an attempt whose task never started."""
     if isinstance(error, _RejectedError):
         return Ending(None, None, Cause.BUNDLE_REJECTED, str(error))
     return Ending(None, None, cause_of(error), str(error))
 
 
 def _descendants() -> list[psutil.Process]:
-    """Every process below us; as subreaper we inherit those whose parents have left."""
+    """All descendants of this process, including orphans that it adopted as their subreaper."""
     return psutil.Process().children(recursive=True)
 
 
@@ -209,12 +211,12 @@ def _make_durable(root: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """`python -m perilune.execution.worker BUNDLE --epoch N`: what a launcher starts."""
+    """`python -m perilune.execution.worker BUNDLE --epoch N`: started by a launcher."""
     parser = argparse.ArgumentParser(prog="perilune worker")
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--epoch", type=int, default=None)
-    parser.add_argument("--grace", type=float, default=STOP_GRACE, help="seconds to leave after a stop")
-    parser.add_argument("--tied", action="store_true", help="end when the process that started it ends")
+    parser.add_argument("--grace", type=float, default=STOP_GRACE, help="seconds to exit after a stop")
+    parser.add_argument("--tied", action="store_true", help="end when the parent process ends")
     given: Any = parser.parse_args(arguments)
     if given.tied:
         die_with(os.getppid())
@@ -225,7 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return error.exit_code
         except Exception:
-            traceback.print_exc()  # here, where it is redacted
+            traceback.print_exc()  # inside the block that redacts output
             return 1
     return 0 if verdict.succeeded else 1
 

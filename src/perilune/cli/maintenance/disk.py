@@ -14,7 +14,7 @@ from perilune.cli.units import size
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
-    from perilune.control.evidence.disk import Removable, Use
+    from perilune.control.evidence.disk import Removable, DiskUsage
     from perilune.control.runs.removal import Removal
 
 
@@ -39,14 +39,14 @@ def gc(
     perilune gc
     perilune gc --checkpoints --yes
     """
-    from perilune.control.evidence.disk import others, removable, remove, uses
+    from perilune.control.evidence.disk import other_usage, removable, remove, disk_usage
     from perilune.control.record.home import Home
 
     if yes:
         Home.chosen().release_reserve()  # disk space to record the deletion
     control = open_control()
-    found = uses(control)
-    beside = {name: count for name, count in others(control.home).items() if count}
+    found = disk_usage(control)
+    beside = {name: count for name, count in other_usage(control.home).items() if count}
     chosen = removable(control, checkpoints=checkpoints, unused_days=unused_days)
     if not as_json:
         _print_uses(found)
@@ -85,7 +85,7 @@ def _print_end(
         echo(f"{size(sum(one.bytes for one in chosen))} can be deleted: perilune gc{option} --yes")
 
 
-def _print_uses(found: Sequence[Use]) -> None:
+def _print_uses(found: Sequence[DiskUsage]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)

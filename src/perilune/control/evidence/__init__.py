@@ -1,1 +1,1 @@
-"""Evidence: what attempts leave behind, stored, verified and removed."""
+"""The evidence of attempts: stored, verified and removed."""

@@ -1,16 +1,17 @@
-"""A store for evidence beyond this machine: a folder, a bucket, whatever fsspec reaches.
+"""An artifact store: a folder, a bucket or anything else that fsspec supports, for evidence of runs.
 
 ```
-sha256/ab/ab12...   contents, each once, whoever has it
-runs/RUN.json       what a run is made of: path to SHA-256, size and mode; written last
+sha256/ab/ab12...   contents, each stored once
+runs/RUN.json       the files of a run: path to SHA-256, size and mode; written last
 ```
 
-Both sides are checked: what is sent is what was signed here, what comes back has the hash it was asked by.
+Uploads are checked against the signatures, and downloads against the hashes in the list.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,20 +33,20 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 VARIABLE = "PERILUNE_ARTIFACTS"
-WORKERS = 8  # files under way at once
+WORKERS = 8  # concurrent transfers
 BLOCK = 1 << 20
 
-Progress = Callable[[int, int], None]  # files done, of so many
+Progress = Callable[[int, int], None]  # files done, and in all
 
 
 class ArtifactStore:
-    """Evidence at a URL.
+    """A store of evidence at a URL.
 
     Args:
-        url: as fsspec has it ("s3://bucket/folder", "/mnt/share"); credentials are the backend's own.
+        url: an fsspec URL ("s3://bucket/folder", "/mnt/share"); the backend finds its own credentials.
 
     Raises:
-        RequestError: when fsspec, or what it needs for this URL, is missing.
+        RequestError: fsspec, or a package that it needs for this URL, is missing.
     """
 
     def __init__(self, url: str) -> None:
@@ -65,25 +66,25 @@ class ArtifactStore:
 
     @classmethod
     def chosen(cls, url: str | None) -> ArtifactStore:
-        """The one given, else the one that PERILUNE_ARTIFACTS names."""
+        """The store at `url`, or else at the URL in PERILUNE_ARTIFACTS."""
         found = url or os.environ.get(VARIABLE)
         if not found:
-            raise RequestError("no artifact store is named", remedy=f"--store URL, or export {VARIABLE}=URL")
+            raise RequestError("no artifact store is given", remedy=f"--store URL, or export {VARIABLE}=URL")
         return cls(found)
 
     def runs(self) -> list[str]:
-        """Ids of the runs that are there, sorted."""
+        """Ids of the stored runs, sorted."""
         with self._store_errors():
             folder = f"{self._root}/runs"
             names = self._fs.ls(folder, detail=False) if self._fs.exists(folder) else []
         return sorted(Path(name).stem for name in names if name.endswith(".json"))
 
     def push(self, control: Control, run: Run, progress: Progress = lambda done, of: None) -> int:
-        """Send a succeeded run's evidence; returns how many bytes were not there yet. Goes on after a cut.
+        """Upload a succeeded run's evidence; returns the bytes sent. Skips contents that are already stored.
 
         Raises:
-            RequestError: when its evidence is not whole, or the run has not succeeded.
-            WorkFailedError: when the store does not take it.
+            RequestError: the run has not succeeded, or its evidence is damaged.
+            WorkFailedError: the store rejects the upload.
         """
         with control.home.scratch() as scratch:
             folder = scratch / "export"
@@ -96,11 +97,11 @@ class ArtifactStore:
         return sent
 
     def pull(self, run_id: str, destination: Path, progress: Progress = lambda done, of: None) -> int:
-        """Bring a run's evidence to a new folder, as `perilune export` lays it out; returns how many files.
+        """Download a run's evidence to a new folder, as `perilune export` lays it out; returns the count.
 
         Raises:
-            RequestError: when it is not there, or something is at `destination`.
-            WorkFailedError: when what came is not what was asked for.
+            RequestError: the run is not stored, or `destination` exists.
+            WorkFailedError: a file does not have the hash in the list.
         """
         files = self._index(run_id)
         with new_folder("keep what was pulled", destination) as building:
@@ -108,13 +109,11 @@ class ArtifactStore:
         return len(files)
 
     def _index(self, run_id: str) -> dict[str, dict[str, Any]]:
-        import json
-
         with self._store_errors():
             path = f"{self._root}/runs/{run_id}.json"
             if not run_id.isalnum() or not self._fs.exists(path):
                 raise RequestError(
-                    f"run {run_id} is not there", where=self.url, remedy="perilune artifacts list"
+                    f"run {run_id} is not in the store", where=self.url, remedy="perilune artifacts list"
                 )
             data = self._fs.cat_file(path)
         try:
@@ -155,7 +154,7 @@ class ArtifactStore:
         return int(file["size"])
 
     def _write(self, target: str, fill: Callable[[Any], Any]) -> None:
-        """Under a name that nobody reads, then under its own."""
+        """Write to a temporary name, then rename."""
         temporary = f"{target}.{secrets.token_hex(4)}.tmp"
         self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
         try:
@@ -179,9 +178,9 @@ class ArtifactStore:
                 sink.write(block)
         if (size, digest.hexdigest()) != (file["size"], file["sha256"]):
             raise WorkFailedError(
-                f"{destination.name} is not what was sent: its content is damaged there",
+                f"the stored content of {destination.name} is damaged",
                 where=self.url,
-                remedy="push the run again from where it is whole, after removing the damaged object",
+                remedy="remove the damaged object, then push the run again from a home where it is intact",
             )
         destination.chmod(int(file["mode"], 8) & 0o777)
         return size
@@ -192,14 +191,14 @@ class ArtifactStore:
             yield
         except (OSError, TimeoutError) as error:
             raise WorkFailedError(
-                f"the artifact store does not answer as it should: {error}",
+                f"the artifact store failed: {error}",
                 where=self.url,
-                remedy="the command can be run again; what has arrived is not sent twice",
+                remedy="run the command again; finished transfers are not repeated",
             ) from error
 
 
 def _described(folder: Path, known: Mapping[str, str]) -> Iterable[tuple[str, dict[str, Any]]]:
-    """What lies in an exported folder; what `known` has was checked on the way there."""
+    """The files of an exported folder; `known` has hashes that were verified during the export."""
     for name, status in walk(folder):
         path = folder / name
         if path.is_file():

@@ -1,4 +1,4 @@
-"""What an attempt left: is it whole, and what did it say last."""
+"""The files of an attempt: whether its artifacts are complete, and the worker's last output."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from perilune.files import read_json, sha256_file
 
 
 def evidence_problem(attempt: Path, verdict: Verdict, removed: Collection[str] = ()) -> str:
-    """What is wrong with an attempt's artifacts: "" when the manifest is the one of the verdict and all of
-    its files are there in their sizes, but for `removed` ones. (`verify` compares contents.)
+    """What is wrong with an attempt's artifacts, or "".
+
+    The manifest must have the verdict's digest, and its files their sizes, except for `removed` files.
+    (`verify` compares contents.)
     """
     manifest = attempt / "artifacts" / "manifest.json"
     with storage_errors("read the evidence", manifest):
@@ -29,7 +31,7 @@ def evidence_problem(attempt: Path, verdict: Verdict, removed: Collection[str] =
 
 
 def worker_output(attempt: Path, lines: int = 3) -> str:
-    """The last lines of what the worker itself said; "" when it said nothing."""
+    """The last lines that the worker itself printed; "" if there are none."""
     try:
         return last_lines((attempt / "runtime" / "worker.log").read_bytes(), lines)
     except OSError:

@@ -1,7 +1,7 @@
-"""The controller signs what it submitted and what it accepted, before it says so in the database.
+"""Sign submitted bundles and accepted results, before the database records them.
 
-So that a run which is recorded has its statement, wherever a command was killed; what was signed and never
-committed is overwritten by the next who does it.
+So every recorded run has its statement, wherever a command was killed. A statement that was signed but never
+recorded is overwritten by the next attempt to record it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FOLDER = "attestations"  # of a run
 
 
 def attest_bundle(home: Home, directory: Path, run_id: str) -> None:
-    """Sign that the bundle in `directory`, which becomes the run's, is what `run_id` was submitted with."""
+    """Sign that `run_id` was submitted with the bundle in `directory`, which becomes the run's directory."""
     _write(
         directory / FOLDER / BUNDLE_STATEMENT,
         home,
@@ -33,9 +33,9 @@ def attest_bundle(home: Home, directory: Path, run_id: str) -> None:
 
 
 def attest_result(home: Home, attempt: Attempt, directory: Path) -> None:
-    """Sign what the attempt left in `directory`, whose manifest has been checked.
+    """Sign the results of an attempt in `directory`, whose manifest has been checked.
 
-    Checkpoints become read-only first, so that the bundles of later stages can share their files.
+    Makes checkpoints read-only first, so that the bundles of later stages can share their files.
     """
     make_read_only(directory / "artifacts" / "checkpoints")
     statement = result_statement(directory, attempt.run_id, attempt.number, attempt.created, time.time())
@@ -43,7 +43,7 @@ def attest_result(home: Home, attempt: Attempt, directory: Path) -> None:
 
 
 def evidence_of(home: Home, run_id: str, number: int) -> Evidence:
-    """Where the evidence of an attempt lies."""
+    """The paths of an attempt's evidence."""
     return Evidence(
         home.attempt(run_id, number),
         home.run(run_id) / FOLDER / BUNDLE_STATEMENT,
@@ -54,19 +54,19 @@ def evidence_of(home: Home, run_id: str, number: int) -> Evidence:
 
 
 def attest_removal(home: Home, run_id: str, number: int, files: Mapping[str, str]) -> None:
-    """Sign, beside what is left of an attempt, that some of its artifacts are removed on purpose.
+    """Sign that some artifacts of an attempt were removed deliberately.
 
     Args:
-        files: path in the bundle to the SHA-256 that it has; what was removed before stays listed.
+        files: path in the bundle to SHA-256. Files that were removed before stay in the statement.
     """
     attempt = home.attempt(run_id, number)
     known = {**attested_hashes(attempt), **files}
-    every = {name: known[name] for name in removed_from(home, run_id, number) | files.keys()}
-    _write(attempt / REMOVED, home, removal_statement(every, run_id, number, time.time()))
+    removed = {name: known[name] for name in removed_from(home, run_id, number) | files.keys()}
+    _write(attempt / REMOVED, home, removal_statement(removed, run_id, number, time.time()))
 
 
 def removed_from(home: Home, run_id: str, number: int) -> frozenset[str]:
-    """Artifacts of an attempt that were removed on purpose; none when that was not signed here."""
+    """Artifacts of an attempt that were removed deliberately; empty unless this home signed the removal."""
     try:
         return removed_files(home.attempt(run_id, number), home.keys / PUBLIC, run_id)
     except PeriluneError:

@@ -1,8 +1,8 @@
-"""What a home takes on disk, and removing what nothing needs any more.
+"""Disk usage of a home, and removal of files that no run needs.
 
-Never removed: bundles, the attempt that stands for a run, and what stages after it take. Whatever goes is
-recorded first, then renamed away, then deleted: a kill in between leaves it whole, or in `tmp`, where nobody
-takes it for anything and the next command sweeps it.
+Bundles, the current attempt of each run, and the inputs of later stages are never removed. Every removal is
+recorded first, then the folder is renamed and deleted. A kill in between leaves it complete, or in `tmp`,
+which the next command sweeps.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from perilune.control.runs.experiments import Control
 from perilune.control.runs.wheels import WHEELS
 
 CHECKPOINTS = Path("artifacts/checkpoints")
-INTERMEDIATE = "step-*"  # what training resumes from; later stages take `final`
-ENVIRONMENTS, COMPLETE = "environments", "complete"  # as scripts/bootstrap.py makes them, and touches at use
+INTERMEDIATE = "step-*"  # checkpoints for resuming; later stages use `final`
+ENVIRONMENTS, COMPLETE = "environments", "complete"  # from bootstrap.py, which touches `complete` at use
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
-    """What one run takes, in bytes; a file that several places share counts once.
+class DiskUsage:
+    """Disk usage of one run, in bytes; a file with several hard links counts once.
 
     Attributes:
         attempts: without their checkpoints.
-        reproductions: that differed, and were kept.
+        reproductions: those that differed and were kept.
     """
 
     experiment: str
@@ -51,18 +51,18 @@ class Use:
 
     @property
     def bytes(self) -> int:
-        """All of it."""
+        """The total."""
         return self.bundle + self.attempts + self.checkpoints + self.reproductions
 
 
 @dataclass(frozen=True, slots=True)
 class Removable:
-    """Something that nothing needs.
+    """Something that no run needs.
 
     Attributes:
         kind: "attempt", "checkpoints" or "environment".
-        why: it may go.
-        names: of the intermediate checkpoints in `path`, which goes itself where there are none.
+        why: the reason why it can be removed.
+        names: the intermediate checkpoints in `path` to remove; if empty, `path` itself is removed.
     """
 
     kind: str
@@ -74,8 +74,8 @@ class Removable:
     names: tuple[str, ...] = ()
 
 
-def uses(control: Control) -> list[Use]:
-    """What each run takes, the oldest first."""
+def disk_usage(control: Control) -> list[DiskUsage]:
+    """Disk usage of each run, the oldest first."""
     home, seen = control.home, set[tuple[int, int]]()
     with control.store.snapshot() as session:
         query = select(Run, Experiment.name).join(Experiment, Experiment.id == Run.experiment_id)
@@ -87,12 +87,12 @@ def uses(control: Control) -> list[Use]:
         checkpoints = sum(size_of(attempt / CHECKPOINTS, seen) for attempt in attempts)
         others = sum(size_of(attempt, seen) for attempt in attempts)
         again = size_of(home.run(run.id) / "reproductions", seen)
-        found.append(Use(experiment, run.stage, run.id, run.state, bundle, others, checkpoints, again))
+        found.append(DiskUsage(experiment, run.stage, run.id, run.state, bundle, others, checkpoints, again))
     return found
 
 
-def others(home: Home) -> dict[str, int]:
-    """What is no run's, by name in the home."""
+def other_usage(home: Home) -> dict[str, int]:
+    """Bytes that belong to no run, by name in the home."""
     seen = set[tuple[int, int]]()
     return {
         path.name: size_of(path, seen)
@@ -102,11 +102,11 @@ def others(home: Home) -> dict[str, int]:
 
 
 def removable(control: Control, *, checkpoints: bool = False, unused_days: float = 30.0) -> list[Removable]:
-    """What can go: ended and collected attempts that another has replaced, and environments out of use.
+    """What can be removed: replaced attempts that were collected, and unused environments.
 
     Args:
-        checkpoints: also the intermediate checkpoints of runs that have succeeded.
-        unused_days: an environment that no bundle has begun in for so long.
+        checkpoints: also the intermediate checkpoints of succeeded runs.
+        unused_days: days without use after which an environment can be removed.
     """
     found = [*_replaced(control), *_unused(control.home, unused_days)]
     if checkpoints:
@@ -115,7 +115,7 @@ def removable(control: Control, *, checkpoints: bool = False, unused_days: float
 
 
 def remove(control: Control, chosen: Sequence[Removable]) -> Iterator[Removable]:
-    """Remove what may still go now, telling each; what has come into use meanwhile stays."""
+    """Remove what can still be removed, and yield each; anything in use again stays."""
     for one in chosen:
         match one.kind:
             case "attempt":
@@ -129,13 +129,13 @@ def remove(control: Control, chosen: Sequence[Removable]) -> Iterator[Removable]
 
 
 def size_of(path: Path, seen: set[tuple[int, int]]) -> int:
-    """Bytes on disk of a file or tree, without files that `seen` holds already, to which it adds."""
+    """Bytes on disk of a file or tree, without the files in `seen`, and add its files to `seen`."""
     total = 0
     paths = [path] if path.is_file() else path.rglob("*")
     for one in paths:
         try:
             status = one.lstat()
-        except OSError:  # gone meanwhile
+        except OSError:  # removed meanwhile
             continue
         if (status.st_dev, status.st_ino) not in seen:
             seen.add((status.st_dev, status.st_ino))
@@ -149,12 +149,12 @@ def _replaced(control: Control) -> Iterator[Removable]:
     for attempt, run in rows:
         path = control.home.attempt(run.id, attempt.number)
         if _is_replaced(attempt, run) and path.is_dir():
-            why = f"{attempt.state} and collected; attempt {run.current_epoch} stands for the run"
+            why = f"{attempt.state} and collected; the current attempt is {run.current_epoch}"
             yield Removable("attempt", path, size_of(path, set()), why, run.id, attempt.number)
 
 
 def _is_replaced(attempt: Attempt, run: Run) -> bool:
-    """Whether nothing will be taken from the attempt any more. A live run's next one starts from the last."""
+    """Whether nothing needs the attempt. The next attempt of a live run starts from the last one."""
     ended = AttemptState(attempt.state).terminal and attempt.cleanup != Cleanup.PENDING
     needed = 0 if RunState(run.state).terminal else 1
     return ended and attempt.number < run.current_epoch - needed
@@ -183,12 +183,12 @@ def _intermediate(control: Control) -> Iterator[Removable]:
         if found := sorted(path.glob(INTERMEDIATE)):
             seen = set[tuple[int, int]]()
             size, names = sum(size_of(one, seen) for one in found), tuple(one.name for one in found)
-            why = "training resumes from them, and the run has succeeded"
+            why = "they serve only to resume training, and the run has succeeded"
             yield Removable("checkpoints", path, size, why, run.id, run.current_epoch, names)
 
 
 def _remove_checkpoints(control: Control, one: Removable) -> bool:
-    """Their files are part of the evidence, so it is signed that they went on purpose, before they do."""
+    """Sign the removal first, because the files are part of the evidence."""
     below = tuple(f"{CHECKPOINTS}/{name}/" for name in one.names)
     hashes = attested_hashes(control.home.attempt(one.run_id, one.epoch))
     files = {name: sha256 for name, sha256 in hashes.items() if name.startswith(below)}
@@ -197,8 +197,8 @@ def _remove_checkpoints(control: Control, one: Removable) -> bool:
             return False
         attest_removal(control.home, one.run_id, one.epoch, files)
         with control.store.transaction() as session:
-            told = {"names": list(one.names), "files": len(files), "bytes": one.bytes}
-            record(session, "checkpoints.removed", run_id=one.run_id, epoch=one.epoch, **told)
+            detail = {"names": list(one.names), "files": len(files), "bytes": one.bytes}
+            record(session, "checkpoints.removed", run_id=one.run_id, epoch=one.epoch, **detail)
         reached("remove.recorded")
         gone = [control.home.discard(one.path / name) for name in one.names]
         return all(gone)
@@ -211,9 +211,8 @@ def _unused(home: Home, days: float) -> Iterator[Removable]:
         complete = path / COMPLETE
         idle = (time.time() - (complete if complete.exists() else path).stat().st_mtime) / 86_400
         if idle >= days:
-            yield Removable(
-                "environment", path, size_of(path, set()), f"no bundle has begun in it for {idle:.0f} days"
-            )
+            why = f"no bundle has used it for {idle:.0f} days"
+            yield Removable("environment", path, size_of(path, set()), why)
 
 
 def _remove_environment(control: Control, one: Removable) -> bool:
@@ -228,7 +227,7 @@ def _remove_environment(control: Control, one: Removable) -> bool:
 
 @contextmanager
 def _environment_lock(environment: Path) -> Iterator[bool]:
-    """The lock under which scripts/bootstrap.py looks at an environment and makes it."""
+    """The lock that scripts/bootstrap.py holds while it checks or creates an environment."""
     with environment.with_suffix(".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -239,12 +238,12 @@ def _environment_lock(environment: Path) -> Iterator[bool]:
 
 
 def _in_use(environment: Path) -> bool:
-    """Whether a process was started with a program of the environment."""
+    """Whether a process runs a program of the environment."""
     mark = os.fsencode(environment) + b"/"
     for process in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             if mark in process.read_bytes():
                 return True
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
     return False

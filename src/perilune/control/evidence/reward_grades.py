@@ -1,4 +1,4 @@
-"""The grade that the last audit gave a reward, kept in the home by a digest of what was audited."""
+"""Stores the grade of the last reward audit in the home, by a digest of what was audited."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from perilune.files import canonical_json, read_json, sha256_bytes, sha256_file,
 
 
 def keep_grade(home: Home, section: Mapping[str, Any], files: Iterable[Path], grade: str, worst: str) -> None:
-    """Keep the grade of an environment section with its rewards.
+    """Store the grade of an environment section and its rewards.
 
     Args:
-        files: the files and folders that the section names; another content is another reward.
-        worst: the gravest finding, in a sentence.
+        files: the files and folders that the section names; a grade holds only for their present contents.
+        worst: the most serious finding, in one sentence.
     """
     write_json(_place(home, section, files), {"grade": grade, "worst": worst, "time": time.time()})
 
 
 def kept_grade(home: Home, section: Mapping[str, Any], files: Iterable[Path]) -> dict[str, Any] | None:
-    """What `keep_grade` kept of exactly this; None where nothing was."""
+    """The grade that `keep_grade` stored for exactly this section and these files; None if there is none."""
     place = _place(home, section, files)
     try:
         found = read_json(place) if place.is_file() else None

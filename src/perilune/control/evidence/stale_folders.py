@@ -1,4 +1,4 @@
-"""Folders that killed commands left: submissions that were not accepted, experiments that were removed."""
+"""Remove folders that killed commands left: runs that were not accepted, experiments that were removed."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from perilune.control.record.home import Home, locked
 from perilune.control.record.store import Event, Experiment, Run, Store
 from perilune.control.runs.wheels import remove_unused_wheels
 
-REMOVED = "experiment.removed"  # event of `perilune rm`: the experiment and the runs that go
+REMOVED = "experiment.removed"  # event of `perilune rm`, with the ids of the experiment and its runs
 
 
 def remove_stale_folders(home: Home, store: Store) -> None:
     """Remove scratch directories, and the folders of runs and experiments that are not in the record.
 
-    A run that has attempts and is not in the record, as after an older database was restored, is evidence.
-    It is removed only when `perilune rm` has recorded that it goes.
+    A run that has attempts but no record, as after restoring an older database, is evidence. It is removed
+    only if `perilune rm` recorded its removal.
     """
     home.sweep()
     remove_unused_wheels(home)
     found = {path.name for path in home.runs.iterdir()}
     for run_id in found - _known(store):
-        with locked(home.run(run_id)) as mine:  # its maker holds the lock until it is accepted
+        with locked(
+            home.run(run_id)
+        ) as mine:  # the submitting process holds the lock until the run is accepted
             if not mine or run_id in _known(store):
                 continue
             if run_id in _removed(store):

@@ -1,4 +1,4 @@
-"""Is everything as it was recorded? The record itself, and the evidence of runs that have succeeded."""
+"""Verify the record, and the evidence of succeeded runs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from perilune.control.runs.experiments import Control
 from perilune.errors import RequestError
 from perilune.files import read_json, write_json
 
-VERIFIED = "verified.json"  # in the home: up to which event the record has been checked
+VERIFIED = "verified.json"  # in the home: the last event that was verified
 
 
 def damage(store: Store) -> str:
-    """What is broken in the database itself, and what to do about it; "" when nothing is."""
+    """Describe corruption of the database, with a remedy; "" if there is none."""
     try:
         with store.snapshot() as session:
             found = store.database.damage(session.connection())
@@ -37,7 +37,7 @@ def damage(store: Store) -> str:
 
 
 def unrecorded(home: Home, store: Store) -> list[str]:
-    """Runs that have attempts on the disk and are not in the record."""
+    """Runs that have attempts on disk but are not in the record."""
     with store.snapshot() as session:
         known = set(session.scalars(select(Run.id)))
     return sorted(
@@ -46,11 +46,11 @@ def unrecorded(home: Home, store: Store) -> list[str]:
 
 
 def record_problem(control: Control, *, since_last: bool = False) -> str:
-    """What is wrong with the record: "" when the database is whole and each event follows from the last.
+    """What is wrong with the record; "" if the database is intact and the hash of each event is right.
 
     Args:
-        since_last: look at events only, and begin where the last check ended, if that event still has the
-            hash it had then. What was changed before it, only a full check sees.
+        since_last: check only events after the last check, if the hash of its last event is unchanged. Only a
+            full check notices changes of older events.
     """
     kept = control.home.root / VERIFIED
     if not since_last and (found := damage(control.store)):
@@ -61,14 +61,14 @@ def record_problem(control: Control, *, since_last: bool = False) -> str:
         last = session.execute(select(Event.seq, Event.hash).order_by(Event.seq.desc()).limit(1)).first()
     if broken is not None:
         kept.unlink(missing_ok=True)
-        return f"event {broken} does not follow from the one before it"
+        return f"the hash of event {broken} does not match the event before it"
     if last is not None and last.seq != seq:
         write_json(kept, {"seq": last.seq, "hash": last.hash})
     return ""
 
 
 def _verified(session: Session, kept: Path) -> tuple[int, str]:
-    """Number and hash of the event that the last check ended with; the beginning when that is another now."""
+    """Number and hash of the last verified event; (0, "") if that event has another hash now."""
     try:
         found = read_json(kept)
         seq, digest = int(found["seq"]), str(found["hash"])
@@ -79,9 +79,9 @@ def _verified(session: Session, kept: Path) -> tuple[int, str]:
 
 
 def run_problems(control: Control, run: Run) -> Iterator[str]:
-    """What of a run is not as it was recorded and signed, a sentence each.
+    """Deviations of a run from what was recorded and signed, one sentence each.
 
-    Of a run that has not succeeded there is no result: its bundle alone is looked at.
+    For a run that has not succeeded, only the bundle is checked.
     """
     frozen = control.home.bundle(run.id)
     yield from (f"bundle: {difference}" for difference in verify(frozen, run.bundle_digest))
@@ -90,35 +90,35 @@ def run_problems(control: Control, run: Run) -> Iterator[str]:
 
 
 def _result_problems(control: Control, run: Run) -> Iterator[str]:
-    """What of a succeeded run's result, which includes the bundle it was made with, is not as attested."""
+    """Deviations of a succeeded run's result, including its copy of the bundle, from the attestations."""
     evidence = evidence_of(control.home, run.id, run.current_epoch)
     if not evidence.submitted.exists() and not evidence.result.exists():
-        yield "it was made before runs were signed, or its statements are gone"
+        yield "the run was made before runs were signed, or its statements are missing"
         return
     yield from tampered(evidence)
     if recorded_digest(evidence.bundle) != run.bundle_digest:
-        yield f"the attempt ran another bundle than {run.bundle_digest}"
+        yield f"the attempt ran a bundle other than {run.bundle_digest}"
 
 
 def export(control: Control, run: Run, destination: Path, *, crate: bool = False) -> None:
-    """Hand a succeeded run over: its evidence, what was signed about it, and the key to check that with.
+    """Export a succeeded run: its evidence, the signed statements, and the public key.
 
     Args:
-        destination: a folder that does not exist; it is there whole or not at all.
+        destination: a new folder, created completely or not at all.
         crate: also describe it as a Process Run Crate (https://w3id.org/ro/wfrun/process).
 
     Raises:
-        RequestError: when the run has not succeeded, something is at `destination`, or it cannot be written.
-        WorkFailedError: when the evidence is damaged.
+        RequestError: the run has not succeeded, `destination` exists or cannot be written.
+        WorkFailedError: the evidence is damaged.
     """
     succeeded = run.state == RunState.SUCCEEDED
     problem = next(_result_problems(control, run), None) if succeeded else None
     if problem or not succeeded:
         why = f"its evidence is damaged: {problem}" if problem else f"it is {run.state}"
-        raise RequestError(f"the run cannot be handed over: {why}", where=f"run {run.id}")
+        raise RequestError(f"the run cannot be exported: {why}", where=f"run {run.id}")
     evidence = evidence_of(control.home, run.id, run.current_epoch)
     with new_folder("export the run", destination) as building:
-        for source in evidence.bundle.rglob("*"):  # has just been checked
+        for source in evidence.bundle.rglob("*"):  # just verified
             if source.is_file():
                 target = building / "bundle" / source.relative_to(evidence.bundle)
                 place(source, target, source.stat().st_mode & 0o777)

@@ -1,1 +1,1 @@
-"""Rented machines: providers, budgets, and the lifecycle of each machine."""
+"""Rented machines: providers, leases, budgets, and the life cycle of each machine."""

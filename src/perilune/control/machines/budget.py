@@ -1,4 +1,4 @@
-"""What machines cost: before one is rented, while it lives, and in all."""
+"""The cost of rented machines: prices, the daily cap, and what each machine has cost and may still cost."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ DAY = 86400.0
 
 
 def price_of(providers: Providers, rental: Rental) -> float:
-    """Currency units per hour that a kind of machine costs now.
+    """Current price of a kind of machine, in currency units per hour.
 
     Raises:
-        ProviderUnreachableError: its provider does not say.
-        RequestError: there is no such provider, or no such kind.
+        ProviderUnreachableError: the provider does not answer.
+        RequestError: there is no such provider or kind.
     """
     offers = {offer.kind: offer for offer in providers.get(rental.provider).offers()}
     if rental.kind not in offers:
@@ -36,24 +36,24 @@ def price_of(providers: Providers, rental: Rental) -> float:
 
 
 def over_the_cap(session: Session, cap: float, rental: Rental, price: float, nodes: int = 1) -> str:
-    """Why no more leases may be taken on now, or "". What is spent and promised must stay under the cap.
+    """Why no more machines may be rented now, or "". Spent and committed cost must stay under the cap.
 
     Args:
         cap: currency units in any 24 hours.
-        price: of a machine, per hour.
-        nodes: machines that are wanted.
+        price: of one machine, per hour.
+        nodes: number of machines to rent.
     """
     this_boot = Machine.leased["boot"].as_string() == boot_id()
     recent, alive = Machine.ended > time.time() - DAY, Machine.state != MachineState.GONE.value
     committed = today(session.scalars(select(Machine).where(or_(this_boot, recent, alive))))
-    wanted = nodes * cost(price, rental.lease.seconds(price))
-    if committed + wanted <= cap:
+    more = nodes * cost(price, rental.lease.seconds(price))
+    if committed + more <= cap:
         return ""
-    return f"{wanted:.4g} more would exceed the daily cap of {cap:.4g}: {committed:.4g} is spent or promised"
+    return f"{more:.4g} more would exceed the daily cap of {cap:.4g}: {committed:.4g} is spent or committed"
 
 
 def today(machines: Iterable[Machine]) -> float:
-    """What machines have cost in the last 24 hours, and may cost yet."""
+    """What machines have cost in the last 24 hours, plus what they may still cost."""
     now = Instant.now()
     return sum(_in_the_last_day(one, now) + to_come(one, now) for one in machines)
 
@@ -63,21 +63,19 @@ def _in_the_last_day(machine: Machine, now: Instant) -> float:
     age, spent = now.since(Instant.parse(machine.leased)), accrued(machine, now)
     if machine.price <= 0:
         return 0.0
-    ended = age - spent / machine.price * 3600.0  # so many seconds ago; 0 while it lives
+    ended = age - spent / machine.price * 3600.0  # seconds ago; 0 while it lives
     return cost(machine.price, max(0.0, min(age, DAY) - ended))
 
 
 def to_come(machine: Machine, now: Instant | None = None) -> float:
-    """What a machine may cost yet by its lease. One that outlives its lease costs on, at a rate that only
-    `accrued` counts."""
+    """What a machine may still cost within its lease. Cost beyond the lease counts only in `accrued`."""
     if machine.state == MachineState.GONE:
         return 0.0
     return max(0.0, _leased(machine) - accrued(machine, now))
 
 
 def promised(machine: Machine) -> float:
-    """What a machine may cost in all by its lease, or what it has cost beyond that; what it did cost, once it
-    is gone."""
+    """The most that a machine may cost in all; its final cost once it is gone."""
     return accrued(machine) if machine.state == MachineState.GONE else max(_leased(machine), accrued(machine))
 
 
@@ -86,7 +84,7 @@ def _leased(machine: Machine) -> float:
 
 
 def accrued(machine: Machine, now: Instant | None = None) -> float:
-    """What a machine has cost so far at most, counted from the request; what it did cost, once it is gone."""
+    """Upper bound of a machine's cost so far, counted from its request; its final cost once it is gone."""
     if machine.state == MachineState.GONE:
         return machine.cost
     return cost(machine.price, (now or Instant.now()).since(Instant.parse(machine.leased)))

@@ -1,4 +1,4 @@
-"""What a rented machine may cost: the bounds that every one of them is rented with."""
+"""Leases: the limits on lifetime and cost of every rented machine."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Lease(BaseModel):
-    """Bounds of one rented machine. It is ended at the first that is reached, whatever it is doing.
+    """Limits of a rented machine. The machine is terminated when it reaches the first, whatever it is doing.
 
-    Three enforce them, each without the others: the provider (where it ends machines by itself), the runner
-    on the machine, and this control plane.
+    Three parties enforce them independently: the provider (if it can), the runner on the machine, and this
+    control plane.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    max_lifetime: Annotated[float, Field(gt=0, description="seconds it may exist, from the request on")]
+    max_lifetime: Annotated[float, Field(gt=0, description="seconds it may exist, counted from the request")]
     idle: Annotated[
         float,
-        Field(gt=0, description="seconds it may exist after its attempt has ended, collected or not"),
+        Field(gt=0, description="seconds it may exist after its attempt has ended, even if not collected"),
     ] = 600.0
     max_cost: Annotated[float, Field(gt=0, description="currency units it may cost at the offer's price")]
     ready_within: Annotated[
         float,
-        Field(gt=0, description="seconds after the request when a machine that is not ready is given up"),
+        Field(gt=0, description="seconds after the request when a machine that is not ready is terminated"),
     ] = 900.0
 
     def seconds(self, price: float) -> float:
-        """How long a machine of that price per hour may exist."""
+        """How long a machine may exist at this price per hour."""
         return min(self.max_lifetime, self.max_cost / price * 3600.0) if price > 0 else self.max_lifetime
 
 
 def cost(price: float, seconds: float) -> float:
-    """Currency units that `seconds` at `price` per hour cost."""
+    """Cost of `seconds` at `price` per hour, in currency units."""
     return price * seconds / 3600.0
 
 
 class Rental(BaseModel):
-    """Which machine to rent for an attempt, and what it may cost: there is no renting without a lease."""
+    """The kind of machine to rent for an attempt, and its lease."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -1,7 +1,7 @@
-"""Rented machines: each is recorded before it is asked for, and tended until it is proven gone.
+"""The life cycle of rented machines: recorded before they are requested, reconciled until proven gone.
 
-An effect's intent is committed before it, its outcome after it. Every effect is found again by the machine's
-key, so any of them may be repeated by whoever comes next.
+The intent of every side effect is committed before it, and its outcome after it. The machine's key identifies
+each effect, so any process may repeat it.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from perilune.execution.providers.protocol import (
 )
 from perilune.execution.verdict import describe_error
 
-ASK_SECONDS = 5.0  # between two requests to end the same machine
+ASK_SECONDS = 5.0  # between two requests to terminate the same machine
 
 
 @dataclass(frozen=True, slots=True)
-class _Situation:
-    """One machine at one look."""
+class _Look:
+    """One observation of a machine."""
 
     machine: Machine
     recorded: Recorded
@@ -64,12 +64,12 @@ class Fleet:
         self._asked: dict[str, Instant] = {}
 
     def machine(self, key: str) -> Machine | None:
-        """A machine as recorded."""
+        """A machine as recorded, or None."""
         with self.store.snapshot() as session:
             return session.get(Machine, key)
 
     def all(self, *, gone: bool = False) -> list[Machine]:
-        """Machines as recorded, oldest first: this home's that are not proven gone, or really all."""
+        """Recorded machines, oldest first: this home's that are not proven gone; with `gone`, all."""
         query = select(Machine).order_by(Machine.created)
         if not gone:
             query = query.where(Machine.state != MachineState.GONE.value)
@@ -77,11 +77,11 @@ class Fleet:
             return [one for one in session.scalars(query) if gone or owns_machine(self.home, one.key)]
 
     def key(self, run_id: str, epoch: int, rank: int = 0) -> str:
-        """Key of the machine of one attempt."""
+        """Key of a machine of an attempt."""
         return str(MachineKey(cluster_id(self.home), run_id, epoch, rank))
 
     def machines_of(self, run_id: str, epoch: int) -> list[Machine]:
-        """The machines of one attempt as recorded, the leading one first."""
+        """The recorded machines of an attempt, the leading one first."""
         mine = select(Machine).where(Machine.run_id == run_id, Machine.epoch == epoch)
         with self.store.snapshot() as session:
             return list(session.scalars(mine.order_by(Machine.rank)))
@@ -89,7 +89,7 @@ class Fleet:
     def rent(
         self, session: Session, attempt: Attempt, rental: Rental, price: float, nodes: int = 1
     ) -> list[Machine]:
-        """Record, in the caller's transaction, that the attempt is to have machines. `tend` gets them."""
+        """Record new machines of an attempt in the caller's transaction; `reconcile` then requests them."""
         machines = [
             Machine(
                 key=self.key(attempt.run_id, attempt.number, rank),
@@ -112,9 +112,9 @@ class Fleet:
         return machines
 
     def reconcile(self, key: str) -> Machine | None:
-        """Look at one machine and do what is to be done about it now; returns it as recorded then.
+        """Observe a machine and take the next operations; returns it as recorded then.
 
-        An error is recorded as its condition, and does not raise.
+        Records an error as its condition instead of raising it.
         """
         machine = self.machine(key)
         if machine is None or not owns_machine(self.home, key):
@@ -134,15 +134,15 @@ class Fleet:
         recorded = self._recorded(machine)
         plan = plan_machine(desire, recorded, seen, listing.at)
         for operation in plan.operations:
-            self._apply(operation, _Situation(machine, recorded, seen, listing.at), plan)
+            self._apply(operation, _Look(machine, recorded, seen, listing.at), plan)
         if seen.presence is Presence.UNKNOWN and machine.state != MachineState.GONE:
-            raise ProviderUnreachableError(f"{machine.provider} does not say whether it exists: {seen.why}")
+            raise ProviderUnreachableError(f"{machine.provider} cannot say whether it exists: {seen.why}")
 
     def request_termination(self, key: str, reason: str) -> None:
-        """Record that a machine is to go, whatever runs there: the user wants it.
+        """Record that a machine is to be terminated on the user's request, whatever runs on it.
 
         Raises:
-            RequestError: when another home rented it.
+            RequestError: another home rented it.
         """
         if not owns_machine(self.home, key):
             raise RequestError("another home rented this machine", where=f"machine {key}", remedy=REMEDY)
@@ -154,7 +154,7 @@ class Fleet:
         try:
             visibility = self.providers.get(machine.provider).capabilities.visibility_seconds
         except PeriluneError:
-            visibility = 0.0  # it is silent, until it is configured again
+            visibility = 0.0  # the provider is unreachable until it is configured again
         return Recorded(
             state=MachineState(machine.state),
             lease=Lease.model_validate(machine.lease),
@@ -168,7 +168,7 @@ class Fleet:
         )
 
     def _note(self, key: str, seen: Sighting, now: Instant) -> Desire:
-        """Record what was seen, where that is new; returns what the machine is still needed for."""
+        """Record changes in the observation; returns what the machine is still needed for."""
         with self.store.snapshot() as session:
             machine = session.get_one(Machine, key)
             desire = _desire(session, machine)
@@ -185,7 +185,7 @@ class Fleet:
                 row = session.get_one(Machine, key)
                 if noticed and not row.notice:
                     _record_event(
-                        session, row, "machine.preemption_notice", reason="its provider takes it away"
+                        session, row, "machine.preemption_notice", reason="its provider preempts it"
                     )
                 if silent != (row.unseen_since is not None):
                     _record_event(
@@ -196,7 +196,7 @@ class Fleet:
                 row.idle_since = (row.idle_since or now.asdict()) if idle else None
         return desire
 
-    def _apply(self, operation: Operation, now: _Situation, plan: Plan) -> None:
+    def _apply(self, operation: Operation, now: _Look, plan: Plan) -> None:
         match operation:
             case Operation.CREATE:
                 self._create(now.machine, now.recorded)
@@ -213,14 +213,14 @@ class Fleet:
             case Operation.RECORD_GONE:
                 self._record_gone(now, plan.reason)
 
-    def _record_missing(self, now: _Situation, missing: bool) -> None:
+    def _record_missing(self, now: _Look, missing: bool) -> None:
         with self.store.transaction() as session:
             row = session.get_one(Machine, now.machine.key)
             row.missing_since = (row.missing_since or now.at.asdict()) if missing else None
             _record_event(session, row, "machine.missing" if missing else "machine.found")
 
     def _create(self, machine: Machine, recorded: Recorded) -> None:
-        """Ask for the machine, under its key: the one that an earlier request made is found, not doubled."""
+        """Request the machine under its key, which finds the machine of an earlier request."""
         if renting_is_stopped(self.home):
             return
         asked = Instant.now()
@@ -233,7 +233,7 @@ class Fleet:
         reached("create.intended")
         lifetime = max(1.0, recorded.lease.seconds(machine.price) - asked.since(recorded.leased))
         provider = self.providers.get(machine.provider)
-        said: dict[str, str] = {}
+        detail: dict[str, str] = {}
         try:
             nodes = len(self.machines_of(machine.run_id, machine.epoch))
             made = provider.create(machine.key, MachineRequest(machine.kind, lifetime, nodes))
@@ -242,9 +242,9 @@ class Fleet:
                 _record_event(session, machine, "machine.create_unanswered", why=str(error))
             return
         except NoCapacityError as error:
-            made, said = None, {"none": str(error)}
+            made, detail = None, {"none": str(error)}
         except ProviderRefusedError as error:
-            made, said = None, {"refused": str(error)}
+            made, detail = None, {"refused": str(error)}
         finally:
             self.listings.forget(machine.provider)
         reached("create.done")
@@ -252,12 +252,12 @@ class Fleet:
             done(session, key)
             row = session.get_one(Machine, machine.key)
             row.remote_id = made.id if made else row.remote_id
-            row.refused = said.get("refused", "")
-            _record_event(session, row, "machine.created" if made else "machine.not_created", **said)
+            row.refused = detail.get("refused", "")
+            _record_event(session, row, "machine.created" if made else "machine.not_created", **detail)
         reached("create.committed")
 
     def _mark_terminating(self, machine: Machine, reason: str) -> None:
-        """The intent to end it, durable before anybody is asked to."""
+        """Record the intent to terminate a machine, before its provider is asked."""
         with self.store.transaction() as session:
             row = session.get_one(Machine, machine.key)
             if row.state == MachineState.TERMINATING:
@@ -270,7 +270,7 @@ class Fleet:
         reached("terminate.intended")
 
     def _terminate(self, machine: Machine) -> None:
-        """Ask for its end. Whether it ended is seen, not believed."""
+        """Ask the provider to terminate a machine. Later observations prove whether that happened."""
         now, last = Instant.now(), self._asked.get(machine.key)
         if last is not None and now.since(last) < ASK_SECONDS:
             return
@@ -288,16 +288,16 @@ class Fleet:
             if why or row.terminate_calls == 1:
                 _record_event(session, row, "machine.terminate_requested", why=why)
 
-    def _record_gone(self, now: _Situation, reason: str) -> None:
-        """It is proven gone: what it cost is final, and nothing of its attempt can be left on it."""
-        told = now.seen.machine
+    def _record_gone(self, now: _Look, reason: str) -> None:
+        """Record that a machine is gone: its cost is final, and nothing of its attempt is left on it."""
+        listed = now.seen.machine
         with self.store.transaction() as session:
             row = session.get_one(Machine, now.machine.key)
             if row.state == MachineState.GONE:
                 return
-            row.cost = now.recorded.spent(now.recorded.missing_since or now.at)  # at most
-            if told is not None and told.status is MachineStatus.ENDED:
-                row.cost = min(row.cost, cost(row.price, told.billed_seconds))
+            row.cost = now.recorded.spent(now.recorded.missing_since or now.at)  # upper bound
+            if listed is not None and listed.status is MachineStatus.ENDED:
+                row.cost = min(row.cost, cost(row.price, listed.billed_seconds))
             row.ended = time.time()
             _move(session, row, MachineState.GONE, reason)
             attempt = session.get(Attempt, (row.run_id, row.epoch))
@@ -310,11 +310,11 @@ class Fleet:
         self._asked.pop(now.machine.key, None)
         reached("gone.committed")
 
-    def _move(self, now: _Situation, state: MachineState, reason: str) -> None:
+    def _move(self, now: _Look, state: MachineState, reason: str) -> None:
         with self.store.transaction() as session:
             row = session.get_one(Machine, now.machine.key)
             if row.state != now.machine.state:
-                return  # somebody else was quicker
+                return  # another process was faster
             if now.seen.machine is not None:
                 row.remote_id = now.seen.machine.id
             attempt = session.get(Attempt, (row.run_id, row.epoch))

@@ -1,4 +1,4 @@
-"""What providers tell of the machines of a home, asked at most so often."""
+"""Listings of a home's machines from its providers, cached briefly."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from perilune.execution.processes import Presence
 from perilune.execution.providers.protocol import RentedMachine, Sighting, tag_of
 from perilune.execution.verdict import describe_error
 
-LOOK_SECONDS = 0.5  # for which one listing of a provider serves all its machines
+LOOK_SECONDS = 0.5  # for which a listing is reused
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """All machines of ours that a provider told of, by key; None when it did not answer, and why."""
+    """This home's machines by key, as one provider listed them; None and why if it did not answer."""
 
     at: Instant
     machines: Mapping[str, RentedMachine] | None
     why: str = ""
 
     def sighting(self, key: str) -> Sighting:
-        """What it says of one machine."""
+        """The observation of one machine."""
         if self.machines is None:
             return Sighting(Presence.UNKNOWN, why=self.why)
         found = self.machines.get(key)
@@ -49,8 +49,8 @@ class Listings:
         self._seen: dict[str, RentedMachine] = {}
 
     def of(self, provider: str, *, fresh: bool = False) -> Listing:
-        """What a provider tells of our machines, at most `LOOK_SECONDS` old."""
-        with self._asking:  # of several threads one asks, and the others have its answer
+        """The listing of a provider, at most `LOOK_SECONDS` old."""
+        with self._asking:  # one of several threads asks, and the others reuse its answer
             now = Instant.now()
             known = self._listings.get(provider)
             if known is None or fresh or now.since(known.at) >= LOOK_SECONDS:
@@ -65,7 +65,7 @@ class Listings:
             return known
 
     def _tags(self, provider: str) -> list[str]:
-        """Ours, and those under which machines are recorded: the file with our name may have been lost."""
+        """The home's tag, and the tags of recorded machines, because the file with its name may be lost."""
         with self.store.snapshot() as session:
             alive = select(Machine.key).where(
                 Machine.provider == provider, Machine.state != MachineState.GONE.value
@@ -73,10 +73,10 @@ class Listings:
             return [tag_of(name) for name in names(self.home, list(session.scalars(alive)))]
 
     def last_seen(self, provider: str, key: str) -> RentedMachine | None:
-        """A machine as its provider last told of it; None when this process has not heard of it."""
+        """A machine as its provider last listed it to this process; None if it never did."""
         self.of(provider)
         return self._seen.get(key)
 
     def forget(self, provider: str) -> None:
-        """Ask the provider anew the next time: something was changed there."""
+        """Discard a provider's listing, because something has changed there."""
         self._listings.pop(provider, None)

@@ -1,7 +1,7 @@
-"""Panic: end every rented machine of a home, and rent no more until that is lifted.
+"""Panic: terminate every rented machine of a home, and rent no more until the panic is lifted.
 
-That renting is stopped is a file in the home, written before anything is ended. Every path that rents looks
-for it, so a daemon that goes on with the runs rents nothing either.
+A file in the home stops renting; it is written before any machine is terminated. Every code path that rents
+checks the file, so a running daemon rents nothing either.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from perilune.execution.providers.protocol import MachineStatus, Provider, Rente
 from perilune.files import write_atomic
 
 FLAG = "panic"  # file in the home
-REASON = "panic"  # why a machine is to go
+REASON = "panic"  # why a machine is terminated
 STOPPED = "`perilune panic` has stopped renting; `perilune panic --lift` allows it again"
-PANIC_SECONDS = 2.0  # between two rounds, and so between the two looks that prove a machine gone
+PANIC_SECONDS = 2.0  # between two looks at a provider; two are needed to prove a machine gone
 
 
 def renting_is_stopped(home: Home) -> bool:
-    """Whether a panic has not been lifted yet."""
+    """Whether a panic is in effect."""
     return (home.root / FLAG).exists()
 
 
 def allow_renting(home: Home) -> bool:
-    """Lift a panic; False when there was none."""
+    """Lift a panic; False if there was none."""
     try:
         (home.root / FLAG).unlink()
     except FileNotFoundError:
@@ -46,13 +46,13 @@ def allow_renting(home: Home) -> bool:
 
 @dataclass(slots=True)
 class Panic:
-    """What a panic left.
+    """The result of a panic.
 
     Attributes:
         ended: keys of machines that are proven gone.
-        left: keys of machines that were still there at the end.
-        silent: providers and files that could not be used to the end, and why.
-        unreached: keys of recorded machines of which nobody could be asked, and why.
+        left: keys of machines that were still listed at the end.
+        silent: providers and files that were unusable at the end, with the error.
+        unreached: keys of recorded machines whose provider could not be asked, with the reason.
     """
 
     ended: tuple[str, ...] = ()
@@ -67,13 +67,13 @@ class Panic:
 
 
 def panic(home: Home, patience: float, tell: Callable[[str], None] = lambda line: None) -> Panic:
-    """Stop renting, then end everything that carries this home's tag or that its record knows.
+    """Stop renting, then terminate every machine with this home's tag or in its record.
 
-    Needs no database: one that cannot be read is told of, and everything with the tag is ended.
+    Works without the database: if that is unreadable, all machines with the tag are terminated.
 
     Args:
-        patience: seconds to go on for, while something is left or a provider is silent.
-        tell: takes a line for every machine that is asked to end, and for everything that cannot be used.
+        patience: seconds to keep trying while a machine is left or a provider does not answer.
+        tell: called with a line for every machine that is terminated and everything that is unusable.
     """
     report = Panic()
     try:
@@ -87,7 +87,7 @@ def panic(home: Home, patience: float, tell: Callable[[str], None] = lambda line
         recorded = {}
         tell(f"the record cannot be read: {error}")
         if not named:
-            report.silent[CLUSTER] = "the file is gone, so what this home has rented is not known"
+            report.silent[CLUSTER] = "the file is missing, so this home's tag is unknown"
     rounds = _Rounds(home, names(home, recorded), report, tell)
     deadline = time.monotonic() + patience
     while not rounds.over() and time.monotonic() < deadline:
@@ -97,7 +97,7 @@ def panic(home: Home, patience: float, tell: Callable[[str], None] = lambda line
 
 
 class _Rounds:
-    """Looks at all providers, again and again, ending what is alive there."""
+    """Looks at all providers repeatedly, and terminates every machine that is alive."""
 
     def __init__(self, home: Home, clusters: list[str], report: Panic, tell: Callable[[str], None]) -> None:
         self.providers, self.report, self.tell = Providers(home), report, tell
@@ -105,11 +105,11 @@ class _Rounds:
         self.names: list[str] = []
         self.seen: dict[str, str] = {}  # machine to provider
         self.alive: dict[str, list[str]] = {}
-        self.clear: dict[str, float] = {}  # when a provider first showed nothing alive
-        self.proven: set[str] = set()  # those that did so twice, far enough apart
+        self.clear: dict[str, float] = {}  # provider to the time when it first listed no live machine
+        self.proven: set[str] = set()  # providers that did so twice, far enough apart
 
     def over(self) -> bool:
-        """Look once at every provider that is not proven empty; whether all are now."""
+        """Look once at every provider that is not proven empty; True once all are."""
         try:
             self.names = self.providers.names()
             self.report.silent.pop(PROVIDERS, None)
@@ -122,7 +122,7 @@ class _Rounds:
         return self.proven >= set(self.names)
 
     def conclude(self, recorded: Mapping[str, str]) -> None:
-        """Say what came of it, also of machines that are recorded and whose provider could not be asked."""
+        """Fill in the report, including recorded machines whose provider could not be asked."""
         report = self.report
         report.left = tuple(key for keys in self.alive.values() for key in keys)
         report.ended = tuple(key for key, name in self.seen.items() if name in self.proven)
@@ -132,9 +132,8 @@ class _Rounds:
             if name not in self.names:
                 report.unreached[key] = f"no provider is called '{name}' in {PROVIDERS}"
             elif name not in self.proven and key not in report.left:
-                report.unreached[key] = report.silent.get(
-                    name, "its provider has not shown twice that it is gone"
-                )
+                why = report.silent.get(name, "its provider has not yet confirmed twice that it is gone")
+                report.unreached[key] = why
 
     def _look(self, name: str) -> None:
         try:
@@ -157,7 +156,7 @@ class _Rounds:
 
     def _end(self, name: str, provider: Provider, machine: RentedMachine) -> None:
         self.seen[machine.key] = name
-        self.tell(f"{name}: {machine.key} is asked to end")
+        self.tell(f"{name}: terminating {machine.key}")
         try:
             provider.terminate(machine.key)
         except Exception as error:  # the next round asks again
@@ -169,7 +168,7 @@ class _Rounds:
 
 
 def _recorded(home: Home) -> dict[str, str]:
-    """Machines that the record does not know to be gone, with their providers. Writes nothing.
+    """Recorded machines that are not known to be gone, with their providers. Writes nothing.
 
     Raises:
         PeriluneError, DatabaseError: the record cannot be read.

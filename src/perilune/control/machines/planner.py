@@ -1,7 +1,8 @@
-"""What to do next about a rented machine: a pure function of what is wanted, recorded and seen.
+"""The next operations for a rented machine: a pure function of its desired, recorded and observed state.
 
-Two rules hold everywhere. Not knowing justifies nothing that cannot be taken back: the end of a lease, the
-user and the end of the attempt do. And a machine is gone when its provider said so twice, some time apart.
+Two rules always hold. Missing information never justifies an irreversible operation; the end of the lease,
+the user and the end of the attempt do. And a machine is gone once its provider has confirmed it twice, some
+time apart.
 """
 
 from __future__ import annotations
@@ -15,42 +16,42 @@ from perilune.control.record.transitions import MachineState
 from perilune.execution.processes import Presence
 from perilune.execution.providers.protocol import MachineStatus, Sighting
 
-LEAST_GAP = 2.0  # seconds between two looks that are to be two
-ASK_GAP = 5.0  # seconds between two requests to make the same machine
+LEAST_GAP = 2.0  # seconds between two observations that count as independent
+ASK_GAP = 5.0  # seconds between two requests to create the same machine
 
 
 class Desire(StrEnum):
-    """What the attempt of a machine still needs it for."""
+    """What the machine's attempt still needs it for."""
 
-    HELD = "held"  # it runs, or is to run, there
-    COLLECTED = "collected"  # it has ended; what it left there is still to be fetched
+    HELD = "held"  # the attempt runs, or will run, on it
+    COLLECTED = "collected"  # the attempt has ended, and its files still have to be fetched
     RELEASED = "released"  # nothing
 
 
 class Operation(StrEnum):
-    """What is done about a machine."""
+    """An operation on a machine."""
 
-    CREATE = "create"  # with the same key as every time before
+    CREATE = "create"  # with the same key every time
     READY = "ready"
     DRAIN = "drain"
-    MARK_TERMINATING = "mark_terminating"  # from now on it is to go, and nothing changes that
+    MARK_TERMINATING = "mark_terminating"  # irreversible
     TERMINATE = "terminate"  # ask the provider to end it
-    RECORD_MISSING = "record_missing"  # the first look that did not find it alive
+    RECORD_MISSING = "record_missing"  # first observation that did not find it alive
     RECORD_FOUND = "record_found"  # it is there after all
-    RECORD_GONE = "record_gone"  # it is gone
+    RECORD_GONE = "record_gone"
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What is known of a machine.
+    """The recorded state of a machine.
 
     Attributes:
-        leased: from when its lease counts.
-        asked: when its creation was last asked for; None when that was not begun.
-        refused: whether the provider said that it made nothing, the last time it was asked.
-        missing_since: the first of an unbroken row of looks that did not find it alive.
+        leased: start of its lease.
+        asked: last request to create it; None before the first.
+        refused: whether the provider refused the last request to create it.
+        missing_since: first of the latest consecutive observations that did not find it alive.
         idle_since: since when no attempt needs it.
-        visibility: seconds that its provider's deeds may stay out of sight.
+        visibility: seconds after which operations are visible in the provider's answers.
     """
 
     state: MachineState
@@ -64,37 +65,39 @@ class Recorded:
     visibility: float = 0.0
 
     def spent(self, now: Instant) -> float:
-        """What it has cost so far, at most: counted from the request."""
+        """Upper bound of its cost so far, counted from the request."""
         return cost(self.price, now.since(self.leased))
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Operations in their order, and why."""
+    """Operations in order, and the reason for them."""
 
     operations: tuple[Operation, ...] = ()
     reason: str = ""
 
 
-def plan_machine(  # noqa: PLR0911 - one return a row of the table
+def plan_machine(  # noqa: PLR0911 - one return per row of the table
     desire: Desire, recorded: Recorded, seen: Sighting, now: Instant
 ) -> Plan:
-    """What to do about one machine.
+    """The next operations for one machine.
 
     Args:
         desire: what it is needed for.
-        recorded: what is known of it.
-        seen: the latest look, made after everything that is recorded.
-        now: the moment of that look.
+        recorded: its recorded state.
+        seen: the latest observation, made after everything that is recorded.
+        now: the time of that observation.
     """
     absent = _absent(seen)
     if recorded.state is MachineState.GONE:
-        again = Plan((Operation.MARK_TERMINATING, Operation.TERMINATE), "it was seen again after it was gone")
+        again = Plan(
+            (Operation.MARK_TERMINATING, Operation.TERMINATE), "it was listed again after it was gone"
+        )
         return Plan() if absent is not False else again
     evidence = _evidence(recorded, absent, now)
     if recorded.state is MachineState.TERMINATING:
         return _terminating(seen, evidence)
-    if why := _condemned(desire, recorded, now):
+    if why := _must_end(desire, recorded, now):
         return Plan((Operation.MARK_TERMINATING, Operation.TERMINATE), why)
     if recorded.state is MachineState.REQUESTED:
         return _requested(recorded, seen, absent, evidence, now)
@@ -102,21 +105,21 @@ def plan_machine(  # noqa: PLR0911 - one return a row of the table
         return Plan(evidence, _why_gone(seen))
     ended, leaves = desire is not Desire.HELD, _leaves(seen)
     if recorded.state is MachineState.READY and (ended or leaves):
-        why = "its attempt has ended" if ended else "its provider takes it away"
+        why = "its attempt has ended" if ended else "its provider preempts it"
         return Plan((*evidence, Operation.DRAIN), why)
     return Plan(evidence)
 
 
-def _condemned(desire: Desire, recorded: Recorded, now: Instant) -> str:
-    """Why a machine is to go, or ""."""
+def _must_end(desire: Desire, recorded: Recorded, now: Instant) -> str:
+    """Why a machine must be terminated, or ""."""
     lease, age = recorded.lease, now.since(recorded.leased)
     unused = desire is Desire.COLLECTED and recorded.state is MachineState.REQUESTED
     if desire is Desire.RELEASED or unused:
-        return "nothing needs it any more"
+        return "no longer needed"
     if age >= lease.max_lifetime:
-        return f"it has existed for its longest time, {lease.max_lifetime:g} s"
+        return f"it has reached its max_lifetime of {lease.max_lifetime:g} s"
     if recorded.spent(now) >= lease.max_cost:
-        return f"it has cost what it may cost, {lease.max_cost:g}"
+        return f"it has reached its max_cost of {lease.max_cost:g}"
     if recorded.idle_since is not None and now.since(recorded.idle_since) >= lease.idle:
         return f"no attempt has needed it for {lease.idle:g} s"
     if recorded.state is MachineState.REQUESTED and age >= lease.ready_within:
@@ -133,13 +136,13 @@ def _requested(
     if status is MachineStatus.ENDED:
         return Plan(evidence, _why_gone(seen))
     if absent and recorded.refused:
-        return Plan((Operation.MARK_TERMINATING,), "its provider made nothing")
+        return Plan((Operation.MARK_TERMINATING,), "its provider refused to create it")
     late = recorded.asked is None or now.since(recorded.asked) > max(recorded.visibility, ASK_GAP)
     return Plan((Operation.CREATE,)) if absent and late else Plan()
 
 
 def _terminating(seen: Sighting, evidence: tuple[Operation, ...]) -> Plan:
-    """Ask again at every look until it is proven; once is also asked of what was never seen."""
+    """Terminate again at every observation until it is proven gone, even if it was never seen."""
     if Operation.RECORD_GONE in evidence:
         return Plan(evidence)
     ended = seen.machine is not None and seen.machine.status is MachineStatus.ENDED
@@ -147,14 +150,14 @@ def _terminating(seen: Sighting, evidence: tuple[Operation, ...]) -> Plan:
 
 
 def _absent(seen: Sighting) -> bool | None:
-    """Whether a look did not find the machine alive; None when it saw nothing."""
+    """Whether an observation did not find the machine alive; None if the observation failed."""
     if seen.presence is Presence.UNKNOWN:
         return None
     return seen.machine is None or seen.machine.status is MachineStatus.ENDED
 
 
 def _evidence(recorded: Recorded, absent: bool | None, now: Instant) -> tuple[Operation, ...]:
-    """What the look adds to the evidence that it is gone. One that was never made is gone the same way."""
+    """What the observation adds to the evidence that the machine is gone or was never created."""
     if absent is None:
         return ()
     if not absent:
@@ -167,7 +170,7 @@ def _evidence(recorded: Recorded, absent: bool | None, now: Instant) -> tuple[Op
 
 
 def _leaves(seen: Sighting) -> bool:
-    """Whether its provider has said that it will take it away."""
+    """Whether its provider has announced a preemption."""
     machine = seen.machine
     return machine is not None and (
         machine.notice_seconds is not None or machine.status is MachineStatus.ENDING
@@ -175,6 +178,5 @@ def _leaves(seen: Sighting) -> bool:
 
 
 def _why_gone(seen: Sighting) -> str:
-    return (
-        seen.machine.reason if seen.machine is not None and seen.machine.reason else "its provider has it not"
-    )
+    reason = seen.machine.reason if seen.machine is not None else ""
+    return reason or "its provider no longer lists it"

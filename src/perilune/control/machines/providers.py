@@ -1,6 +1,6 @@
-"""Who rents machines to this home, and the name under which it rents: two files beside the database.
+"""The providers that rent machines to this home, and the name under which the home rents.
 
-They are no part of it, so that what was rented is found, and ended, when the database is lost.
+Both are files beside the database, so rented machines can be found and terminated if the database is lost.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from perilune.control.record.home import Home
 from perilune.control.record.ids import new_ulid
 from perilune.errors import RequestError
+from perilune.execution.providers.fake.client import FakeCloud
 from perilune.execution.providers.protocol import Provider
+from perilune.execution.providers.ray.client import RayCluster
 from perilune.execution.providers.ray.ray_settings import RaySettings
+from perilune.execution.providers.skypilot.client import SkyPilot
 from perilune.execution.providers.skypilot.skypilot_settings import SkyPilotSettings
 from perilune.files import write_atomic
 from perilune.recipe.problems import ProblemsError, raise_first, validate
@@ -26,52 +29,43 @@ PROVIDERS, CLUSTER = "providers.yaml", "cluster"
 
 
 class FakeSettings(BaseModel):
-    """The fake cloud: machines that are folders and processes of this one."""
+    """The fake cloud, whose machines are folders and processes of this machine."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     type: Literal["fake"]
-    folder: Annotated[Path, Field(description="of the cloud's server, which says where it listens")]
+    folder: Annotated[Path, Field(description="folder of the cloud's server, with its address")]
     visibility_seconds: Annotated[
-        float, Field(ge=0, description="how long what it has done may stay out of sight")
+        float, Field(ge=0, description="seconds after which operations are visible in its answers")
     ] = 0.0
 
-    def open(self, folder: Path) -> Provider:
-        """The provider; it keeps nothing in `folder`."""
-        from perilune.execution.providers.fake.client import FakeCloud
 
-        return FakeCloud(self.folder, self.visibility_seconds)
-
-    def problems(self, kinds: Sequence[str]) -> Mapping[str, str]:
-        """None: which kinds there are only the cloud's server knows."""
-        return {}
+Settings = FakeSettings | RaySettings | SkyPilotSettings
 
 
 class ProvidersFile(BaseModel):
-    """What providers.yaml holds."""
+    """The content of providers.yaml."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     daily_cap: Annotated[
-        float, Field(gt=0, description="currency units that may be spent or promised in any 24 hours")
+        float, Field(gt=0, description="currency units that may be spent or committed in any 24 hours")
     ]
-    providers: Mapping[
-        str, Annotated[FakeSettings | RaySettings | SkyPilotSettings, Field(discriminator="type")]
-    ]
+    providers: Mapping[str, Annotated[Settings, Field(discriminator="type")]]
 
 
 class Providers:
-    """The providers of one home, opened when they are needed."""
+    """The providers of one home, opened when they are first used."""
 
     def __init__(self, home: Home) -> None:
         self.home = home
         self._open: dict[str, Provider] = {}
 
     def settings(self) -> ProvidersFile | None:
-        """What is configured; None when nothing is, and no machine can be rented.
+        """The configuration; None without a file, when no machine can be rented.
 
         Raises:
-            RequestError: when the file is not what it should be.
+            RequestError: the file is invalid.
         """
         document = self._document()
         if document is None:
@@ -82,46 +76,51 @@ class Providers:
             raise_first(found.problems, document.place)
 
     def problems(self, name: str, kinds: Sequence[str]) -> list[RequestError]:
-        """What is wrong with kinds of machines, as far as can be said without renting: where, and what.
+        """What is wrong with kinds of machines, as far as that can be checked without renting.
 
         Raises:
-            RequestError: no provider is called so.
+            RequestError: there is no provider of that name.
         """
         settings = self._settings_of(name)
+        if not isinstance(settings, SkyPilotSettings):  # the others cannot check without renting
+            return []
         document = self._document() or Document(None)
+        with SkyPilot(settings, Path()) as provider:
+            problems = {kind: provider.problem(kind) for kind in kinds}
         return [
             RequestError(what, where=document.place(("providers", name, "kinds", kind, "resources")))
-            for kind, what in settings.problems(kinds).items()
+            for kind, what in problems.items()
+            if what
         ]
 
     def names(self) -> list[str]:
-        """Names of the providers that are configured."""
+        """Names of the configured providers."""
         settings = self.settings()
         return sorted(settings.providers) if settings else []
 
     def get(self, name: str) -> Provider:
-        """The provider called so.
+        """The provider of that name.
 
         Raises:
-            RequestError: when none is.
+            RequestError: there is none.
         """
         if name not in self._open:
-            self._open[name] = self._settings_of(name).open(self.home.root / "ssh")
+            self._open[name] = open_provider(self._settings_of(name), self.home.root / "ssh")
         return self._open[name]
 
     def daily_cap(self) -> float:
-        """Currency units that may be spent or promised in any 24 hours."""
+        """Currency units that may be spent or committed in any 24 hours."""
         settings = self.settings()
         return settings.daily_cap if settings else 0.0
 
-    def _settings_of(self, name: str) -> FakeSettings | RaySettings | SkyPilotSettings:
+    def _settings_of(self, name: str) -> Settings:
         settings = self.settings()
         if settings is None or name not in settings.providers:
             known = ", ".join(settings.providers) if settings else "none"
             raise RequestError(
                 f"no provider is called '{name}'",
                 where=str(self.home.root / PROVIDERS),
-                remedy=f"configure it there; there is {known}",
+                remedy=f"configure it there; configured: {known}",
             )
         return settings.providers[name]
 
@@ -133,8 +132,19 @@ class Providers:
             return None
 
 
+def open_provider(settings: Settings, folder: Path) -> Provider:
+    """The provider with these settings; it may keep host keys of machines in `folder`."""
+    match settings:
+        case FakeSettings():
+            return FakeCloud(settings.folder, settings.visibility_seconds)
+        case RaySettings():
+            return RayCluster(settings)
+        case SkyPilotSettings():
+            return SkyPilot(settings, folder)
+
+
 def cluster_id(home: Home) -> str:
-    """The name under which this home rents, made once: part of every machine's key, and of its tag."""
+    """The name under which this home rents, created once. It is part of every machine's key and tag."""
     path = home.root / CLUSTER
     if not path.exists():
         draft = path.with_name(f".{CLUSTER}.{new_ulid()}.tmp")
@@ -145,7 +155,7 @@ def cluster_id(home: Home) -> str:
 
 def _link(draft: Path, path: Path) -> None:
     try:
-        os.link(draft, path)  # never replaces: of two commands, both get the first one's
+        os.link(draft, path)  # never replaces: of two commands, both get the name of the first
     except FileExistsError:
         pass
     finally:

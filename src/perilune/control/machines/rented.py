@@ -1,7 +1,7 @@
-"""Attempts on rented machines: each has its own, there before it is staged, given back after it.
+"""Attempts on rented machines. Each attempt has machines of its own, which are terminated after it.
 
-`RentedPlacement` is a place like any other once its machines are there; `Rentals` sees to it that they are,
-and says what it means for an attempt when one goes.
+`RentedPlacement` is a placement like any other once its machines are ready. `Rentals` rents them, and decides
+what the loss of a machine means for an attempt.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from perilune.execution.ranks import Node
 from perilune.execution.verdict import Cause
 from perilune.files import read_json, sha256_bytes
 
-PORTS = range(20000, 32000)  # on which the leading machine waits for the others; no system gives them away
-ENDINGS = {  # why a machine has gone, and what that is to its attempt
+PORTS = range(20000, 32000)  # of the leading machine's rendezvous; below Linux's ephemeral ports
+ENDINGS = {  # reason why a machine is gone, to the attempt's state and cause
     "preempted": (AttemptState.PREEMPTED, Cause.PREEMPTED),
     "lifetime": (AttemptState.LOST, Cause.LEASE_ENDED),
     PANIC: (AttemptState.PREEMPTED, Cause.PREEMPTED),
@@ -44,10 +44,10 @@ ENDINGS = {  # why a machine has gone, and what that is to its attempt
 
 
 class RentedPlacement:
-    """Runs each attempt on machines rented for it: one, or as many as its job asks for.
+    """Runs each attempt on machines rented for it, one per node of its job.
 
     Args:
-        build: the placement on a machine, from the way there and further variables of the worker.
+        build: makes the placement on a machine from its host and further variables for the worker.
         launcher: how a worker is started there.
     """
 
@@ -74,7 +74,7 @@ class RentedPlacement:
         self._there(attempt).start(attempt)
 
     def starting(self, attempt: Assignment) -> bool:
-        """Never: a worker there has claimed its attempt when `start` is done."""
+        """Always False: `start` returns only after the worker's claim."""
         return False
 
     def observe(self, attempt: Assignment) -> Observation:
@@ -85,15 +85,15 @@ class RentedPlacement:
             return Observation(unseen=str(error))
 
     def pull(self, attempt: Assignment, *, whole: bool = False) -> None:
-        """As `Placement.pull`; from a machine that is gone, or not there yet, nothing will come."""
+        """As `Placement.pull`; nothing comes from a machine that is gone or not ready."""
         self._left(attempt).pull(attempt, whole=whole)
 
     def stop(self, attempt: Assignment) -> bool:
-        """As `Placement.stop`; on a machine that is gone, or not there yet, nothing runs."""
+        """As `Placement.stop`; nothing runs on a machine that is gone or not ready."""
         return self._left(attempt).stop(attempt)
 
     def remove(self, attempt: Assignment) -> None:
-        """As `Placement.remove`, where files outlive a machine; else nothing, for the machine itself goes."""
+        """As `Placement.remove` if files outlive a machine; otherwise the machine itself is removed."""
         members = self._members(attempt)
         if any(members) and self.fleet.providers.get(self.rental.provider).capabilities.keeps_files:
             self._together(members).remove(attempt)
@@ -102,15 +102,15 @@ class RentedPlacement:
         """The placement on all of the attempt's machines.
 
         Raises:
-            HostUnreachableError: one of them cannot be reached now.
+            HostUnreachableError: one of them is unreachable.
         """
         members = self._members(attempt)
         if not members or None in members:
-            raise HostUnreachableError(f"a machine of attempt {attempt.epoch} is not there")
+            raise HostUnreachableError(f"a machine of attempt {attempt.epoch} is not ready")
         return self._together(members)
 
     def _left(self, attempt: Assignment) -> Placement:
-        """The placement on those machines on which something of the attempt can be."""
+        """The placement on those machines that may hold something of the attempt."""
         return self._together(self._members(attempt))
 
     def _together(self, members: list[Placement | None]) -> Placement:
@@ -121,7 +121,7 @@ class RentedPlacement:
         """The placement on each of the attempt's machines; None where nothing of it can be.
 
         Raises:
-            HostUnreachableError: one that should be there has not been seen.
+            HostUnreachableError: a machine that should exist has not been listed.
         """
         rows = self.fleet.machines_of(attempt.run_id, attempt.epoch)
         provider = self.fleet.providers.get(self.rental.provider) if rows else None
@@ -132,13 +132,13 @@ class RentedPlacement:
                 continue
             found = self.fleet.listings.last_seen(self.rental.provider, row.key)
             if found is None or provider is None:
-                raise HostUnreachableError(f"its machine {row.key} has not been seen")
+                raise HostUnreachableError(f"its machine {row.key} has not been listed yet")
             node = self._node(attempt, rows, row.rank)
             members.append(self._build(provider.host(found), node.variables() if len(rows) > 1 else {}))
         return members
 
     def _node(self, attempt: Assignment, rows: Sequence[Machine], rank: int) -> Node:
-        """What a machine is told of the others; the port is another for every attempt."""
+        """The variables that tell a machine about the others. Each attempt has its own port."""
         leader = self.fleet.listings.last_seen(self.rental.provider, rows[0].key)
         name = f"{attempt.run_id}/{attempt.epoch}".encode()
         port = PORTS.start + int(sha256_bytes(name), 16) % len(PORTS)
@@ -146,10 +146,10 @@ class RentedPlacement:
 
 
 class Rentals:
-    """Sees to the machines of attempts.
+    """Rents the machines of attempts, and reacts to their loss.
 
     Args:
-        end: ends an attempt, as `Reconciler._end`.
+        end: ends an attempt, as `Endings.end`.
     """
 
     def __init__(self, fleet: Fleet, end: Callable[[Attempt, AttemptState, Cause, str], bool]) -> None:
@@ -158,7 +158,7 @@ class Rentals:
         self._provided: set[str] = set()  # runs
 
     def provide(self, placement: Placement, run: Run, attempt: Attempt, there: Assignment, act: bool) -> bool:
-        """See to the machine of a live attempt; whether the attempt can go on, now that this was done."""
+        """Rent and check the machines of a live attempt; whether the attempt can proceed."""
         if not isinstance(placement, RentedPlacement):
             return True
         self._provided.add(run.id)
@@ -178,12 +178,12 @@ class Rentals:
         return staying or self._leave(placement, attempt, there)
 
     def _reconcile(self, attempt: Attempt) -> list[Machine]:
-        """Take each of the attempt's machines one step on, the leading one first."""
+        """Reconcile each of the attempt's machines, the leading one first."""
         rows = self.fleet.machines_of(attempt.run_id, attempt.number)
         return [machine for row in rows if (machine := self.fleet.reconcile(row.key)) is not None]
 
     def reconcile_all(self) -> None:
-        """Take every machine one step on; now and then, look for those that nothing knows of."""
+        """Reconcile every machine; from time to time, also look for unrecorded ones."""
         reconcile_all(self.fleet)
         now = Instant.now()
         if self._swept is None or now.since(self._swept) >= SWEEP_SECONDS:
@@ -191,12 +191,12 @@ class Rentals:
             sweep(self.fleet)
 
     def follow(self) -> list[Machine]:
-        """Take the machines of ended attempts that were seen to here one step on.
+        """Reconcile the machines of ended attempts that this process managed.
 
         Returns:
             Those that were not proven gone before.
         """
-        runs = tuple(self._provided)  # others may add to it meanwhile
+        runs = tuple(self._provided)  # other threads may add to it meanwhile
         if not runs:
             return []
         query = select(Machine).where(Machine.run_id.in_(runs), Machine.state != MachineState.GONE.value)
@@ -207,10 +207,10 @@ class Rentals:
         return ended
 
     def newest_epoch(self, placement: Placement, run: Run) -> int | None:
-        """The newest attempt of a run that has a machine, which a restored database may have forgotten.
+        """The newest attempt of a run that has a machine, which a restored database may not know.
 
         Returns:
-            Its number, 0 for none; None while its provider does not say.
+            Its number, or 0 if there is none; None if the provider does not answer.
         """
         providers = self.fleet.providers
         if not isinstance(placement, RentedPlacement) or placement.rental.provider not in providers.names():
@@ -222,21 +222,22 @@ class Rentals:
         return max((key.epoch for key in keys if key is not None and key.run_id == run.id), default=0)
 
     def _rent(self, rental: Rental, attempt: Attempt) -> bool:
-        """PLANNED to PROVISIONING, with the intent to rent, when the day's budget has room for the leases of
-        all the machines that the attempt is to have: all of them, or none.
+        """Move an attempt from PLANNED to PROVISIONING with the intent to rent, if the daily cap allows it.
+
+        All machines of the attempt are rented, or none.
 
         Returns:
-            Whether it is recorded now.
+            Whether the intent is recorded.
         """
         try:
             price = price_of(self.fleet.providers, rental)
-        except RequestError as error:  # there is no such provider, or no such kind
+        except RequestError as error:  # no such provider or kind
             with self.fleet.store.transaction() as session:
                 move_attempt(session, current(session, attempt), AttemptState.PROVISIONING)
             self._end(attempt, AttemptState.FAILED, Cause.HOST_REFUSED, str(error))
             return False
         except PeriluneError:
-            return False  # it does not say now
+            return False  # the provider does not answer now
         job = Job.model_validate(read_json(self.fleet.home.bundle(attempt.run_id) / "job.json"))
         nodes = job.resources.nodes
         with self.fleet.store.transaction() as session:
@@ -255,7 +256,7 @@ class Rentals:
         return True
 
     def _hand_over(self, attempt: Attempt) -> None:
-        """PROVISIONING to STAGING: the machine is there."""
+        """Move an attempt from PROVISIONING to STAGING: its machines are ready."""
         if attempt.state == AttemptState.PROVISIONING:
             with self.fleet.store.transaction() as session:
                 row = current(session, attempt)
@@ -264,27 +265,27 @@ class Rentals:
             attempt.state = AttemptState.STAGING.value
 
     def _leave(self, placement: RentedPlacement, attempt: Attempt, there: Assignment) -> bool:
-        """The machine will be taken away: its worker is asked to leave. Whether it has left a verdict."""
+        """Stop the worker on machines that will be preempted; whether it has left a verdict."""
         try:
             placement.stop(there)
             seen = placement.observe(there)
             if seen.verdict is None and not seen.unseen:
                 placement.pull(there, whole=True)
-                self._end(attempt, AttemptState.PREEMPTED, Cause.PREEMPTED, "its machine is taken away")
+                self._end(attempt, AttemptState.PREEMPTED, Cause.PREEMPTED, "its machine is preempted")
             return seen.verdict is not None
         except (HostUnreachableError, HostRefusedError):
-            return False  # the next look tells whether it is gone
+            return False  # the next look shows whether the machine is gone
 
     def _without(self, attempt: Attempt, machine: Machine) -> None:
-        """The attempt has lost its machine, or never had it."""
+        """End an attempt that has lost its machine or never got it."""
         never = attempt.state in {AttemptState.PLANNED, AttemptState.PROVISIONING}
         if never and machine.reason not in ENDINGS:
             state, cause = AttemptState.FAILED, Cause.HOST_REFUSED if machine.refused else Cause.NO_MACHINE
-        elif machine.state == MachineState.TERMINATING and machine.reason not in ENDINGS:  # our own doing
+        elif machine.state == MachineState.TERMINATING and machine.reason not in ENDINGS:  # we ended it
             state, cause = AttemptState.LOST, Cause.LEASE_ENDED
         else:
             state, cause = ENDINGS.get(machine.reason, (AttemptState.LOST, Cause.MACHINE_LOST))
-        self._end(attempt, state, cause, f"its machine is no more: {machine.refused or machine.reason}")
+        self._end(attempt, state, cause, f"its machine is gone: {machine.refused or machine.reason}")
 
 
 def _held(session: Session, machine: Machine) -> bool:

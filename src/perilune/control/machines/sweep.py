@@ -1,4 +1,4 @@
-"""What no record asks for: machines that carry our tag and that nothing here knows of, found and ended."""
+"""Find and terminate machines with this home's tag that are not in its record."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from perilune.control.record.transitions import MachineState
 from perilune.execution.providers.protocol import MachineKey, MachineStatus, RentedMachine
 
 SWEEP_SECONDS = 60.0
-GRACE_SECONDS = 120.0  # for which a machine that nothing knows of may exist
+GRACE_SECONDS = 120.0  # for which an unrecorded machine may exist
 OVER = Lease(max_lifetime=1.0, idle=1.0, max_cost=1e-9, ready_within=1.0)  # of an unrecorded machine
 
 
 def reconcile_all(fleet: Fleet) -> None:
-    """Take every machine that is not proven gone one step on."""
+    """Reconcile every machine that is not proven gone."""
     for machine in fleet.all():
         fleet.reconcile(machine.key)
 
 
 def sweep(fleet: Fleet, grace: float = GRACE_SECONDS) -> list[str]:
-    """Compare what every provider lists with what is known; returns the keys of what is ended for it.
+    """Terminate listed machines that are unrecorded or recorded as gone; returns their keys.
 
-    A machine that nothing knows of is left alone for `grace` seconds, by its provider's own count, and then
-    recorded as one that is to go. One that was recorded as gone and is listed alive is ended like any other.
+    An unrecorded machine is left alone until its provider has billed `grace` seconds.
     """
-    found = []
+    terminated = []
     for provider in fleet.providers.names():
         listing = fleet.listings.of(provider, fresh=True)
         for machine in (listing.machines or {}).values():
@@ -41,13 +40,13 @@ def sweep(fleet: Fleet, grace: float = GRACE_SECONDS) -> list[str]:
                 if machine.billed_seconds < grace:
                     continue
                 _adopt(fleet, provider, machine, listing.at)
-            found.append(machine.key)
+            terminated.append(machine.key)
             fleet.reconcile(machine.key)
-    return found
+    return terminated
 
 
 def _adopt(fleet: Fleet, provider: str, machine: RentedMachine, now: Instant) -> None:
-    """Record a machine that nothing knows of, as one whose lease is over: it is tended, and so ended."""
+    """Record an unrecorded machine with an expired lease, so that reconciling terminates it."""
     key = MachineKey.parse(machine.key)
     began = Instant(now.boot, now.seconds - machine.billed_seconds, now.wall - machine.billed_seconds)
     with fleet.store.transaction() as session:
@@ -60,7 +59,7 @@ def _adopt(fleet: Fleet, provider: str, machine: RentedMachine, now: Instant) ->
             epoch=key.epoch if key else 0,
             rank=key.rank if key else 0,
             state=MachineState.TERMINATING.value,
-            reason="nothing here knows of it",
+            reason="it is not in this home's record",
             kind=machine.kind,
             price=machine.price,
             lease=OVER.model_dump(),

@@ -1,1 +1,1 @@
-"""Questions about runs: lookup, explanation and forecast. Nothing here changes the record."""
+"""Queries about runs: lookup, explanation and forecast. They change nothing."""

@@ -1,17 +1,17 @@
-"""Why a run is in its state, and what comes next: from the record and one look. Nothing is changed."""
+"""Explain why a run is in its state and what happens next, from the record and one observation."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
 
-from perilune.control.machines.facts import machine_facts
+from perilune.control.machines.budget import accrued, promised
 from perilune.control.machines.panic import renting_is_stopped
 from perilune.control.queries.lookup import attempts_of, events_after
 from perilune.control.record.home import has_daemon
 from perilune.control.record.identity import Inherited, inherited
-from perilune.control.record.store import Attempt, Run
-from perilune.control.record.transitions import AttemptState, Cleanup, RunState
+from perilune.control.record.store import Attempt, Machine, Run
+from perilune.control.record.transitions import AttemptState, Cleanup, MachineState, RunState
 from perilune.control.runs.current_submission import BLOCKED, next_stages
 from perilune.control.runs.experiments import Control, read_progress
 from perilune.control.runs.planner import Step, retry_class
@@ -23,13 +23,13 @@ from perilune.execution.processes import Presence
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """An answer in words.
+    """The explanation of a run.
 
     Attributes:
         state: of the run.
-        because: what led to it, a sentence a fact, the oldest first.
-        next: what will happen by itself, or that nothing will.
-        commands: what the user can do about it, the likeliest first.
+        because: the facts that led to it, one sentence each, the oldest first.
+        next: what happens by itself, or that nothing does.
+        commands: what the user can do, the most likely first.
     """
 
     state: str
@@ -39,46 +39,55 @@ class Explanation:
 
 
 MOST_NAMED = 3  # other runs
-SILENT_SECONDS = 30.0  # without a heartbeat, after which a worker is said to be silent; it beats every second
+SILENT_SECONDS = 30.0  # without a heartbeat, which comes every second, before a worker counts as silent
 
 AHEAD = {
     Step.STAGE: "its bundle is copied to where it will run",
     Step.START: "a worker is started",
-    Step.START_FAILED: "the attempt fails: no worker came up",
+    Step.START_FAILED: "the attempt fails, because no worker came up",
     Step.ADOPT: "it is recorded as running",
     Step.FINALIZE: "its evidence is checked and its result committed",
-    Step.DIED: "the attempt is recorded as failed, and another begins if the budget allows",
+    Step.DIED: "the attempt is recorded as failed, and another starts if the retry budget allows",
     Step.LOSE: "the attempt is given up",
     Step.STOP: "it is stopped",
-    Step.REFUSED: "the attempt fails: the machine is the wrong one, or lets nobody in",
-    Step.UNREACHABLE: "nothing, until it is seen again or has been out of sight for too long",
-    Step.WAIT: "nothing: its worker goes on by itself",
+    Step.REFUSED: "the attempt fails, because the machine is the wrong one or refuses access",
+    Step.UNREACHABLE: "nothing, until it is reachable again or has been unreachable for too long",
+    Step.WAIT: "nothing to do: its worker continues by itself",
+}
+MACHINE_STATES = {
+    MachineState.REQUESTED: "is requested",
+    MachineState.READY: "is ready",
+    MachineState.DRAINING: "is about to be terminated",
+    MachineState.TERMINATING: "is being terminated",
+    MachineState.GONE: "is gone",
 }
 
 
 def explain(control: Control, run_id: str) -> Explanation:
-    """Explain the run `run_id` as it stands, and say which stage follows it."""
+    """Explain the state of the run `run_id`, and which stage follows it."""
     run = control.run(run_id)
     if run_id in (others := inherited(control.home)).runs:
         return _of_another_home(run, others)
-    told = _explain(control, run)
+    result = _explain(control, run)
     errors = tuple(f"the last try failed: {one}" for one in control.reconciler.conditions.all(run_id))
-    told = replace(told, because=(*told.because, *errors))
+    result = replace(result, because=(*result.because, *errors))
     with control.store.snapshot() as session:
         following = next_stages(session, run)
     if not following:
-        return told
-    experiment, stage, requested = following[-1]
-    if not requested:
-        again = f"stage {stage} of {experiment.name} begins when `perilune run` asks for it again"
-        return replace(told, next=f"{told.next}; {again}")
+        return result
+    experiment, stage, starts = following[-1]
+    if not starts:
+        again = f"stage {stage} of {experiment.name} starts with the next `perilune run`"
+        return replace(result, next=f"{result.next}; {again}")
     if run.state != RunState.SUCCEEDED:
-        return replace(told, next=f"{told.next}; then stage {stage} begins")
-    by_itself = has_daemon(control.home)
-    because = [*told.because, *_why_it_waits(control, run)]
-    commands = told.commands if by_itself else ("perilune daemon", "perilune reconcile", *told.commands)
-    whoever = "" if by_itself else ", by whatever command goes on with runs"
-    return replace(told, because=tuple(because), next=f"stage {stage} begins{whoever}", commands=commands)
+        return replace(result, next=f"{result.next}; then stage {stage} starts")
+    because = (*result.because, *_why_blocked(control, run))
+    if has_daemon(control.home):
+        return replace(result, because=because, next=f"stage {stage} starts")
+    commands = ("perilune daemon", "perilune reconcile", *result.commands)
+    return replace(
+        result, because=because, next=f"stage {stage} starts with the next command", commands=commands
+    )
 
 
 def _of_another_home(run: Run, others: Inherited) -> Explanation:
@@ -87,17 +96,17 @@ def _of_another_home(run: Run, others: Inherited) -> Explanation:
         run.state,
         (
             f"it was {run.state} when the backup was made from which this home was restored",
-            f"it belongs to the home {home}, which knows what has become of it",
+            f"it belongs to the home {home}, which knows its current state",
         ),
         "nothing: no command of this home acts on it",
-        ("perilune adopt  # only if that home is gone",),
+        ("perilune adopt  # only if that home no longer exists",),
     )
 
 
-def _why_it_waits(control: Control, run: Run) -> list[str]:
-    """Why the stage after a run could not be begun when that was tried last."""
-    said = [row.detail["message"] for row in events_after(control, run_id=run.id) if row.kind == BLOCKED]
-    return [f"the next stage could not be begun: {said[-1]}"] if said else []
+def _why_blocked(control: Control, run: Run) -> list[str]:
+    """Why the stage after a run could not start at the last try."""
+    messages = [row.detail["message"] for row in events_after(control, run_id=run.id) if row.kind == BLOCKED]
+    return [f"the next stage could not start: {messages[-1]}"] if messages else []
 
 
 def _explain(control: Control, run: Run) -> Explanation:
@@ -110,55 +119,53 @@ def _explain(control: Control, run: Run) -> Explanation:
         case RunState.ACTIVE:
             return _active(control, run, attempts[-1], history)
         case RunState.SUCCEEDED:
-            whole = control.intact(run)
-            evidence = (
-                "its evidence lies where it was committed" if whole else "its evidence is damaged or gone"
-            )
-            ahead = (
-                "nothing; a recipe with the same stage reuses it"
-                if whole
-                else "a recipe runs the stage again"
-            )
+            evidence, ahead = "its evidence is damaged or missing", "a recipe runs the stage again"
+            if control.intact(run):
+                evidence = "its evidence is in place"
+                ahead = "nothing; a recipe with the same stage reuses it"
             commands = (f"perilune show {run_id}", f"perilune reproduce {run_id}")
             return Explanation(run.state, (*history, evidence), ahead, commands)
         case RunState.FAILED:
             kind = retry_class(run.cause).value
             used = sum(retry_class(one.cause).value == kind for one in attempts)
             budget = getattr(control.reconciler.placements.policy_of(run_id), kind, None)
-            why = (
-                f"{run.cause} counts as {kind}: tried again {budget} times at most, and this was time {used}"
-            )
+            why = f"{run.cause} counts as {kind}: at most {budget} retries, and this was failure {used}"
             commands = (f"perilune logs {run_id}", f"perilune retry {run_id}")
-            return Explanation(run.state, (*history, why), "nothing, unless it is asked for", commands)
+            return Explanation(run.state, (*history, why), "nothing, unless you retry it", commands)
         case RunState.CANCELLED:
-            asked = "it was to stop, if need be without proof" if run.forced else "it was to stop"
-            ahead = "nothing, unless it is asked for"
+            why = "cancellation was requested" + (", if necessary without proof" if run.forced else "")
+            ahead = "nothing, unless you retry it"
             if attempts and attempts[-1].cleanup == Cleanup.PENDING:
-                ahead = "every command goes on trying to stop what may be left of it"
-            return Explanation(run.state, (*history, asked), ahead, (f"perilune retry {run_id}",))
+                ahead = "every command tries again to stop what may be left of it"
+            return Explanation(run.state, (*history, why), ahead, (f"perilune retry {run_id}",))
 
 
 def _queued(control: Control, run: Run, attempts: list[Attempt], history: tuple[str, ...]) -> Explanation:
     if run.desired == RunState.CANCELLED:
-        return Explanation(run.state, (*history, "it is to stop"), "it is cancelled", ("perilune reconcile",))
+        because = (*history, "cancellation was requested")
+        return Explanation(run.state, because, "it is cancelled", ("perilune reconcile",))
     wait = pause_left(control.reconciler.placements, run)
     number = run.current_epoch + 1
     with control.store.snapshot() as session:
         turn = turn_of(session, control.reconciler.placements, run)
     if attempts and attempts[-1].cleanup == Cleanup.PENDING and attempts[-1].state != AttemptState.LOST:
-        why = f"attempt {number} waits until nothing of attempt {number - 1} is left"
+        why = f"attempt {number} waits until attempt {number - 1} is cleaned up"
     elif not turn.has_come:
         return _waits_its_turn(control, run, history, turn)
     elif wait > 0:
-        why = f"attempt {number} may begin in {wait:.0f} s"
+        why = f"attempt {number} may start in {wait:.0f} s"
     elif _provider_is_silent(control, run):
-        why = f"attempt {number} waits for its provider, which does not say what machines there are"
+        why = f"attempt {number} waits for its provider, which does not list its machines"
     else:
-        why = f"attempt {number} may begin, and no command is at it" if attempts else "nobody has begun it"
+        why = (
+            f"attempt {number} may start, and no command is working on it"
+            if attempts
+            else "no command has started it"
+        )
     return Explanation(
         run.state,
         (*history, why),
-        f"the next command that goes on with runs begins attempt {number}",
+        f"the next command that reconciles runs starts attempt {number}",
         ("perilune reconcile", "perilune reconcile --watch", f"perilune wait {run.id}"),
     )
 
@@ -171,16 +178,16 @@ def _provider_is_silent(control: Control, run: Run) -> bool:
 def _waits_its_turn(control: Control, run: Run, history: tuple[str, ...], turn: Turn) -> Explanation:
     number = run.current_epoch + 1
     facts = [*history]
-    for ids, what in ((turn.taking, "holds a slot"), (turn.before, "goes before it")):
+    for ids, what in ((turn.taking, "holds a slot"), (turn.before, "is ahead of it")):
         facts += [f"run {other} {what}" for other in ids[:MOST_NAMED]]
         facts += [f"so do {len(ids) - MOST_NAMED} more"] if len(ids) > MOST_NAMED else []
-    facts.append(f"attempt {number} waits its turn: {turn}")
-    whoever = "" if has_daemon(control.home) else ", by whatever command goes on with runs"
+    facts.append(f"attempt {number} waits for a slot: {turn}")
+    by_what = "" if has_daemon(control.home) else ", with the next command that reconciles runs"
     commands = tuple(f"perilune explain {other}" for other in turn.taking[:1])
     return Explanation(
         run.state,
         tuple(facts),
-        f"attempt {number} begins when its turn has come{whoever}",
+        f"attempt {number} starts when a slot is free{by_what}",
         (*commands, f"perilune wait {run.id}"),
     )
 
@@ -190,9 +197,10 @@ def _active(control: Control, run: Run, attempt: Attempt, history: tuple[str, ..
     if attempt.state == AttemptState.PLANNED and attempt.message:
         return _waits_for_a_machine(control, run, attempt, facts)
     seen, step = control.reconciler.look(run, attempt)
-    facts += machine_facts(control.reconciler.rentals.fleet, attempt) or [_worker(seen)]
+    machines = control.reconciler.rentals.fleet.machines_of(attempt.run_id, attempt.number)
+    facts += [fact for one in machines for fact in _machine_facts(one, len(machines))] or [_worker(seen)]
     if run.desired == RunState.CANCELLED:
-        facts.append("it is to stop")
+        facts.append("cancellation was requested")
     progress = read_progress(control.directory(run))
     if progress is not None:
         far = f"{progress['done']:,} of {progress['total']:,} {progress['unit']}"
@@ -211,36 +219,47 @@ def _active(control: Control, run: Run, attempt: Attempt, history: tuple[str, ..
 
 
 def _waits_for_a_machine(control: Control, run: Run, attempt: Attempt, facts: list[str]) -> Explanation:
-    """No machine may be rented now: over the daily cap, or after a panic."""
-    facts += machine_facts(control.reconciler.rentals.fleet, attempt)
+    """No machine may be rented now: because of the daily cap, or after a panic."""
+    facts.append(f"no machine is rented for it yet: {attempt.message}")
     lift = ("perilune panic --lift",) if renting_is_stopped(control.home) else ()
     commands = (*lift, "perilune cost", f"perilune cancel {run.id}")
     return Explanation(run.state, tuple(facts), "a machine is rented as soon as that is allowed", commands)
 
 
+def _machine_facts(machine: Machine, count: int) -> list[str]:
+    """The state of one of an attempt's `count` machines; empty if it is ready and reachable."""
+    if machine.state == MachineState.READY and machine.unseen_since is None:
+        return []
+    name = "its machine" if count == 1 else f"its machine {machine.rank} of {count}"
+    reason = f": {machine.reason}" if machine.reason else ""
+    facts = [f"{name} {MACHINE_STATES[MachineState(machine.state)]}{reason}"]
+    if machine.price:
+        facts.append(f"{name} has cost {accrued(machine):.4g} of at most {promised(machine):.4g}")
+    return [*facts, *([f"the provider of {name} does not answer"] if machine.unseen_since else [])]
+
+
 def _silent_for(control: Control, attempt: Attempt) -> float:
-    """Seconds since a heartbeat of the attempt's worker came home, after a look just now."""
+    """Seconds since the last heartbeat of the attempt's worker arrived, just after an observation."""
     beat = control.home.attempt(attempt.run_id, attempt.number) / "runtime" / "heartbeat.json"
     return time.time() - beat.stat().st_mtime if beat.exists() else 0.0
 
 
 def _worker(seen: Observation) -> str:
     if seen.unseen:
-        return f"it cannot be seen: {seen.unseen}"
+        return f"it is unreachable: {seen.unseen}"
     if seen.claim is None:
         return "no worker has claimed it yet"
-    told = f"worker {seen.claim.pid}, heartbeat {seen.heartbeat}"
+    worker = f"worker {seen.claim.pid}, heartbeat {seen.heartbeat}"
     if seen.verdict is not None:
         return f"its worker has left a verdict: {seen.verdict.message or 'success'}"
     return {
-        Presence.PRESENT: f"its worker lives ({told})",
-        Presence.ABSENT: f"its worker is dead and left no verdict ({told})",
-        Presence.UNKNOWN: f"its worker cannot be seen from here ({told}, on {seen.claim.host})",
+        Presence.PRESENT: f"its worker is alive ({worker})",
+        Presence.ABSENT: f"its worker is dead and left no verdict ({worker})",
+        Presence.UNKNOWN: f"its worker is unreachable from here ({worker}, on {seen.claim.host})",
     }[seen.worker]
 
 
 def _ended(attempt: Attempt) -> str:
-    said = attempt.message.partition("\n")[0]
-    return f"attempt {attempt.number} {attempt.state}" + (
-        f": {attempt.cause}, {said}" if attempt.cause else ""
-    )
+    message = attempt.message.partition("\n")[0]
+    why = f": {attempt.cause}, {message}" if attempt.cause else ""
+    return f"attempt {attempt.number} {attempt.state}{why}"

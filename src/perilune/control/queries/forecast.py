@@ -1,7 +1,7 @@
-"""What asking for a recipe would do: what is reused, what is copied where, what it may cost, what is missing.
+"""Forecast a submission: which stages are reused, what is uploaded, what it may cost, what is missing.
 
-Nothing is recorded and nothing is begun. Bundles are frozen to learn their digests, and thrown away; of what
-lies elsewhere only a provider is asked, for the price. Whatever cannot be told now says why.
+Nothing is recorded or started. Bundles are frozen to learn their digests, then discarded. Of the outside
+world, only a provider is asked, for its price. Anything that cannot be determined now carries the reason.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from perilune.recipe.schema import MODEL
 
 @dataclass(frozen=True, slots=True)
 class StageForecast:
-    """What would become of one stage.
+    """The forecast for one stage.
 
     Attributes:
-        action: "reuse" what was finished before, "join" what is under way, "begin" now, or "later", once the
-            stages in `after` have made what it takes.
-        run_id: of what is reused or joined.
-        after: stages that it takes from, and that have not been done with these inputs.
-        files: bytes by what is copied: names of inputs, "wheel" (Perilune itself), "scripts".
-        nodes: machines of each of its attempts.
+        action: "reuse" a finished run, "join" a live one, "begin" now, or "later", after the stages in
+            `after`.
+        run_id: the run to reuse or join.
+        after: consumed stages that have not succeeded with these inputs yet.
+        files: bytes to copy by name: names of inputs, "wheel" (Perilune itself), "scripts".
+        nodes: machines of each attempt.
     """
 
     name: str
@@ -49,22 +49,22 @@ class StageForecast:
 
     @property
     def bytes(self) -> int:
-        """What is copied for it, in all."""
+        """Bytes to copy, in all."""
         return sum(self.files.values())
 
 
 @dataclass(frozen=True, slots=True)
 class CostForecast:
-    """What machines would cost, in currency units.
+    """The cost of rented machines, in currency units.
 
     Attributes:
-        problem: why nothing can be told now, or why nothing would be rented; empty when all is well.
-        per_hour: of one machine; `seconds` is how long its lease lets it exist.
-        attempt: that one attempt on one machine may cost at most, under its lease.
-        stages: that all stages to be run may cost at most, when nothing is tried again.
-        retried: the same when everything is tried again as often as the template has it. Preemptions, which
-            are not counted, come on top.
-        daily_cap: that may be spent or promised in any 24 hours; `left` of it is.
+        problem: why the cost is unknown, or why no machine would be rented; otherwise "".
+        per_hour: price of one machine; `seconds` is the longest lifetime under its lease.
+        attempt: most that one attempt on one machine may cost under its lease.
+        stages: most that all remaining stages may cost without retries.
+        retried: the same with as many retries as the template allows. Preemptions are unlimited and not
+            included.
+        daily_cap: limit on spent and committed cost in any 24 hours; `left` is what remains of it.
     """
 
     problem: str = ""
@@ -79,14 +79,14 @@ class CostForecast:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """All of it.
+    """The forecast for a submission.
 
     Attributes:
-        placement, launcher: as runs show them; `workspace` is where files go there, "" for this home.
-        turn: slots of the placement and who has them; `has_turn` is whether a run would begin at once.
-        cost: None where nothing is rented.
-        secrets: name to the problem with it; "" where it is set. Values are looked at and never shown.
-        retry, limits: as the template has them.
+        placement, launcher: as in the list of runs; `workspace` is the folder there, "" for this home.
+        turn: occupied slots of the placement; `has_turn` is whether a run would start at once.
+        cost: None if nothing is rented.
+        secrets: name to the problem with it, "" if it is set. Values are never shown.
+        retry, limits: from the template.
     """
 
     placement: str
@@ -102,10 +102,10 @@ class Forecast:
 
 
 def forecast(control: Control, plans: Sequence[StagePlan], template: Template | None) -> Forecast:
-    """Say what carrying out these stages there would do.
+    """Forecast the submission of these stages with this template.
 
     Raises:
-        RequestError: a stage cannot be frozen, as it could not be when it is submitted.
+        RequestError: a stage cannot be frozen.
     """
     chosen = template or Template()
     stages = _stages(control, plans)
@@ -176,7 +176,7 @@ def _stages(control: Control, plans: Sequence[StagePlan]) -> tuple[StageForecast
 
 
 def _sizes(bundle: Path, inputs: Sequence[str]) -> dict[str, int]:
-    """Bytes of a bundle's files, by input, and of its scripts; the wheel apart."""
+    """Sizes of a bundle's files in bytes, by input; scripts and wheel are separate."""
     sizes = dict.fromkeys([*inputs, "wheel", "scripts"], 0)
     for path in bundle.rglob("*"):
         if path.is_file():
@@ -211,7 +211,7 @@ def _cost(
     most = max((stage.nodes for stage in stages if stage.action in {"begin", "later"}), default=0)
     left = max(0.0, cap - committed)
     over = attempt * most > left
-    problem = f"an attempt waits until there is more of the daily cap of {cap:.4g} left" if over else ""
+    problem = f"an attempt waits until enough of the daily cap of {cap:.4g} is left" if over else ""
     return CostForecast(
         problem, price, seconds, attempt, attempt * machines, attempt * machines * tries, cap, left
     )

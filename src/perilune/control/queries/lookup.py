@@ -1,4 +1,4 @@
-"""Finding runs and experiments by what people call them, and what to say of each."""
+"""Find runs and experiments by id or name, and describe them."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from perilune.control.runs.experiments import Control
 from perilune.errors import RequestError
 from perilune.execution.launchers.docker import container_of
 
-WAITING = "waiting"  # state of a stage that no run stands for yet
-BULKY = ("kind", "correct_per_task", "seconds")  # parts of a summary that a listing leaves to its file
+WAITING = "waiting"  # state of a stage without a run
+BULKY = ("kind", "correct_per_task", "seconds")  # parts of a summary that listings omit
 
 Named = TypeVar("Named", Run, Experiment)
 
 
 @dataclass(frozen=True, slots=True)
 class StageStatus:
-    """One stage of an experiment as it stands.
+    """The status of one stage of an experiment.
 
     Attributes:
         state: of its run, or "waiting".
         reachability, cleanup: of the run's current attempt.
-        attempt_dir: where the current attempt lies; None before the first.
-        seconds: from submission to the end, None while it is under way.
-        summary: what its task said at its end; empty before.
-        wanted: whether later stages of its experiment begin by themselves.
-        conditions: errors that keep it from making progress.
+        attempt_dir: directory of the current attempt; None before the first.
+        seconds: from submission to end; None while the run is live.
+        summary: the summary that the task wrote; empty before.
+        requested: whether later stages of the experiment start by themselves.
+        conditions: errors that keep the run from making progress.
     """
 
     experiment_id: str
@@ -58,11 +58,11 @@ class StageStatus:
 
     @property
     def shown(self) -> str:
-        """Its state for people: a stage that nobody wants does not wait."""
-        return "not begun" if self.state == WAITING and not self.requested else self.state
+        """The state to display: a stage without a run waits only if it is requested."""
+        return "not started" if self.state == WAITING and not self.requested else self.state
 
     def document(self) -> dict[str, Any]:
-        """As one flat JSON object: an evaluation carries its "pass@1" beside its stage's name."""
+        """The status as a flat JSON object: an evaluation's "pass@1" stands beside the stage's name."""
         fields = asdict(self)
         summary = fields.pop("summary")
         fields["stage"] = fields.pop("name")
@@ -79,10 +79,10 @@ def terminal_runs(control: Control) -> list[Run]:
 
 
 def find_experiment(control: Control, reference: str | None = None) -> Experiment:
-    """The experiment of that id, unique beginning of an id, or name (its latest); the latest one for None.
+    """An experiment by id, unique prefix of an id, or name (its latest); the latest one for None.
 
     Raises:
-        RequestError: when there is none, or the beginning fits several.
+        RequestError: there is none, or the prefix is ambiguous.
     """
     with control.store.snapshot() as session:
         everything = list(session.scalars(select(Experiment).order_by(Experiment.used.desc())))
@@ -98,10 +98,10 @@ def find_experiment(control: Control, reference: str | None = None) -> Experimen
 
 
 def find_run_or_experiment(control: Control, reference: str) -> Run | Experiment:
-    """The run called so, as `find_run`, else the experiment, as `find_experiment`.
+    """A run as in `find_run`, or else an experiment as in `find_experiment`.
 
     Raises:
-        RequestError: when there is neither, or the beginning of an id fits several.
+        RequestError: there is neither, or the prefix of an id is ambiguous.
     """
     with control.store.snapshot() as session:
         if experiment := session.get(Experiment, reference.upper()):
@@ -117,18 +117,17 @@ def find_run_or_experiment(control: Control, reference: str) -> Run | Experiment
 
 
 def stage_at(session: Session, experiment_id: str) -> Run | None:
-    """The run of the stage that an experiment is at: the first that has not succeeded, else the last."""
+    """The run of an experiment's current stage: the first that has not succeeded, or else the last."""
     query = select(Run).join(Stage, Stage.run_id == Run.id).where(Stage.experiment_id == experiment_id)
     begun = list(session.scalars(query.order_by(Stage.position)))
     return next((run for run in begun if run.state != RunState.SUCCEEDED), begun[-1] if begun else None)
 
 
 def find_run(control: Control, reference: str) -> Run:
-    """The run called so: its id, a unique beginning of it, "experiment/stage", or a stage of the latest
-    experiment.
+    """A run by id, unique prefix of an id, "experiment/stage", or stage of the latest experiment.
 
     Raises:
-        RequestError: when there is none, or the beginning fits several.
+        RequestError: there is none, or the prefix is ambiguous.
     """
     experiment_name, slash, stage_name = reference.rpartition("/")
     with control.store.snapshot() as session:
@@ -143,7 +142,7 @@ def find_run(control: Control, reference: str) -> Run:
             stages = list(session.scalars(query))
         if stages and stages[0].run_id is None:
             raise RequestError(
-                f"stage {stage_name} of {experiment.name} has not been begun", remedy="perilune runs"
+                f"stage {stage_name} of {experiment.name} has not started", remedy="perilune runs"
             )
         if stages:
             return session.get_one(Run, stages[0].run_id)
@@ -158,7 +157,7 @@ def find_run(control: Control, reference: str) -> Run:
 
 
 def _experiment_with(control: Control, stage: str) -> str:
-    """Name of the latest experiment in which a stage of that name was begun; "" when there is none."""
+    """Name of the latest experiment in which a stage of that name has a run; "" if there is none."""
     with control.store.snapshot() as session:
         query = select(Experiment.name).join(Stage, Stage.experiment_id == Experiment.id)
         query = query.where(Stage.name == stage, Stage.run_id.is_not(None)).order_by(Experiment.used.desc())
@@ -166,7 +165,7 @@ def _experiment_with(control: Control, stage: str) -> str:
 
 
 def _stages_of(control: Control, reference: str) -> str:
-    """How the runs of the experiment of that name are called; "" when there is none."""
+    """Names of the runs of the experiment of that name; "" if there is none."""
     with control.store.snapshot() as session:
         named = select(Experiment).where(Experiment.name == reference).order_by(Experiment.used.desc())
         experiment = session.scalars(named.limit(1)).first()
@@ -177,19 +176,19 @@ def _stages_of(control: Control, reference: str) -> str:
 
 
 def latest_experiments(control: Control, most: int | None = None) -> list[str]:
-    """The ids of the experiments that were submitted last, at most so many."""
+    """Ids of the experiments that were submitted last, at most `most` of them."""
     with control.store.snapshot() as session:
         return list(session.scalars(select(Experiment.id).order_by(Experiment.used.desc()).limit(most)))
 
 
 def experiment_count(control: Control) -> int:
-    """How many experiments there are."""
+    """Number of experiments."""
     with control.store.snapshot() as session:
         return session.scalar(select(func.count()).select_from(Experiment)) or 0
 
 
 def stage_statuses(control: Control, experiment_ids: Sequence[str]) -> list[StageStatus]:
-    """All stages of experiments in their order, oldest experiment first."""
+    """All stages of experiments in order, oldest experiment first."""
     query = (
         select(Experiment, Stage, Run, Attempt)
         .join(Stage, Stage.experiment_id == Experiment.id)
@@ -213,11 +212,11 @@ def _status(
 ) -> StageStatus:
     experiment, stage, run, attempt = row
     begun = run is not None and attempt is not None
-    found, summary = list(conditions.get(run.id, ())) if run else [], {}
+    errors, summary = list(conditions.get(run.id, ())) if run else [], {}
     try:
         summary = dict(control.summary(run)) if run else {}
     except RequestError as damaged:
-        found.append(str(damaged))
+        errors.append(str(damaged))
     return StageStatus(
         experiment_id=experiment.id,
         experiment=experiment.name,
@@ -237,7 +236,7 @@ def _status(
         retry_of=run.retry_of if run else None,
         summary=summary,
         requested=experiment.requested,
-        conditions=tuple(found),
+        conditions=tuple(errors),
     )
 
 
@@ -249,7 +248,7 @@ def attempts_of(control: Control, run_id: str) -> list[Attempt]:
 
 
 def events_after(control: Control, seq: int = 0, run_id: str | None = None) -> list[Event]:
-    """What was recorded after event `seq`, of everything or of one run, in order."""
+    """Events after event `seq`, of everything or of one run, in order."""
     query = select(Event).where(Event.seq > seq).order_by(Event.seq)
     if run_id is not None:
         query = query.where(Event.run_id == run_id)
@@ -258,7 +257,7 @@ def events_after(control: Control, seq: int = 0, run_id: str | None = None) -> l
 
 
 def run_document(control: Control, run: Run) -> dict[str, Any]:
-    """Everything recorded of one run: its attempts, its events, its summary, where its files are."""
+    """Everything recorded about a run: its attempts, events, conditions, summary and paths."""
     with control.store.snapshot() as session:
         experiment = session.get_one(Experiment, run.experiment_id)
     return {
@@ -283,9 +282,9 @@ def run_document(control: Control, run: Run) -> dict[str, Any]:
 
 
 def _container(control: Control, attempt: Attempt) -> dict[str, str] | None:
-    """Program and image that an attempt ran in."""
-    found = container_of(control.home.attempt(attempt.run_id, attempt.number))
-    return None if found is None else found.model_dump()
+    """Program and image of the container that an attempt ran in."""
+    container = container_of(control.home.attempt(attempt.run_id, attempt.number))
+    return None if container is None else container.model_dump()
 
 
 def _columns(row: Run | Attempt) -> dict[str, Any]:
@@ -297,6 +296,6 @@ def _only(fitting: list[Named], reference: str, kind: str) -> Named:
         raise RequestError(f"no {kind} is called '{reference}'", remedy="perilune runs")
     if len(fitting) > 1:
         raise RequestError(
-            f"'{reference}' fits {len(fitting)} {kind}s", remedy=", ".join(one.id for one in fitting[:4])
+            f"'{reference}' matches {len(fitting)} {kind}s", remedy=", ".join(one.id for one in fitting[:4])
         )
     return fitting[0]

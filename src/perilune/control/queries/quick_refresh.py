@@ -1,4 +1,4 @@
-"""A look at what lives, for commands that only tell: not waited for longer than people wait for a list."""
+"""Refresh live runs before a command lists them, within the time that a user waits for a list."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from perilune.control.record.transitions import Reachability
 from perilune.control.runs.current_submission import LIVE
 from perilune.control.runs.reconcile import WORKERS, Reconciler
 
-PATIENCE = 3.0  # seconds for machines elsewhere, together
-SHORT = 1.0  # for those that could not be seen the last time
+PATIENCE = 3.0  # seconds for all runs on other machines together
+SHORT = 1.0  # seconds for those that were unreachable the last time
 
 
 def quick_refresh(reconciler: Reconciler, seconds: float = PATIENCE) -> list[Run]:
-    """Look at every live run, finish what has ended, and begin nothing.
+    """Observe every live run and finish those that have ended; start nothing.
 
-    Runs of this machine are looked at in any case. Those elsewhere, and providers, are given `seconds`, or
-    less where they could not be seen the last time. What has not answered by then goes on in threads that die
-    with the process, which is as safe as a kill. A daemon looks all the time, so nobody else does then.
+    Runs on this machine are always refreshed. Other machines and providers get `seconds`, or less if they
+    were unreachable the last time. Unfinished work continues in threads that die with the process, which is
+    as safe as a kill. If a daemon runs, it keeps remote runs up to date, so they are not refreshed here.
 
     Returns:
-        The runs that did not answer now, and are told as they were seen last.
+        The runs that did not answer in time; their last known state is shown.
     """
     near, far, hidden = _live(reconciler)
     for run_id in near:
@@ -36,19 +36,19 @@ def quick_refresh(reconciler: Reconciler, seconds: float = PATIENCE) -> list[Run
     reconciler.sweep()
     if has_daemon(reconciler.home):
         return []
-    began, room = time.monotonic(), Semaphore(WORKERS)
-    upkeep = _begin(reconciler.clean_up)
-    again = [_begin(partial(_one, reconciler, run_id, room)) for run_id in hidden]
-    looks = {run_id: _begin(partial(_one, reconciler, run_id, room)) for run_id in far}
+    began, slots = time.monotonic(), Semaphore(WORKERS)
+    cleanup = _start(reconciler.clean_up)
+    again = [_start(partial(_refresh, reconciler, run_id, slots)) for run_id in hidden]
+    looks = {run_id: _start(partial(_refresh, reconciler, run_id, slots)) for run_id in far}
     for future in again:
         _wait(future, began + min(seconds, SHORT))
-    for future in (*looks.values(), upkeep):
+    for future in (*looks.values(), cleanup):
         _wait(future, began + seconds)
     return [reconciler.run(run_id) for run_id, look in looks.items() if not look.done()]
 
 
 def _live(reconciler: Reconciler) -> tuple[list[str], list[str], list[str]]:
-    """Runs here, those elsewhere, and those elsewhere that could not be seen the last time."""
+    """Live runs on this machine, on other machines, and on machines that were unreachable the last time."""
     with reconciler.store.snapshot() as session:
         current = (Attempt.run_id == Run.id) & (Attempt.number == Run.current_epoch)
         query = select(Run.id, Attempt.reachability).outerjoin(Attempt, current)
@@ -63,16 +63,16 @@ def _live(reconciler: Reconciler) -> tuple[list[str], list[str], list[str]]:
     )
 
 
-def _one(reconciler: Reconciler, run_id: str, room: Semaphore) -> None:
-    with room:
+def _refresh(reconciler: Reconciler, run_id: str, slots: Semaphore) -> None:
+    with slots:
         reconciler.one(run_id, act=False)
 
 
-def _begin(work: Callable[[], None]) -> Future[None]:
-    """Do it in a thread that does not keep the process alive, as those of an executor would."""
+def _start(work: Callable[[], None]) -> Future[None]:
+    """Run `work` in a daemon thread, which, unlike an executor's, does not keep the process alive."""
     future: Future[None] = Future()
 
-    def carry_out() -> None:
+    def run() -> None:
         try:
             work()
         except BaseException as error:
@@ -80,12 +80,12 @@ def _begin(work: Callable[[], None]) -> Future[None]:
         else:
             future.set_result(None)
 
-    Thread(target=carry_out, daemon=True).start()
+    Thread(target=run, daemon=True).start()
     return future
 
 
 def _wait(future: Future[None], deadline: float) -> None:
-    """Wait until it is done, or the deadline; what it raised is raised here."""
+    """Wait for a future until the deadline, and raise its exception."""
     try:
         future.result(max(0.0, deadline - time.monotonic()))
     except TimeoutError:

@@ -63,8 +63,8 @@ class Placements:
                 return RentedPlacement(
                     self.fleet,
                     rental,
-                    lambda host, told: RemotePlacement(
-                        host, rental.site.with_environment(told), limits, container
+                    lambda host, variables: RemotePlacement(
+                        host, rental.site.with_environment(variables), limits, container
                     ),
                     process.NAME if container is None else container.name,
                 )

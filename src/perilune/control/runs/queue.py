@@ -37,7 +37,7 @@ class Turn:
         return self.slots is None or len(self.taking) + len(self.before) < self.slots
 
     def __str__(self) -> str:
-        ahead = f", and {len(self.before)} runs are ahead of it" if self.before else ""
+        ahead = f", {len(self.before)} ahead in the queue" if self.before else ""
         return f"{len(self.taking)} of {self.slots} slots are taken{ahead}"
 
 

@@ -1,4 +1,4 @@
-"""Machines on which commands can be run, however one gets there."""
+"""Hosts: ways to run a command on a machine."""
 
 from perilune.execution.hosts.protocol import Answer, Host, HostRefusedError, HostUnreachableError
 

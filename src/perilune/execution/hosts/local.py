@@ -1,4 +1,4 @@
-"""This machine, as one that commands are run on."""
+"""This machine as a host."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import BinaryIO
 
 from perilune.execution.hosts.protocol import Answer, HostUnreachableError
 
-NOT_FOUND = 127  # exit code of a shell for a program that is not there
-TAIL = 1 << 14  # bytes of stderr that are kept
+NOT_FOUND = 127  # a shell's exit code for a missing program
+TAIL = 1 << 14  # bytes of stderr to keep
 
 
 class LocalHost:
-    """Runs commands here.
+    """Runs commands on this machine.
 
     Args:
-        name: what is said to be silent when a command takes too long.
+        name: the name of the host in errors.
     """
 
     def __init__(self, name: str = "local") -> None:
@@ -42,7 +42,7 @@ class LocalHost:
                     stdin=given,
                     stdout=sink or out,
                     stderr=errors,
-                    start_new_session=True,  # Ctrl-C is ours to judge
+                    start_new_session=True,  # this process handles Ctrl-C
                 )
             except FileNotFoundError as error:
                 return Answer(NOT_FOUND, b"", str(error))
@@ -60,7 +60,7 @@ class LocalHost:
 
 @contextmanager
 def _stdin(source: BinaryIO | None) -> Iterator[BinaryIO | int]:
-    """Something with a descriptor that yields what `source` does."""
+    """A file with a descriptor and the content of `source`."""
     if source is None:
         yield subprocess.DEVNULL
         return

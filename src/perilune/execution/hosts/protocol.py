@@ -1,7 +1,7 @@
-"""What the execution plane asks of another machine: run one command, with its input and its output.
+"""The interface to a machine: run one command, with its input and output.
 
-Everything else (staging, looking, pulling, stopping) is a command of the runner that travels with the bundle,
-so that a new kind of machine has one method to offer.
+Everything else (staging, observing, pulling, stopping) is a command of the runner that is sent along, so a
+new kind of machine has to implement one method.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from perilune.errors import PeriluneError, RequestError
 
 
 class HostUnreachableError(PeriluneError):
-    """Whether the command ran is not known. Never a reason to destroy anything."""
+    """It is unknown whether the command ran. Never a reason to destroy anything."""
 
 
 class HostRefusedError(RequestError):
-    """It is the wrong machine, or lets nobody in: nothing was run, and a retry is vain."""
+    """The machine is the wrong one or refuses access: nothing ran, and a retry is useless."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of a command that was run to its end.
+    """The result of a command that ran to its end.
 
     Attributes:
-        exit_code: 0 is success; a signal's is 128 + its number.
-        output: of stdout, unless a sink took it.
-        errors: the last of stderr, for people.
+        exit_code: 0 is success; 128 + N is signal N.
+        output: stdout, unless a sink took it.
+        errors: the end of stderr, for people.
     """
 
     exit_code: int
@@ -40,7 +40,7 @@ class Host(Protocol):
     """A machine.
 
     Attributes:
-        name: what people call it, as "local", "ssh:box" or "fake:machine-3".
+        name: for messages, such as "local", "ssh:box" or "fake:machine-3".
     """
 
     name: str
@@ -53,16 +53,16 @@ class Host(Protocol):
         sink: BinaryIO | None = None,
         timeout: float = 60.0,
     ) -> Answer:
-        """Run `command` there and wait for its end.
+        """Run `command` on the machine and wait for its end.
 
         Args:
-            command: argument list; no shell ever splits or expands it.
-            source: what it reads from stdin; None is nothing.
-            sink: takes its stdout as it comes; None keeps it in the answer.
-            timeout: seconds after which the machine counts as unreachable. What was started may live on.
+            command: argument list; no shell splits or expands it.
+            source: its stdin; None is empty.
+            sink: receives its stdout; None keeps it in the answer.
+            timeout: seconds after which the machine counts as unreachable. The command may continue to run.
 
         Raises:
-            HostUnreachableError: when the way there is cut, before, while or after the command ran.
-            HostRefusedError: when the machine is the wrong one or lets nobody in.
+            HostUnreachableError: the connection failed before, while or after the command ran.
+            HostRefusedError: the machine is the wrong one or refuses access.
         """
         ...

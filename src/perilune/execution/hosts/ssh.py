@@ -1,7 +1,7 @@
-"""A machine that one reaches with OpenSSH: the system's `ssh`, with the user's own configuration.
+"""A machine reached with OpenSSH: the system's `ssh`, with the user's configuration.
 
-Whatever the user's ssh config says of a host (its address, ProxyJump, keys) holds here too. What this adds is
-strict: no questions, no unknown or changed host key, nothing forwarded, one shared connection a machine.
+The user's ssh config (address, ProxyJump, keys) applies. The options added here are strict: no prompts, no
+unknown or changed host keys, no forwarding, one shared connection per machine.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ OPTIONS = {
     "StrictHostKeyChecking": "yes",
     "UpdateHostKeys": "no",
 }
-ASK_SECONDS = 20.0  # until what is asked again has no answer
-FAILED = 255  # ssh's own exit code: what became of the command is not known
-# What ssh says of a way that ended before there was an sshd.
+ASK_SECONDS = 20.0  # timeout for asking a jump host
+FAILED = 255  # ssh's own exit code: the fate of the command is unknown
+# ssh's messages when the connection ended before an sshd answered.
 CLOSED = ("kex_exchange_identification", "Connection closed by UNKNOWN")
-# What ssh says when the machine is the wrong one, or lets nobody in.
+# ssh's messages when the machine is the wrong one or refuses access.
 REFUSALS = {
     "IDENTIFICATION HAS CHANGED": "its host key has changed",
-    "Host key verification failed": "its host key is not the one that is pinned, or is not known",
-    "Permission denied": "it lets nobody in",
-    "Too many authentication failures": "it lets nobody in",
-    "no matching host key type": "it has no host key of the pinned kind",
+    "Host key verification failed": "its host key is unknown or not the pinned one",
+    "Permission denied": "SSH authentication was refused",
+    "Too many authentication failures": "SSH authentication was refused",
+    "no matching host key type": "it has no host key of the pinned type",
     "Bad configuration option": "the ssh configuration is wrong",
 }
 
 
 class SshSettings(BaseModel):
-    """How a machine is reached. What is not said here, the user's ssh config says."""
+    """How a machine is reached. The user's ssh config supplies everything not set here."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -76,18 +76,18 @@ class SshSettings(BaseModel):
         pattern=r"^(ssh|ecdsa|sk)-[A-Za-z0-9@.-]+ [A-Za-z0-9+/=]+$",
         description='its public host key, "ssh-ed25519 AAAA..."; by default known_hosts must hold it',
     )
-    config: str | None = Field(None, description="an ssh config file other than the user's")
+    config: str | None = Field(None, description="an ssh config file instead of the user's")
 
 
 class SshHost:
-    """The machine that `settings` lead to.
+    """The machine described by `settings`.
 
     Args:
-        folder: where pinned keys are kept.
-        learn: pin the key that the machine shows at first contact, for one that nobody knew before.
+        folder: for files with pinned keys.
+        learn: pin the key that a previously unknown machine shows at first contact.
 
     Raises:
-        RequestError: when there is no private place for connections.
+        RequestError: there is no private folder for connections.
     """
 
     def __init__(self, settings: SshSettings, folder: Path, *, learn: bool = False) -> None:
@@ -124,7 +124,7 @@ class SshHost:
         sink: BinaryIO | None = None,
         timeout: float = 60.0,
     ) -> Answer:
-        """As `Host.run`. The machine's login shell is given one line, with every argument quoted."""
+        """As `Host.run`. The machine's login shell gets one line with every argument quoted."""
         line = [*self._command, "--", self.settings.host, shlex.join(command)]
         try:
             answer = self._here.run(line, source=source, sink=sink, timeout=timeout)
@@ -132,30 +132,30 @@ class SshHost:
             self.disconnect()
             raise
         if answer.exit_code == NOT_FOUND and shutil.which("ssh") is None:
-            raise RequestError("there is no ssh here", remedy="install OpenSSH's client")
+            raise RequestError("ssh is not installed on this machine", remedy="install OpenSSH's client")
         if answer.exit_code == FAILED:
             raise self._failure(answer.errors)
         return answer
 
     def disconnect(self) -> None:
-        """Close the shared connection; the next command makes a new one."""
+        """Close the shared connection; the next command opens a new one."""
         command = [*self._command, "-O", "exit", "--", self.settings.host]
         with contextlib.suppress(subprocess.TimeoutExpired, FileNotFoundError):
             subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=10, check=False)
 
-    def _failure(self, said: str) -> HostRefusedError | HostUnreachableError:
-        said += self._said_on_the_way(said)
-        meaning = next((meaning for words, meaning in REFUSALS.items() if words in said), "")
-        told = [line for line in said.strip().splitlines() if not line.startswith(CLOSED)]
-        lines = told or ["the connection was lost"]
+    def _failure(self, errors: str) -> HostRefusedError | HostUnreachableError:
+        errors += self._jump_host_errors(errors)
+        meaning = next((meaning for words, meaning in REFUSALS.items() if words in errors), "")
+        relevant = [line for line in errors.strip().splitlines() if not line.startswith(CLOSED)]
+        lines = relevant or ["the connection was lost"]
         if not meaning:
             return HostUnreachableError(lines[-1], where=self.name)
         line = [line for line in lines if any(words in line for words in REFUSALS)][-1]
         return HostRefusedError(f"{meaning} ({line})", where=self.name, remedy=self._remedy(meaning))
 
-    def _said_on_the_way(self, said: str) -> str:
-        """What a jump host refused: ssh to there keeps silent when the connection through it is shared."""
-        if CLOSED[0] not in said:
+    def _jump_host_errors(self, errors: str) -> str:
+        """The errors of a jump host, which ssh hides if the connection through it is shared."""
+        if CLOSED[0] not in errors:
             return ""
         program, *options = self._command
         command = [program, "-o", "ControlPath=none", *options, "--", self.settings.host, "true"]
@@ -169,24 +169,24 @@ class SshHost:
 
     def _remedy(self, meaning: str) -> str:
         if "host key" not in meaning:
-            return f"ssh {self.settings.host} should work without questions"
+            return f"make `ssh {self.settings.host}` work without prompts"
         return (
-            "if the machine was set up anew, compare its key there (ssh-keygen -lf"
-            " /etc/ssh/ssh_host_ed25519_key.pub) and write it into the template's host_key, or into"
-            " known_hosts; if not, keep away from it"
+            "if the machine was reinstalled, compare its key there (ssh-keygen -lf"
+            " /etc/ssh/ssh_host_ed25519_key.pub) and write it into the template's host_key or into"
+            " known_hosts; otherwise do not connect"
         )
 
 
 def private_folder() -> Path:
-    """A folder for sockets that nobody else can enter, with a short path.
+    """A folder for sockets with a short path, which only this user can enter.
 
     Raises:
-        RequestError: when somebody else has made it, or it is open to others.
+        RequestError: another user created it, or it is accessible to others.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(runtime, "perilune") if runtime else Path(tempfile.gettempdir(), f"perilune-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise RequestError("this folder is open to others", where=str(folder), remedy="remove it")
+        raise RequestError("this folder is accessible to others", where=str(folder), remedy="remove it")
     return folder

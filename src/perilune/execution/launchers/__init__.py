@@ -1,1 +1,1 @@
-"""How a worker is started: in a plain process, later in a container."""
+"""How a worker is started on a machine: as a plain process or in a container."""

@@ -1,7 +1,7 @@
-"""Launcher `docker`: the worker runs in a container, by Docker or by any program with Docker's command line.
+"""Launcher `docker`: the worker runs in a container of Docker, or of any program with Docker's command line.
 
-What a container may do is decided here; it is made, watched and ended by the runner on its machine. The image
-is named by its digest, so that the name says what runs.
+This module decides what a container may do; the runner on its machine creates, watches and ends it. The image
+is named by its digest, so that the name identifies its content.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
 
-RECORD = "container.json"  # in runtime/: what the attempt's container was made of
-PROCESSES = 4096  # in a container; a fork bomb ends there
+RECORD = "container.json"  # in runtime/: program and image of the attempt's container
+PROCESSES = 4096  # limit in a container, which stops fork bombs
 
 Folder = Annotated[str, StringConstraints(pattern=r'^/[^,:"\n]+$')]
 Size = Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]*[bkmg]$")]
 
 
 class Container(BaseModel):
-    """What a container is made of, and what it may have of its machine."""
+    """A container and what it may use of its machine."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -29,11 +29,11 @@ class Container(BaseModel):
         pattern=r"^[A-Za-z0-9_./][A-Za-z0-9_./+-]*$",
         description="docker, podman, or the path of either on the machine",
     )
-    image: str = Field(description="NAME@sha256:DIGEST, or the ID of an image that is there, sha256:ID")
+    image: str = Field(description="NAME@sha256:DIGEST, or the ID of a local image, sha256:ID")
     python: str = Field("python3", description="interpreter in the image, 3.11 or newer")
     gpus: Literal["all"] | tuple[int, ...] = Field((), description='indices of the GPUs it gets, or "all"')
     mounts: tuple[Folder, ...] = Field(
-        (), description="folders of the machine that it can read but not write, at the same path"
+        (), description="folders of the machine, mounted read-only at the same path"
     )
     user: str | None = Field(
         None,
@@ -57,14 +57,14 @@ class Container(BaseModel):
         name_is_plain = not at or (name and not name.startswith("-") and not set(name) - _IN_NAMES)
         if not name_is_plain or not _is_digest(digest):
             raise ValueError(
-                f"'{image}' does not say what runs: a tag may be given to another image tomorrow. Name it by"
-                " its digest, NAME@sha256:..., as `docker pull NAME:TAG` tells it, or by its ID, sha256:...,"
-                " as `docker images --no-trunc` does on the machine"
+                f"'{image}' does not identify the image: a tag can move. Use its digest, NAME@sha256:..., as"
+                " printed by `docker pull NAME:TAG`, or its ID, sha256:..., as printed by"
+                " `docker images --no-trunc` on the machine"
             )
         return image
 
-    def described(self) -> dict[str, Any]:
-        """What the runner is told of it. No secrets: it is an argument there."""
+    def runner_arguments(self) -> dict[str, Any]:
+        """The arguments for the runner, without secrets, because they are visible in its command line."""
         return {
             "program": self.program,
             "image": self.image,
@@ -79,7 +79,7 @@ class Container(BaseModel):
             *("--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--pids-limit", str(PROCESSES)),
             *("--read-only", "--tmpfs", "/tmp:rw,exec,nosuid,nodev,mode=1777"),  # noqa: S108 - inside
             *("--shm-size", self.shared_memory),
-            *("--log-driver", "none"),  # what it prints is the worker's log, and lies nowhere else
+            *("--log-driver", "none"),  # the worker's own log has its output
         ]
         options += ["--network", self.network] if self.network is not None else []
         options += ["--memory", self.memory] if self.memory is not None else []
@@ -91,13 +91,13 @@ class Container(BaseModel):
         if not self.gpus:
             return []
         numbers = ["all"] if self.gpus == "all" else [str(number) for number in self.gpus]
-        if Path(self.program).name.startswith("podman"):  # by the container device interface
+        if Path(self.program).name.startswith("podman"):  # uses the Container Device Interface
             return [part for one in numbers for part in ("--device", f"nvidia.com/gpu={one}")]
         return ["--gpus", "all" if self.gpus == "all" else f'"device={",".join(numbers)}"']
 
 
 class ContainerRecord(BaseModel):
-    """What the runner wrote down of an attempt's container; it comes from the machine."""
+    """The runner's record of an attempt's container; it comes from the machine, so it is validated."""
 
     program: str = Field(pattern=r"^[ -~]{1,200}$")
     image: str = Field(pattern=r"^[ -~]{1,500}$")
@@ -105,7 +105,7 @@ class ContainerRecord(BaseModel):
 
 
 def container_of(attempt: Path) -> ContainerRecord | None:
-    """What the attempt in this directory ran in; None when it was no container, or none that makes sense."""
+    """The container of the attempt in this directory; None without one or if its record is invalid."""
     try:
         return ContainerRecord.model_validate_json((attempt / "runtime" / RECORD).read_bytes())
     except (OSError, ValueError):

@@ -11,12 +11,12 @@ NAME = "process"
 
 
 def worker_command(bundle: Path, epoch: int) -> list[str]:
-    """Argument list that runs `bundle` as attempt `epoch`."""
+    """The command that runs `bundle` as attempt `epoch`."""
     return [sys.executable, "-m", "perilune.execution.worker", str(bundle), "--epoch", str(epoch)]
 
 
 def start_detached(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start a process that outlives this one and its terminal: own session, output appended to `log`."""
+    """Start a process in its own session, so that it outlives this one; append its output to `log`."""
     with log.open("ab") as file:
         return subprocess.Popen(
             command,

@@ -1,4 +1,4 @@
-"""Where attempts run. `protocol` says what a place has to offer; every other module is one kind of place."""
+"""Placements: where attempts run. `protocol` defines the interface that the others implement."""
 
 from perilune.execution.placements.protocol import Assignment, Capabilities, Placement
 

@@ -1,4 +1,4 @@
-"""What a runner answers, checked: it comes from elsewhere, and a shell may have greeted before it."""
+"""Parse and validate the runner's answers, which are untrusted and may follow a login shell's greeting."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from perilune.execution.observation import Observation
 from perilune.execution.processes import Presence
 from perilune.execution.verdict import Cause, Verdict
 
-LINE = 1 << 20  # bytes of what is seen
-MESSAGE = 2000  # characters that are kept of what somebody says
+LINE = 1 << 20  # longest line in bytes
+MESSAGE = 2000  # longest message in characters
 
 
 def last_document(output: bytes, name: str) -> dict[str, Any]:
     """The JSON object on the last line.
 
     Raises:
-        HostUnreachableError: when there is none.
+        HostUnreachableError: there is none.
     """
     lines = output.strip().splitlines()
     try:
@@ -29,12 +29,12 @@ def last_document(output: bytes, name: str) -> dict[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise HostUnreachableError(f"{name}: its answer was cut off")
+        raise HostUnreachableError(f"{name}: its answer is incomplete")
     return found
 
 
 def seen_first(answer: BinaryIO) -> dict[str, Any] | None:
-    """What stands in the first line of a look; the frames follow. None when it was cut off before."""
+    """The observation in the first JSON line of an answer, before its frames; None if it is missing."""
     while line := answer.readline(LINE):
         with contextlib.suppress(ValueError):
             found = json.loads(line) if line.startswith(b'{"seen": {') else None
@@ -44,10 +44,10 @@ def seen_first(answer: BinaryIO) -> dict[str, Any] | None:
 
 
 def observation(seen: Mapping[str, Any], epoch: int, *, more: bool) -> Observation:
-    """What the runner saw of attempt `epoch`.
+    """The runner's observation of attempt `epoch`.
 
     Raises:
-        ValueError, KeyError, TypeError: when it makes no sense.
+        ValueError, KeyError, TypeError: it is malformed.
     """
     fields, result = seen["claim"], seen["result"]
     if seen["superseded"]:
@@ -74,7 +74,7 @@ def observation(seen: Mapping[str, Any], epoch: int, *, more: bool) -> Observati
             seconds=float(result["seconds"]),
         )
     if claim.epoch != epoch or (verdict is not None and verdict.epoch != epoch):
-        raise ValueError("it speaks of another attempt")
+        raise ValueError("the answer is about another attempt")
     worker = {True: Presence.PRESENT, False: Presence.ABSENT, None: Presence.UNKNOWN}[seen["alive"]]
     return Observation(claim, worker, verdict, heartbeat=int(seen["heartbeat"]), more=more)
 

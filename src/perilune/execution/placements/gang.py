@@ -1,7 +1,7 @@
-"""Placement of an attempt on several machines: one worker on each, which begin, meet and end together.
+"""Placement of an attempt on several machines: one worker on each, which start, rendezvous and end together.
 
-The first machine leads: what comes home from it is the evidence. Of the others their logs and verdicts do, to
-runtime/node-K. A machine whose worker fails ends the attempt on all.
+The first machine leads: its files are the evidence. Of the others, logs and verdicts are collected in
+runtime/node-K. If the worker on one machine fails, the attempt ends on all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from perilune.execution.processes import Presence
 from perilune.execution.verdict import Cause
 
 T = TypeVar("T")
-AT_ONCE = 8  # machines asked at the same time
+AT_ONCE = 8  # concurrent calls
 
 
 class GangPlacement:
@@ -26,8 +26,8 @@ class GangPlacement:
 
     Args:
         name, launcher: as for every placement.
-        members: a placement on each machine, the leading one first. None is a machine that is gone or was
-            never there: nothing runs on it.
+        members: a placement on each machine, the leading one first; None for a machine that is gone or was
+            never ready, on which nothing runs.
     """
 
     capabilities = Capabilities(elsewhere=True, look_every=1.0)
@@ -38,7 +38,7 @@ class GangPlacement:
     def stage(
         self, attempt: Assignment, bundle: Path, order: Mapping[str, Any], previous: Path | None
     ) -> None:
-        """As `Placement.stage`; the working copy is made once, for the leading machine."""
+        """As `Placement.stage`; the working copy is made once, with the leading machine."""
 
         def stage(member: Placement, there: Assignment) -> None:
             member.stage(there, bundle, order, previous)
@@ -47,21 +47,20 @@ class GangPlacement:
         self._each(attempt, stage, nodes=range(1, len(self.members)))
 
     def start(self, attempt: Assignment) -> None:
-        """As `Placement.start`, on all machines; those that have begun are not changed by it."""
+        """As `Placement.start`, on all machines; it does not affect workers that already run."""
         self._each(attempt, lambda member, there: member.start(there))
 
     def starting(self, attempt: Assignment) -> bool:
-        """Never: `start` waits for the claims."""
+        """Always False: `start` waits for the claims."""
         return False
 
     def observe(self, attempt: Assignment) -> Observation:
-        """As `Placement.observe`: what all looks mean together."""
+        """As `Placement.observe`; combines the observations of all machines."""
         return together(self._each(attempt, lambda member, there: member.observe(there)))
 
     def pull(self, attempt: Assignment, *, whole: bool = False) -> None:
-        """As `Placement.pull`. All of it is only there when no machine works any more: they are stopped
-        first, which those that have ended do not notice."""
-        if whole:
+        """As `Placement.pull`."""
+        if whole:  # evidence is complete only once no machine works any more
             self.stop(attempt)
         self._each(attempt, lambda member, there: member.pull(there, whole=whole))
 
@@ -79,7 +78,7 @@ class GangPlacement:
         act: Callable[[Placement, Assignment], T],
         nodes: Sequence[int] | None = None,
     ) -> list[T]:
-        """What `act` gives on each machine that is there; all are asked before a failure is raised."""
+        """The results of `act` for each existing machine; all are called before a failure is raised."""
         there = [
             (member, replace(attempt, node=node))
             for node, member in enumerate(self.members)
@@ -91,18 +90,18 @@ class GangPlacement:
 
 
 def together(looks: Sequence[Observation]) -> Observation:
-    """What the looks at an attempt's machines say of it.
+    """Combine the observations of an attempt's machines.
 
-    It has begun when all have; it has ended well when all have, and badly as soon as one has, for a reason
-    that is its own and not that it lost another.
+    The attempt has started once all machines have. It has succeeded once all have, and failed as soon as one
+    has failed for a reason of its own, rather than because it lost another.
     """
     for bad in ("superseded", "unseen"):
         for seen in looks:
             if getattr(seen, bad):
                 return seen
     failed = [(node, seen) for node, seen in enumerate(looks) if _failed(seen)]
-    going_on = any(seen.verdict is None and not _failed(seen) for seen in looks)
-    if failed and (not going_on or any(not _lost_another(seen) for _, seen in failed)):
+    running = any(seen.verdict is None and not _failed(seen) for seen in looks)
+    if failed and (not running or any(not _lost_another(seen) for _, seen in failed)):
         node, seen = min(failed, key=lambda one: _lost_another(one[1]))
         if seen.verdict is None:
             return seen
@@ -130,5 +129,5 @@ def _lost_another(seen: Observation) -> bool:
 
 
 def _least(presences: Iterable[Presence]) -> Presence:
-    """PRESENT when all are; else not known, because those that are positively dead have failed."""
+    """PRESENT if all are; otherwise UNKNOWN, because machines with a dead worker count as failed."""
     return Presence.PRESENT if all(one is Presence.PRESENT for one in presences) else Presence.UNKNOWN

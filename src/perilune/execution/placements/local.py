@@ -1,4 +1,4 @@
-"""Placement `local`: this machine. Staging is a copy, pulling is nothing, every process can be seen."""
+"""Placement `local`: attempts on this machine. Staging is a copy, and pulling does nothing."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from perilune.files import write_json
 
 NAME = "local"
 START_TIMEOUT = 120.0  # seconds from a worker's start to its claim
-EXIT_MARGIN = 10.0  # seconds a stopping worker may take beyond its task's grace, to hash what is there
-# What the next attempt is given.
+EXIT_MARGIN = 10.0  # seconds that a stopping worker may take beyond its task's grace period, to hash outputs
+# Outputs of an earlier attempt that the next one continues from.
 RESTORED = (
-    "checkpoints", "episodes", "traces", "metrics.jsonl", "timings.jsonl", "reward_audit.json",
-    "summary.json",
-)  # fmt: skip
+    *("checkpoints", "episodes", "traces", "metrics.jsonl"),
+    *("timings.jsonl", "reward_audit.json", "summary.json"),
+)
 
 
 class LocalPlacement:
@@ -46,7 +46,7 @@ class LocalPlacement:
     def stage(
         self, attempt: Assignment, bundle: Path, order: Mapping[str, Any], previous: Path | None
     ) -> None:
-        """As `Placement.stage`; what a killed staging left is removed."""
+        """As `Placement.stage`; removes the remains of a killed staging."""
         working_copy(bundle, attempt.directory, order, previous)
 
     def start(self, attempt: Assignment) -> None:
@@ -60,11 +60,11 @@ class LocalPlacement:
         """As `Placement.observe`."""
         child = self._started.get(attempt)
         if child is not None:
-            child.poll()  # takes its exit status, so that it does not linger as a zombie
+            child.poll()  # collect its exit status, so that it does not stay a zombie
         return observe_files(attempt.directory, attempt.epoch)
 
     def starting(self, attempt: Assignment) -> bool:
-        """As `Placement.starting`; a worker that takes too long to claim is ended."""
+        """As `Placement.starting`; kills a worker that takes too long to claim."""
         child = self._started.get(attempt)
         if child is None or child.poll() is not None:
             return False
@@ -74,10 +74,10 @@ class LocalPlacement:
         return True
 
     def pull(self, attempt: Assignment, *, whole: bool = False) -> None:
-        """Nothing: it lies here."""
+        """Nothing to do: the files are on this machine."""
 
     def remove(self, attempt: Assignment) -> None:
-        """Nothing: what it holds is its evidence."""
+        """Nothing to do: all files are evidence."""
 
     def stop(self, attempt: Assignment) -> bool:
         """As `Placement.stop`."""
@@ -105,19 +105,19 @@ class LocalPlacement:
 
 
 def working_copy(bundle: Path, directory: Path, order: Mapping[str, Any], previous: Path | None) -> None:
-    """Make an attempt's working copy at `directory`, whole or not at all, in place of what is there.
+    """Create an attempt's working copy at `directory`, completely or not at all, replacing what is there.
 
     Args:
         order, previous: as for `Placement.stage`.
 
     Raises:
-        RequestError: when the bundle is not what was frozen, or the disk is full.
+        RequestError: the bundle differs from what was frozen, or the disk is full.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     with storage_errors("stage the bundle", directory):
-        for leftover in (directory, *directory.parent.glob(f".{directory.name}.*.tmp")):
-            if leftover.exists():
-                remove_tree(leftover)
+        for stale in (directory, *directory.parent.glob(f".{directory.name}.*.tmp")):
+            if stale.exists():
+                remove_tree(stale)
         attempt_copy(bundle, directory)
         if previous is not None:
             restore_outputs(previous / "artifacts", directory / "artifacts")
@@ -125,9 +125,9 @@ def working_copy(bundle: Path, directory: Path, order: Mapping[str, Any], previo
 
 
 def restore_outputs(previous: Path, artifacts: Path) -> None:
-    """Copy what a dead attempt had finished: complete checkpoints, episodes and figures.
+    """Copy the finished outputs of an earlier attempt: complete checkpoints, episodes and metrics.
 
-    What is being written has a name that begins with a dot or ends in ".tmp", and stays behind.
+    Unfinished files, whose names begin with a dot or end in ".tmp", are not copied.
     """
     unfinished = shutil.ignore_patterns(".*", "*.tmp")
     for name in RESTORED:
@@ -139,7 +139,7 @@ def restore_outputs(previous: Path, artifacts: Path) -> None:
 
 
 def invalidate_claim(attempt: Path, epoch: int) -> Claim | None:
-    """Claim an attempt that no worker has claimed, so that none ever can; or the claim that came first."""
+    """Claim an unclaimed attempt, so that no worker can start it; or return the claim that came first."""
     if not attempt.is_dir():
         return None
     with contextlib.suppress(RequestError), claimed(attempt, epoch):

@@ -1,8 +1,8 @@
-"""An attempt's files on another machine, as they come home: in frames, resumed where the last pull was cut.
+"""The local copy of an attempt's files on another machine, transferred in frames and resumable.
 
-The cursor (what has come of each file) is written after the bytes it speaks of are durable. What grows is
-appended to in place, cut back to the cursor first; everything else, and every checkpoint as a whole, gets its
-name when all of it is here. Where frames come from is hostile until it has been checked.
+The cursor (the progress of each file) is written after the bytes it covers are durable. Growing files are
+truncated to the cursor and appended to in place; other files, and whole checkpoints, get their name once they
+are complete. Frames are untrusted until they have been checked.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from perilune.errors import WorkFailedError
 from perilune.execution.hosts.protocol import HostRefusedError
 from perilune.files import canonical_json, fsync_directory, read_json, sha256_bytes, sha256_file, write_atomic
 
-FRAME = 1 << 20  # bytes; a larger one is refused
-HEADER = 1 << 24  # bytes of a line of JSON
+FRAME = 1 << 20  # longest frame in bytes
+HEADER = 1 << 24  # longest JSON line in bytes
 POLL = 0.05  # seconds
 MANIFEST, RESULT = "artifacts/manifest.json", "runtime/result.json"
 UNITS = "artifacts/checkpoints"
@@ -33,17 +33,17 @@ OBSERVED = ("runtime", "artifacts")
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """How far one pull came: whether its end has arrived, and whether more was there than it took."""
+    """The result of one pull: whether its end arrived, and whether the machine has more."""
 
     ended: bool
     more: bool
 
 
 class Mirror:
-    """The files of one attempt, of which `directory` is the copy at home.
+    """The local copy in `directory` of the files of one attempt.
 
     Args:
-        folders: those that come home.
+        folders: the folders to transfer.
     """
 
     def __init__(self, directory: Path, folders: Sequence[str] = OBSERVED) -> None:
@@ -55,21 +55,21 @@ class Mirror:
         )
 
     def reset(self) -> None:
-        """Forget what came of an earlier staging."""
+        """Forget the progress of an earlier staging."""
         self._cursor = {}
         self._cursor_file.unlink(missing_ok=True)
         shutil.rmtree(self._arriving, ignore_errors=True)
 
     def state(self) -> dict[str, Any]:
-        """What the other side needs to know: what is here, and what is wanted."""
+        """What the other side needs to know: the files that are here, and the folders to send."""
         return {"files": self._cursor, "units": self._units(), "folders": list(self.folders)}
 
     def take(self, frames: BinaryIO) -> Pulled:
-        """Put down what has arrived, up to the first frame that is cut or damaged.
+        """Write the files that arrive, up to the first incomplete or damaged frame.
 
         Raises:
-            HostRefusedError: when a frame names a place where nothing of an attempt belongs.
-            RequestError: when this disk is full. What was put down before that stays.
+            HostRefusedError: a frame names a path outside the attempt.
+            RequestError: this disk is full. Frames that were written before stay.
         """
         before = canonical_json(self._cursor)
         with storage_errors("keep what a machine sent", self.directory):
@@ -85,55 +85,54 @@ class Mirror:
             except HostRefusedError:
                 raise
             except (ValueError, KeyError, TypeError, AttributeError):
-                pass  # cut in the middle of a line, or nonsense: as if nothing more had come
+                pass  # an incomplete line or nonsense counts as the end of the transfer
             finally:
                 if (now := canonical_json(self._cursor)) != before:
                     write_atomic(self._cursor_file, now)
         return Pulled(False, True)
 
     def settle(self) -> None:
-        """Make `artifacts/` exactly what the manifest says, then put manifest and result in their places.
+        """Make `artifacts/` match the manifest exactly, then move manifest and result into place.
 
         Raises:
-            WorkFailedError: when something is not what the manifest says; it is forgotten, to be pulled
-                again.
+            WorkFailedError: a file differs from the manifest; it is forgotten, and transferred again.
         """
         arrived = self._arriving / MANIFEST
-        if not (self._arriving / RESULT).exists():  # whoever settled it before was killed before saying so
+        if not (self._arriving / RESULT).exists():  # another process was killed after it settled this
             self._forget(MANIFEST)
             self._forget(RESULT)
-            raise WorkFailedError(f"{RESULT} has to come again")
+            raise WorkFailedError(f"{RESULT} has to be transferred again")
         result = read_json(self._arriving / RESULT)
         with storage_errors("keep the evidence", self.directory):
             if result.get("manifest_digest") is not None and "artifacts" in self.folders:
                 if not arrived.exists() or sha256_file(arrived) != result["manifest_digest"]:
                     self._forget(MANIFEST)
-                    raise WorkFailedError(f"{MANIFEST} is not the one that the verdict names")
+                    raise WorkFailedError(f"{MANIFEST} does not have the digest in the verdict")
                 self._check(read_json(arrived)["files"])
                 self._place(arrived, self.directory / MANIFEST)
             self._place(self._arriving / RESULT, self.directory / RESULT)
         shutil.rmtree(self._arriving, ignore_errors=True)
 
-    def _check(self, promised: dict[str, Any]) -> None:
-        """Compare every artifact with the manifest; what it does not name goes."""
+    def _check(self, listed: dict[str, Any]) -> None:
+        """Compare every artifact with the manifest, and delete files that it does not list."""
         artifacts = self.directory / "artifacts"
         wrong = []
-        for relative, entry in promised.items():
+        for relative, entry in listed.items():
             path = self.directory / _checked(f"artifacts/{relative}")
             whole = path.is_file() and path.stat().st_size == entry["size"]
             if not whole or sha256_file(path) != entry["sha256"]:
                 self._forget(f"artifacts/{relative}")
                 wrong.append(relative)
         if wrong:
-            raise WorkFailedError(f"artifacts/{wrong[0]} is not what the manifest says")
+            raise WorkFailedError(f"artifacts/{wrong[0]} differs from the manifest")
         for path in sorted(artifacts.rglob("*"), reverse=True):
-            if path.is_file() and path.relative_to(artifacts).as_posix() not in promised:
+            if path.is_file() and path.relative_to(artifacts).as_posix() not in listed:
                 path.unlink()
             elif path.is_dir() and not any(path.iterdir()):
                 path.rmdir()
 
     def _forget(self, path: str) -> None:
-        """Have a file, and the checkpoint it belongs to, pulled again."""
+        """Forget a file, and the checkpoint it belongs to, so that it is transferred again."""
         self._cursor.pop(path, None)
         (self._arriving / path).unlink(missing_ok=True)
         if unit := _unit(path):
@@ -152,7 +151,7 @@ class Mirror:
         status, tail = [int(header["ino"]), int(header["mtime"])], str(header["tail"])
         known = self._cursor.get(path)
         if offset and (known is None or known[0] != status[0] or known[2] != offset):
-            return  # it does not follow from what is here
+            return  # it does not continue the file that is here
         here, arriving = self.directory / path, self._arriving / path
         in_place = offset > 0 and not arriving.exists()
         target = here if in_place else arriving
@@ -179,7 +178,7 @@ class Mirror:
         return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
 
     def _complete_units(self, units: dict[str, dict[str, int]]) -> None:
-        """Name the checkpoints of which all has come; once all are here, let go of those that went there."""
+        """Rename complete checkpoints into place; then delete those that the machine has deleted."""
         for name, files in units.items():
             arrived, here = self._arriving / UNITS / name, self.directory / _checked(f"{UNITS}/{name}")
             if here.exists() or not files:
@@ -199,13 +198,13 @@ class Mirror:
 def mirror(
     directory: Path, folders: Sequence[str] = OBSERVED, *, patience: float = 0.0
 ) -> Iterator[Mirror | None]:
-    """The mirror of an attempt, for one at a time: whoever looks may bring something home, and two may look.
+    """The mirror of an attempt, for one process at a time: every observation may transfer files.
 
     Args:
-        patience: seconds to wait for another, who may have been stopped in the middle.
+        patience: seconds to wait for another process.
 
     Yields:
-        None when another has it, or when there is no place for it yet.
+        None if another process holds it, or its directory does not exist yet.
     """
     try:
         descriptor = os.open(directory.with_name(f".{directory.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
@@ -232,7 +231,7 @@ def _locked(descriptor: int, patience: float) -> bool:
 
 
 def _unit(path: str) -> str:
-    """Name of the checkpoint that a file belongs to, or ""."""
+    """Name of the checkpoint that a file belongs to; "" if none."""
     parts = path.split("/")
     return parts[2] if path.startswith(f"{UNITS}/") and len(parts) > 3 else ""
 
@@ -245,10 +244,10 @@ def _checked(path: Any) -> str:
     """A relative path below runtime/ or artifacts/.
 
     Raises:
-        HostRefusedError: when it is anything else.
+        HostRefusedError: it is anything else.
     """
     parts = path.split("/") if isinstance(path, str) else []
     odd = [part for part in parts if part in {"", ".", ".."} or "\0" in part]
     if len(parts) < 2 or parts[0] not in OBSERVED or odd:
-        raise HostRefusedError(f"it sent something for {str(path)[:200]!r}, which is no place of an attempt")
+        raise HostRefusedError(f"it sent a file for {str(path)[:200]!r}, which is outside an attempt")
     return str(path)

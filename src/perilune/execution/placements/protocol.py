@@ -1,7 +1,7 @@
-"""What the control plane asks of a place where attempts run: seven verbs, each of which may be repeated.
+"""The interface of a placement: seven repeatable operations on attempts.
 
-A verb whose way to the place is cut raises HostUnreachableError, and nothing is known then; `observe` never
-raises it, but says so. What a place can do is declared, so that nobody has to guess.
+An operation whose connection fails raises HostUnreachableError, and its effect is unknown; `observe` reports
+that instead of raising. A placement declares its capabilities.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from perilune.execution.observation import Observation
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a placement declares of itself.
+    """The capabilities of a placement.
 
     Attributes:
-        elsewhere: whether an attempt's files lie on another machine until they are pulled, and have to be
-            removed there in the end.
-        look_every: seconds between two looks at an attempt; more often tells nothing new.
+        elsewhere: whether an attempt's files are on another machine, from which they must be pulled and
+            removed.
+        look_every: seconds between two observations of an attempt that can differ.
     """
 
     elsewhere: bool
@@ -30,15 +30,14 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One attempt, as a placement is told of it.
+    """One attempt, for a placement.
 
     Attributes:
-        run_id: whose attempt it is.
-        epoch: its number.
-        directory: where its evidence comes to lie on this machine: a copy of the bundle, with runtime/ and
-            artifacts/.
-        node: which of the attempt's machines is meant, where it has several. The first one leads: it has the
-            evidence; of the others only runtime/ comes home, to a folder of their own in its runtime/.
+        run_id: the run of the attempt.
+        epoch: the number of the attempt.
+        directory: its local directory: a copy of the bundle, with runtime/ and artifacts/.
+        node: which of the attempt's machines is meant. Node 0 leads and has the evidence; of the others only
+            runtime/ is collected, to a folder in the leader's runtime/.
     """
 
     run_id: str
@@ -48,7 +47,7 @@ class Assignment:
 
     @property
     def home(self) -> Path:
-        """Where what comes from its machine comes to lie."""
+        """The local directory for files from this machine."""
         return self.directory / "runtime" / f"node-{self.node}" if self.node else self.directory
 
 
@@ -56,7 +55,7 @@ class Placement(Protocol):
     """A place where attempts run.
 
     Attributes:
-        name: what people call it, as "local" or "ssh:box"; recorded with every attempt.
+        name: for messages, such as "local" or "ssh:box"; recorded with every attempt.
         launcher: how a worker is started there.
     """
 
@@ -67,60 +66,60 @@ class Placement(Protocol):
     def stage(
         self, attempt: Assignment, bundle: Path, order: Mapping[str, Any], previous: Path | None
     ) -> None:
-        """Make the attempt's working copy there, whole or not at all, and verified; redone from nothing.
+        """Create the attempt's working copy there, completely, verified, and from scratch.
 
         Must not be called once a worker may have been started there.
 
         Args:
             bundle: the frozen bundle.
-            order: what runtime/run.json tells the worker, with "bundle_digest".
-            previous: directory of an attempt whose complete checkpoints and figures are carried on.
+            order: content of runtime/run.json for the worker, with "bundle_digest".
+            previous: directory of an attempt whose complete checkpoints and metrics are restored.
 
         Raises:
-            RequestError: when the bundle is not what was frozen, or a disk is full.
-            HostUnreachableError: when the way is cut.
-            HostRefusedError: when it is the wrong machine or lets nobody in.
+            RequestError: the bundle differs from what was frozen, or a disk is full.
+            HostUnreachableError: the connection failed.
+            HostRefusedError: the machine is the wrong one or refuses access.
         """
         ...
 
     def start(self, attempt: Assignment) -> None:
-        """Start a worker. Starting twice is harmless: only one can claim the attempt.
+        """Start a worker. Starting twice is harmless, because only one worker can claim the attempt.
 
         Raises:
-            RequestError: when a secret that the job names is not set, or a newer attempt has begun there.
+            RequestError: a secret of the job is not set, or a newer attempt has started there.
             HostUnreachableError: it may have been started.
         """
         ...
 
     def starting(self, attempt: Assignment) -> bool:
-        """Whether a worker that this process started there lives and has not claimed the attempt yet."""
+        """Whether a worker that this process started lives and has not claimed the attempt yet."""
         ...
 
     def observe(self, attempt: Assignment) -> Observation:
-        """Look at it. Never raises for want of a way there: the observation says so, and nothing else.
+        """Observe the attempt. Reports a failed connection in the observation instead of raising.
 
-        What is new and small may come home along with it; `Observation.more` says whether a pull brings more.
+        Small new files may be transferred along; `Observation.more` says whether a pull would bring more.
         """
         ...
 
     def pull(self, attempt: Assignment, *, whole: bool = False) -> None:
-        """Bring home what is new: the ends of logs, figures, complete checkpoints.
+        """Transfer what is new: ends of logs, metrics, complete checkpoints.
 
         Args:
-            whole: go on until all of it is here. Where there is a verdict, `artifacts/` is afterwards
-                exactly what the manifest says, and runtime/result.json comes last.
+            whole: continue until everything is here. If there is a verdict, `artifacts/` then matches the
+                manifest exactly, and runtime/result.json is written last.
 
         Raises:
-            HostUnreachableError: what has come so far is kept, and the next pull goes on from there.
-            WorkFailedError: with `whole`, when what lies there is not what its manifest says.
+            HostUnreachableError: transferred files are kept, and the next pull continues from there.
+            WorkFailedError: with `whole`, if the files there differ from their manifest.
         """
         ...
 
     def stop(self, attempt: Assignment) -> bool:
-        """End the attempt: ask, wait, then kill it and all it started. None can begin it afterwards.
+        """End the attempt: ask, wait, then kill it and all its processes. No worker can start it afterwards.
 
         Returns:
-            True when it is proven that none of its processes is left.
+            True if it is proven that none of its processes is left.
 
         Raises:
             HostUnreachableError: nothing is proven.
@@ -128,9 +127,9 @@ class Placement(Protocol):
         ...
 
     def remove(self, attempt: Assignment) -> None:
-        """Delete what the attempt holds there and not here. Only after it was stopped and pulled whole.
+        """Delete the attempt's remote files. Call it only after the attempt was stopped and pulled whole.
 
         Raises:
-            HostUnreachableError: it may or may not be gone.
+            HostUnreachableError: the files may or may not be deleted.
         """
         ...

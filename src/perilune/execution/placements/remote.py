@@ -1,9 +1,9 @@
-"""Placement on another machine: every verb is one call of the runner there, over whatever `Host` leads to it.
+"""Placement on another machine: every operation is one call of the runner there, through a `Host`.
 
-The attempt's directory here is made as for a local attempt, sent as it is, and then filled with what comes
-back; so evidence looks the same wherever it was made. What can be told only there (who lives, what is whole)
-is told there, by the runner. The one that is sent is this package's own, which its answers are made for; the
-one that was frozen into the bundle is the attempt's keeper.
+The attempt's directory is created here as for a local attempt, uploaded, and then filled with the files that
+are pulled, so evidence looks the same wherever it was made. Only the runner can tell which processes live and
+which files are complete. Calls use the runner of this package; the runner frozen into the bundle is the
+attempt's keeper.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from perilune.execution.task_environment import WITHHELD
 from perilune.execution.worker import STOP_GRACE
 from perilune.files import read_json
 
-# Modules come over stdin, each with its name and size; the last is the program.
+# Reads modules from stdin, each with its name and size on the command line; the last is the program.
 BOOT = """import sys
 for part in sys.argv.pop(1).split(","):
     name, size = part.split(":")
@@ -46,23 +46,23 @@ for part in sys.argv.pop(1).split(","):
 PACKAGE, PROGRAM = "perilune.bundle.remote", "__main__"
 RUNNER = ("runner",)
 RECEIVER = ("runner", "store", "receiver")
-REFUSED, NOT_FOUND = 3, (126, 127)  # exit codes: of the runner that says no; of a shell that has no Python
-LOOK_BYTES, PULL_BYTES = 256 << 10, 32 << 20  # that come with a look, and with a pull
-LOOK_SECONDS, CHANGE_SECONDS, SEND_SECONDS = 30.0, 120.0, 6 * 3600.0  # until a call counts as cut off
-WHOLE_ROUNDS = 3  # times that what differs from its manifest is pulled again
-SEND_ROUNDS = 3  # to ask what is missing, to send it, and to send again what was damaged on the way
-BUSY_SECONDS = 2.0  # between two looks whether another call has sent what it is at
+REFUSED, NOT_FOUND = 3, (126, 127)  # exit codes: of a runner that refuses; of a shell that finds no Python
+LOOK_BYTES, PULL_BYTES = 256 << 10, 32 << 20  # transferred with one observation, and with one pull
+LOOK_SECONDS, CHANGE_SECONDS, SEND_SECONDS = 30.0, 120.0, 6 * 3600.0  # timeouts of calls
+WHOLE_ROUNDS = 3  # tries to pull files that differ from the manifest
+SEND_ROUNDS = 3  # to learn what is missing, to send it, and to send damaged contents again
+BUSY_SECONDS = 2.0  # pause while another call uploads to the same attempt
 
 
 class Site(BaseModel):
-    """What runs need to know of a machine.
+    """Settings of a machine for runs.
 
     Attributes:
-        python: interpreter there; it runs the runner (3.8 or newer), makes the environment (3.11 or newer).
-        installed: whether `python` holds what a bundle needs already. It is checked, file by file.
-        workspace: folder there below which attempts lie.
-        environment: further variables of the worker and of what makes its environment, as PIP_FIND_LINKS.
-        store: share of the workspace's disk in which what was sent is kept, so that it is sent only once.
+        python: interpreter; 3.8 or newer for the runner, 3.11 or newer to create the bundle's environment.
+        installed: whether `python` already has the bundle's packages, which is verified file by file.
+        workspace: folder for attempts.
+        environment: further variables for the worker and for its installer, such as PIP_FIND_LINKS.
+        store: share of the workspace's disk for uploaded contents, so that they are uploaded only once.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -80,7 +80,7 @@ class Site(BaseModel):
     )
 
     def with_environment(self, variables: Mapping[str, str]) -> Site:
-        """The same with further variables of the worker."""
+        """The site with further environment variables."""
         return self.model_copy(update={"environment": {**self.environment, **variables}})
 
     @field_validator("environment")
@@ -88,17 +88,17 @@ class Site(BaseModel):
     def _no_credentials(cls, environment: dict[str, str]) -> dict[str, str]:
         for name in environment:
             if any(word in name.upper() for word in WITHHELD):
-                raise ValueError(f"{name} looks like a credential: name it in the recipe's secrets instead")
+                raise ValueError(f"{name} looks like a credential: list it in the recipe's secrets instead")
         return environment
 
 
 class RemotePlacement:
-    """Runs attempts on the machine that `host` leads to.
+    """Runs attempts on the machine of `host`.
 
     Args:
-        site: what is where on it.
-        limits: how long an attempt may go on there, and unseen.
-        container: what workers run in there; None is no container.
+        site: settings of the machine.
+        limits: time limits of attempts.
+        container: the container that workers run in; None for plain processes.
     """
 
     capabilities = Capabilities(elsewhere=True, look_every=1.0)
@@ -113,7 +113,7 @@ class RemotePlacement:
     def stage(
         self, attempt: Assignment, bundle: Path, order: Mapping[str, Any], previous: Path | None
     ) -> None:
-        """As `Placement.stage`: made here (once for all machines), sent, and compared there with that."""
+        """As `Placement.stage`: created here (once for all machines), uploaded, and verified there."""
         if attempt.node == 0:
             working_copy(bundle, attempt.directory, order, previous)
         with self._mirror(attempt) as home:
@@ -133,11 +133,11 @@ class RemotePlacement:
             try:
                 wanted, rounds = upload.wanted(answer.get("missing")), rounds + 1
             except (ValueError, TypeError) as error:
-                raise HostUnreachableError(f"{self.name}: its answer makes no sense ({error})") from None
-        raise WorkFailedError("what arrived is not what was sent", where=self.name)
+                raise HostUnreachableError(f"{self.name}: its answer is malformed ({error})") from None
+        raise WorkFailedError("the uploaded files arrive damaged", where=self.name)
 
     def start(self, attempt: Assignment) -> None:
-        """As `Placement.start`. Secrets go over stdin into the keeper's memory, and on to the worker."""
+        """As `Placement.start`. Secrets go over stdin into the keeper's memory, and then to the worker."""
         job = read_json(attempt.directory / "job.json")
         secrets = {name: require_secret(name, f"stage {job['stage']}") for name in job["secrets"]}
         environment = {**self.site.environment, "PYTHON": (self.container or self.site).python}
@@ -149,15 +149,15 @@ class RemotePlacement:
             *("--unseen", str(self.limits.on_box_stop_after or 0.0)),
         )
         payload = json.dumps(values).encode()
-        with contextlib.suppress(_SupersededError):  # the next look tells
+        with contextlib.suppress(_SupersededError):  # the next observation reports it
             self._call(attempt, "start", *options, payload=payload, timeout=CHANGE_SECONDS)
 
     def starting(self, attempt: Assignment) -> bool:
-        """Never: `start` waits for the claim."""
+        """Always False: `start` waits for the claim."""
         return False
 
     def observe(self, attempt: Assignment) -> Observation:
-        """As `Placement.observe`. What is small and new comes along, unless somebody is at that already."""
+        """As `Placement.observe`. Transfers small new files, unless another process is transferring files."""
         try:
             with mirror(attempt.home, _folders(attempt)) as home:
                 seen, pulled = self._look(attempt, home, LOOK_BYTES, LOOK_SECONDS)
@@ -167,7 +167,7 @@ class RemotePlacement:
         except (HostUnreachableError, WorkFailedError) as error:
             return Observation(unseen=str(error))
         except (ValueError, KeyError, TypeError) as error:
-            return Observation(unseen=f"{self.name}: its answer makes no sense ({error})")
+            return Observation(unseen=f"{self.name}: its answer is malformed ({error})")
 
     def pull(self, attempt: Assignment, *, whole: bool = False) -> None:
         """As `Placement.pull`."""
@@ -203,33 +203,33 @@ class RemotePlacement:
         attempt.home.parent.mkdir(parents=True, exist_ok=True)
         with mirror(attempt.home, _folders(attempt), patience=2 * LOOK_SECONDS) as home:
             if home is None:
-                raise HostUnreachableError(f"{self.name}: another command is at what comes home from it")
+                raise HostUnreachableError(f"{self.name}: another command is transferring files from it")
             yield home
 
     def _pull(self, attempt: Assignment, home: Mirror, *, last: bool) -> tuple[bool, bool]:
-        """Pull once; whether there is more, and whether the attempt has ended."""
+        """Pull once; returns whether there is more, and whether the attempt has ended."""
         seen, pulled = self._look(attempt, home, PULL_BYTES, CHANGE_SECONDS, last=last)
         if not pulled.ended:
-            raise HostUnreachableError(f"{self.name}: what it sent was cut off")
+            raise HostUnreachableError(f"{self.name}: the transfer was interrupted")
         return pulled.more, seen.get("result") is not None
 
     def _look(
         self, attempt: Assignment, home: Mirror | None, limit: int, seconds: float, *, last: bool = False
     ) -> tuple[dict[str, Any], Pulled]:
-        """What the runner sees; what is new has come to `home`, as far as it came."""
+        """The runner's observation, and how many of its new files arrived in `home`."""
         asked = {"files": {}, "units": [], "folders": []} if home is None else home.state()
         payload = json.dumps(asked | {"limit": limit, "last": last}).encode()
         with tempfile.TemporaryFile() as answer:
             seen, pulled = None, Pulled(False, True)
             try:
                 self._call(attempt, "look", payload=payload, sink=answer, timeout=seconds)
-            finally:  # also when it was cut: what has come, has come
+            finally:  # also after an interruption: complete frames are kept
                 answer.seek(0)
                 seen = seen_first(answer)
                 if seen is not None and home is not None:
                     pulled = home.take(answer)
         if seen is None:
-            raise HostUnreachableError(f"{self.name}: its answer was cut off")
+            raise HostUnreachableError(f"{self.name}: its answer is incomplete")
         return seen, pulled
 
     def _call(
@@ -242,56 +242,54 @@ class RemotePlacement:
         sink: BinaryIO | None = None,
         timeout: float,
     ) -> dict[str, Any]:
-        """Run a verb there; its answer.
+        """Run an operation of the runner there; returns its answer.
 
         Args:
-            payload: what follows the runner on stdin; or give `source`, which begins with the runner.
-            sink: takes stdout, answer included; the answer returned is empty then.
+            payload: stdin after the runner's source; or pass `source`, which begins with the runner's source.
+            sink: receives stdout, including the answer; the returned answer is then empty.
         """
         parts = RECEIVER if verb == "receive" else RUNNER
         command = [self.site.python, "-IS", "-c", BOOT, _table(parts), verb]
         command += ["--workspace", self.site.workspace, "--epoch", str(attempt.epoch)]
         command += ["--run", f"{attempt.run_id}node{attempt.node}" if attempt.node else attempt.run_id]
         if self.container is not None:
-            command += ["--container", json.dumps(self.container.described())]
+            command += ["--container", json.dumps(self.container.runner_arguments())]
         given = source or io.BytesIO(_sources(parts) + payload)
         answer = self.host.run([*command, *options], source=given, sink=sink, timeout=timeout)
         if answer.exit_code in NOT_FOUND:
             raise HostRefusedError(
-                f"it has no {self.site.python}", where=self.name, remedy="name its Python in the template"
+                f"it has no {self.site.python}", where=self.name, remedy="set its Python in the template"
             )
         if answer.exit_code == REFUSED and sink is None:
             raise self._refusal(last_document(answer.output, self.name))
-        if answer.exit_code == REFUSED and sink is not None:  # it cannot tell what is there
+        if answer.exit_code == REFUSED and sink is not None:  # it cannot observe the attempt
             sink.seek(0)
             refused = last_document(sink.read(), self.name).get("refused")
             raise HostUnreachableError(f"{self.name}: {str(refused)[:MESSAGE]}")
         if answer.exit_code != 0:
-            said = (answer.errors.strip().splitlines() or ["it said nothing"])[-1]
-            kind = (
-                WorkFailedError if verb == "receive" else HostUnreachableError
-            )  # what came of it is unknown
-            raise kind(f"the runner failed: {said}", where=self.name)
+            last = (answer.errors.strip().splitlines() or ["no output"])[-1]
+            # Uploading again is harmless; the effect of other operations is unknown.
+            kind = WorkFailedError if verb == "receive" else HostUnreachableError
+            raise kind(f"the runner failed: {last}", where=self.name)
         return {} if sink is not None else last_document(answer.output, self.name)
 
-    def _refusal(self, said: Mapping[str, Any]) -> Exception:
-        what, kind = str(said.get("refused"))[:MESSAGE], said.get("kind")
+    def _refusal(self, answer: Mapping[str, Any]) -> Exception:
+        what, kind = str(answer.get("refused"))[:MESSAGE], answer.get("kind")
         if kind == "disk_full":
-            error = RequestError(
-                what, where=self.name, remedy="free some space there, or name another workspace"
-            )
+            remedy = "free some space there, or set another workspace"
+            error = RequestError(what, where=self.name, remedy=remedy)
             error.__cause__ = OSError(28, what)
             return error
-        meant = {"superseded": _SupersededError, "stalled": HostUnreachableError}
-        return meant.get(str(kind), WorkFailedError)(f"{self.name}: {what}")
+        kinds = {"superseded": _SupersededError, "stalled": HostUnreachableError}
+        return kinds.get(str(kind), WorkFailedError)(f"{self.name}: {what}")
 
 
 class _SupersededError(WorkFailedError):
-    """A newer attempt has begun there."""
+    """A newer attempt has started there."""
 
 
 def _table(parts: Sequence[str]) -> str:
-    """What BOOT is told of them."""
+    """Names and sizes of the modules, for BOOT."""
     names = [*(f"{PACKAGE}.{part}" for part in parts[:-1]), PROGRAM]
     return ",".join(f"{name}:{len(_sources([part]))}" for name, part in zip(names, parts, strict=True))
 
@@ -301,5 +299,5 @@ def _sources(parts: Sequence[str]) -> bytes:
 
 
 def _folders(attempt: Assignment) -> Sequence[str]:
-    """What comes home from the machine: the evidence where it leads, else what it says of itself."""
+    """The folders to pull: the evidence from the leading machine, logs and verdicts from the others."""
     return ("runtime", "artifacts") if attempt.node == 0 else ("runtime",)

@@ -1,6 +1,6 @@
-"""What is sent of an attempt's directory: the list of its files, and the contents that are missing there.
+"""Upload of an attempt's directory: the list of its files, and the contents that the other side lacks.
 
-How much of it has gone is written beside the attempt, never into it, for whoever shows it.
+Progress is written to a file beside the attempt's directory, never into it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from perilune.bundle.remote.store import SMALL
 from perilune.errors import RequestError
 from perilune.files import canonical_json, read_json, write_atomic
 
-UNCALLED = 1 << 20  # bytes of small contents that are sent before anybody has asked for them
+UNCALLED = 1 << 20  # bytes of small contents to send before the other side asks
 BLOCK = 1 << 20  # bytes
-TELL_EVERY = 0.5  # seconds
-SENT = "bytes sent"  # the unit of this progress
+REPORT_EVERY = 0.5  # seconds
+SENT = "bytes sent"  # the unit of the upload's progress
 
 
 class Upload:
     """The files of an attempt's fresh directory.
 
     Args:
-        node: for which of the attempt's machines.
+        node: the machine to send to.
 
     Attributes:
-        tree: digest of all of them.
-        size: bytes of all of them.
+        tree: digest of all files.
+        size: of all files, in bytes.
     """
 
     def __init__(self, directory: Path, node: int = 0) -> None:
@@ -46,7 +46,7 @@ class Upload:
         self._progress = directory.with_name(f"{directory.name}.sent-{node}.json")
 
     def small(self) -> dict[str, int]:
-        """What is sent unasked: small contents, up to a limit."""
+        """Small contents to send without being asked, up to a limit."""
         found, room = {}, UNCALLED
         for sha256, size in sorted(self._sizes.items(), key=lambda one: one[1]):
             room -= size
@@ -55,19 +55,19 @@ class Upload:
         return found
 
     def wanted(self, missing: Any) -> dict[str, int]:
-        """What the other side says it lacks, with how much of it is there, checked.
+        """The contents that the other side lacks, with the bytes of each that it has, validated.
 
         Raises:
-            ValueError: when it makes no sense.
+            ValueError: the list is malformed.
         """
         wanted = {str(sha256): int(here) for sha256, here in dict(missing).items()}
         if not wanted or any(not 0 <= here <= self._sizes.get(sha256, -1) for sha256, here in wanted.items()):
-            raise ValueError("it asks for what there is not")
+            raise ValueError("it asks for contents that do not exist")
         return wanted
 
     @contextmanager
     def stream(self, head: bytes, wanted: Mapping[str, int]) -> Iterator[BinaryIO]:
-        """A stream of `head`, the list, and what is `wanted` from where it was cut; made while it is read."""
+        """A stream of `head`, the list, and the `wanted` contents from their offsets, produced while read."""
         reading, writing = os.pipe()
 
         def write() -> None:
@@ -86,7 +86,7 @@ class Upload:
             self._progress.unlink(missing_ok=True)
 
     def _send(self, out: BinaryIO, wanted: Mapping[str, int]) -> None:
-        done, told = sum(wanted.values()), time.monotonic()
+        done, reported = sum(wanted.values()), time.monotonic()
         total = sum(self._sizes[sha256] for sha256 in wanted)
         for sha256, offset in sorted(wanted.items(), key=lambda one: self._sizes[one[0]]):
             length = self._sizes[sha256] - offset
@@ -97,17 +97,17 @@ class Upload:
                     out.write(data)
                     length -= len(data)
                     done += len(data)
-                    if time.monotonic() - told >= TELL_EVERY:
-                        told = time.monotonic()
+                    if time.monotonic() - reported >= REPORT_EVERY:
+                        reported = time.monotonic()
                         document = {"done": done, "total": total, "unit": SENT, "figures": {}}
                         write_atomic(self._progress, canonical_json(document))
 
 
 def read_sent(attempt: Path) -> dict[str, Any] | None:
-    """How much has been sent of an attempt that is being staged, to all of its machines, as its progress."""
+    """The progress of uploading an attempt to all of its machines; None if no upload is in progress."""
     found: list[dict[str, Any]] = []
     for path in attempt.parent.glob(f"{attempt.name}.sent-*.json"):
-        with contextlib.suppress(RequestError):  # it has just been removed
+        with contextlib.suppress(RequestError):  # just removed
             found.append(read_json(path))
     if not found:
         return None
@@ -115,7 +115,7 @@ def read_sent(attempt: Path) -> dict[str, Any] | None:
 
 
 def _entries(directory: Path) -> Iterator[Entry]:
-    """Its files. What the bundle's list says of the frozen ones has been verified when they were copied."""
+    """The files in `directory`. The hashes of frozen files were verified when they were copied."""
     frozen = {file["path"]: Entry(**file) for file in read_json(directory / BUNDLE_FILE)["files"]}
     for relative, status in walk(directory):
         if stat.S_ISREG(status.st_mode):

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-
-if TYPE_CHECKING:
-    from perilune.execution.providers.ray.client import RayCluster
 
 PLACE = r"^[A-Za-z0-9._:\[\]-]+:[0-9]{1,5}$"  # HOST:PORT
 
@@ -66,13 +62,3 @@ class RaySettings(BaseModel):
         Field(description="how the machines of one attempt lie on nodes, as Ray calls it"),
     ] = "SPREAD"
     kinds: Annotated[Mapping[str, RayKind], Field(min_length=1, description="kinds of machines, by name")]
-
-    def open(self, folder: Path) -> RayCluster:
-        """The provider; it keeps nothing in `folder`."""
-        from perilune.execution.providers.ray.client import RayCluster
-
-        return RayCluster(self)
-
-    def problems(self, kinds: Sequence[str]) -> Mapping[str, str]:
-        """None that can be told before there is a cluster: what it has not now, it may have later."""
-        return {}

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
-
-if TYPE_CHECKING:
-    from perilune.execution.providers.skypilot.client import SkyPilot
 
 OURS = {"autostop": "the lease", "hooks": "nothing of theirs runs there", "max_hourly_cost": "price"}
 KindName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
@@ -70,15 +66,3 @@ class SkyPilotSettings(_Section):
         if self.visibility_seconds < 3 * self.look_seconds:
             raise ValueError("visibility_seconds must be at least three times look_seconds")
         return self
-
-    def open(self, folder: Path) -> SkyPilot:
-        """The provider; `folder` is where it keeps the machines' host keys."""
-        from perilune.execution.providers.skypilot.client import SkyPilot
-
-        return SkyPilot(self, folder)
-
-    def problems(self, kinds: Sequence[str]) -> Mapping[str, str]:
-        """What is wrong with some kinds of machines, as far as SkyPilot can say without renting them."""
-        with self.open(Path()) as provider:
-            said = {kind: provider.problem(kind) for kind in kinds}
-        return {kind: problem for kind, problem in said.items() if problem}
