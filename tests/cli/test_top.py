@@ -79,7 +79,7 @@ def test_a_live_table_with_the_log_the_reason_the_clipboard_and_an_end(control: 
     found = copied.search(terminal.shown)
     assert found and base64.b64decode(found[1]).decode() == run
     terminal.press("e")
-    terminal.wait_for(lambda shown: b"its worker lives" in shown)
+    terminal.wait_for(lambda shown: b"its worker is alive" in shown)
     terminal.press("x")
     terminal.wait_for(lambda shown: b"press x again to cancel one" in shown)
     assert control.run(run).desired == "succeeded"

@@ -70,7 +70,7 @@ def test_a_cut_push_goes_on_and_damage_is_named(
     digest = index["files"]["bundle/artifacts/data/total.json"]["sha256"]
     damaged = tmp_path / "share" / "sha256" / digest[:2] / digest
     damaged.write_bytes(b"x" * damaged.stat().st_size)
-    with pytest.raises(WorkFailedError, match=r"total\.json is not what was sent"):
+    with pytest.raises(WorkFailedError, match=r"content of total\.json is damaged"):
         store.pull(run.id, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 

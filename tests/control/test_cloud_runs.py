@@ -193,4 +193,4 @@ def test_offers_are_listed_and_what_is_wrong_is_placed(
 
     path.write_text(path.read_text().replace("use_spot", "autostop"))
     code, _, err = perilune("machines", "offers")
-    assert code == 2 and "'autostop' is not said here: it comes from the lease" in err and f"{path}:" in err
+    assert code == 2 and "'autostop' cannot be set here: the lease sets it" in err and f"{path}:" in err

@@ -179,7 +179,7 @@ def test_what_killed_commands_left_is_swept(control: Control, tmp_path: Path) ->
 
 def test_a_killed_backup_is_swept(control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = (
-        "import os, sys; from pathlib import Path; from perilune.control import backup, home, store\n"
+        "import os, sys; from pathlib import Path; from perilune.control.record import backup, home, store\n"
         "backup._files = lambda *_: os.kill(os.getpid(), 9)\n"
         "found = home.Home(Path(sys.argv[1])); backup.back_up(store.Store(found), found, Path(sys.argv[2]))"
     )

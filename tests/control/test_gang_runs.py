@@ -120,7 +120,7 @@ class Drill:
 def test_two_machines_begin_meet_and_end_together(
     control: Control, fleet: Fleet, cloud: FakeCloud, tmp_path: Path
 ) -> None:
-    cloud.befall(call="create", fault=Fault.LOST_ANSWER, times=1)
+    cloud.inject(call="create", fault=Fault.LOST_ANSWER, times=1)
     drill = Drill(control, tmp_path, steps=3, say="hello")
     assert drill.finish().summary["total"] == 12
     run = only_run(control)
@@ -145,11 +145,11 @@ def test_all_machines_or_none(control: Control, fleet: Fleet, cloud: FakeCloud, 
     assert "daily cap" in drill.until("planned").message
     assert not fleet.all(gone=True)
     home.write_text(enough)
-    cloud.befall(call="create", fault=Fault.ERROR_BEFORE, times=10**6)
+    cloud.inject(call="create", fault=Fault.ERROR_BEFORE, times=10**6)
     drill.until("provisioning")
     assert [one.rank for one in fleet.all()] == [0, 1]
     assert any("machine 1 of 2 is asked for" in fact for fact in explain(control, drill.run_id).because)
-    cloud.befall(call="create", fault=Fault.ERROR_BEFORE, times=0)
+    cloud.inject(call="create", fault=Fault.ERROR_BEFORE, times=0)
     control.reconciler.rentals.fleet.request_termination(
         fleet.key(drill.run_id, 1, rank=1), "a user wanted it"
     )
@@ -174,7 +174,7 @@ def test_what_befalls_one_machine_ends_the_attempt_and_the_next_goes_on(
             control.reconciler.all()
             time.sleep(0.05)
     if whom == "machine":
-        cloud.befall(key=fleet.key(drill.run_id, 1, rank=1), fault=Fault.HOST_DEATH)
+        cloud.inject(key=fleet.key(drill.run_id, 1, rank=1), fault=Fault.HOST_DEATH)
     elif whom == "worker":
         claim = read_claim(first / "runtime" / "node-1" / "runtime")
         assert claim is not None
@@ -219,7 +219,7 @@ def test_an_attempt_is_clean_when_the_last_of_its_machines_is_gone(
         tend_until(fleet, key, MachineState.READY)
     end(control, collected=False)
     for key, cleanup in zip(reversed(keys), ("pending", "done"), strict=True):
-        cloud.befall(key=key, fault=Fault.HOST_DEATH)
+        cloud.inject(key=key, fault=Fault.HOST_DEATH)
         tend_until(fleet, key, MachineState.GONE)
         with control.store.snapshot() as session:
             assert session.get_one(Attempt, ("01RUN", 1)).cleanup == cleanup

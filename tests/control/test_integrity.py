@@ -172,7 +172,9 @@ def test_a_check_begins_where_the_last_one_ended_if_that_is_as_it_was(
 
     change(3)  # long ago: for a full check
     assert record_problem(control, since_last=True) == ""
-    assert perilune("verify")[0] == 1 and record_problem(control, since_last=True).startswith("event 3 ")
+    assert perilune("verify")[0] == 1 and record_problem(control, since_last=True).startswith(
+        "the hash of event 3 "
+    )
     with control.store.engine.connect() as connection:
         connection.exec_driver_sql("UPDATE events SET hash = substr(hash, 2) WHERE seq = 3")
         connection.commit()

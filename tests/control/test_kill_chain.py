@@ -93,7 +93,7 @@ def test_a_run_whose_every_command_is_killed_ends_as_if_nothing_had_happened(
             first = control.home.attempt(run_id, 1)
             if has_event(first, "hangs") and (first / SECOND).exists() and not taken.exists():
                 (key,) = bill(cloud)["alive"]
-                cloud.befall(key=key, fault=Fault.PREEMPTED, seconds=60.0)
+                cloud.inject(key=key, fault=Fault.PREEMPTED, seconds=60.0)
                 taken.touch()
             time.sleep(0.05)
 
@@ -162,7 +162,7 @@ def test_a_command_that_was_stopped_until_its_machine_was_gone_takes_no_result(
     stopped.start()
     wait_for(lambda: psutil.Process(stopped.pid).status() == psutil.STATUS_STOPPED, "the stop")
     (key,) = bill(cloud)["alive"]
-    cloud.befall(key=key, fault=Fault.HOST_DEATH)
+    cloud.inject(key=key, fault=Fault.HOST_DEATH)
     control = drill_control(home)
 
     def buried() -> bool:

@@ -69,7 +69,7 @@ def test_from_the_wish_to_the_proof(control: Control, fleet: Fleet, cloud: FakeC
 def test_a_creation_whose_answer_is_lost_is_adopted(
     control: Control, fleet: Fleet, cloud: FakeCloud, fault: Fault
 ) -> None:
-    cloud.befall(call="create", fault=fault, times=1)
+    cloud.inject(call="create", fault=fault, times=1)
     key = rented(control, fleet)
     tend_until(fleet, key, READY)
     assert list(bill(cloud)["costs"]) == [key]
@@ -82,7 +82,7 @@ def test_a_creation_whose_answer_is_lost_is_adopted(
 @pytest.mark.parametrize("weather", [Weather(late_seconds=0.6)])
 @pytest.mark.parametrize("needed", [True, False], ids=["adopted", "reaped"])
 def test_a_creation_that_happens_late(control: Control, fleet: Fleet, cloud: FakeCloud, needed: bool) -> None:
-    cloud.befall(call="create", fault=Fault.LATE_EFFECT, times=1)
+    cloud.inject(call="create", fault=Fault.LATE_EFFECT, times=1)
     key = rented(control, fleet)
     fleet.reconcile(key)
     if needed:
@@ -105,7 +105,7 @@ def test_an_end_that_is_not_proven_is_asked_for_again_and_again(
 ) -> None:
     key = rented(control, fleet)
     tend_until(fleet, key, READY)
-    cloud.befall(call="terminate", fault=Fault.ERROR_BEFORE, times=5)
+    cloud.inject(call="terminate", fault=Fault.ERROR_BEFORE, times=5)
     end(control)
     deadline = time.monotonic() + 20
     while (machine := fleet.reconcile(key)) and machine.terminate_calls < 5:
@@ -123,7 +123,7 @@ def test_cancelled_in_every_state_on_the_way(control: Control, fleet: Fleet, clo
     fleet.reconcile(asked)
     end(control, number=2)
     unanswered = rented(control, fleet, number=3)
-    cloud.befall(call="create", fault=Fault.LOST_ANSWER, times=1)
+    cloud.inject(call="create", fault=Fault.LOST_ANSWER, times=1)
     fleet.reconcile(unanswered)
     end(control, number=3)
     ready = rented(control, fleet, number=4)
@@ -140,7 +140,7 @@ def test_a_machine_that_is_taken_away_is_drained_and_then_gone(
 ) -> None:
     key = rented(control, fleet)
     tend_until(fleet, key, READY)
-    cloud.befall(key=key, fault=Fault.PREEMPTED, seconds=0.5)
+    cloud.inject(key=key, fault=Fault.PREEMPTED, seconds=0.5)
     assert tend_until(fleet, key, MachineState.DRAINING).notice
     assert tend_until(fleet, key, GONE).reason == "preempted"
 
@@ -153,7 +153,7 @@ def test_a_machine_that_dies_is_gone_after_two_looks(
     found = cloud.find(key).machine
     assert found is not None
     host = cloud.host(found)
-    cloud.befall(key=key, fault=Fault.HOST_DEATH)
+    cloud.inject(key=key, fault=Fault.HOST_DEATH)
     with pytest.raises(PeriluneError, match="cannot be reached"):
         host.run(["true"])
     machine = fleet.reconcile(key)
@@ -180,7 +180,7 @@ def test_a_provider_that_is_not_configured_any_more_is_silent(
 def test_a_silent_provider_is_a_condition(control: Control, fleet: Fleet, cloud: FakeCloud) -> None:
     key = rented(control, fleet)
     tend_until(fleet, key, READY)
-    cloud.befall(call="list", fault=Fault.ERROR_BEFORE, times=3)
+    cloud.inject(call="list", fault=Fault.ERROR_BEFORE, times=3)
     for _ in range(3):
         machine = fleet.reconcile(key)
         assert machine is not None and machine.state == READY and machine.unseen_since

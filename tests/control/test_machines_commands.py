@@ -45,7 +45,7 @@ def test_what_is_not_proven_gone_comes_first_with_what_it_costs(
 ) -> None:
     key = rented(control, fleet)
     tend_until(fleet, key, MachineState.READY)
-    cloud.befall(call="terminate", fault=Fault.ERROR_BEFORE, times=10**6)
+    cloud.inject(call="terminate", fault=Fault.ERROR_BEFORE, times=10**6)
     end(control)
     code, _, err = perilune("runs")
     assert code == 0 and f"machine {key} is not proven gone; it has cost" in err
@@ -53,7 +53,7 @@ def test_what_is_not_proven_gone_comes_first_with_what_it_costs(
     assert code == 1 and [one["key"] for one in json.loads(out)["terminating"]] == [key]
     costs = json.loads(perilune("cost", "--json")[1])
     assert costs["not_proven_gone"] == costs["alive"] == 1 and costs["per_hour"] == 0.4
-    cloud.befall(call="terminate", fault=Fault.ERROR_BEFORE, times=0)
+    cloud.inject(call="terminate", fault=Fault.ERROR_BEFORE, times=0)
     assert perilune("machines", "reap", "--wait", "20")[:2] == (0, "no machine is left to terminate\n")
     told = perilune("cost")[1]
     assert "0 an hour for 0" in told and f"run {'01RUN'}" in told
@@ -75,7 +75,7 @@ def test_panic_says_what_is_left(
 ) -> None:
     tend_until(fleet, rented(control, fleet), MachineState.READY)
     if silent:
-        cloud.befall(call="list", fault=Fault.ERROR_BEFORE, times=1)
+        cloud.inject(call="list", fault=Fault.ERROR_BEFORE, times=1)
         code, out, _ = perilune("panic", "--patience", "0")
         assert code == 1 and "no answer from fake" in out
     code, out, _ = perilune("panic", "--json")

@@ -103,7 +103,7 @@ def test_later_stages_begin_once_whoever_dies_and_whoever_else_is_at_it(
     assert told["daemon"] and "pid" not in told and told["stage"] == "first"
     attempt = control.home.attempt(told["run"], 1)
     wait_for((attempt / "runtime" / "claim.json").exists, "the first stage's claim")
-    assert explain(control, told["run"]).next.endswith("; then stage second begins")
+    assert explain(control, told["run"]).next.endswith("; then stage second starts")
 
     # Between two stages nobody is there.
     first_daemon.send_signal(signal.SIGKILL)
@@ -152,7 +152,7 @@ def test_what_was_cancelled_or_failed_is_followed_by_nothing_until_it_is_asked_f
     control.reconciler.one(first)
     (tmp_path / "gates" / "first").touch()
     wait_for(lambda: starter.advance_run(first)[1])
-    assert explain(control, first).next == "stage second begins, by whatever command goes on with runs"
+    assert explain(control, first).next == "stage second starts with the next command"
     assert cancel_experiment(control, experiment) == []  # between two stages
     assert going_on() == [] and starter.advance_experiment(experiment)[1] == RunState.CANCELLED
     assert "asks for it again" in explain(control, first).next

@@ -113,7 +113,7 @@ def test_a_run_waits_for_the_days_budget_has_a_machine_and_gives_it_back(
     assert any("daily cap" in fact for fact in explain(control, attempt.run_id).because)
     providers.write_text(enough)
 
-    cloud.befall(call="terminate", fault=Fault.ERROR_BEFORE, times=10**6)
+    cloud.inject(call="terminate", fault=Fault.ERROR_BEFORE, times=10**6)
     last = list(events)[-1]
     assert isinstance(last, StageFinished) and last.summary["total"] == 12
     run = only_run(control)
@@ -121,7 +121,7 @@ def test_a_run_waits_for_the_days_budget_has_a_machine_and_gives_it_back(
     assert (attempt.placement, attempt.state, attempt.message) == ("fake:small", "succeeded", "")
     assert verify(control.directory(run), run.bundle_digest) == []  # the evidence is at home
     assert [one.state for one in fleet.all()] == ["terminating"] and bill(cloud)["alive"]
-    cloud.befall(call="terminate", fault=Fault.ERROR_BEFORE, times=0)
+    cloud.inject(call="terminate", fault=Fault.ERROR_BEFORE, times=0)
     all_gone(control, fleet, cloud)
     assert control.run(run.id).state == "succeeded"
     with control.store.snapshot() as session:
@@ -138,8 +138,8 @@ def test_a_cut_link_ends_nothing_and_a_notice_costs_no_finished_step(
     at_first_progress(events)
     run = only_run(control)
     key = fleet.key(run.id, 1)
-    cloud.befall(key=key, fault=Fault.LINK_CUT, seconds=1.5)
-    cloud.befall(call="list", fault=Fault.ERROR_BEFORE, times=3)
+    cloud.inject(key=key, fault=Fault.LINK_CUT, seconds=1.5)
+    cloud.inject(call="list", fault=Fault.ERROR_BEFORE, times=3)
     deadline = time.monotonic() + PATIENCE
     for wanted in ("unreachable", "reachable"):
         while attempts(control)[0].reachability != wanted:
@@ -147,7 +147,7 @@ def test_a_cut_link_ends_nothing_and_a_notice_costs_no_finished_step(
             control.reconciler.all()
             time.sleep(0.05)
         assert attempts(control)[0].state == "running"
-    cloud.befall(key=key, fault=Fault.PREEMPTED, seconds=30.0)
+    cloud.inject(key=key, fault=Fault.PREEMPTED, seconds=30.0)
     last = list(events)[-1]
     assert isinstance(last, StageFinished) and last.summary["began_at"] == 2
     assert [one.state for one in attempts(control)] == ["preempted", "succeeded"]
@@ -159,7 +159,7 @@ def test_a_machine_that_dies_costs_what_had_not_come_home(
 ) -> None:
     events = hanging(control, template)
     run = only_run(control)
-    cloud.befall(key=fleet.key(run.id, 1), fault=Fault.HOST_DEATH)
+    cloud.inject(key=fleet.key(run.id, 1), fault=Fault.HOST_DEATH)
     last = list(events)[-1]
     assert isinstance(last, StageFinished) and last.summary["began_at"] == 2
     assert ends(control) == [("lost", "machine_lost"), ("succeeded", "")]
@@ -181,11 +181,11 @@ def test_a_machine_that_dies_before_its_evidence_is_home_is_lost_and_its_run_don
     (tmp_path / "gate").touch()
     finished = "*/home/.perilune/attempts/**/runtime/result.json"
     wait_for(lambda: any((cloud.folder / "machines").glob(finished)), "its end, at which nobody looks")
-    cloud.befall(key=fleet.key(run_id, 1), fault=Fault.HOST_DEATH)
+    cloud.inject(key=fleet.key(run_id, 1), fault=Fault.HOST_DEATH)
 
     def die_seen(point: str) -> None:
         if point == "finalize.begun" and control.run(run_id).current_epoch == 2:
-            cloud.befall(key=fleet.key(run_id, 2), fault=Fault.HOST_DEATH)
+            cloud.inject(key=fleet.key(run_id, 2), fault=Fault.HOST_DEATH)
 
     monkeypatch.setattr(endings, "reached", die_seen)
     assert isinstance(list(events)[-1], StageFinished)
@@ -209,7 +209,7 @@ def test_leaps_of_the_wall_clock_end_hurry_and_delay_nothing(
     run_id = only_run(control).id
     spent = cost_of_the_day(fleet)
     for days in (1, -1, 0):  # seen, unseen and seen again
-        cloud.befall(key=fleet.key(run_id, 1), fault=Fault.LINK_CUT, seconds=0.6)
+        cloud.inject(key=fleet.key(run_id, 1), fault=Fault.LINK_CUT, seconds=0.6)
         for wanted in ("unreachable", "reachable"):
             leap[0] = DAY * days
             wait_for(lambda wanted=wanted: looked_at(control).reachability == wanted, wanted)
@@ -232,7 +232,7 @@ def test_cancelling_ends_the_machine(
     control: Control, fleet: Fleet, cloud: FakeCloud, template: Template, when: str
 ) -> None:
     if when == "requested":
-        cloud.befall(call="create", fault=Fault.ERROR_BEFORE, times=1000)
+        cloud.inject(call="create", fault=Fault.ERROR_BEFORE, times=1000)
     events = go(control, template, drill_plan(fail_at=1, how="hang"))
     next(events)
     run_id = state_of(control, "provisioning" if when == "requested" else "running")
@@ -254,7 +254,7 @@ def test_what_cannot_be_rented_says_so(
     last = list(go(control, nobody, drill_plan(steps=1)))[-1]
     assert isinstance(last, StageFailed) and "no provider is called 'nobody'" in last.message
 
-    cloud.befall(call="list", fault=Fault.ERROR_BEFORE, times=10**6)
+    cloud.inject(call="list", fault=Fault.ERROR_BEFORE, times=10**6)
     started = next(go(control, template, drill_plan(steps=2)))
     assert isinstance(started, StageStarted)
     assert control.reconciler.one(started.run_id).state == "queued"

@@ -39,7 +39,7 @@ def test_runs_are_listed_in_order_of_stages_and_found_by_many_names(
     for name in (run_id, run_id[:20], run_id[:20].lower(), "zeta", "drills/zeta"):
         assert json.loads(perilune("show", name, "--json")[1])["id"] == run_id
     code, _, err = perilune("show", run_id[:4])
-    assert code == 2 and "fits 2 runs" in err
+    assert code == 2 and "matches 2 runs" in err
     assert perilune("show", "other/zeta")[0] == 2
     code, out, _ = perilune("show", "alpha")
     assert code == 0 and "failed (work_failed: nothing was learnt)" in out
@@ -157,7 +157,7 @@ def test_a_record_that_was_edited_is_pointed_at(perilune: Command, control: Cont
     raw.commit()
     raw.close()
     code, _, err = perilune("reconcile")
-    assert code == 2 and "event 3 does not follow" in err
+    assert code == 2 and "the hash of event 3 does not match" in err
 
 
 def test_what_is_proven_to_have_stopped_is_no_longer_called_unreachable() -> None:

@@ -30,7 +30,7 @@ def cloud(tmp_path: Path, weather: Weather) -> Iterator[FakeCloud]:
     client = FakeCloud(tmp_path / "cloud")
     yield client
     for key in bill(client)["alive"]:
-        client.call("POST", "/weather", {"key": key, "fault": "host_death"})
+        client.call("POST", "/faults", {"key": key, "fault": "host_death"})
     stop(process)
 
 

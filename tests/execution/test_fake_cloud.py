@@ -125,7 +125,7 @@ def host_home(cloud: FakeCloud, name: str) -> Path:
 def test_a_command_outlives_a_cut_link(cloud: FakeCloud) -> None:
     host = reached(cloud, 3)
     done = host_home(cloud, key(3)) / "done"
-    cut = threading.Timer(0.2, lambda: cloud.befall(key=key(3), fault=Fault.LINK_CUT, seconds=0.6))
+    cut = threading.Timer(0.2, lambda: cloud.inject(key=key(3), fault=Fault.LINK_CUT, seconds=0.6))
     cut.start()
     with pytest.raises(HostUnreachableError):
         host.run(["sh", "-c", f"sleep 0.5; touch {done}"])
@@ -153,11 +153,11 @@ def test_a_key_is_one_machine_and_what_cannot_be_had_is_told(cloud: FakeCloud) -
 
 
 def test_an_error_is_no_answer(cloud: FakeCloud, tmp_path: Path) -> None:
-    cloud.befall(call="list", fault=Fault.LOST_ANSWER, times=1)
+    cloud.inject(call="list", fault=Fault.LOST_ANSWER, times=1)
     assert cloud.find(key(1)).presence is Presence.UNKNOWN
     (tmp_path / "address.json").write_text((cloud.folder / "address.json").read_text())
     (tmp_path / "token").write_text("guessed")
-    with pytest.raises(ProviderRefusedError, match="who are you"):
+    with pytest.raises(ProviderRefusedError, match="the token is missing or wrong"):
         FakeCloud(tmp_path).list("perilune")
     assert ((cloud.folder / "token").stat().st_mode & 0o777) == 0o600
     (tmp_path / "address.json").write_text('{"port": 1, "pid": 1}')

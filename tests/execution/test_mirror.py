@@ -211,7 +211,7 @@ def test_artifacts_become_what_the_manifest_says_or_are_pulled_again(there: Ther
     (home / "artifacts" / "checkpoints" / "step-1" / "weights").write_bytes(b"v" * 100)
     there.pull(mirror, last=True)
     assert not (home / "runtime" / "result.json").exists()
-    with pytest.raises(WorkFailedError, match="step-1/weights is not what the manifest says"):
+    with pytest.raises(WorkFailedError, match="step-1/weights differs from the manifest"):
         mirror.settle()
     while there.pull(mirror, last=True):
         pass

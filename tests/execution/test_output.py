@@ -55,7 +55,7 @@ def test_a_flood_is_kept_within_the_documented_bound(tmp_path: Path) -> None:
     pump.close()
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 32 << 20
     kept = b"".join(LogReader(tmp_path).read())
-    assert kept.startswith(b"first") and kept.endswith(b"last") and b" bytes left out here ---" in kept
+    assert kept.startswith(b"first") and kept.endswith(b"last") and b" bytes omitted ---" in kept
 
 
 def test_what_is_echoed_commands_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

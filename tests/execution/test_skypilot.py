@@ -286,7 +286,7 @@ def test_settings_that_cannot_be_are_refused(sky: FakeSky, tmp_path: Path) -> No
     for changes, said in (
         (
             {"kinds": {"a": {"resources": {"autostop": 10}}}},
-            "'autostop' is not said here: it comes from the lease",
+            "'autostop' cannot be set here: the lease sets it",
         ),
         ({"kinds": {"A_100": {"resources": {}}}}, "should match pattern"),
         ({"kinds": {}}, "at least 1 item"),
@@ -298,7 +298,7 @@ def test_settings_that_cannot_be_are_refused(sky: FakeSky, tmp_path: Path) -> No
 
 def test_where_skypilot_is(sky: FakeSky, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    with pytest.raises(RequestError, match="there is no SkyPilot here") as refused:
+    with pytest.raises(RequestError, match="SkyPilot is not installed") as refused:
         sky.provider(tmp_path, python=None).list(TAG)
     assert "pipx install 'skypilot[aws]'" in str(refused.value)
     script = tmp_path / "bin" / "sky"
@@ -313,7 +313,7 @@ def test_where_skypilot_is(sky: FakeSky, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.undo()
     with pytest.raises(RequestError, match=r"has no SkyPilot \((ImportError|ModuleNotFoundError)"):
         sky.provider(tmp_path, python="/usr/bin/python3").list(TAG)
-    with pytest.raises(RequestError, match="cannot be run"):
+    with pytest.raises(RequestError, match="cannot be started"):
         sky.provider(tmp_path, python=str(tmp_path / "none")).list(TAG)
 
 

@@ -73,7 +73,7 @@ def test_another_host_key_is_a_hard_stop_and_an_unknown_one_too(
 def test_a_key_that_is_not_let_in_is_told(server: Sshd, tmp_path: Path) -> None:
     make_key(tmp_path / "stranger")
     settings = server.settings().model_copy(update={"identity": str(tmp_path / "stranger")})
-    with pytest.raises(HostRefusedError, match="lets nobody in"):
+    with pytest.raises(HostRefusedError, match="SSH authentication was refused"):
         SshHost(settings, tmp_path).run(["true"])
 
 

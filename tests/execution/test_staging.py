@@ -555,8 +555,8 @@ def test_what_nobody_needs_makes_room_and_what_the_disk_cannot_hold_twice_moves(
 def test_how_much_was_sent_is_told_beside_the_attempt_and_no_longer_than_that(tmp_path: Path) -> None:
     upload = Upload(working(tmp_path / "1"))
     upload_module = sys.modules[Upload.__module__]
-    before = upload_module.TELL_EVERY
-    upload_module.TELL_EVERY = 0.0
+    before = upload_module.REPORT_EVERY
+    upload_module.REPORT_EVERY = 0.0
     try:
         with upload.stream(b"", {sha256_bytes(MODEL): 50_000}) as stream:
             head = stream.read(100)
@@ -567,7 +567,7 @@ def test_how_much_was_sent_is_told_beside_the_attempt_and_no_longer_than_that(tm
             assert found == {"done": len(MODEL), "total": len(MODEL), "unit": "bytes sent", "figures": {}}
             assert head
     finally:
-        upload_module.TELL_EVERY = before
+        upload_module.REPORT_EVERY = before
     assert read_sent(tmp_path / "1") is None
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
 

@@ -35,7 +35,7 @@ ENDINGS: dict[str, tuple[str, int | None, int | None, str]] = {
     "raise": ("crashed", 1, None, "KeyError: 'no such thing' (drill_task.py:"),
     "request": ("request_error", 2, None, "data.jsonl:3"),
     "work": ("work_failed", 1, None, "nothing was learnt"),
-    "exit7": ("user_exit", 7, None, "exit code 7"),
+    "exit7": ("user_exit", 7, None, "exited with code 7"),
     "stall": (
         "stalled",
         1,
@@ -48,7 +48,7 @@ ENDINGS: dict[str, tuple[str, int | None, int | None, str]] = {
     "kill": ("killed", None, signal.SIGKILL, "SIGKILL"),
     "enospc": ("disk_full", 1, None, "No space left"),
     "memory": ("out_of_memory", 1, None, "MemoryError"),
-    "nothing": ("artifact_missing", 1, None, "without making artifacts/data"),
+    "nothing": ("artifact_missing", 1, None, "without its output artifacts/data"),
     "link": ("artifact_invalid", 0, None, "plain file"),
     "": ("", 0, None, ""),
 }

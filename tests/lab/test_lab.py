@@ -13,7 +13,7 @@ import pytest
 
 from perilune.cli.main import main
 from perilune.control.record.store import Attempt, Event, Machine, Run
-from perilune.execution.providers.fake.weather import WEATHERS, Storm, Weather, weather
+from perilune.execution.providers.fake.weather import WEATHERS, FaultInjector, Weather, weather
 from perilune.files import write_json
 from perilune.lab.invariants import INVARIANTS, check
 from perilune.lab.laboratory import Laboratory, Plan
@@ -101,14 +101,14 @@ def test_what_does_not_hold_is_found(settled: Laboratory, monkeypatch: pytest.Mo
 
 def test_weather_is_chance_with_a_seed_and_scripts_come_first(tmp_path: Path) -> None:
     def thrown(seed: int) -> list[str | None]:
-        storm = Storm(weather("stormy", seed), tmp_path / f"{seed}.jsonl")
-        return [storm.at_call("create", "key") for _ in range(200)]
+        storm = FaultInjector(weather("stormy", seed), tmp_path / f"{seed}.jsonl")
+        return [storm.fault_for("create", "key") for _ in range(200)]
 
     assert thrown(1) == thrown(1) != thrown(2)
-    calm = Storm(WEATHERS["calm"], tmp_path / "calm.jsonl")
+    calm = FaultInjector(WEATHERS["calm"], tmp_path / "calm.jsonl")
     calm.script("list", "lost_answer", 2)  # type: ignore[arg-type]
-    assert [calm.at_call("list", "") for _ in range(3)] == ["lost_answer", "lost_answer", None]
-    assert calm.at_call("create", "") is None and calm.thrown == {"lost_answer": 2}
+    assert [calm.fault_for("list", "") for _ in range(3)] == ["lost_answer", "lost_answer", None]
+    assert calm.fault_for("create", "") is None and calm.injected == {"lost_answer": 2}
 
 
 def test_a_folder_that_exists_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,7 +126,9 @@ def test_one_killed_process_ends_all_and_the_run_goes_on_in_fewer(tmp_path: Path
     assert worker.wait(timeout=PATIENCE) == 1
     verdict = verdict_of(tmp_path / "1")
     assert verdict["cause"] == "killed"
-    assert verdict["message"] == ("process 1 of 2, see artifacts/task.1.log: ended from outside by SIGKILL")
+    assert verdict["message"] == (
+        "process 1 of 2, see artifacts/task.1.log: killed from outside with SIGKILL"
+    )
     assert family(tmp_path / "1") == []
     assert "process 1 of 2" in (tmp_path / "1" / "artifacts" / "task.1.log").read_text()
     assert "process 0 of 2" in (tmp_path / "1" / "artifacts" / "task.log").read_text()

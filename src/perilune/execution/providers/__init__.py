@@ -1,1 +1,1 @@
-"""Who rents machines out: what is asked of them, and those we can ask."""
+"""Providers, which rent out machines: the interface and its implementations."""

@@ -1,4 +1,4 @@
-"""Asking for a command over one connection: its input goes there, all that it says comes back."""
+"""Run a command over one connection: send its input, receive its output and exit code."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ ERRORS_KEPT = 1 << 14  # bytes of a command's stderr
 
 
 class BrokenConnectionError(Exception):
-    """It ended before the command's exit code had come; says the last that came on stderr."""
+    """The connection ended before the exit code arrived; the message is the last line of stderr."""
 
 
 def converse(
     wire: socket.socket, answers: BinaryIO, source: BinaryIO | None, sink: BinaryIO | None
 ) -> Answer:
-    """Be the one who asked for a command: feed it, and take what it says until it has ended.
+    """Send a command's input and receive its output until it has ended.
 
     Args:
-        wire: the connection, where the command has been asked for already.
-        answers: what comes over it.
-        source, sink: as of `Host.run`.
+        wire: the connection, over which the command has already been requested.
+        answers: the data received over it.
+        source, sink: as for `Host.run`.
 
     Raises:
-        BrokenConnectionError: whether the command ran to its end is not known.
-        ValueError: when what comes makes no sense.
+        BrokenConnectionError: it is unknown whether the command ran to its end.
+        ValueError: the data is malformed.
     """
     threading.Thread(target=_feed, args=(wire, source), daemon=True).start()
     output, errors = bytearray(), bytearray()
@@ -49,14 +49,14 @@ def converse(
                 code = int(json.loads(data)["exit_code"])
                 return Answer(code, bytes(output), errors.decode(errors="replace"))
             case _:
-                raise ValueError("a frame came that is ours to send")
-    said = errors.decode(errors="replace").strip().splitlines() or ["the connection broke"]
-    raise BrokenConnectionError(said[-1])
+                raise ValueError("received a frame that only this side sends")
+    lines = errors.decode(errors="replace").strip().splitlines() or ["the connection broke"]
+    raise BrokenConnectionError(lines[-1])
 
 
 @contextmanager
 def cut_after(wire: socket.socket, seconds: float) -> Iterator[threading.Event]:
-    """Cut the connection when the body takes longer than that; the event tells whether it did."""
+    """Close the connection if the block takes longer than `seconds`; the event says whether that happened."""
     late = threading.Event()
 
     def give_up() -> None:
@@ -74,7 +74,7 @@ def cut_after(wire: socket.socket, seconds: float) -> Iterator[threading.Event]:
 
 
 def _feed(wire: socket.socket, source: BinaryIO | None) -> None:
-    with contextlib.suppress(OSError, ValueError):  # whoever reads the answers is told that it broke
+    with contextlib.suppress(OSError, ValueError):  # the reader of the answers notices a broken connection
         while source is not None and (data := source.read(BLOCK)):
             wire.sendall(frame(Kind.INPUT, data))
         wire.sendall(frame(Kind.INPUT_END))

@@ -1,6 +1,6 @@
-"""A command's stdin, stdout, stderr and exit code over one connection: frames of kind, length and bytes.
+"""Frames that carry a command's stdin, stdout, stderr and exit code over one connection.
 
-The standard library alone: it travels to machines of others.
+Uses only the standard library, because it is also sent to the machines of a Ray cluster.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ LARGEST = 1 << 20
 
 
 class Kind(Enum):
-    """What a frame carries."""
+    """The content of a frame."""
 
     INPUT = b"i"
     INPUT_END = b"I"
     OUTPUT = b"o"
     ERRORS = b"e"
     EXIT = b"x"
-    HELLO = b"h"  # before a command, where both sides have to show who they are
+    HELLO = b"h"  # authentication before a command
 
 
 def frame(kind: Kind, data: bytes = b"") -> bytes:
-    """One frame, as it goes over the wire."""
+    """A frame as bytes."""
     return HEAD.pack(kind.value, len(data)) + data
 
 
 def proof(token: str, *words: str) -> str:
-    """That whoever says these words knows the token, as hexadecimal digits; no word holds a zero byte."""
+    """Proof of knowing the token, as hexadecimal digits; no word may contain a zero byte."""
     return hmac.new(token.encode(), "\0".join(words).encode(), "sha256").hexdigest()
 
 
 def read_frame(stream: BinaryIO | BufferedIOBase) -> tuple[Kind, bytes] | None:
-    """The next frame; None when the connection ended, be it within one.
+    """The next frame; None if the connection ended, even within a frame.
 
     Raises:
-        ValueError: when what comes is no frame.
+        ValueError: the data is not a frame.
     """
     head = stream.read(HEAD.size)
     if len(head) < HEAD.size:
         return None
     letter, length = HEAD.unpack(head)
     if length > LARGEST or letter not in {kind.value for kind in Kind}:
-        raise ValueError("what came is no frame")
+        raise ValueError("received data that is not a frame")
     data = stream.read(length)
     return None if len(data) < length else (Kind(letter), data)

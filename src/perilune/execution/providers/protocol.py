@@ -1,7 +1,7 @@
-"""What the control plane asks of whoever rents out machines: make, find, list and end them, all by our key.
+"""The interface of a provider: create, find, list and terminate machines by this home's keys.
 
-A key is derived from what the machine is for, so that a machine can be found again by whoever has forgotten
-everything else. What a provider says is an observation with three values; only an answer counts as one.
+A key is derived from the machine's purpose, so a machine can be found again even if everything else is lost.
+An answer of a provider is an observation with three values; no answer means unknown.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ PREFIX = "perilune"
 
 
 class ProviderUnreachableError(PeriluneError):
-    """Nothing is known: neither what there is, nor whether what was asked for has happened."""
+    """It is unknown which machines exist, and whether the request took effect."""
 
 
 class NoCapacityError(PeriluneError):
-    """Nothing was made: no such machine is to be had now."""
+    """Nothing was created, because no such machine is available now."""
 
 
 class ProviderRefusedError(RequestError):
-    """Nothing was made, and asking again is vain: credentials, a quota, or a kind that does not exist."""
+    """Nothing was created, and a retry is useless: credentials, a quota, or an unknown kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class MachineKey:
-    """Whom a machine is for; its name, its tag and its creation's idempotency key in one.
+    """The purpose of a machine: its name, its tag and the idempotency key of its creation.
 
     Attributes:
-        cluster: the home that rents it.
-        run_id, epoch, rank: the process it is to carry.
+        cluster: name of the home that rents it.
+        run_id, epoch, rank: the attempt and the node that it is for.
     """
 
     cluster: str
@@ -50,40 +50,40 @@ class MachineKey:
 
     @classmethod
     def parse(cls, text: str) -> MachineKey | None:
-        """The key that `text` is, or None when it is none of ours."""
+        """The key in `text`, or None if it is not one of Perilune's."""
         match = re.fullmatch(rf"{PREFIX}-([0-9a-z]+)-([0-9a-z]+)-(\d+)-(\d+)", text)
         return match and cls(match[1], match[2].upper(), int(match[3]), int(match[4]))
 
 
 def tag_of(cluster: str) -> str:
-    """What every machine rented by a home is marked with."""
+    """The tag of every machine that a home rents."""
     return f"{PREFIX}-{cluster}"
 
 
 class MachineStatus(StrEnum):
-    """What a provider says of a machine."""
+    """Status of a machine according to its provider."""
 
-    PENDING = "pending"  # accepted, and being made
+    PENDING = "pending"  # accepted, and being created
     RUNNING = "running"
     ENDING = "ending"
-    ENDED = "ended"  # costs nothing any more, and never comes back
+    ENDED = "ended"  # final, and no longer billed
 
 
 @dataclass(frozen=True, slots=True)
 class RentedMachine:
-    """A machine as its provider tells of it.
+    """A machine as listed by its provider.
 
     Attributes:
         key: text of its `MachineKey`.
-        id: the provider's own name of it.
+        id: the provider's own name for it.
         kind: of the offer.
         price: currency units per hour.
-        status: as told.
-        billed_seconds: how long it has cost money so far.
-        notice_seconds: it will be taken away in so many seconds; None when nobody has said so.
+        status: as listed.
+        billed_seconds: time billed so far.
+        notice_seconds: seconds until its announced preemption; None without an announcement.
         reason: why it is ending or ended: "terminated", "preempted", "host failure", "lifetime".
-        address: where the other machines of the same attempt reach it; "" while that is not known.
-        unseen: why its provider could not look this time: what it tells is what it told before; else "".
+        address: where the other machines of the attempt reach it; "" while unknown.
+        unseen: why the provider could not check the machine this time and repeats old data; else "".
     """
 
     key: str
@@ -100,9 +100,9 @@ class RentedMachine:
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """One look for one machine. PRESENT comes with what was seen; UNKNOWN with why.
+    """An observation of one machine. PRESENT comes with the machine, UNKNOWN with the reason.
 
-    A machine that has ended may be PRESENT with status ENDED, or ABSENT: both are evidence.
+    A machine that has ended may be PRESENT with status ENDED, or ABSENT: both are evidence of its end.
     """
 
     presence: Presence
@@ -112,13 +112,13 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A kind of machine that can be had.
+    """A kind of machine that a provider offers.
 
     Attributes:
         kind: its name.
         price: currency units per hour.
-        capacity: how many more can be had now; None when the provider does not tell.
-        preemptible: whether it may be taken away at any time.
+        capacity: number still available now; None if the provider does not tell.
+        preemptible: whether it may be preempted at any time.
     """
 
     kind: str
@@ -129,13 +129,13 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class MachineRequest:
-    """What is asked for.
+    """A request for a machine.
 
     Attributes:
         kind: of an offer.
-        lifetime_seconds: after which the provider is to end the machine by itself, where it can.
-        nodes: machines that the attempt has, one a rank. A provider that can make them together, or none of
-            them, does so when it is asked for any of them.
+        lifetime_seconds: time after which the provider terminates the machine by itself, if it can.
+        nodes: machines of the attempt, one per rank. A provider that can create all of them or none does so
+            when it is asked for any of them.
     """
 
     kind: str
@@ -145,29 +145,25 @@ class MachineRequest:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a provider declares, so that nobody has to guess.
+    """The capabilities of a provider.
 
     Attributes:
-        ends_by_itself: whether it honours `lifetime_seconds`.
-        announces: whether it gives notice before it takes a machine away.
-        visibility_seconds: how long what it has done may stay out of sight.
-        keeps_files: whether a machine's files outlive it, so that an attempt's have to be removed from it.
+        visibility_seconds: longest time until the effect of a request is visible in its answers.
+        keeps_files: whether files outlive a machine, so that an attempt's files have to be removed from it.
     """
 
-    ends_by_itself: bool
-    announces: bool
     visibility_seconds: float
     keeps_files: bool = False
 
 
 class Provider(Protocol):
-    """Who rents out machines. Every method may raise ProviderUnreachableError, and says nothing then."""
+    """A service that rents out machines. Every method may raise ProviderUnreachableError."""
 
     name: str
     capabilities: Capabilities
 
     def offers(self) -> Sequence[Offer]:
-        """What can be had, and for how much."""
+        """The kinds of machines with their prices."""
         ...
 
     def find(self, key: str) -> Sighting:
@@ -175,23 +171,23 @@ class Provider(Protocol):
         ...
 
     def create(self, key: str, request: MachineRequest) -> RentedMachine:
-        """Make the machine called `key`, or tell of the one that is called so already.
+        """Create the machine with this key, or return the existing one.
 
         Raises:
-            ProviderUnreachableError: it may have been made, or be made yet.
-            NoCapacityError: nothing was made.
-            ProviderRefusedError: nothing was made, nor will be.
+            ProviderUnreachableError: it may have been created, or may be created later.
+            NoCapacityError: nothing was created.
+            ProviderRefusedError: nothing was or will be created.
         """
         ...
 
     def list(self, tag: str) -> Sequence[RentedMachine]:
-        """Every machine whose key begins with `tag`, whoever asked for it."""
+        """Every machine whose key begins with `tag`, whoever requested it."""
         ...
 
     def terminate(self, key: str) -> None:
-        """End every machine called `key`; none is fine. That it was accepted proves nothing."""
+        """Terminate every machine with this key, if any. Acceptance of the request proves nothing."""
         ...
 
     def host(self, machine: RentedMachine) -> Host:
-        """How commands are run on it."""
+        """The host that runs commands on a machine."""
         ...

@@ -1,5 +1,5 @@
-"""A cloud that rents out folders and processes of this very machine, over HTTP, and fails like a real one.
+"""A fake cloud over HTTP, whose machines are folders and processes of this machine, with injected faults.
 
-`server` is the cloud, a process of its own; `machines` what it rents out; `box` the first process of each;
-`weather` what goes wrong; `client` the provider that the control plane talks to.
+`server` is the cloud's process; `inventory` and `machines` hold what it rents out; `box` is the first process
+of each machine; `weather` injects faults; `client` is the provider.
 """

@@ -1,10 +1,10 @@
-"""The first process of a fake machine: starts what is asked for, and parents all that is left behind.
+"""The first process of a fake machine: runs commands, and adopts their orphans.
 
-Run as a script, with the standard library alone. Everything that ever runs on the machine descends from it
-(it is a subreaper), so that ending the machine is ending its descendants. It outlives the cloud's server.
+It runs as a script with only the standard library. Everything on the machine descends from it (it is a
+subreaper), so terminating the machine means killing its descendants. It outlives the cloud's server.
 
-Over its socket comes one message a command: JSON `{"command": [...]}` with three file descriptors, which
-become stdin, stdout and stderr; back goes JSON `{"exit_code": n}`.
+Each command is one message over its socket: JSON `{"command": [...]}` with three file descriptors for stdin,
+stdout and stderr. The answer is JSON `{"exit_code": n}`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import threading
 from pathlib import Path
 
 SOCKET = "box.sock"
-LONGEST = 1 << 20  # bytes of a command
+LONGEST = 1 << 20  # longest command in bytes
 PR_SET_CHILD_SUBREAPER = 36
 
 
 class Box:
-    """Starts commands, and waits for every child there is, adopted ones too."""
+    """Runs commands, and waits for every child, including adopted ones."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, socket.socket] = {}
@@ -45,12 +45,12 @@ class Box:
             return
         try:
             command = json.loads(message)["command"]
-            with self._lock:  # so that it is known before it can be reaped
+            with self._lock:  # so that the child is registered before it can be reaped
                 stdin, stdout, stderr = descriptors
                 child = subprocess.Popen(
                     command, stdin=stdin, stdout=stdout, stderr=stderr, cwd="home", start_new_session=True
                 )
-                child.returncode = 0  # waiting is not its business
+                child.returncode = 0  # `_reap` waits for it
                 self._waiting[child.pid] = connection
             self._born.set()
         except (OSError, ValueError) as error:
@@ -76,7 +76,7 @@ class Box:
 
 
 def answer(connection: socket.socket, exit_code: int) -> None:
-    with contextlib.suppress(OSError), connection:  # whoever asked may be gone
+    with contextlib.suppress(OSError), connection:  # the client may be gone
         connection.sendall(json.dumps({"exit_code": exit_code}).encode())
 
 
@@ -87,7 +87,7 @@ def main() -> None:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f".{SOCKET}")
     listener.listen(64)
-    Path(f".{SOCKET}").rename(SOCKET)  # being there, it answers
+    Path(f".{SOCKET}").rename(SOCKET)  # once the socket exists, it answers
     Box().serve(listener)
 
 

@@ -1,4 +1,4 @@
-"""Provider `fake`: the fake cloud, as the control plane sees it; and a machine of it, as a Host."""
+"""Provider `fake`: the fake cloud for the control plane, and its machines as hosts."""
 
 from __future__ import annotations
 
@@ -29,31 +29,29 @@ from perilune.execution.providers.protocol import (
 )
 
 CALL_SECONDS = 10.0
-ADDRESS = "127.0.0.1"  # of every machine, because all are this one
+ADDRESS = "127.0.0.1"  # of every machine
 
 
 class FakeCloud:
-    """A fake cloud whose state lies in a folder of this machine.
+    """A fake cloud whose state is in a folder of this machine.
 
     Args:
-        folder: of its server; holds its address and its token.
-        visibility_seconds: how long what it has done may stay out of sight.
+        folder: the server's folder, with its address and token.
+        visibility_seconds: longest time until the effect of a request is visible.
     """
 
     name = "fake"
 
     def __init__(self, folder: Path, visibility_seconds: float = 0.0) -> None:
         self.folder = folder
-        self.capabilities = Capabilities(
-            ends_by_itself=True, announces=True, visibility_seconds=visibility_seconds
-        )
+        self.capabilities = Capabilities(visibility_seconds=visibility_seconds)
 
     def offers(self) -> Sequence[Offer]:
-        """What can be had, and for how much."""
+        """As `Provider.offers`."""
         return [Offer(**offer) for offer in self.call("GET", "/offers")["offers"]]
 
     def find(self, key: str) -> Sighting:
-        """Look for one machine."""
+        """As `Provider.find`."""
         try:
             found = [machine for machine in self.list(key) if machine.key == key]
         except PeriluneError as error:
@@ -61,32 +59,32 @@ class FakeCloud:
         return Sighting(Presence.PRESENT, found[0]) if found else Sighting(Presence.ABSENT)
 
     def create(self, key: str, request: MachineRequest) -> RentedMachine:
-        """Make the machine called `key`, or tell of the one that is called so already."""
+        """As `Provider.create`."""
         return _machine(self.call("PUT", f"/machines/{quote(key)}", asdict(request)))
 
     def list(self, tag: str) -> Sequence[RentedMachine]:
-        """Every machine whose key begins with `tag`."""
+        """As `Provider.list`."""
         listed = self.call("GET", f"/machines?prefix={quote(tag)}")["machines"]
         return [_machine(fields) for fields in listed]
 
     def terminate(self, key: str) -> None:
-        """End the machine called `key`."""
+        """As `Provider.terminate`."""
         self.call("DELETE", f"/machines/{quote(key)}")
 
     def host(self, machine: RentedMachine) -> Host:
-        """How commands are run on it."""
+        """As `Provider.host`."""
         return FakeHost(self, machine.key)
 
-    def befall(self, **what: Any) -> None:
-        """Script a fault, or let one befall a machine: fields of the server's POST /weather."""
-        self.call("POST", "/weather", what)
+    def inject(self, **fault: Any) -> None:
+        """Inject a fault: fields of the server's POST /faults."""
+        self.call("POST", "/faults", fault)
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """One HTTP call; returns the JSON of its answer.
+        """One HTTP call; returns the JSON of the answer.
 
         Raises:
-            ProviderUnreachableError: no answer, or a failure of the cloud's: the effect is unknown.
-            NoCapacityError, ProviderRefusedError: nothing was done.
+            ProviderUnreachableError: no answer or a server error; the effect is unknown.
+            NoCapacityError, ProviderRefusedError: the call had no effect.
         """
         where = f"fake cloud, {method} {path}"
         data = None if body is None else json.dumps(body)
@@ -109,7 +107,7 @@ class FakeCloud:
 
     @contextmanager
     def connection(self) -> Iterator[http.client.HTTPConnection]:
-        """A new connection to the server; OSError when there is none."""
+        """A new connection to the server; raises OSError if it does not listen."""
         port = int(json.loads((self.folder / "address.json").read_text())["port"])
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=CALL_SECONDS)
         try:
@@ -118,7 +116,7 @@ class FakeCloud:
             connection.close()
 
     def headers(self) -> dict[str, str]:
-        """Headers that say who we are."""
+        """Headers that authenticate this client."""
         return {"Authorization": f"Bearer {(self.folder / 'token').read_text()}"}
 
 
@@ -137,7 +135,7 @@ class FakeHost:
         sink: BinaryIO | None = None,
         timeout: float = 60.0,
     ) -> Answer:
-        """Run `command` there and wait for its end; see `execution.hosts.protocol.Host`."""
+        """As `Host.run`."""
         try:
             with self.cloud.connection() as connection:
                 connection.connect()
@@ -171,7 +169,7 @@ class FakeHost:
         wire.sendall("\r\n".join([*lines, "", ""]).encode())
         status = answers.readline().split()
         if status[1:2] != [b"101"]:
-            raise BrokenConnectionError("it does not answer")
+            raise BrokenConnectionError("the machine does not answer")
         while answers.readline().strip():
             pass
 

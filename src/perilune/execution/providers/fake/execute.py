@@ -1,4 +1,4 @@
-"""One command on a fake machine: bytes between an HTTP connection and the machine's first process."""
+"""Run one command on a fake machine: connect an HTTP connection to the machine's first process."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from io import BufferedIOBase
 from perilune.execution.providers.fake.machines import Machine
 from perilune.execution.providers.frames import BLOCK, Kind, frame, read_frame
 
-LINGER = 2.0  # seconds for output that comes after the exit, from what the command left running
+LINGER = 2.0  # seconds to wait for output of background processes after the exit
 SWITCH = b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: frames\r\n\r\n"
 
 
 def execute(
     client: socket.socket, requests: BufferedIOBase, machine: Machine, command: Sequence[str]
 ) -> None:
-    """Run `command` on `machine`, and carry its bytes; returns when it has ended or either side is gone.
+    """Run `command` on `machine` and transfer its data; returns when it has ended or either side is gone.
 
-    The command does not end with the connection, as with ssh.
+    As with ssh, the command does not end with the connection.
 
     Raises:
-        OSError: when the machine does not answer.
+        OSError: the machine does not answer.
     """
     with machine.connect() as box, _pipes() as (inside, stdin, stdout, stderr):
         message = json.dumps({"command": list(command)}).encode()
@@ -66,12 +66,12 @@ def execute(
             with contextlib.suppress(OSError):
                 send(Kind.EXIT, ended)
         with contextlib.suppress(OSError):
-            client.shutdown(socket.SHUT_RDWR)  # and `feed` ends
+            client.shutdown(socket.SHUT_RDWR)  # which ends `feed`
 
 
 @contextmanager
 def _pipes() -> Iterator[tuple[list[int], int, int, int]]:
-    """The command's ends of three pipes, then ours of stdin, stdout and stderr; closes what we read from."""
+    """Three pipes: the command's ends, then this side's ends of stdin, stdout and stderr."""
     (stdin_read, stdin), (stdout, stdout_write), (stderr, stderr_write) = os.pipe(), os.pipe(), os.pipe()
     try:
         yield [stdin_read, stdout_write, stderr_write], stdin, stdout, stderr

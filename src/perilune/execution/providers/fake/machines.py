@@ -1,7 +1,7 @@
-"""The fake cloud's machines: each a folder and a process tree of this host, with a record that is a file.
+"""The fake cloud's machines: each is a folder and a process tree on this machine, with a record in a file.
 
-The records are all the state there is, so that a cloud that was killed goes on where it was. Times are
-seconds since boot, which a restart of the cloud does not change.
+The records are the cloud's whole state, so a killed cloud continues after a restart. Times are seconds since
+boot, which a restart of the cloud does not change.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from perilune.execution.providers.protocol import MachineStatus
 from perilune.files import canonical_json
 
 BOX = Path(__file__).with_name("box.py")
-IMAGE = ("PATH", "PYTHONPATH", "LANG", "OMP_NUM_THREADS", "LD_LIBRARY_PATH")  # what a machine's image brings
+IMAGE = ("PATH", "PYTHONPATH", "LANG", "OMP_NUM_THREADS", "LD_LIBRARY_PATH")  # environment of a machine
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One machine as the cloud itself knows it.
+    """A machine in the cloud's own view.
 
     Attributes:
-        born: when it comes to be; later than its creation when the creation takes effect late.
-        visible: from when on answers show it.
-        ready: when it answers commands.
-        ends: when the cloud ends it by itself, as was asked; None never.
-        ended: when it ended; None while it has not.
-        end_visible: from when on answers show that.
-        taken: when a preemption that was announced happens.
-        cut_until: until when it cannot be reached.
-        box: identity of its first process; None before that runs.
+        born: when it starts to exist; later than the request for a creation with a late effect.
+        visible: when it becomes visible in answers.
+        ready: when it accepts commands.
+        ends: when the cloud ends it by itself; None is never.
+        ended: when it ended; None while it lives.
+        end_visible: when its end becomes visible in answers.
+        taken: when an announced preemption happens.
+        cut_until: end of a period of unreachability.
+        box: identity of its first process; None before it runs.
     """
 
     key: str
@@ -62,29 +62,29 @@ class Record:
     box: Mapping[str, Any] | None = None
 
     def alive(self, now: float) -> bool:
-        """Whether it is there, and costs money."""
+        """Whether it exists and is billed."""
         return self.born <= now and self.ended is None
 
     def shown(self, now: float) -> bool:
-        """Whether answers show it at all."""
+        """Whether it is visible in answers."""
         return self.visible <= now
 
     def status(self, now: float) -> MachineStatus:
-        """What answers say of it."""
+        """Its status in answers."""
         if self.ended is not None:
             return MachineStatus.ENDED if now >= self.end_visible else MachineStatus.ENDING
         return MachineStatus.RUNNING if now >= self.ready and self.box else MachineStatus.PENDING
 
     def billed_seconds(self, now: float) -> float:
-        """How long it has cost money."""
+        """Time billed so far."""
         return max(0.0, (now if self.ended is None else self.ended) - self.born)
 
 
 class Machine:
-    """One machine's folder, processes and record.
+    """The folder, processes and record of a machine.
 
     Args:
-        folder: of this machine; holds record.json, home/ and the box's socket.
+        folder: contains record.json, home/ and the socket of the first process.
     """
 
     def __init__(self, folder: Path, record: Record) -> None:
@@ -92,11 +92,11 @@ class Machine:
 
     @classmethod
     def load(cls, folder: Path) -> Machine:
-        """The machine whose folder this is."""
+        """The machine in this folder."""
         return cls(folder, Record(**json.loads((folder / "record.json").read_bytes())))
 
     def update(self, **changes: Any) -> None:
-        """Change the record, whole or not at all."""
+        """Change the record atomically."""
         self.record = replace(self.record, **changes)
         self.folder.mkdir(parents=True, exist_ok=True)
         temporary = self.folder / ".record.json.tmp"
@@ -127,25 +127,25 @@ class Machine:
         return box is not None and ProcessIdentity.parse(dict(box)).presence() is Presence.PRESENT
 
     def power_off(self) -> None:
-        """End every process on it, at once and without asking, and wipe its disk."""
+        """Kill every process of the machine, and wipe its disk."""
         box = self.record.box
         if box is not None and self.running():
             first = psutil.Process(int(box["pid"]))
             kill_all(lambda: first.children(recursive=True) if first.is_running() else [], grace=0.0)
-            kill_all(lambda: [first] if self.running() else [], grace=0.0)  # its parent may never ask for it
+            kill_all(lambda: [first] if self.running() else [], grace=0.0)  # its parent may never reap it
         with contextlib.suppress(OSError):
             remove_tree(self.folder / "home")
 
     def connect(self) -> socket.socket:
-        """A connection to its first process, which takes one command.
+        """A connection to the first process, for one command.
 
         Raises:
-            OSError: when it does not answer.
+            OSError: it does not answer.
         """
         directory = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         connection = socket.socket(socket.AF_UNIX)
         try:
-            connection.connect(f"/proc/self/fd/{directory}/{SOCKET}")  # a socket's path may not be long
+            connection.connect(f"/proc/self/fd/{directory}/{SOCKET}")  # the path of a socket is limited
         except OSError:
             connection.close()
             raise
@@ -155,5 +155,5 @@ class Machine:
 
 
 def now() -> float:
-    """Seconds since boot, as the cloud counts."""
+    """Seconds since boot."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

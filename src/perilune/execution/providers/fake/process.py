@@ -1,4 +1,4 @@
-"""Starting and stopping the fake cloud's server."""
+"""Start and stop the fake cloud's server."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ SERVER = "perilune.execution.providers.fake.server"
 def start(
     folder: Path, weather: Weather, *, capacity: int = CAPACITY, tied: bool = True
 ) -> subprocess.Popen[bytes]:
-    """Start the cloud whose state lies in `folder`, and wait until it can be called.
+    """Start the cloud in `folder`, and wait until it answers.
 
     Args:
-        tied: whether it ends when this process ends.
+        tied: whether it ends with this process.
 
     Raises:
-        RequestError: this is not Linux, whose process tree the machines are made of.
-        WorkFailedError: when it does not come up.
+        RequestError: this is not Linux, whose process tree the machines need.
+        WorkFailedError: the server does not come up.
     """
     if platform.system() != "Linux":
         raise RequestError("the fake cloud needs Linux", remedy="run it in a Linux virtual machine")
@@ -47,14 +47,14 @@ def start(
     deadline = time.monotonic() + START_SECONDS
     while _served_by(folder) != process.pid:
         if process.poll() is not None or time.monotonic() > deadline:
-            said = (folder / "server.log").read_text().strip()[-500:]
-            raise WorkFailedError(f"the fake cloud did not come up: {said}", where=str(folder))
+            log_end = (folder / "server.log").read_text().strip()[-500:]
+            raise WorkFailedError(f"the fake cloud did not come up: {log_end}", where=str(folder))
         time.sleep(POLL_SECONDS)
     return process
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Kill the cloud's server, as a power cut would. Its machines go on."""
+    """Kill the cloud's server. Its machines continue to run."""
     process.send_signal(signal.SIGKILL)
     process.wait()
 

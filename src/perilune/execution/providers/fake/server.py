@@ -1,16 +1,16 @@
-"""The fake cloud: an HTTP server on the loopback, in a process of its own, behind a token.
+"""The fake cloud: an HTTP server on the loopback interface, in a process of its own, with a token.
 
-It may be killed and started again over the same folder: machines go on meanwhile, as do the commands on them.
+It may be killed and restarted on the same folder; machines and their commands continue meanwhile.
 
-| call | does |
+| call | effect |
 |---|---|
-| GET /offers | kinds, prices, room |
-| GET /machines?prefix=P | machines whose key begins so, as far as they are seen yet |
-| PUT /machines/KEY | make it, or find it |
-| DELETE /machines/KEY | end it |
-| POST /machines/KEY/exec | run a command on it, over frames |
-| GET /weather, /bill | what was thrown so far; what all machines have cost |
-| POST /weather | script a fault, or let one befall a machine |
+| GET /offers | kinds, prices, capacity |
+| GET /machines?prefix=P | visible machines whose key has this prefix |
+| PUT /machines/KEY | create or find a machine |
+| DELETE /machines/KEY | end a machine |
+| POST /machines/KEY/exec | run a command on a machine, in frames |
+| GET /faults, /bill | injected faults; cost of all machines |
+| POST /faults | script a fault, or inject one now |
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from perilune.errors import RequestError
 from perilune.execution.processes import die_with
-from perilune.execution.providers.fake.estate import PREEMPTIBLE, PRICES, TICK, Estate, FullError
 from perilune.execution.providers.fake.execute import execute
+from perilune.execution.providers.fake.inventory import PREEMPTIBLE, PRICES, TICK, FullError, Inventory
 from perilune.execution.providers.fake.machines import Machine, now
-from perilune.execution.providers.fake.weather import Fault, Storm, Weather
+from perilune.execution.providers.fake.weather import Fault, FaultInjector, Weather
 from perilune.files import write_json
 
 ADDRESS, TOKEN = "address.json", "token"
@@ -46,18 +46,18 @@ CAPACITY = 100
 
 
 class Cloud:
-    """State and behaviour behind the HTTP server.
+    """The state and behaviour behind the HTTP server.
 
     Args:
-        folder: all that it keeps.
+        folder: holds the whole state.
     """
 
     def __init__(self, folder: Path, weather: Weather, capacity: int = CAPACITY) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.token = folder, _token(folder)
-        self.storm = Storm(weather, folder / "faults.jsonl")
+        self.faults = FaultInjector(weather, folder / "faults.jsonl")
         limits = dict.fromkeys(PRICES, capacity)
-        self.estate = Estate(folder / "machines", self.storm, limits, self.cut)
+        self.inventory = Inventory(folder / "machines", self.faults, limits, self.cut)
         self._streams: dict[str, set[socket.socket]] = defaultdict(set)
 
     def cut(self, machine_id: str) -> None:
@@ -67,22 +67,22 @@ class Cloud:
                 stream.shutdown(socket.SHUT_RDWR)
 
     def streams(self, machine_id: str) -> set[socket.socket]:
-        """Connections to a machine."""
+        """The connections to a machine."""
         return self._streams[machine_id]
 
     def find(self, key: str) -> list[Machine]:
-        """Machines called `key`, as far as they are seen yet."""
-        return [machine for machine in self.estate.shown(key) if machine.record.key == key]
+        """Visible machines with this key."""
+        return [machine for machine in self.inventory.shown(key) if machine.record.key == key]
 
     def create(self, key: str, body: dict[str, Any], late: float) -> dict[str, Any]:
-        machine = self.estate.create(key, str(body["kind"]), body.get("lifetime_seconds"), late=late)
-        return self.estate.document(machine)
+        machine = self.inventory.create(key, str(body["kind"]), body.get("lifetime_seconds"), late=late)
+        return self.inventory.document(machine)
 
     def terminate(self, key: str) -> dict[str, Any]:
-        """End what is called `key` and exists by now; what comes into being later knows nothing of it."""
-        for machine in self.estate.all():
+        """End existing machines with this key; a machine that comes into being later is not affected."""
+        for machine in self.inventory.all():
             if machine.record.key == key:
-                self.estate.end(machine, "terminated")
+                self.inventory.end(machine, "terminated")
         return {}
 
     def offers(self) -> list[dict[str, Any]]:
@@ -90,41 +90,41 @@ class Cloud:
             {
                 "kind": kind,
                 "price": price,
-                "capacity": self.estate.room(kind),
+                "capacity": self.inventory.room(kind),
                 "preemptible": kind in PREEMPTIBLE,
             }
             for kind, price in PRICES.items()
         ]
 
     def bill(self) -> dict[str, Any]:
-        """What every machine has cost, by its key."""
-        moment, machines = now(), [machine.record for machine in self.estate.all()]
+        """The cost of every machine, by key."""
+        moment, machines = now(), [machine.record for machine in self.inventory.all()]
         costs = {one.key: one.price * one.billed_seconds(moment) / 3600.0 for one in machines}
         alive = [one.key for one in machines if one.ended is None]
         return {"costs": costs, "total": sum(costs.values()), "alive": alive}
 
-    def befall(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Script a fault of calls ("call", "fault", "times"), or let one befall the machine "key" now."""
+    def inject(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Script a fault of calls ("call", "fault", "times"), or inject one into the machine "key" now."""
         if "call" in body:
-            self.storm.script(str(body["call"]), Fault(body["fault"]), int(body.get("times", 1)))
+            self.faults.script(str(body["call"]), Fault(body["fault"]), int(body.get("times", 1)))
             return {}
-        for machine in self.estate.all():
+        for machine in self.inventory.all():
             if machine.record.key == body["key"]:
                 match Fault(body["fault"]):
                     case Fault.PREEMPTED:
-                        self.estate.preempt(machine, float(body.get("seconds", 0.0)))
+                        self.inventory.preempt(machine, float(body.get("seconds", 0.0)))
                     case Fault.HOST_DEATH:
-                        self.estate.host_death(machine)
+                        self.inventory.host_death(machine)
                     case Fault.LINK_CUT:
-                        self.estate.cut(machine, float(body["seconds"]))
+                        self.inventory.cut(machine, float(body["seconds"]))
         return {}
 
     def live(self) -> None:
-        """Let time pass, for ever."""
+        """Apply events forever."""
         while True:
             time.sleep(TICK)
             with contextlib.suppress(OSError):
-                self.estate.tick()
+                self.inventory.tick()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -135,18 +135,18 @@ class Handler(BaseHTTPRequestHandler):
     timeout = 60
 
     def log_message(self, *_: Any) -> None:
-        """Stay silent: what was thrown is in faults.jsonl."""
+        """Do not log calls; faults are recorded in faults.jsonl."""
 
     def date_time_string(self, timestamp: float | None = None) -> str:
-        """The time by the cloud's clock, which may be wrong."""
-        return super().date_time_string((timestamp or time.time()) + self.cloud.storm.weather.clock_skew)
+        """The time of the cloud's clock, which may be wrong."""
+        return super().date_time_string((timestamp or time.time()) + self.cloud.faults.weather.clock_skew)
 
     def do_GET(self) -> None:
-        """Answer what is asked."""
+        """Answer a query."""
         self._serve("get")
 
     def do_PUT(self) -> None:
-        """Make a machine."""
+        """Create a machine."""
         self._serve("put")
 
     def do_DELETE(self) -> None:
@@ -154,23 +154,23 @@ class Handler(BaseHTTPRequestHandler):
         self._serve("delete")
 
     def do_POST(self) -> None:
-        """Run a command, or let a fault befall."""
+        """Run a command, or inject a fault."""
         self._serve("post")
 
     def _serve(self, verb: str) -> None:
         parts = urlsplit(self.path)
         segments = [unquote(part) for part in parts.path.split("/") if part]
         if not hmac.compare_digest(self.headers.get("Authorization", ""), f"Bearer {self.cloud.token}"):
-            self._answer(401, {"error": "who are you?"})
+            self._answer(401, {"error": "the token is missing or wrong"})
             return
         try:
             match (verb, *segments):
                 case ("post", "machines", key, "exec"):
                     self._execute(key)
-                case ("get", "weather"):
-                    self._answer(200, {"thrown": self.cloud.storm.thrown})
-                case ("post", "weather"):
-                    self._answer(200, self.cloud.befall(self._body()))
+                case ("get", "faults"):
+                    self._answer(200, {"injected": self.cloud.faults.injected})
+                case ("post", "faults"):
+                    self._answer(200, self.cloud.inject(self._body()))
                 case ("get", "bill"):
                     self._answer(200, self.cloud.bill())
                 case ("get", "offers"):
@@ -191,27 +191,27 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(400, {"error": str(error)})
 
     def _listed(self, prefix: str) -> dict[str, Any]:
-        estate = self.cloud.estate
-        return {"machines": [estate.document(machine) for machine in estate.shown(prefix)]}
+        inventory = self.cloud.inventory
+        return {"machines": [inventory.document(machine) for machine in inventory.shown(prefix)]}
 
     def _in_weather(self, call: str, key: str, do: Callable[[float], dict[str, Any]]) -> None:
-        """Do what was asked and answer, unless the weather has it otherwise."""
-        storm = self.cloud.storm
-        time.sleep(storm.seconds(storm.weather.latency))
-        match storm.at_call(call, key):
+        """Perform a call and answer, unless a fault is injected."""
+        faults = self.cloud.faults
+        time.sleep(faults.seconds(faults.weather.latency))
+        match faults.fault_for(call, key):
             case None:
                 self._answer(200, do(0.0))
             case Fault.ERROR_BEFORE:
                 self._answer(500, {"error": "internal error"})
             case Fault.LATE_EFFECT:
-                do(storm.weather.late_seconds)
+                do(faults.weather.late_seconds)
                 self._answer(500, {"error": "internal error"})
             case Fault.ERROR_AFTER:
                 do(0.0)
                 self._answer(500, {"error": "internal error"})
             case _:
                 do(0.0)
-                self.close_connection = True  # not a word
+                self.close_connection = True  # without an answer
 
     def _execute(self, key: str) -> None:
         command = json.loads(self.headers.get("X-Command", "[]"))
@@ -233,7 +233,7 @@ class Handler(BaseHTTPRequestHandler):
     def _body(self) -> dict[str, Any]:
         length = int(self.headers.get("Content-Length", "0"))
         if length > LARGEST:
-            raise RequestError("too long a request")
+            raise RequestError("the request is too long")
         body = json.loads(self.rfile.read(length) or b"{}")
         if not isinstance(body, dict):
             raise RequestError("not a JSON object")
@@ -249,19 +249,19 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """Answers each connection in a thread of its own, and is silent about those that break."""
+    """Answers each connection in its own thread, and ignores broken connections."""
 
     daemon_threads = True
     request_queue_size = 64
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that broke is the client's to notice."""
+        """Ignore connection errors, which the client notices."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
 
 def serve(folder: Path, weather: Weather, capacity: int = CAPACITY) -> None:
-    """Be the cloud whose state lies in `folder`, until killed; at the address it had before, if any."""
+    """Serve the cloud in `folder` until killed, at its previous address if there is one."""
     cloud = Cloud(folder, weather, capacity)
     address = folder / ADDRESS
     port = json.loads(address.read_text())["port"] if address.exists() else 0

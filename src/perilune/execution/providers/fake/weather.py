@@ -1,4 +1,4 @@
-"""What goes wrong in the fake cloud: by chance, seeded, or as a script says."""
+"""Fault injection for the fake cloud: random with a seed, or scripted."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from perilune.files import append_json_line
 
 
 class Fault(StrEnum):
-    """One kind of failure."""
+    """A kind of fault."""
 
-    ERROR_BEFORE = "error_before"  # 500, and nothing was done
-    ERROR_AFTER = "error_after"  # 500, and it was done
-    LOST_ANSWER = "lost_answer"  # it was done, and the connection closes without a word
-    LATE_EFFECT = "late_effect"  # 500 to a creation that happens later
-    PREEMPTED = "preempted"  # the machine is taken away, after a notice or without
-    HOST_DEATH = "host_death"  # the machine and all on it are gone at once
-    LINK_CUT = "link_cut"  # the machine lives, and cannot be reached for a while
+    ERROR_BEFORE = "error_before"  # status 500, without the effect
+    ERROR_AFTER = "error_after"  # status 500, after the effect
+    LOST_ANSWER = "lost_answer"  # the effect happens, and the connection closes without an answer
+    LATE_EFFECT = "late_effect"  # status 500, and the machine is created later
+    PREEMPTED = "preempted"  # the machine is preempted, with or without notice
+    HOST_DEATH = "host_death"  # the machine and everything on it disappear at once
+    LINK_CUT = "link_cut"  # the machine lives, but is unreachable for a while
 
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """How often things go wrong, and how the cloud behaves when they do not.
+    """The rates of faults, and the timing of the cloud.
 
     Attributes:
-        seed: of all chance here.
-        latency: most seconds that a call takes longer.
-        error_before, error_after, lost_answer: probability a call.
-        late_effect, late_seconds: probability a creation, and after how long it happens.
-        preemptions, host_deaths, link_cuts: expected number a machine and minute.
+        seed: of all random decisions.
+        latency: largest additional delay of a call, in seconds.
+        error_before, error_after, lost_answer: probability per call.
+        late_effect, late_seconds: probability per creation, and its delay.
+        preemptions, host_deaths, link_cuts: expected number per machine and minute.
         notice_seconds: between the notice of a preemption and the preemption; 0 is without notice.
-        cut_seconds: how long a link stays cut.
-        visibility_seconds: most seconds until what was done is seen in answers.
-        boot_seconds: from a creation to a machine that answers.
-        forget_seconds: after which an ended machine is not listed any more.
-        clock_skew: seconds by which the cloud's clock is wrong.
+        cut_seconds: duration of an unreachable period.
+        visibility_seconds: longest time until an effect is visible in answers.
+        boot_seconds: from a creation until the machine accepts commands.
+        forget_seconds: time after which an ended machine is no longer listed.
+        clock_skew: error of the cloud's clock, in seconds.
     """
 
     seed: int = 0
@@ -61,7 +61,7 @@ class Weather:
     clock_skew: float = 0.0
 
     def asdict(self) -> dict[str, Any]:
-        """As JSON-able fields."""
+        """The fields as JSON."""
         return asdict(self)
 
 
@@ -86,15 +86,15 @@ WEATHERS = {
 
 
 def weather(name: str, seed: int) -> Weather:
-    """The weather of that name ("calm" or "stormy")."""
+    """The named weather ("calm" or "stormy") with a seed."""
     return replace(WEATHERS[name], seed=seed)
 
 
-class Storm:
-    """Decides what goes wrong next, and writes down what did.
+class FaultInjector:
+    """Decides which faults to inject, and records them.
 
     Args:
-        journal: file that gets a line for every fault that was thrown.
+        journal: file that gets a line for every injected fault.
     """
 
     def __init__(self, weather: Weather, journal: Path) -> None:
@@ -102,35 +102,35 @@ class Storm:
         self._chance = random.Random(weather.seed)
         self._scripts: list[dict[str, Any]] = []
         self._lock = threading.Lock()
-        self.thrown: Counter[str] = Counter()
+        self.injected: Counter[str] = Counter()
 
     def script(self, call: str, fault: Fault, times: int) -> None:
-        """Throw `fault` at the next `times` calls named `call`, before any chance is asked."""
+        """Inject `fault` into the next `times` calls named `call`, before any random fault."""
         with self._lock:
             self._scripts = [one for one in self._scripts if one["call"] != call]
             self._scripts.append({"call": call, "fault": fault, "times": times})
 
-    def at_call(self, call: str, key: str) -> Fault | None:
-        """What befalls this call, or None."""
+    def fault_for(self, call: str, key: str) -> Fault | None:
+        """The fault to inject into this call, or None."""
         fault = self._scripted(call) or self._by_chance(call)
         if fault is not None:
             self.note(fault, call=call, key=key)
         return fault
 
-    def befalls(self, per_minute: float, seconds: float) -> bool:
-        """Whether something that is expected so often happens within `seconds`."""
+    def occurs(self, per_minute: float, seconds: float) -> bool:
+        """Whether an event with this rate per minute occurs within `seconds`."""
         with self._lock:
             return self._chance.random() < per_minute * seconds / 60.0
 
     def seconds(self, most: float) -> float:
-        """A random time up to `most` seconds."""
+        """A random time of at most `most` seconds."""
         with self._lock:
             return self._chance.uniform(0.0, most)
 
     def note(self, fault: Fault, **about: str) -> None:
-        """Write down that a fault was thrown."""
+        """Record an injected fault."""
         with self._lock:
-            self.thrown[fault.value] += 1
+            self.injected[fault.value] += 1
         append_json_line(self._journal, {"fault": fault.value, **about})
 
     def _scripted(self, call: str) -> Fault | None:

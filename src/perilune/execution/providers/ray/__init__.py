@@ -1,6 +1,6 @@
-"""A Ray cluster as a provider of machines: each is an actor that one Ray Job of ours holds.
+"""A Ray cluster as a provider: each machine is an actor, held by a Ray Job of Perilune.
 
-`client` is the provider, `jobs` Ray's HTTP interface, `host` the way to a machine, and what lies in `cluster`
-travels there with every job. Nothing of Ray is imported here, so that neither Ray nor its version matters on
-this machine, and nothing that comes from a cluster is ever unpickled.
+`client` is the provider, `jobs` Ray's HTTP API, `host` runs commands on a machine, and `cluster` is sent to
+the cluster with every job. Ray is never imported on this machine, so its version does not matter here, and
+data from a cluster is never unpickled.
 """

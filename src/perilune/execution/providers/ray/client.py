@@ -1,7 +1,7 @@
-"""Provider `ray`: a Ray cluster, of which each job of ours holds the machines of one attempt.
+"""Provider `ray`: each job on a Ray cluster holds the machines of one attempt.
 
-A cluster whose head is restarted has forgotten its jobs, and all that they ran has ended then: a job that is
-not listed is absent, and so are its machines.
+A restarted head node has forgotten its jobs, and everything they ran has ended. So a job that is not listed
+is absent, and so are its machines.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from perilune.execution.providers.ray.host import RayHost
 from perilune.execution.providers.ray.jobs import PACKAGE, Job, Jobs
 from perilune.execution.providers.ray.ray_settings import RaySettings
 
-READY = "perilune-ready "  # begins the line in which a job tells of its machines
+READY = "perilune-ready "  # prefix of the line in which a job describes its machines
 MOST = 4096  # machines of one attempt
-REMEMBERED = 24 * 3600.0  # seconds for which Ray is to remember jobs of ours that have ended
+REMEMBERED = 24 * 3600.0  # seconds for which Ray keeps ended jobs of Perilune
 NOT_FOUND = {126, 127}  # exit codes of a shell
 REASONS = {"STOPPED": "terminated", "SUCCEEDED": "lifetime"}
 
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """What a job has said of its machines: where each is, and what lets commands in.
+    """The addresses of a job's machines, and the token for commands on them.
 
     Attributes:
-        started: of the job; after the head was restarted another may have its name.
+        started: start of the job; after a restart of the head, another job may have its name.
     """
 
     started: float | None
@@ -52,12 +52,10 @@ class _Ready:
 
 
 class RayCluster:
-    """The machines that a Ray cluster makes room for."""
+    """The machines on a Ray cluster."""
 
     name = "ray"
-    capabilities = Capabilities(
-        ends_by_itself=True, announces=False, visibility_seconds=0.0, keeps_files=True
-    )
+    capabilities = Capabilities(visibility_seconds=0.0, keeps_files=True)
 
     def __init__(self, settings: RaySettings) -> None:
         self.settings = settings
@@ -65,11 +63,11 @@ class RayCluster:
         self._ready: dict[str, _Ready] = {}
 
     def offers(self) -> Sequence[Offer]:
-        """What is configured; whether there is room for it now, Ray tells by keeping a job waiting."""
+        """The configured kinds. If the cluster is full, Ray keeps a job pending."""
         return [Offer(name, kind.price, None) for name, kind in self.settings.kinds.items()]
 
     def find(self, key: str) -> Sighting:
-        """Look for one machine."""
+        """As `Provider.find`."""
         try:
             job = self.jobs.find(_job_of(key)[0])
             found = [] if job is None else [one for one in self._machines(job) if one.key == key]
@@ -78,7 +76,7 @@ class RayCluster:
         return Sighting(Presence.PRESENT, found[0]) if found else Sighting(Presence.ABSENT)
 
     def create(self, key: str, request: MachineRequest) -> RentedMachine:
-        """Submit the job that holds the machines of all ranks, or find the one that is there."""
+        """Submit the job that holds the machines of all ranks, or find the existing one."""
         name, rank = _job_of(key)
         if request.kind not in self.settings.kinds:
             known = ", ".join(self.settings.kinds)
@@ -89,45 +87,45 @@ class RayCluster:
             try:
                 self.jobs.submit(name, self._entrypoint(name, request), self._metadata(request))
             except PeriluneError:
-                if self.jobs.find(name) is None:  # else another was quicker, or the answer was lost
+                if self.jobs.find(name) is None:  # otherwise only the answer was lost
                     raise
             job = Job(name, "PENDING", "", None, None, None, self._metadata(request))
         return self._machines(job)[rank]
 
     def list(self, tag: str) -> Sequence[RentedMachine]:
-        """Every machine whose key begins with `tag`."""
+        """As `Provider.list`."""
         ours = (job for job in self.jobs.all() if MachineKey.parse(f"{job.name}-0") is not None)
         asked = (job for job in ours if job.name.startswith(tag) or tag.startswith(job.name))
         return [one for job in asked for one in self._machines(job) if one.key.startswith(tag)]
 
     def terminate(self, key: str) -> None:
-        """End the machine called `key`, and with it those of all other ranks."""
+        """Terminate the machine with this key, together with those of all other ranks."""
         self.jobs.stop(_job_of(key)[0])
 
     def host(self, machine: RentedMachine) -> Host:
-        """How commands are run on it.
+        """As `Provider.host`.
 
         Raises:
-            HostUnreachableError: its job has not said yet how.
+            HostUnreachableError: its job has not described its machines yet.
         """
         name, _ = _job_of(machine.key)
         if name not in self._ready:
-            self.find(machine.key)  # asks the job, and never raises
+            self.find(machine.key)  # reads the job's log, and never raises
         ready = self._ready.get(name)
         if ready is None:
             raise HostUnreachableError("it is not ready", where=f"ray:{machine.key}")
         return RayHost(self.settings.gateway, machine.key, ready.token)
 
     def _machines(self, job: Job) -> Sequence[RentedMachine]:
-        """One a rank."""
-        ready = self._told(job) if job.status == "RUNNING" else None
+        """The machines of a job, one per rank."""
+        ready = self._readiness(job) if job.status == "RUNNING" else None
         status = MachineStatus.PENDING if job.status in {"PENDING", "RUNNING"} else MachineStatus.ENDED
         began, ended = job.started, job.ended
         addresses = dict(enumerate(ready.addresses)) if ready is not None else {}
         try:
             nodes = min(int(job.metadata.get("perilune.nodes", 1)), MOST)
             price = float(job.metadata.get("perilune.price", 0.0))
-        except ValueError:  # not as we wrote it
+        except ValueError:  # not the metadata that `_metadata` wrote
             nodes, price = 1, 0.0
         return [
             RentedMachine(
@@ -143,29 +141,29 @@ class RayCluster:
             for rank in range(nodes)
         ]
 
-    def _told(self, job: Job) -> _Ready | None:
-        """What the job has said of its machines, which it says once."""
+    def _readiness(self, job: Job) -> _Ready | None:
+        """The machines that the job described in its log, which it does once."""
         known = self._ready.get(job.name)
         if known is not None and known.started == job.started:
             return known
         lines = self.jobs.log(job.name).splitlines()
-        said = [line.removeprefix(READY) for line in lines if line.startswith(READY)]
+        ready = [line.removeprefix(READY) for line in lines if line.startswith(READY)]
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            told = json.loads(said[0]) if said else {}
-            addresses = [str(one) for one in told["addresses"]]
-            self._ready[job.name] = _Ready(job.started, addresses, str(told["token"]))
+            document = json.loads(ready[0]) if ready else {}
+            addresses = [str(one) for one in document["addresses"]]
+            self._ready[job.name] = _Ready(job.started, addresses, str(document["token"]))
             return self._ready[job.name]
         return None
 
     def _reason(self, job: Job) -> str:
-        """Why a job has ended, as a provider says it."""
-        said = (job.message.strip().splitlines() or [""])[-1].removeprefix("host failure: ")
+        """Why a job has ended, in the terms of `RentedMachine.reason`."""
+        message = (job.message.strip().splitlines() or [""])[-1].removeprefix("host failure: ")
         if job.exit_code in NOT_FOUND:
-            said = f"there is no {self.settings.python} on the head node"
-        return REASONS.get(job.status) or f"host failure: {said[:200]}"
+            message = f"there is no {self.settings.python} on the head node"
+        return REASONS.get(job.status) or f"host failure: {message[:200]}"
 
     def _entrypoint(self, name: str, request: MachineRequest) -> str:
-        """The command of a job; Ray gives it to a shell, so every argument is quoted."""
+        """The command of a job, quoted because Ray passes it to a shell."""
         options = {
             "--name": name,
             "--nodes": str(request.nodes),
@@ -181,11 +179,11 @@ class RayCluster:
 
     def _metadata(self, request: MachineRequest) -> Mapping[str, str]:
         price = self.settings.kinds[request.kind].price
-        told = {"kind": request.kind, "nodes": request.nodes, "price": price}
-        return {f"perilune.{name}": str(value) for name, value in told.items()}
+        fields = {"kind": request.kind, "nodes": request.nodes, "price": price}
+        return {f"perilune.{name}": str(value) for name, value in fields.items()}
 
     def _forget_old_jobs(self, name: str) -> None:
-        """So that Ray's list does not grow for ever."""
+        """Delete old jobs, so that Ray's list does not grow forever."""
         key = MachineKey.parse(f"{name}-0")
         if key is not None:
             for job in self.jobs.all():
@@ -198,9 +196,9 @@ def _job_of(key: str) -> tuple[str, int]:
     """Name of the job that holds a machine, and the machine's rank.
 
     Raises:
-        ProviderRefusedError: it is no key of ours.
+        ProviderRefusedError: the key is not one of Perilune's.
     """
     if MachineKey.parse(key) is None:
-        raise ProviderRefusedError(f"'{key}' is no name of a machine")
+        raise ProviderRefusedError(f"'{key}' is not the key of a machine")
     name, _, rank = key.rpartition("-")
     return name, int(rank)

@@ -1,4 +1,4 @@
-"""A machine on a Ray cluster, by way of the gateway that one of our jobs serves on the head node."""
+"""A machine on a Ray cluster as a host, through the gateway that one of our jobs serves on the head node."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ CONNECT_SECONDS = 10.0
 
 
 class RayHost:
-    """The machine called `machine`.
+    """The machine named `machine`.
 
     Args:
         gateway: HOST:PORT.
-        token: the machine's.
+        token: of the machine.
     """
 
     def __init__(self, gateway: str, machine: str, token: str) -> None:
@@ -45,10 +45,10 @@ class RayHost:
                 wire.makefile("rb") as answers,
             ):
                 try:
-                    nonce = self._greeted(wire, answers)
+                    nonce = self._authenticate(wire, answers)
                     wire.settimeout(None)
                     shown = proof(self._token, "command", nonce, *command)
-                    _say(wire, {"command": list(command), "nonce": nonce, "proof": shown})
+                    _send(wire, {"command": list(command), "nonce": nonce, "proof": shown})
                     return converse(wire, answers, source, sink)
                 except BrokenConnectionError as error:
                     why = f"no end within {timeout:g} s" if late.is_set() else str(error)
@@ -58,33 +58,34 @@ class RayHost:
         except (OSError, ValueError) as error:
             raise self._unreachable(str(error) or type(error).__name__) from None
 
-    def _greeted(self, wire: socket.socket, answers: BinaryIO) -> str:
-        """Have the machine show that it is the one that is meant, before it is told anything.
+    def _authenticate(self, wire: socket.socket, answers: BinaryIO) -> str:
+        """Make the machine prove its identity before it gets a command.
 
         Returns:
-            What the request that follows is to be proven with.
+            The nonce for the proof of the request that follows.
 
         Raises:
-            HostRefusedError: something else answers.
-            BrokenConnectionError: nothing does.
+            HostRefusedError: another service answers.
+            BrokenConnectionError: there is no answer.
         """
         nonce = secrets.token_hex(16)
-        _say(wire, {"machine": self.machine, "nonce": nonce})
-        kind, said = read_frame(answers) or (Kind.ERRORS, b"the connection broke")
+        _send(wire, {"machine": self.machine, "nonce": nonce})
+        kind, data = read_frame(answers) or (Kind.ERRORS, b"the connection broke")
         if kind is Kind.ERRORS:
-            raise BrokenConnectionError(said.decode(errors="replace").strip())
-        told = json.loads(said) if kind is Kind.HELLO else {}
-        if not hmac.compare_digest(str(told.get("proof")), proof(self._token, "machine", nonce)):
+            raise BrokenConnectionError(data.decode(errors="replace").strip())
+        hello = json.loads(data) if kind is Kind.HELLO else {}
+        if not hmac.compare_digest(str(hello.get("proof")), proof(self._token, "machine", nonce)):
             raise HostRefusedError(
-                f"what answers at {self.gateway} is not this machine",
+                f"the service at {self.gateway} is not this machine's gateway",
                 where=self.name,
-                remedy="see who listens on that port of the head node; `gateway` and `listen` choose another",
+                remedy="check which service listens on that port of the head node, or set other ports in"
+                " `gateway` and `listen`",
             )
-        return str(told["nonce"])
+        return str(hello["nonce"])
 
     def _unreachable(self, why: str) -> HostUnreachableError:
         return HostUnreachableError(f"cannot be reached through {self.gateway}: {why}", where=self.name)
 
 
-def _say(wire: socket.socket, what: dict[str, Any]) -> None:
-    wire.sendall(json.dumps(what).encode() + b"\n")
+def _send(wire: socket.socket, document: dict[str, Any]) -> None:
+    wire.sendall(json.dumps(document).encode() + b"\n")

@@ -1,6 +1,6 @@
-"""Ray's HTTP interface, as far as jobs go.
+"""Ray's HTTP API for jobs.
 
-Redirects are not followed: the cluster's token is for the cluster alone.
+Redirects are not followed, because the cluster's token is only for the cluster.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from perilune.bundle.secret_sources import require_secret
 from perilune.execution.providers.protocol import ProviderRefusedError, ProviderUnreachableError
 
 CALL_SECONDS = 20.0
-LARGEST = 64 << 20  # bytes of an answer
-CLUSTER = "perilune.execution.providers.ray.cluster"  # what travels there,
-PACKAGE = "perilune_ray"  # and what it is called there
+LARGEST = 64 << 20  # largest answer in bytes
+CLUSTER = "perilune.execution.providers.ray.cluster"  # the package that is sent to the cluster,
+PACKAGE = "perilune_ray"  # and its name there
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job as Ray tells of it.
+    """A job as described by Ray.
 
     Attributes:
         name: its submission id.
         status: PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED.
-        message: why.
-        exit_code: of its entrypoint; None when it has none.
-        started, ended: seconds, by the cluster's clock; None when it has not.
-        metadata: as it was submitted with.
+        message: reason of the status.
+        exit_code: of its entrypoint; None if it has none.
+        started, ended: seconds by the cluster's clock, or None.
+        metadata: of its submission.
     """
 
     name: str
@@ -48,48 +48,48 @@ class Job:
     metadata: Mapping[str, str]
 
     @classmethod
-    def parse(cls, told: Mapping[str, Any]) -> Job:
-        """Read what Ray said."""
-        times = {field: told.get(field) for field in ("start_time", "end_time")}
-        started, ended = (None if not time else float(time) / 1000.0 for time in times.values())
+    def parse(cls, fields: Mapping[str, Any]) -> Job:
+        """Read Ray's description."""
+        times = (fields.get("start_time"), fields.get("end_time"))
+        started, ended = (None if not time else float(time) / 1000.0 for time in times)
         return cls(
-            str(told["submission_id"]),
-            str(told["status"]),
-            str(told.get("message") or ""),
-            told.get("driver_exit_code"),
+            str(fields["submission_id"]),
+            str(fields["status"]),
+            str(fields.get("message") or ""),
+            fields.get("driver_exit_code"),
             started,
             ended,
-            {str(name): str(value) for name, value in (told.get("metadata") or {}).items()},
+            {str(name): str(value) for name, value in (fields.get("metadata") or {}).items()},
         )
 
 
 class Jobs:
-    """The jobs of one cluster. Every method may raise ProviderUnreachableError, and nothing is known then.
+    """The jobs of one cluster. Every method may raise ProviderUnreachableError.
 
     Args:
         dashboard: address of Ray's dashboard.
-        token: secret that holds the cluster's own token; None where it wants none.
+        token: name of the secret with the cluster's token; None if it needs none.
     """
 
     def __init__(self, dashboard: str, token: str | None = None) -> None:
         self.dashboard, self.token = dashboard.rstrip("/"), token
 
     def all(self) -> Sequence[Job]:
-        """Jobs that were submitted as jobs; there are other drivers too."""
+        """Submitted jobs, without other drivers."""
         return [Job.parse(one) for one in self._json("GET", "/api/jobs/") if one.get("submission_id")]
 
     def find(self, name: str) -> Job | None:
-        """The job called so."""
+        """The job with this name, or None."""
         status, answer = self._call("GET", f"/api/jobs/{quote(name)}")
         if status == 404:
             return None
         return Job.parse(self._parsed(status, answer, "GET"))
 
     def submit(self, name: str, entrypoint: str, metadata: Mapping[str, str]) -> None:
-        """Submit a job that finds the package `PACKAGE`.
+        """Submit a job that can import the package `PACKAGE`.
 
         Raises:
-            ProviderRefusedError: it is not accepted.
+            ProviderRefusedError: Ray rejects it.
         """
         archive = package()
         uri = f"_ray_pkg_{hashlib.sha256(archive).hexdigest()[:32]}.zip"
@@ -103,18 +103,18 @@ class Jobs:
         self._json("POST", "/api/jobs/", request)
 
     def log(self, name: str) -> str:
-        """What a job has printed; "" when it is gone, or has not begun."""
+        """The output of a job; "" if it is gone or has not started."""
         status, answer = self._call("GET", f"/api/jobs/{quote(name)}/logs")
         return "" if status in {400, 404} else str(self._parsed(status, answer, "GET").get("logs") or "")
 
     def stop(self, name: str) -> None:
-        """Ask a job to end; that there is none is fine."""
+        """Ask a job to end, if it exists."""
         status, answer = self._call("POST", f"/api/jobs/{quote(name)}/stop")
         if status != 404:
             self._parsed(status, answer, "POST")
 
     def forget(self, name: str) -> None:
-        """Let Ray forget a job that has ended."""
+        """Delete a job that has ended from Ray's list."""
         self._call("DELETE", f"/api/jobs/{quote(name)}")
 
     def _json(self, method: str, path: str, body: Any = None) -> Any:
@@ -127,8 +127,8 @@ class Jobs:
             self._parsed(status, answer, method)
 
     def _call(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-        """One HTTP call; its status and what it answered."""
-        headers = {"Content-Type": "application/json", "User-Agent": "perilune"}  # Ray looks at both
+        """One HTTP call; returns status and body."""
+        headers = {"Content-Type": "application/json", "User-Agent": "perilune"}  # Ray checks both
         if self.token is not None:
             headers["Authorization"] = f"Bearer {require_secret(self.token, self.dashboard)}"
         url = urlsplit(self.dashboard)
@@ -147,21 +147,21 @@ class Jobs:
 
     def _parsed(self, status: int, answer: bytes, method: str) -> Any:
         if status in {401, 403}:
-            remedy = "name the secret with its token in providers.yaml, as token"
-            raise ProviderRefusedError("the Ray cluster lets nobody in", where=self.dashboard, remedy=remedy)
+            remedy = "set `token` in providers.yaml to the name of the secret with the cluster's token"
+            raise ProviderRefusedError("the Ray cluster refuses access", where=self.dashboard, remedy=remedy)
         if status != 200:
-            said = (answer.decode(errors="replace").strip().splitlines() or [""])[-1][:300]
+            message = (answer.decode(errors="replace").strip().splitlines() or [""])[-1][:300]
             kind = ProviderRefusedError if 400 <= status < 500 else ProviderUnreachableError
-            raise kind(f"Ray answered {method} with {status}: {said}", where=self.dashboard)
+            raise kind(f"Ray answered {method} with {status}: {message}", where=self.dashboard)
         try:
             return json.loads(answer)
         except ValueError:
-            raise ProviderUnreachableError("what answers is no Ray dashboard", where=self.dashboard) from None
+            raise ProviderUnreachableError("this is not a Ray dashboard", where=self.dashboard) from None
 
 
 @cache
 def package() -> bytes:
-    """What travels to the cluster, as a zip archive that is the same every time."""
+    """The package for the cluster as a zip archive, identical every time."""
     found = [*files(CLUSTER).iterdir(), files("perilune.execution.providers") / "frames.py"]
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as out:

@@ -1,5 +1,5 @@
-"""Real clouds, by SkyPilot: what it can rent, this can.
+"""Real clouds through SkyPilot.
 
-`settings` is what providers.yaml says; `client` the provider that the control plane talks to; `connection` a
-process of the interpreter that has SkyPilot; `bridge` what runs there, the only file that imports it.
+`skypilot_settings` is its section of providers.yaml; `client` the provider; `connection` a process of the
+interpreter that has SkyPilot; `bridge` the script in that process, the only file that imports SkyPilot.
 """

@@ -1,11 +1,12 @@
-"""What runs in the interpreter that has SkyPilot: answers questions about clusters, by its Python API.
+"""A script for the interpreter that has SkyPilot: answers questions about clusters with its Python API.
 
-A script, with the standard library and `sky` alone. A line of JSON on stdin asks, `{"call": name, ...}`; one
-on stdout answers, `{"answer": ...}` or `{"error": {"kind": ..., "said": ...}}`. Kinds of errors: "refused"
-(nothing was made, asking again is vain), "capacity" (nothing was made), "unknown" (nothing is known).
+It uses only the standard library and `sky`. A question is a line of JSON on stdin, `{"call": name, ...}`; the
+answer is a line on stdout, `{"answer": ...}` or `{"error": {"kind": ..., "message": ...}}`. Kinds of errors:
+"refused" (nothing was created, and a retry is useless), "capacity" (nothing was created), "unknown" (the
+effect is unknown).
 
-SkyPilot's calls go to its API server, which it starts as a process of its own when there is none, and which
-carries them out as *requests*: a call is done when its request is.
+SkyPilot's calls go to its API server, which it starts if necessary and which executes them as *requests*. A
+call is complete when its request is.
 """
 
 from __future__ import annotations
@@ -19,55 +20,55 @@ import time
 from typing import Any
 
 REFUSALS = {
-    "APINotSupportedError", "APIVersionMismatchError", "ApiServerAuthenticationError",
-    "CloudUserIdentityError", "ClusterOwnerIdentityMismatchError", "InvalidCloudConfigs",
-    "InvalidCloudCredentials", "InvalidClusterNameError", "InvalidSkyPilotConfigError", "NoCloudAccessError",
-    "NoWorkspaceAccessError", "NotSupportedError", "PermissionDeniedError", "ProvisionPrechecksError",
-    "ResourcesMismatchError", "TypeError", "UserRequestRejectedByPolicy", "ValueError",
-}  # fmt: skip
+    *("APINotSupportedError", "APIVersionMismatchError", "ApiServerAuthenticationError"),
+    *("CloudUserIdentityError", "ClusterOwnerIdentityMismatchError", "InvalidCloudConfigs"),
+    *("InvalidCloudCredentials", "InvalidClusterNameError", "InvalidSkyPilotConfigError"),
+    *("NoCloudAccessError", "NoWorkspaceAccessError", "NotSupportedError", "PermissionDeniedError"),
+    *("ProvisionPrechecksError", "ResourcesMismatchError", "TypeError", "UserRequestRejectedByPolicy"),
+    "ValueError",
+}
 ACTIVE = {"PENDING", "WAITING", "RUNNING"}
 POLL_SECONDS = 0.2
-LOCAL_CLOUDS = {"kubernetes", "k8s", "ssh", "slurm"}  # they have no catalog of prices
+LOCAL_CLOUDS = {"kubernetes", "k8s", "ssh", "slurm"}  # without a catalog of prices
 
 
-class ToldError(Exception):
-    """An answer that is an error."""
+class AnswerError(Exception):
+    """An error to send as the answer."""
 
-    def __init__(self, kind: str, said: str) -> None:
-        super().__init__(said)
-        self.kind, self.said = kind, said
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind, self.message = kind, message
 
 
-def told(error: BaseException) -> ToldError:
-    """What an error of a launch means for whoever asked."""
-    if isinstance(error, ToldError):
+def classified(error: BaseException) -> AnswerError:
+    """The answer for an error of a launch."""
+    if isinstance(error, AnswerError):
         return error
     name = type(error).__name__
     if name == "ResourcesUnavailableError":
-        tried = bool(getattr(error, "failover_history", None))  # else nothing of the kind is on offer at all
-        return ToldError("capacity" if tried else "refused", text(error))
-    return ToldError("refused" if name in REFUSALS else "unknown", text(error))
+        tried = bool(getattr(error, "failover_history", None))  # otherwise no cloud offers that kind
+        return AnswerError("capacity" if tried else "refused", text(error))
+    return AnswerError("refused" if name in REFUSALS else "unknown", text(error))
 
 
 def text(error: BaseException) -> str:
-    """An error's words without colours, on one line."""
+    """The message of an error on one line, without colours."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     return f"{type(error).__name__}: {' '.join(plain.split())}"[:2000]
 
 
 class Clusters:
-    """Clusters of SkyPilot's."""
+    """The clusters of SkyPilot."""
 
     def __init__(self, sky: Any) -> None:
         self.sky = sky
-        self._written: set[str] = set()  # clusters whose ssh configuration was asked for
-        self._told: set[str] = set()  # requests whose failure was told
+        self._written: set[str] = set()  # clusters whose ssh configuration was requested
+        self._reported: set[str] = set()  # requests whose failure was reported
 
     def look(self, prefix: str) -> list[dict[str, Any]]:
-        """Clusters whose names begin with `prefix`, and those that are still to be begun, as the clouds say.
+        """Clusters whose names begin with `prefix`, including pending launches, as the clouds report them.
 
-        SkyPilot answers from its record where it cannot ask a cloud. When the record of a cluster was not
-        renewed, `unseen` says so.
+        If SkyPilot cannot ask a cloud, it answers from its own record, and `unseen` says so.
         """
         launching = self._launching(prefix)
         before = {
@@ -90,9 +91,9 @@ class Clusters:
         return list(found.values())
 
     def create(self, cluster: str, task: dict[str, Any], patience: float) -> None:
-        """See to it that a launch of a cluster is under way or done; at most `patience` seconds of waiting.
+        """Ensure that a cluster is launched or being launched; waits at most `patience` seconds.
 
-        How the last one failed is told before there is another; after a refusal there is none.
+        The failure of the last launch is reported before another is tried; a refusal is final.
         """
         if self._is_known(cluster):
             return
@@ -100,19 +101,19 @@ class Clusters:
         if any(one.status in ACTIVE for one in launches):
             return
         if launches and launches[0].status == "FAILED":
-            self._tell(launches[0].request_id)
+            self._report(launches[0].request_id)
         request = self.sky.launch(self.task(task), cluster_name=cluster, retry_until_up=False)
         until = time.monotonic() + patience
         while (active := self._is_active(cluster, request)) and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
         if not active:
-            self._tell(request)
+            self._report(request)
 
     def end(self, cluster: str) -> None:
-        """See to it that a cluster is being taken down, and that no launch of it is left.
+        """Ensure that a cluster is being taken down and that no launch of it is pending.
 
         Raises:
-            ToldError: the last try failed; another was begun.
+            AnswerError: the last try failed; another was started.
         """
         requests = self._requests(cluster)
         launching = [one.request_id for one in requests if one.name == "sky.launch" and one.status in ACTIVE]
@@ -129,30 +130,30 @@ class Clusters:
                 self.sky.get(downs[0].request_id)
             except Exception as error:
                 if type(error).__name__ != "ClusterDoesNotExist":
-                    raise ToldError("unknown", text(error)) from None
+                    raise AnswerError("unknown", text(error)) from None
 
     def check(self, task: dict[str, Any]) -> dict[str, Any]:
-        """What is wrong with a task, as far as can be said without asking a cloud, or what it is."""
+        """Validate a task without asking a cloud; returns the problem or the task's configuration."""
         try:
             made = self.task(task)
             made.validate()
             for one in made.resources:
                 if self._with_accelerators(one) == []:
                     raise ValueError(f"{one.cloud} has no machine with {one.accelerators} there")
-        except OSError as error:  # the catalogs of prices and kinds come from the network
-            return {"unchecked": f"SkyPilot's catalog cannot be had: {text(error)[:300]}"}
+        except OSError as error:  # the catalogs are downloaded
+            return {"unchecked": f"SkyPilot's catalog is unavailable: {text(error)[:300]}"}
         except Exception as error:
             return {"problem": text(error)}
         return {"task": made.to_yaml_config()}
 
     def price(self, task: dict[str, Any]) -> float | None:
-        """The highest price per hour of what the task may get, by the catalog; None if it does not say."""
+        """The highest price per hour of a task's resources in the catalog; None if it has no price."""
         prices = [self._price(one) for one in self.task(task).resources]
         known = [price for price in prices if price is not None]
         return max(known) if known and len(known) == len(prices) else None
 
     def task(self, task: dict[str, Any]) -> Any:
-        """The task, which runs nothing: the machine is what is wanted of it."""
+        """The task, which runs nothing, because only its machine is needed."""
         wanted = dict(task["resources"])
         if task.get("price") is not None and hasattr(self.sky.Resources, "max_hourly_cost"):
             wanted["max_hourly_cost"] = task["price"]
@@ -176,20 +177,23 @@ class Clusters:
             )
         found = self._with_accelerators(wanted)
         if found is None or not all(isinstance(one.instance_type, str) for one in found):
-            return None  # of some the catalog has the accelerator's price alone
+            return None  # the catalog has only the price of the accelerator
         return highest(one.spot_price if wanted.use_spot else one.price for one in found)
 
     def _with_accelerators(self, wanted: Any) -> Any:
-        """Machines of the catalog that have the accelerators that are wanted; None when no cloud is named."""
+        """Machines of the catalog with the requested accelerators; None if no cloud is given."""
         if not wanted.accelerators or wanted.cloud is None or str(wanted.cloud).lower() in LOCAL_CLOUDS:
             return None
         from sky import catalog
 
         ((name, count),) = wanted.accelerators.items()
         kinds = catalog.list_accelerators(
-            gpus_only=False, name_filter=f"^{re.escape(name)}$", quantity_filter=count,
-            clouds=str(wanted.cloud).lower(), all_regions=True,
-        )  # fmt: skip
+            gpus_only=False,
+            name_filter=f"^{re.escape(name)}$",
+            quantity_filter=count,
+            clouds=str(wanted.cloud).lower(),
+            all_regions=True,
+        )
         return [one for found in kinds.values() for one in found if wanted.region in {None, one.region}]
 
     def _described(self, one: Any) -> dict[str, Any]:
@@ -220,30 +224,30 @@ class Clusters:
         return any(one.status in ACTIVE for one in found if one.request_id == request)
 
     def _requests(self, cluster: str) -> list[Any]:
-        """Requests about a cluster, the newest first."""
+        """Requests for a cluster, the newest first."""
         found = self.sky.api_status(all_status=True, cluster_name=cluster)
         mine = [one for one in found if one.cluster_name == cluster]
         return sorted(mine, key=lambda one: one.created_at, reverse=True)
 
     def _launching(self, prefix: str) -> dict[str, float]:
-        """Clusters of which a launch is under way, and since when."""
+        """Clusters with a pending launch, and its time."""
         return {
             one.cluster_name: one.created_at
             for one in self.sky.api_status()
             if one.name == "sky.launch" and (one.cluster_name or "").startswith(prefix)
         }
 
-    def _tell(self, request: str) -> None:
-        """Raise what a request failed of: a refusal always, anything else once."""
+    def _report(self, request: str) -> None:
+        """Raise the error of a failed request: a refusal always, any other error once."""
         try:
             self.sky.get(request)
         except Exception as error:
-            if request not in self._told or told(error).kind == "refused":
-                self._told.add(request)
+            if request not in self._reported or classified(error).kind == "refused":
+                self._reported.add(request)
                 raise
 
     def _write_ssh_config(self, cluster: str, path: str) -> None:
-        """As `sky status CLUSTER` does besides: nobody else does where the API server is elsewhere."""
+        """Write the ssh configuration as `sky status CLUSTER` does, which the API server may not do here."""
         import subprocess
 
         if cluster not in self._written and not os.path.exists(path):  # noqa: PTH110
@@ -253,12 +257,12 @@ class Clusters:
 
 
 def highest(prices: Any) -> float | None:
-    """The highest of some prices, of which the catalog leaves some blank."""
+    """The highest of some prices; the catalog leaves some blank."""
     return max((price for price in prices if price is not None and not math.isnan(price)), default=None)
 
 
 def hourly(resources: Any) -> float | None:
-    """What one machine costs per hour, where SkyPilot can say."""
+    """The price of one machine per hour, if SkyPilot knows it."""
     try:
         return float(resources.get_cost(3600))
     except Exception:
@@ -266,7 +270,7 @@ def hourly(resources: Any) -> float | None:
 
 
 def ssh_config(cluster: str) -> str:
-    """The file in which SkyPilot tells ssh how to get to a cluster's machines."""
+    """The path of SkyPilot's ssh configuration for a cluster."""
     from sky.utils.cluster_utils import SSHConfigHelper
 
     path: str = SSHConfigHelper.ssh_cluster_path.format(cluster)
@@ -274,7 +278,7 @@ def ssh_config(cluster: str) -> str:
 
 
 def kind_of(creation: str) -> str:
-    """The name of the task that made a cluster, which is the kind of its machines."""
+    """The name of the task that created a cluster, which is the kind of its machines."""
     match = re.search(r"^name: *['\"]?([\w-]+)", creation, re.MULTILINE)
     return match[1] if match else ""
 
@@ -285,20 +289,20 @@ def answer(clusters: Clusters, question: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"answer": getattr(clusters, call)(**question)}
     except Exception as error:
-        said = told(error) if call in {"create", "price"} else ToldError("unknown", text(error))
-        return {"error": {"kind": said.kind, "said": said.said}}
+        failure = classified(error) if call in {"create", "price"} else AnswerError("unknown", text(error))
+        return {"error": {"kind": failure.kind, "message": failure.message}}
 
 
 def main() -> None:
-    """Answer, line by line, until nobody asks any more."""
+    """Answer questions, line by line, until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # SkyPilot prints
+    os.dup2(2, 1)  # SkyPilot prints to stdout
     os.environ.setdefault("SKYPILOT_DISABLE_USAGE_COLLECTION", "1")
     sys.path[:] = [entry for entry in sys.path if entry != os.path.dirname(__file__)]  # noqa: PTH120
     try:
         import sky
     except ImportError as error:
-        print(json.dumps({"error": {"kind": "absent", "said": text(error)}}), file=answers, flush=True)
+        print(json.dumps({"error": {"kind": "absent", "message": text(error)}}), file=answers, flush=True)
         return
     print(json.dumps({"answer": sky.__version__}), file=answers, flush=True)
     clusters = Clusters(sky)

@@ -1,4 +1,4 @@
-"""Provider `skypilot`: clusters of SkyPilot's as rented machines, one cluster for each attempt."""
+"""Provider `skypilot`: SkyPilot clusters as rented machines, one cluster per attempt."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from perilune.execution.providers.skypilot.clusters import Clusters, cluster_of,
 from perilune.execution.providers.skypilot.connection import Bridge
 from perilune.execution.providers.skypilot.skypilot_settings import SkyPilotSettings
 
-PATIENCE = 5.0  # seconds for which a launch may fail at once; a slower failure is told at the next request
+PATIENCE = (
+    5.0  # seconds to wait for an immediate failure of a launch; a later one is reported at the next request
+)
 
 
 class SkyPilot:
-    """Machines of the clouds that SkyPilot knows.
+    """Machines of the clouds that SkyPilot supports.
 
-    A cluster's name is the key of its head. SkyPilot keeps a record of all clusters that it has made, so they
-    are found by whoever has forgotten everything, though not when that record (~/.sky) is lost too.
+    A cluster has the key of its head node as its name. SkyPilot keeps a record of its clusters (~/.sky), so
+    they can be found without Perilune's record, unless SkyPilot's is lost too.
 
     Args:
-        folder: where host keys are kept.
+        folder: for files with host keys.
     """
 
     name = "skypilot"
 
     def __init__(self, settings: SkyPilotSettings, folder: Path) -> None:
         self.settings, self.folder = settings, folder
-        self.capabilities = Capabilities(
-            ends_by_itself=True, announces=False, visibility_seconds=settings.visibility_seconds
-        )
+        self.capabilities = Capabilities(visibility_seconds=settings.visibility_seconds)
         self._bridge = Bridge(settings.python)
         self._clusters = Clusters(settings.kinds)
         self._looks: dict[str, Look] = {}
@@ -58,39 +58,37 @@ class SkyPilot:
         self._bridge.close()
 
     def offers(self) -> Sequence[Offer]:
-        """The kinds in providers.yaml; what SkyPilot's catalog knows no price of is none."""
+        """The kinds in providers.yaml. Raises ProviderRefusedError for a kind without a price."""
         kinds = self.settings.kinds.items()
         return [Offer(name, self._price(name), None, kind.preemptible) for name, kind in kinds]
 
     def problem(self, kind: str) -> str:
-        """What is wrong with a kind, as far as it can be said without renting one; "" when nothing is."""
+        """What is wrong with a kind, as far as that can be checked without renting; "" if nothing."""
         if kind not in self.settings.kinds:
             return f"no kind '{kind}'; there is {', '.join(self.settings.kinds)}"
         return str(self._bridge.ask("check", task=self._task(kind, 1, minutes=60)).get("problem", ""))
 
     def find(self, key: str) -> Sighting:
-        """Look for one machine, now."""
+        """As `Provider.find`; asks the clouds now."""
         try:
             found = self._look(cluster_of(key)).get(key)
         except PeriluneError as error:
             return Sighting(Presence.UNKNOWN, why=str(error))
         if found is None:
             return Sighting(Presence.ABSENT)
-        return (
-            Sighting(Presence.UNKNOWN, why=found.unseen)
-            if found.unseen
-            else Sighting(Presence.PRESENT, found)
-        )
+        if found.unseen:
+            return Sighting(Presence.UNKNOWN, why=found.unseen)
+        return Sighting(Presence.PRESENT, found)
 
     def create(self, key: str, request: MachineRequest) -> RentedMachine:
-        """Have the cluster launched that `key` is in, which takes minutes and is not waited for."""
+        """Launch the cluster of this key, without waiting the minutes that it takes."""
         if request.kind not in self.settings.kinds:
             raise ProviderRefusedError(f"no kind '{request.kind}'", where="providers.yaml")
         cluster = cluster_of(key)
         minutes = max(1, int(request.lifetime_seconds // 60))
         price = self._price(request.kind)
         task = self._task(request.kind, request.nodes, minutes=minutes, price=price)
-        self._clusters.wanted(cluster, request)
+        self._clusters.note_request(cluster, request)
         self._do("create", cluster=cluster, task=task, patience=PATIENCE)
         found = self._look(cluster).get(key)
         if found is not None:
@@ -98,9 +96,9 @@ class SkyPilot:
         return RentedMachine(key, cluster, request.kind, price, MachineStatus.PENDING, 0.0)
 
     def list(self, tag: str) -> Sequence[RentedMachine]:
-        """Every machine whose key begins with `tag`; asked of the clouds `look_seconds` ago at most.
+        """Every machine whose key begins with `tag`, from a look that is at most `look_seconds` old.
 
-        Older answers are given for as long again, while a new one is on its way.
+        An older look is used for the same time again, while a new one is in progress.
         """
         look = self._looks.setdefault(tag, Look(lambda: self._look(tag)))
         if look.age > 2 * self.settings.look_seconds:
@@ -110,13 +108,13 @@ class SkyPilot:
         return list(look.machines.values())
 
     def terminate(self, key: str) -> None:
-        """Have the cluster taken down that `key` is in, with all its machines."""
+        """Take down the cluster of this key, with all its machines."""
         cluster = cluster_of(key)
-        self._clusters.dismissed(cluster)
+        self._clusters.note_termination(cluster)
         self._do("end", cluster=cluster)
 
     def host(self, machine: RentedMachine) -> Host:
-        """How commands are run on it: as SkyPilot's ssh configuration says, with a host key learned once."""
+        """As `Provider.host`, with SkyPilot's ssh configuration and a host key learned at first contact."""
         cluster, rank = cluster_of(machine.key), rank_of(machine.key)
         name = f"{cluster}-worker{rank}" if rank else cluster
         settings = SshSettings(host=name, config=self._clusters.ssh(cluster))
@@ -130,7 +128,7 @@ class SkyPilot:
             raise ProviderRefusedError(
                 f"SkyPilot's catalog has no price for the kind '{kind}'",
                 where=f"providers.yaml, kinds.{kind}.price",
-                remedy="say the most that one may cost per hour",
+                remedy="set the highest price per hour that one may cost",
             )
         return price
 
@@ -144,10 +142,10 @@ class SkyPilot:
         try:
             self._bridge.ask(call, **arguments)
         finally:
-            self._looks.clear()  # what was seen before is no longer so
+            self._looks.clear()  # they are outdated
 
     def _look(self, prefix: str) -> Mapping[str, RentedMachine]:
-        """Ask the clouds. A cluster that is stopped is of no use, and costs: it is asked to end."""
+        """Ask the clouds. A stopped cluster is useless but billed, so it is taken down."""
         with self._looking:
             clusters = self._bridge.ask("look", prefix=prefix)
             for cluster in clusters:
@@ -157,10 +155,10 @@ class SkyPilot:
 
 
 class Look:
-    """Machines as they were when somebody last looked.
+    """Machines at the time of the last look.
 
     Args:
-        see: looks; raises PeriluneError when nothing is to be seen.
+        see: takes a look; raises PeriluneError if that fails.
     """
 
     def __init__(self, see: Callable[[], Mapping[str, RentedMachine]]) -> None:
@@ -174,13 +172,13 @@ class Look:
         return time.monotonic() - self._at
 
     def take(self) -> None:
-        """Look, and wait for what is to be seen."""
+        """Take a look and wait for it."""
         with self._taking:
             began = time.monotonic()
             self.machines, self._at = self._see(), began
 
     def begin(self) -> None:
-        """Look meanwhile, unless somebody does. What goes wrong shows when it is waited for."""
+        """Take a look in the background, unless one is in progress. Errors surface in the next `take`."""
         if not self._taking.locked():
             threading.Thread(target=self._try, daemon=True).start()
 

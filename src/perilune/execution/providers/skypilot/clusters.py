@@ -1,7 +1,7 @@
-"""What SkyPilot says of its clusters, as machines; and what this process remembers of them.
+"""SkyPilot's clusters as machines, and this process's memory of them.
 
-SkyPilot forgets a cluster as soon as its machines are gone, and never says why. Whoever saw it alive, and did
-not end it, knows better.
+SkyPilot forgets a cluster as soon as its machines are gone, without a reason. A process that saw it alive and
+did not terminate it can infer the reason.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 from perilune.execution.providers.protocol import MachineKey, MachineRequest, MachineStatus, RentedMachine
 from perilune.execution.providers.skypilot.skypilot_settings import Kind
 
-LOST_NODES = "nodes terminated"  # SkyPilot's words for a cluster of which some machines are gone
+LOST_NODES = "nodes terminated"  # SkyPilot's message for a cluster that has lost some machines
 MINUTE = 60.0
 
 
 class Clusters:
-    """Clusters of one provider.
+    """The clusters of one provider.
 
     Args:
-        kinds: of machines, as providers.yaml has them.
+        kinds: the kinds of machines in providers.yaml.
     """
 
     def __init__(self, kinds: Mapping[str, Kind]) -> None:
@@ -31,22 +31,22 @@ class Clusters:
         self._ssh: dict[str, str] = {}
         self._alive: dict[str, Sequence[RentedMachine]] = {}
         self._gone: dict[str, Sequence[RentedMachine]] = {}
-        self._dismissed: set[str] = set()
+        self._terminated: set[str] = set()
 
-    def wanted(self, cluster: str, request: MachineRequest) -> None:
-        """A cluster is about to be asked for."""
+    def note_request(self, cluster: str, request: MachineRequest) -> None:
+        """Remember that a cluster is about to be launched."""
         self._requests[cluster] = request
 
-    def dismissed(self, cluster: str) -> None:
-        """We end a cluster ourselves: that it goes is no surprise."""
-        self._dismissed.add(cluster)
+    def note_termination(self, cluster: str) -> None:
+        """Remember that this process terminates a cluster, so its end has no other reason."""
+        self._terminated.add(cluster)
 
     def ssh(self, cluster: str) -> str:
-        """The file that tells ssh how to get to a cluster."""
+        """The path of the ssh configuration for a cluster."""
         return self._ssh.get(cluster, f"~/.sky/generated/ssh/{cluster}")
 
     def machines(self, prefix: str, clusters: Sequence[Mapping[str, Any]]) -> dict[str, RentedMachine]:
-        """Machines by key, from what the bridge listed; and those that have gone by themselves, as ended."""
+        """Machines by key: those listed by the bridge, and those that disappeared by themselves, as ended."""
         for cluster in clusters:
             name = cluster["cluster"]
             self._ssh[name] = cluster.get("ssh") or self.ssh(name)
@@ -54,7 +54,7 @@ class Clusters:
         listed = {cluster["cluster"]: self._machines(cluster) for cluster in clusters}
         for name in [name for name in self._alive if name.startswith(prefix) and name not in listed]:
             left = self._alive.pop(name)
-            if name not in self._dismissed:
+            if name not in self._terminated:
                 self._gone[name] = [replace(one, status=MachineStatus.ENDED, unseen="") for one in left]
         for name, cluster in ((one["cluster"], one) for one in clusters):
             if cluster["status"] == "UP":
@@ -88,8 +88,8 @@ class Clusters:
 def status_of(cluster: Mapping[str, Any]) -> tuple[MachineStatus, str]:
     """The status of a cluster's machines, and why they are ending.
 
-    The SkyPilot runtime of a cluster that was up and is INIT again does not answer; nothing of ours needs it,
-    and whether the machine lives ssh will tell.
+    If a cluster was up and is INIT again, its SkyPilot runtime does not answer. Perilune does not need the
+    runtime; ssh shows whether the machine lives.
     """
     taken = "preempted" if cluster.get("spot") else "host failure"
     match cluster["status"]:
@@ -102,12 +102,12 @@ def status_of(cluster: Mapping[str, Any]) -> tuple[MachineStatus, str]:
             return MachineStatus.PENDING, ""
         case "STOPPED":
             return MachineStatus.ENDING, taken
-        case _:  # AUTOSTOPPING, which is its end: it is never told to stop only
+        case _:  # AUTOSTOPPING, which means termination: tasks set autodown
             return MachineStatus.ENDING, "lifetime"
 
 
 def why_gone(cluster: Mapping[str, Any]) -> str:
-    """Why a cluster that is up now has gone, when it is no longer listed and we have not ended it."""
+    """Why a cluster that is up now is gone, once it is no longer listed and was not terminated by us."""
     minutes = cluster.get("minutes", -1)
     if minutes >= 0 and age(cluster) >= (minutes - 1) * MINUTE:
         return "lifetime"
@@ -115,22 +115,22 @@ def why_gone(cluster: Mapping[str, Any]) -> str:
 
 
 def age(cluster: Mapping[str, Any]) -> float:
-    """Seconds since a cluster was launched."""
+    """Seconds since a cluster's launch."""
     return max(0.0, time.time() - float(cluster["launched"]))
 
 
 def cluster_of(key: str) -> str:
-    """The name of the cluster that has the machine called `key`: the key of its head."""
+    """The name of the cluster with the machine `key`, which is the key of its head node."""
     return key_of(key, 0)
 
 
 def key_of(cluster: str, rank: int) -> str:
-    """The key of one of a cluster's machines."""
+    """The key of a cluster's machine."""
     key = MachineKey.parse(cluster)
     return cluster if key is None else str(replace(key, rank=rank))
 
 
 def rank_of(key: str) -> int:
-    """Which of its cluster's machines is called so; the head is 0."""
+    """The rank of the machine `key` in its cluster; the head node is 0."""
     parsed = MachineKey.parse(key)
     return parsed.rank if parsed else 0

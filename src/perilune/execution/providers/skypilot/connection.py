@@ -1,7 +1,7 @@
-"""A process of the interpreter that has SkyPilot, asked in lines of JSON.
+"""A process of the interpreter that has SkyPilot, which answers questions in lines of JSON.
 
-SkyPilot pins versions of packages that other software in the same environment needs otherwise, and unpickles
-what its API server sends. So it is never imported here.
+SkyPilot pins versions of packages that conflict with other software in an environment, and unpickles data
+from its API server. So it is never imported into this process.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from perilune.execution.providers.protocol import (
 BRIDGE = Path(__file__).with_name("bridge.py")
 CALL_SECONDS = 180.0  # the first call may start SkyPilot's API server, and a look asks every cloud
 REMEDY = (
-    "pipx install 'skypilot[aws]' (or another cloud), or name its interpreter: python: /path/to/bin/python"
+    "pipx install 'skypilot[aws]' (or another cloud), or set its interpreter: python: /path/to/bin/python"
 )
 
 
 class Bridge:
-    """The other end of `bridge.py`; started when it is needed, and again when it has died.
+    """The client of `bridge.py`, which it starts when needed and restarts after a crash.
 
     Args:
-        python: the interpreter; by default that of the `sky` on the PATH, else this one if it has SkyPilot.
+        python: the interpreter; by default that of the `sky` on the PATH, or this one if it has SkyPilot.
     """
 
     def __init__(self, python: str | None) -> None:
@@ -50,12 +50,12 @@ class Bridge:
         self.version = ""
 
     def ask(self, call: str, **arguments: Any) -> Any:
-        """Ask one question and wait for the answer.
+        """Ask a question and wait for the answer.
 
         Raises:
-            ProviderUnreachableError: no answer, or one that tells nothing of the effect.
-            NoCapacityError, ProviderRefusedError: nothing was made.
-            RequestError: SkyPilot is not there.
+            ProviderUnreachableError: there is no answer, or the effect is unknown.
+            NoCapacityError, ProviderRefusedError: nothing was created.
+            RequestError: SkyPilot is not installed.
         """
         with self._lock:
             try:
@@ -65,14 +65,14 @@ class Bridge:
                 process.stdin.flush()
                 answer = self._read(process)
             except RequestError:
-                raise  # SkyPilot is not there
+                raise  # SkyPilot is not installed
             except (OSError, ValueError, EOFError) as error:
                 why = self._end() or str(error) or type(error).__name__
                 raise ProviderUnreachableError(f"no answer ({why})", where=f"SkyPilot, {call}") from None
         return unwrap(answer, call)
 
     def close(self) -> None:
-        """End the process; the next question starts another."""
+        """End the process; the next question starts a new one."""
         with self._lock:
             self._end()
 
@@ -87,16 +87,15 @@ class Bridge:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=self._errors,
-                    start_new_session=True,  # Ctrl-C is ours to judge
+                    start_new_session=True,  # this process handles Ctrl-C
                 )
             except OSError as error:
-                raise RequestError(f"cannot be run: {error}", where=command[0], remedy=REMEDY) from None
+                raise RequestError(f"cannot be started: {error}", where=command[0], remedy=REMEDY) from None
             greeting = self._read(self._process)
             if "error" in greeting:
                 self._end()
-                raise RequestError(
-                    f"has no SkyPilot ({greeting['error']['said']})", where=command[0], remedy=REMEDY
-                )
+                message = f"has no SkyPilot ({greeting['error']['message']})"
+                raise RequestError(message, where=command[0], remedy=REMEDY)
             self.version = greeting["answer"]
         return self._process
 
@@ -106,16 +105,16 @@ class Bridge:
         while not line.endswith(b"\n"):
             ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise TimeoutError(f"nothing came in {CALL_SECONDS:.0f} s")
+                raise TimeoutError(f"no answer in {CALL_SECONDS:.0f} s")
             data = os.read(process.stdout.fileno(), 1 << 16)
             if not data:
-                raise EOFError("it ended")
+                raise EOFError("the process ended")
             line += data
         answer: dict[str, Any] = json.loads(line)
         return answer
 
     def _end(self) -> str:
-        """End the process; the last it said on stderr."""
+        """End the process; returns the last line of its stderr."""
         process, errors = self._process, self._errors
         self._process = self._errors = None
         if process is not None:
@@ -128,20 +127,20 @@ class Bridge:
             return ""
         with errors:
             errors.seek(0)
-            said = errors.read().decode("utf-8", "replace").strip().splitlines()
-        return said[-1][:500] if said else ""
+            lines = errors.read().decode("utf-8", "replace").strip().splitlines()
+        return lines[-1][:500] if lines else ""
 
 
 def unwrap(answer: dict[str, Any], call: str) -> Any:
-    """What was answered, or the error that it is."""
+    """The answer; raises it if it is an error."""
     if "error" not in answer:
         return answer["answer"]
-    kind, said, where = answer["error"]["kind"], answer["error"]["said"], f"SkyPilot, {call}"
+    kind, message, where = answer["error"]["kind"], answer["error"]["message"], f"SkyPilot, {call}"
     if kind == "refused":
-        raise ProviderRefusedError(said, where=where, remedy="sky check")
+        raise ProviderRefusedError(message, where=where, remedy="sky check")
     if kind == "capacity":
-        raise NoCapacityError(said, where=where)
-    raise ProviderUnreachableError(said, where=where)
+        raise NoCapacityError(message, where=where)
+    raise ProviderUnreachableError(message, where=where)
 
 
 def interpreter(named: str | None) -> str:
@@ -153,11 +152,11 @@ def interpreter(named: str | None) -> str:
     if named is not None:
         return str(Path(named).expanduser())
     script = shutil.which("sky")
-    if script is not None:  # a script that pip, pipx or uv wrote names its interpreter in its first lines
+    if script is not None:  # a script installed by pip, pipx or uv names its interpreter in its first lines
         head = Path(script).read_bytes()[:1024].decode("utf-8", "replace")
         found = re.search(r"(/[^\s'\"]*python[\d.]*)", head)
         if found is not None:
             return found[1]
     if importlib.util.find_spec("sky") is not None:
         return sys.executable
-    raise RequestError("there is no SkyPilot here", where="providers.yaml, python", remedy=REMEDY)
+    raise RequestError("SkyPilot is not installed", where="providers.yaml, python", remedy=REMEDY)

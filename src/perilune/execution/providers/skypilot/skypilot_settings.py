@@ -1,4 +1,4 @@
-"""What providers.yaml says of SkyPilot: which machines, for at most how much, and where SkyPilot is."""
+"""The settings of SkyPilot in providers.yaml: machines, their highest prices, and the interpreter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
-OURS = {"autostop": "the lease", "hooks": "nothing of theirs runs there", "max_hourly_cost": "price"}
+# Keys that Perilune sets itself or does not support, with the reason.
+OURS = {
+    "autostop": "the lease sets it",
+    "hooks": "only Perilune's runner runs there",
+    "max_hourly_cost": "`price` sets it",
+}
 KindName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
 
 
@@ -25,27 +30,28 @@ class Kind(_Section):
     price: Annotated[
         float | None,
         Field(
-            gt=0, description="the most that one may cost per hour; by default what SkyPilot's catalog says"
+            gt=0,
+            description="highest price of a machine per hour; by default the price in SkyPilot's catalog",
         ),
     ] = None
 
     @field_validator("resources")
     @classmethod
     def _only_theirs(cls, resources: Mapping[str, Any]) -> Mapping[str, Any]:
-        for key, instead in OURS.items():
+        for key, reason in OURS.items():
             if key in resources:
-                raise ValueError(f"'{key}' is not said here: it comes from {instead}")
+                raise ValueError(f"'{key}' cannot be set here: {reason}")
         return resources
 
     @property
     def preemptible(self) -> bool:
-        """Whether its cloud may take it away."""
+        """Whether its cloud may preempt it."""
         choices = [*self.resources.get("any_of", ()), *self.resources.get("ordered", ())]
         return any(bool(one.get("use_spot")) for one in (self.resources, *choices))
 
 
 class SkyPilotSettings(_Section):
-    """Any cloud that SkyPilot knows."""
+    """Any cloud that SkyPilot supports."""
 
     type: Literal["skypilot"]
     python: Annotated[
@@ -55,14 +61,14 @@ class SkyPilotSettings(_Section):
     kinds: Annotated[Mapping[KindName, Kind], Field(min_length=1, description="machines by name")]
     look_seconds: Annotated[
         float,
-        Field(ge=0, description="how old what is known of the clouds may be; asking them takes seconds"),
+        Field(ge=0, description="seconds for which an answer of the clouds is reused"),
     ] = 15.0
     visibility_seconds: Annotated[
-        float, Field(ge=0, description="how long what has been done may stay out of sight")
+        float, Field(ge=0, description="seconds after which operations are visible in answers")
     ] = 60.0
 
     @model_validator(mode="after")
-    def _looks_are_newer_than_deeds(self) -> SkyPilotSettings:
+    def _looks_are_fresh(self) -> SkyPilotSettings:
         if self.visibility_seconds < 3 * self.look_seconds:
             raise ValueError("visibility_seconds must be at least three times look_seconds")
         return self

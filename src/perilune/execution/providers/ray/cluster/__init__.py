@@ -1,1 +1,1 @@
-"""What runs on a Ray cluster, as the package `perilune_ray`: the standard library and Ray alone."""
+"""Code that runs on a Ray cluster as the package `perilune_ray`, with only the standard library and Ray."""

@@ -1,7 +1,7 @@
-"""What machines of ours have on a node's disk: a folder each, whose name says whose it is.
+"""The folders of machines on a node's disk. The name of a folder identifies its owner.
 
-Ray ends an actor without asking it, so nobody removes its folder then: the next one that starts on the node
-does, when it is proven that the process it belonged to has ended, and that nothing lives that it started.
+Ray ends an actor without notice, which leaves its folder behind. The next machine that starts on the node
+removes it, once the owning process and all processes it started are proven to have ended.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import re
 import shutil
 from pathlib import Path
 
-HOLDER = "PERILUNE_HOLDER"  # variable of all that runs on a machine: the process that it ends with
+HOLDER = "PERILUNE_HOLDER"  # variable of everything that runs on a machine: the process that owns it
 NAME = re.compile(r"perilune-[0-9a-z-]+\.(\d+)\.(\d+)\.([0-9a-f]{16})\.([0-9a-f]{16})")
 
 
 def new_home(key: str, workspace: str) -> str:
-    """A new folder of this process, for the machine `key`; what is left of dead ones beside it is removed."""
+    """Create a folder for the machine `key`, owned by this process, and remove abandoned ones beside it."""
     base = Path(workspace).expanduser()
     base.mkdir(mode=0o700, parents=True, exist_ok=True)
     for folder in base.iterdir():
@@ -30,9 +30,9 @@ def new_home(key: str, workspace: str) -> str:
 
 
 def environment(home: str) -> dict[str, str]:
-    """Variables of what runs on a machine: the node's, without Ray's own, and with a home of its own.
+    """Variables for commands on a machine: the node's, without Ray's, and with the machine's home.
 
-    What programs keep to be quicker the next time stays where it is, for all machines of the node.
+    The cache directory stays the node's, shared by all its machines.
     """
     rays = ("RAY_", "PYTHONBREAKPOINT")
     kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(rays)}
@@ -44,7 +44,7 @@ def environment(home: str) -> dict[str, str]:
 
 
 def abandoned(name: str) -> bool:
-    """Whether a folder of that name belonged to a process of this node of which nothing is left."""
+    """Whether a folder of that name belongs to an ended process of this node without living children."""
     found = NAME.fullmatch(name)
     if found is None or found[4] != host():
         return False
@@ -55,7 +55,7 @@ def abandoned(name: str) -> bool:
 
 
 def environs() -> list[bytes]:
-    """Environments of all processes that may be looked into."""
+    """Environments of all processes that this user may inspect."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
@@ -64,7 +64,7 @@ def environs() -> list[bytes]:
 
 
 def starttime(pid: int) -> int | None:
-    """Ticks from boot to the start of a living process; None for a zombie and for none."""
+    """Ticks from boot to the start of a living process; None for a zombie or no process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -73,12 +73,12 @@ def starttime(pid: int) -> int | None:
 
 
 def boot() -> str:
-    """This boot of the machine, as 16 hexadecimal digits."""
+    """Identifier of this boot, as 16 hexadecimal digits."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", "")[:16]
 
 
 def host() -> str:
-    """This machine and its process namespace, as 16 hexadecimal digits: homes are shared between nodes."""
+    """Identifier of this machine and process namespace, as 16 digits: nodes may share home directories."""
     machine = ""
     with contextlib.suppress(OSError):
         machine = Path("/etc/machine-id").read_text()

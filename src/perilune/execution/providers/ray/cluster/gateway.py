@@ -1,9 +1,9 @@
-"""The way to all machines of ours on a cluster: one port on the head node, served by one of their holders.
+"""The gateway to all machines of Perilune on a cluster: one port on the head node, served by one holder.
 
-Whichever holder has the port serves every machine; when it ends, another takes the port over. Whoever
-connects says which machine, `{"machine": name, "nonce": ...}` on a line, and is shown in a frame that it is
-that machine; then which command, `{"command": [...], "nonce": ..., "proof": ...}`, and then come frames. The
-proofs are made with the machine's token, which is never sent. Neither side unpickles what comes.
+The holder that has the port serves every machine; when it ends, another takes over. A client names the
+machine in a JSON line, `{"machine": name, "nonce": ...}`, and gets a frame that proves the machine's
+identity. It then sends the command, `{"command": [...], "nonce": ..., "proof": ...}`, followed by frames.
+Proofs are made with the machine's token, which is never sent. Neither side unpickles data.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import ray
 
 from .frames import BLOCK, Kind, frame, read_frame
 
-PAUSE = 0.5  # seconds between two attempts to have the port
-LONGEST = 1 << 20  # bytes of a request
-PATIENCE = 30.0  # seconds for the request to come
+PAUSE = 0.5  # seconds between two tries to bind the port
+LONGEST = 1 << 20  # longest request in bytes
+PATIENCE = 30.0  # seconds to wait for the request
 
 
 def serve(host: str, port: int, namespace: str) -> None:
@@ -42,7 +42,7 @@ def serve(host: str, port: int, namespace: str) -> None:
 
 def answer(wire: socket.socket, namespace: str) -> None:
     """Serve one connection to its end."""
-    with wire, wire.makefile("rb") as requests, contextlib.suppress(OSError):  # whoever asked may go
+    with wire, wire.makefile("rb") as requests, contextlib.suppress(OSError):  # the client may be gone
         wire.settimeout(PATIENCE)
         try:
             hello = json.loads(requests.readline(LONGEST))
@@ -52,20 +52,20 @@ def answer(wire: socket.socket, namespace: str) -> None:
             if request := requests.readline(LONGEST):
                 wire.settimeout(None)
                 carry(wire, requests, machine, json.loads(request))
-        except Exception as error:  # of Ray, or of the machine: only the asker can judge it
-            said = (str(error).strip().splitlines() or [""])[-1]
-            wire.sendall(frame(Kind.ERRORS, f"\n{type(error).__name__}: {said}\n".encode()))
+        except Exception as error:  # of Ray or of the machine; the client handles it
+            last = (str(error).strip().splitlines() or [""])[-1]
+            wire.sendall(frame(Kind.ERRORS, f"\n{type(error).__name__}: {last}\n".encode()))
         wire.shutdown(socket.SHUT_WR)
-        while requests.read(BLOCK):  # else what was sent last is lost with what was not read
+        while requests.read(BLOCK):  # closing with unread input would discard the last output
             pass
 
 
 def carry(wire: socket.socket, requests: BinaryIO, machine: Any, asked: dict[str, Any]) -> None:
-    """Run one command on a machine, and carry its bytes; returns when it has ended.
+    """Run one command on a machine and transfer its data; returns when it has ended.
 
     Raises:
-        OSError: when the asker is gone.
-        Exception: whatever Ray raises when the machine cannot be reached.
+        OSError: the client is gone.
+        Exception: Ray cannot reach the machine.
     """
     name = ray.get(machine.open.remote(asked["command"], asked["nonce"], asked["proof"]))
     feeder = threading.Thread(target=feed, args=(requests, machine, name), daemon=True)
@@ -86,7 +86,7 @@ def carry(wire: socket.socket, requests: BinaryIO, machine: Any, asked: dict[str
 
 
 def feed(requests: BinaryIO, machine: Any, name: str) -> None:
-    """Give the command what comes for it, no faster than it takes it; when it is gone, read on."""
+    """Send a command its input at the rate it accepts; once it is gone, discard the input."""
     with contextlib.suppress(OSError, ValueError):
         while received := read_frame(requests):
             kind, data = received

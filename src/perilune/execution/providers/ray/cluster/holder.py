@@ -1,9 +1,9 @@
-"""What a Ray Job of ours runs: hold the machines of one attempt, all of them or none, while they are needed.
+"""The entrypoint of a Ray Job: holds the machines of one attempt, all or none, while they are needed.
 
-`python -m perilune_ray.holder OPTIONS`, on the cluster. It ends with 0 when its time is over. That it is
-stopped, or that a machine dies, ends all of them: Ray ends what a job has made when the job ends. Its last
-line says why it failed; the line that begins with `READY` says where the machines are, and what their token
-is: whoever may read the log of a job may run commands on the cluster anyway.
+`python -m perilune_ray.holder OPTIONS`, on the cluster. It exits with 0 at the end of its lifetime. If it is
+stopped or a machine dies, all machines end, because Ray ends a job's actors with the job. Its last line gives
+the reason of a failure. The line that begins with `READY` has the machines' addresses and token: anyone who
+can read a job's log can run commands on the cluster anyway.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .gateway import serve
 from .machine import Machine
 
 READY = "perilune-ready "
-THREADS = 64  # of a machine
-MARGIN = 30.0  # seconds after which the kernel ends what should have ended by itself
-NAMED = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}  # the others are called as they are
+THREADS = 64  # per machine
+MARGIN = 30.0  # seconds after its lifetime when the kernel ends this process
+NAMED = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}  # other resources keep their names
 
 
 def main() -> int:
@@ -52,10 +52,10 @@ def main() -> int:
 
 
 def hold(options: argparse.Namespace, until: float) -> int:
-    """Get the machines, say so, and wait; 0 when time is over.
+    """Create the machines, report them, and wait; returns 0 at the end of the lifetime.
 
     Raises:
-        RayError: a machine cannot be made, or has died.
+        RayError: a machine cannot be created, or has died.
     """
     group = placement_group([options.resources] * options.nodes, strategy=options.strategy)
     while not group.wait(min(5.0, max(0.1, until - time.monotonic()))):
@@ -73,21 +73,21 @@ def hold(options: argparse.Namespace, until: float) -> int:
 
 
 def machine(options: argparse.Namespace, group: PlacementGroup, rank: int, token: str) -> Any:
-    """The actor that is the machine of one rank, in the bundle of its number."""
-    wanted: dict[str, Any] = {"num_cpus": 0, "resources": {}}
+    """The actor that is the machine of one rank, in the placement group's bundle of that number."""
+    options_of: dict[str, Any] = {"num_cpus": 0, "resources": {}}
     for name, amount in options.resources.items():
         if name in NAMED:
-            wanted[NAMED[name]] = amount
+            options_of[NAMED[name]] = amount
         else:
-            wanted["resources"][name] = amount
+            options_of["resources"][name] = amount
     name = f"{options.name}-{rank}"
     actor = ray.remote(Machine).options(
         name=name,
         max_concurrency=THREADS,
-        enable_task_events=False,  # Ray would remember every call
+        enable_task_events=False,  # otherwise Ray stores every call
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
-        runtime_env={"env_vars": {"RAY_worker_niceness": "0"}},  # else all that runs there yields to others
-        **wanted,
+        runtime_env={"env_vars": {"RAY_worker_niceness": "0"}},  # Ray lowers the priority by default
+        **options_of,
     )
     return actor.remote(name, options.workspace, token)
 

@@ -1,6 +1,6 @@
-"""One machine of ours on a Ray cluster: an actor on a node, which runs commands and has a folder there.
+"""A machine on a Ray cluster: an actor on a node that runs commands and has a folder there.
 
-No call but `stay` lasts much longer than `SLICE` seconds, so that a few threads serve any number of commands.
+No call except `stay` takes much longer than `SLICE` seconds, so a few threads can serve many commands.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import uuid
 from .folders import environment, new_home
 from .frames import proof
 
-BLOCK = 1 << 20  # bytes of one call
+BLOCK = 1 << 20  # bytes per call
 SLICE = 1.0  # seconds
-LINGER = 2.0  # seconds for output that comes after the exit, from what the command left running
-GREETED = 256  # commands that may be about to be asked for
-FORGOTTEN = 120.0  # seconds after which a command that nobody reads from is let go of
+LINGER = 2.0  # seconds to wait for output of background processes after the exit
+GREETED = 256  # outstanding nonces
+FORGOTTEN = 120.0  # seconds without a call after which a command is closed
 
 
 class Machine:
-    """Runs commands on this node for as long as the process lives that it is in.
+    """Runs commands on this node for the lifetime of its process.
 
     Args:
-        key: what it is called.
-        workspace: folder on this node below which the folders of machines lie.
-        token: what whoever wants a command run has to know.
+        key: its name.
+        workspace: folder on this node for the folders of machines.
+        token: which clients must prove to know.
     """
 
     def __init__(self, key: str, workspace: str, token: str) -> None:
@@ -38,30 +38,30 @@ class Machine:
         self._commands: dict[str, Command] = {}
 
     def address(self) -> str:
-        """Where the other machines of the same attempt reach this one."""
+        """The address at which the attempt's other machines reach this one."""
         import ray
 
         return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
     def stay(self) -> None:
-        """Never returns: whoever waits for it is told when this machine dies."""
+        """Never return, so that a caller notices when this machine dies."""
         threading.Event().wait()
 
     def greet(self, nonce: str) -> dict[str, str]:
-        """Show that this is the machine, and say what `open` is to be shown, once."""
+        """Prove this machine's identity, and return a nonce for one `open`."""
         self._nonces = [*self._nonces[-GREETED:], uuid.uuid4().hex]
         return {"proof": proof(self._token, "machine", nonce), "nonce": self._nonces[-1]}
 
     def open(self, command: list[str], nonce: str, shown: str) -> str:
-        """Start a command; its name for the other calls.
+        """Start a command; returns its name for the other calls.
 
         Raises:
-            PermissionError: who asks for it does not know the token, or has asked before.
+            PermissionError: the client does not know the token, or repeats a request.
         """
         if not hmac.compare_digest(shown, proof(self._token, "command", nonce, *command)):
-            raise PermissionError("this machine has another token")
+            raise PermissionError("the token is wrong")
         if nonce not in self._nonces:
-            raise PermissionError("this was asked for before")
+            raise PermissionError("the request was used before")
         self._nonces.remove(nonce)
         for name, other in list(self._commands.items()):
             if time.monotonic() - other.touched > FORGOTTEN:
@@ -71,29 +71,29 @@ class Machine:
         return name
 
     def write(self, name: str, data: bytes) -> int:
-        """Give a command input; how many bytes it has taken."""
+        """Write to a command's stdin; returns the number of bytes accepted."""
         return self._commands[name].write(data)
 
     def end_input(self, name: str) -> None:
-        """Close a command's input."""
+        """Close a command's stdin."""
         self._commands[name].end_input()
 
     def read(self, name: str) -> tuple[bytes, bytes, int | None]:
-        """What is new of a command's stdout and stderr; its exit code once it has ended and that was all."""
+        """New stdout and stderr of a command, and its exit code once it has ended and all output was read."""
         return self._commands[name].read()
 
     def close(self, name: str) -> None:
-        """Let go of a command: its pipes are closed, as when a line is hung up."""
+        """Forget a command and close its pipes; the process may continue."""
         command = self._commands.pop(name, None)
         if command is not None:
             command.close()
 
 
 class Command:
-    """A process and its pipes. One thread writes and one reads at a time.
+    """A process and its pipes, with at most one writing and one reading thread.
 
     Attributes:
-        touched: when it was last asked anything, by the monotonic clock.
+        touched: time of the last call, on the monotonic clock.
     """
 
     def __init__(self, command: list[str], home: str) -> None:
@@ -110,7 +110,7 @@ class Command:
                 env=environment(home),
                 start_new_session=True,
             )
-        except OSError as error:  # as a shell says it
+        except OSError as error:  # report it like a shell
             self._process = subprocess.Popen(
                 ["sh", "-c", 'echo "$0" >&2; exit 127', str(error)],
                 bufsize=0,
@@ -128,7 +128,7 @@ class Command:
         self._open = [self._output, self._errors]
 
     def write(self, data: bytes) -> int:
-        """As `Machine.write`; what it does not want to have counts as taken."""
+        """As `Machine.write`; input that the process does not read counts as accepted."""
         pipe, taken, until = self._input.fileno(), 0, time.monotonic() + SLICE
         while taken < len(data) and time.monotonic() < until:
             self.touched = time.monotonic()
@@ -145,7 +145,7 @@ class Command:
         self._input.close()
 
     def read(self) -> tuple[bytes, bytes, int | None]:
-        """As `Machine.read`; waits a little for something to tell."""
+        """As `Machine.read`; waits briefly for output."""
         self.touched = time.monotonic()
         came = {self._output: b"", self._errors: b""}
         patience = SLICE if self._ended is None else 0.1
@@ -164,7 +164,7 @@ class Command:
         return b"", b"", self._code(0.0) if lingered else None
 
     def _code(self, patience: float) -> int | None:
-        """Its exit code, a signal's as a shell tells it; None while it runs."""
+        """Its exit code, with signals as in a shell; None while it runs."""
         try:
             code = self._process.wait(patience)
         except subprocess.TimeoutExpired:
@@ -178,7 +178,7 @@ class Command:
 
 
 def ready(until: float, reading: list[int] | None = None, writing: list[int] | None = None) -> list[int]:
-    """Those of the pipes where there is something to do, by `until` at the latest."""
+    """The pipes that are ready before the time `until`."""
     poll = select.poll()
     for pipe in reading or []:
         poll.register(pipe, select.POLLIN)

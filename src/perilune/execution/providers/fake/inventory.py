@@ -1,4 +1,4 @@
-"""All machines of the fake cloud, and what happens to them as time goes by."""
+"""All machines of the fake cloud, and what happens to them over time."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from typing import Any
 
 from perilune.errors import PeriluneError, RequestError
 from perilune.execution.providers.fake.machines import Machine, Record, now
-from perilune.execution.providers.fake.weather import Fault, Storm
+from perilune.execution.providers.fake.weather import Fault, FaultInjector
 from perilune.execution.providers.protocol import MachineStatus
 
-PRICES = {"small": 0.4, "large": 3.2, "spot": 0.1}  # a kind's price per hour
+PRICES = {"small": 0.4, "large": 3.2, "spot": 0.1}  # per hour, by kind
 PREEMPTIBLE = frozenset({"spot"})
 TICK = 0.1  # seconds
 
 
 class FullError(PeriluneError):
-    """There is no room for another machine of this kind."""
+    """No machine of this kind is available."""
 
 
-class Estate:
-    """The machines under one folder.
+class Inventory:
+    """The machines in one folder.
 
     Args:
-        capacity: machines of a kind that may live at once.
-        cut: called with a machine's id when connections to it are to break.
+        capacity: live machines per kind.
+        cut: called with a machine's id to break the connections to it.
     """
 
     def __init__(
-        self, folder: Path, storm: Storm, capacity: Mapping[str, int], cut: Callable[[str], None]
+        self, folder: Path, faults: FaultInjector, capacity: Mapping[str, int], cut: Callable[[str], None]
     ) -> None:
-        self.folder, self.storm, self.capacity, self._cut = folder, storm, capacity, cut
+        self.folder, self.faults, self.capacity, self._cut = folder, faults, capacity, cut
         self._lock = threading.RLock()
         folder.mkdir(parents=True, exist_ok=True)
         found = [Machine.load(path.parent) for path in folder.glob("*/record.json")]
@@ -41,11 +41,11 @@ class Estate:
         self._ticked = now()
 
     def create(self, key: str, kind: str, lifetime: float | None, *, late: float = 0.0) -> Machine:
-        """Make the machine called `key`, or find the one that is called so.
+        """Create the machine with this key, or find the existing one.
 
         Raises:
-            RequestError: there is no such kind, or `key` names a machine of another kind.
-            FullError: none of that kind is left.
+            RequestError: there is no such kind, or the key belongs to a machine of another kind.
+            FullError: no machine of that kind is available.
         """
         with self._lock:
             for machine in self._machines.values():
@@ -56,8 +56,8 @@ class Estate:
             if kind not in PRICES:
                 raise RequestError(f"there is no kind '{kind}'", remedy=f"one of {', '.join(PRICES)}")
             if self.room(kind) < 1:
-                raise FullError(f"no machine of kind '{kind}' is to be had now")
-            weather, born = self.storm.weather, now() + late
+                raise FullError(f"no machine of kind '{kind}' is available")
+            weather, born = self.faults.weather, now() + late
             identity = f"m-{secrets.token_hex(4)}"
             record = Record(
                 key=key,
@@ -65,7 +65,7 @@ class Estate:
                 kind=kind,
                 price=PRICES[kind],
                 born=born,
-                visible=born + self.storm.seconds(weather.visibility_seconds),
+                visible=born + self.faults.seconds(weather.visibility_seconds),
                 ready=born + weather.boot_seconds,
                 ends=None if lifetime is None else born + lifetime,
             )
@@ -77,19 +77,19 @@ class Estate:
             return machine
 
     def room(self, kind: str) -> int:
-        """How many more machines of a kind can be had."""
+        """Number of further machines of a kind that are available."""
         taken = sum(one.record.kind == kind and one.record.ended is None for one in self.all())
         return self.capacity[kind] - taken
 
     def all(self) -> list[Machine]:
-        """Every machine that was ever asked for."""
+        """Every machine that was ever created."""
         with self._lock:
             return list(self._machines.values())
 
     def shown(self, prefix: str) -> list[Machine]:
-        """Machines as answers show them: not yet those just made, no more those long ended."""
+        """Machines visible in answers: neither those just created nor those ended long ago."""
         moment = now()
-        forget = self.storm.weather.forget_seconds
+        forget = self.faults.weather.forget_seconds
         return [
             machine
             for machine in self.all()
@@ -99,34 +99,34 @@ class Estate:
         ]
 
     def end(self, machine: Machine, reason: str) -> None:
-        """End a machine that is there, for good."""
+        """End a live machine for good."""
         with self._lock:
             moment = now()
             if not machine.record.alive(moment):
                 return
-            shown = moment + self.storm.seconds(self.storm.weather.visibility_seconds)
+            shown = moment + self.faults.seconds(self.faults.weather.visibility_seconds)
             machine.update(ended=moment, end_visible=shown, reason=reason)
         self._cut(machine.record.id)
         machine.power_off()
 
     def preempt(self, machine: Machine, notice: float) -> None:
-        """Take a machine away, after `notice` seconds."""
-        self.storm.note(Fault.PREEMPTED, key=machine.record.key)
+        """Preempt a machine after `notice` seconds."""
+        self.faults.note(Fault.PREEMPTED, key=machine.record.key)
         machine.update(taken=now() + notice)
 
     def cut(self, machine: Machine, seconds: float) -> None:
-        """Make a machine unreachable for a while."""
-        self.storm.note(Fault.LINK_CUT, key=machine.record.key)
+        """Make a machine unreachable for some seconds."""
+        self.faults.note(Fault.LINK_CUT, key=machine.record.key)
         machine.update(cut_until=now() + seconds)
         self._cut(machine.record.id)
 
     def host_death(self, machine: Machine) -> None:
-        """The machine, and all on it, are gone."""
-        self.storm.note(Fault.HOST_DEATH, key=machine.record.key)
+        """End a machine because its host fails."""
+        self.faults.note(Fault.HOST_DEATH, key=machine.record.key)
         self.end(machine, "host failure")
 
     def tick(self) -> None:
-        """Let happen what is due, and what chance says."""
+        """Apply scheduled and random events."""
         moment = now()
         passed, self._ticked = moment - self._ticked, moment
         for machine in self.all():
@@ -144,22 +144,22 @@ class Estate:
         elif record.box is None and moment >= record.ready:
             machine.boot()
         elif record.box is not None and not machine.running():
-            self.end(machine, "host failure")  # its first process is dead: so is it
+            self.end(machine, "host failure")  # its first process has died
 
     def _by_chance(self, machine: Machine, passed: float) -> None:
-        weather, befalls = self.storm.weather, self.storm.befalls
-        if machine.record.taken is None and befalls(weather.preemptions, passed):
+        weather, occurs = self.faults.weather, self.faults.occurs
+        if machine.record.taken is None and occurs(weather.preemptions, passed):
             self.preempt(machine, weather.notice_seconds)
-        elif befalls(weather.host_deaths, passed):
+        elif occurs(weather.host_deaths, passed):
             self.host_death(machine)
-        elif befalls(weather.link_cuts, passed):
+        elif occurs(weather.link_cuts, passed):
             self.cut(machine, weather.cut_seconds)
 
     def document(self, machine: Machine) -> dict[str, Any]:
-        """A machine as answers tell of it."""
+        """A machine as JSON, for answers."""
         record, moment = machine.record, now()
         announced = (
-            record.taken is not None and record.ended is None and self.storm.weather.notice_seconds > 0
+            record.taken is not None and record.ended is None and self.faults.weather.notice_seconds > 0
         )
         return {
             "key": record.key,
