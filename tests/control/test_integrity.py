@@ -180,7 +180,7 @@ def test_a_check_begins_where_the_last_one_ended_if_that_is_as_it_was(
         connection.commit()
     assert perilune("reconcile")[0] == 0
     change(last)  # where the last check ended
-    assert record_problem(control, since_last=True).startswith(f"event {last} ")
+    assert record_problem(control, since_last=True).startswith(f"the hash of event {last} ")
     code, _, err = perilune("reconcile")
     assert code == 2 and f"event {last} " in err
 

@@ -155,7 +155,7 @@ def test_what_was_cancelled_or_failed_is_followed_by_nothing_until_it_is_asked_f
     assert explain(control, first).next == "stage second starts with the next command"
     assert cancel_experiment(control, experiment) == []  # between two stages
     assert going_on() == [] and starter.advance_experiment(experiment)[1] == RunState.CANCELLED
-    assert "asks for it again" in explain(control, first).next
+    assert "with the next `perilune run`" in explain(control, first).next
     with pytest.raises(RequestError, match="the experiment is not running"):
         cancel_experiment(control, experiment)
 
