@@ -14,7 +14,7 @@ from perilune.cli.units import size
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
-    from perilune.control.evidence.disk import Removable, DiskUsage
+    from perilune.control.evidence.disk import DiskUsage, Removable
     from perilune.control.runs.removal import Removal
 
 
@@ -39,7 +39,7 @@ def gc(
     perilune gc
     perilune gc --checkpoints --yes
     """
-    from perilune.control.evidence.disk import other_usage, removable, remove, disk_usage
+    from perilune.control.evidence.disk import disk_usage, other_usage, removable, remove
     from perilune.control.record.home import Home
 
     if yes:
