@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,10 +14,14 @@ from pathlib import Path
 import pytest
 from bundle_cases import make_inputs, make_job
 
+from perilune.bundle import storage
 from perilune.bundle.archive import pack, unpack
 from perilune.bundle.freeze import attempt_copy, freeze
 from perilune.bundle.manifest import write_manifest
+from perilune.bundle.shared_files import SharedFiles
 from perilune.bundle.storage import place
+from perilune.bundle.verify import verify
+from perilune.files import sha256_file
 
 NOBODY = 65534
 InChild = Callable[[Callable[[], None], Callable[[], object]], str]
@@ -103,6 +108,22 @@ def test_a_full_disk_leaves_nothing(
         said = in_child(nothing, action)
         assert said.startswith("RequestError") and "disk is full" in said, said
         assert left_in(small_disk) == []
+
+
+def test_a_file_system_without_links_to_the_shared_copies_gets_copies(
+    tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "SHARE_FROM", 1000)  # bytes
+    home, inputs = tmp_path / "home", make_inputs(tmp_path / "sources")
+    home.mkdir()
+    (home / "inputs").symlink_to(small_disk)
+    first = freeze(make_job(), inputs, home / "a", SharedFiles(home))
+    SharedFiles(home).share(home / "a")
+    assert list(small_disk.iterdir()) == [] and verify(home / "a") == []
+    weights = home / "a" / "inputs" / "checkpoint" / "model.safetensors"
+    shutil.copy(weights, small_disk / sha256_file(weights))
+    assert freeze(make_job(), inputs, home / "b", SharedFiles(home)) == first
+    assert verify(home / "b") == [] and weights.stat().st_nlink == 1
 
 
 def test_a_full_disk_leaves_no_manifest(small_disk: Path, in_child: InChild) -> None:

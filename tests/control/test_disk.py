@@ -10,17 +10,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from drill_cases import Command, carry_out, drill_plan, family, hanging, only_run
+from drill_cases import Command, carry_out, drill_job, drill_plan, family, hanging, only_run
 from sqlalchemy import select
 
+from perilune.bundle import storage
 from perilune.bundle.attested import REMOVED, Evidence, tampered
 from perilune.bundle.envelope import PUBLIC, SigningKey, opened
 from perilune.bundle.storage import remove_tree
+from perilune.bundle.verify import verify
 from perilune.control.evidence.disk import _is_replaced, removable
 from perilune.control.evidence.verification import export, record_problem, run_problems
 from perilune.control.record.faults import KILL_AT, REMOVAL_POINTS
 from perilune.control.record.store import Attempt, Event, Run
-from perilune.control.runs.experiments import Control
+from perilune.control.runs.experiments import Control, StagePlan
 from perilune.control.runs.progress import StageReused
 from perilune.control.runs.requests import collect
 from perilune.files import read_json, sha256_file
@@ -146,6 +148,51 @@ def test_bundles_share_one_wheel_and_attempts_do_not(control: Control) -> None:
         remove_tree(control.home.bundle(one))
     control.reconciler.all()
     assert not list((control.home.root / "wheels").iterdir())
+
+
+def test_runs_share_one_copy_of_a_model_and_the_users_folder_is_not_linked(
+    control: Control, tmp_path: Path, perilune: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three runs that start from one folder whose large file nobody may write; then the user edits it."""
+    monkeypatch.setattr(storage, "SHARE_FROM", 1000)  # bytes
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "weights").write_bytes(b"1" * 5000)
+    (folder / "weights").chmod(0o444)
+    (folder / "config.json").write_text("{}")
+
+    def used(name: str, steps: int) -> Path:
+        """The weights in the bundle of a new run."""
+        job = drill_job(name, steps=steps, data="model").model_copy(update={"model": {"path": str(folder)}})
+        before = {path.name for path in control.home.runs.iterdir()}
+        carry_out(control, StagePlan(name, job, {"data": "model"}), name=name)
+        run = only({path.name for path in control.home.runs.iterdir()} - before)
+        attempt, bundle = control.home.attempt(run, 1), control.home.bundle(run)
+        assert list(verify(bundle)) == [] == list(verify(attempt))
+        assert not (bundle / "inputs/model/config.json").samefile(attempt / "inputs/model/config.json")
+        assert (attempt / "inputs/model/weights").samefile(bundle / "inputs/model/weights")
+        return bundle / "inputs/model/weights"
+
+    runs = [used(f"run{steps}", steps) for steps in (1, 2, 3)]
+    (kept,) = (control.home.root / "inputs").iterdir()
+    assert all(path.samefile(kept) for path in runs) and kept.name == sha256_file(folder / "weights")
+    assert (folder / "weights").stat().st_nlink == 1
+
+    (folder / "weights").chmod(0o644)
+    (folder / "weights").write_bytes(b"2" * 5000)
+    assert not used("edited", 1).samefile(kept) and runs[0].read_bytes() == b"1" * 5000
+
+    kept.chmod(0o644)  # somebody changes the copy of the home: later bundles do not take it
+    kept.write_bytes(b"3" * 5000)
+    (folder / "weights").write_bytes(b"1" * 5000)
+    assert used("later", 1).read_bytes() == b"1" * 5000
+
+    assert perilune("gc")[0] == 0
+    assert len(list((control.home.root / "inputs").iterdir())) == 2, "runs use both"
+    for run in control.home.runs.iterdir():
+        remove_tree(run)
+    assert perilune("gc")[0] == 0
+    assert not list((control.home.root / "inputs").iterdir())
 
 
 def only(names: set[str]) -> str:

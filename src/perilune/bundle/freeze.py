@@ -19,6 +19,7 @@ from perilune.bundle.digest import (
 from perilune.bundle.job import Job
 from perilune.bundle.scripts import write_scripts
 from perilune.bundle.secret_sources import learn_secrets
+from perilune.bundle.shared_files import SharedFiles
 from perilune.bundle.storage import READ_ONLY, built_beside, place, publish, storage_errors
 from perilune.bundle.verify import require_verified, verify
 from perilune.errors import RequestError
@@ -26,7 +27,7 @@ from perilune.files import canonical_json, sha256_file
 from perilune.redaction import KNOWN
 
 
-def freeze(job: Job, inputs: Mapping[str, Path], destination: Path) -> str:
+def freeze(job: Job, inputs: Mapping[str, Path], destination: Path, shared: SharedFiles | None = None) -> str:
     """Build the bundle of `job` at `destination` and return its digest.
 
     Everything is built beside `destination` and renamed into place. The same job, inputs, code and
@@ -37,6 +38,7 @@ def freeze(job: Job, inputs: Mapping[str, Path], destination: Path) -> str:
             or filled in when empty.
         inputs: name of the input, and the file or folder to stage.
         destination: a path that does not exist, or already holds this very bundle.
+        shared: the files of a home that the bundle may hold hard links to; None copies everything.
 
     Raises:
         RequestError: on a missing or changed input, a secret's value in the bundle, a full or
@@ -50,7 +52,7 @@ def freeze(job: Job, inputs: Mapping[str, Path], destination: Path) -> str:
         for directory in ("inputs", "scripts", *OBSERVED):
             (building / directory).mkdir()
         digests = {
-            name: _stage(source, building / references[name].path, references[name].digest)
+            name: _stage(source, building / references[name].path, references[name].digest, shared)
             for name, source in sorted(inputs.items())
         }
         staged = tuple(ref.model_copy(update={"digest": digests[ref.name]}) for ref in job.inputs)
@@ -81,7 +83,7 @@ def attempt_copy(bundle: Path, destination: Path) -> None:
         for name in (*FROZEN, BUNDLE_FILE):
             for relative, source in source_files(bundle / name):
                 target = building / name if relative == "." else building / name / relative
-                place(source, target, source.stat().st_mode & 0o777)
+                place(source, target, source.stat().st_mode & 0o777, link=True)
         require_verified(building, digest)
         publish(building, destination)
 
@@ -96,12 +98,15 @@ def job_document(job: Job) -> bytes:
         ) from None
 
 
-def _stage(source: Path, target: Path, promised: str) -> str:
-    """Copy one input into the bundle; return the digest of what was copied."""
+def _stage(source: Path, target: Path, promised: str, shared: SharedFiles | None) -> str:
+    """Copy or link one input into the bundle; return the digest of what lies there."""
     contents = []
     for relative, path in source_files(source):
         copy = target if relative == "." else target / relative
-        place(path, copy, READ_ONLY)
+        if shared is None:
+            place(path, copy, READ_ONLY)
+        else:
+            shared.stage(path, copy)
         contents.append((relative, sha256_file(copy)))
     if not contents:
         raise RequestError("the input is an empty folder", where=str(source))

@@ -111,15 +111,16 @@ def make_read_only(path: Path) -> None:
             file.chmod(READ_ONLY)
 
 
-def place(source: Path, target: Path, mode: int) -> None:
+def place(source: Path, target: Path, mode: int, *, link: bool = False) -> None:
     """Put the contents of `source` at `target` with permission bits `mode`.
 
     A later edit of `source` must not reach `target`: the bytes are copied (copy-on-write where the file
-    system offers it). Only a large file that nobody may write, with the very same mode, shares its inode.
+    system offers it). With `link`, a large file that nobody may write, with the very same mode, shares its
+    inode: for files of ours, never for those of a user.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     status = source.stat()
-    if status.st_size >= SHARE_FROM and stat.S_IMODE(status.st_mode) == mode and not mode & 0o222:
+    if link and status.st_size >= SHARE_FROM and stat.S_IMODE(status.st_mode) == mode and not mode & 0o222:
         try:
             os.link(source, target)
         except OSError:  # another file system, or links are not allowed: copying is always right

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from sqlalchemy import select
 
+from perilune.bundle.shared_files import INPUTS, WHEELS
 from perilune.bundle.verify import attested_hashes
 from perilune.control.evidence.attestation import attest_removal
 from perilune.control.record.faults import reached
@@ -24,7 +25,6 @@ from perilune.control.record.home import Home, locked
 from perilune.control.record.store import Attempt, Experiment, Run, record
 from perilune.control.record.transitions import AttemptState, Cleanup, RunState
 from perilune.control.runs.experiments import Control
-from perilune.control.runs.wheels import WHEELS
 
 CHECKPOINTS = Path("artifacts/checkpoints")
 INTERMEDIATE = "step-*"  # checkpoints for resuming; later stages use `final`
@@ -97,7 +97,7 @@ def other_usage(home: Home) -> dict[str, int]:
     return {
         path.name: size_of(path, seen)
         for path in sorted(home.root.iterdir())
-        if path.name not in {"runs", "lock", WHEELS}  # bundles share the wheels
+        if path.name not in {"runs", "lock", WHEELS, INPUTS}  # counted with the bundles that share them
     }
 
 

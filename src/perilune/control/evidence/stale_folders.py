@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from sqlalchemy import select
 
+from perilune.bundle.shared_files import SharedFiles
 from perilune.bundle.storage import remove_tree
 from perilune.control.record.home import Home, locked
 from perilune.control.record.store import Event, Experiment, Run, Store
-from perilune.control.runs.wheels import remove_unused_wheels
 
 REMOVED = "experiment.removed"  # event of `perilune rm`, with the ids of the experiment and its runs
 
@@ -19,7 +19,7 @@ def remove_stale_folders(home: Home, store: Store) -> None:
     only if `perilune rm` recorded its removal.
     """
     home.sweep()
-    remove_unused_wheels(home)
+    SharedFiles(home.root).remove_unused()
     found = {path.name for path in home.runs.iterdir()}
     for run_id in found - _known(store):
         with locked(

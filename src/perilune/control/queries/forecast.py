@@ -15,6 +15,7 @@ from sqlalchemy import select
 
 from perilune.bundle.freeze import freeze
 from perilune.bundle.secret_sources import secret_value
+from perilune.bundle.shared_files import SharedFiles
 from perilune.control.machines.budget import price_of, today
 from perilune.control.machines.leases import cost
 from perilune.control.record.store import Machine, Run
@@ -161,7 +162,7 @@ def _stages(control: Control, plans: Sequence[StagePlan]) -> tuple[StageForecast
             continue
         job, inputs = with_inputs(control, plan, plans, done)
         with control.home.scratch() as scratch:
-            digest = freeze(job, inputs, scratch / "bundle")
+            digest = freeze(job, inputs, scratch / "bundle", SharedFiles(control.home.root))
             files = _sizes(scratch / "bundle", list(inputs))
         with control.store.snapshot() as session:
             run = same_work(session, control.home, digest, control.intact)

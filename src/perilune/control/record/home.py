@@ -33,6 +33,7 @@ class Home:
     runs/<run>/bundle/             frozen, read-only
     runs/<run>/attempts/<N>/       working copy of the bundle, with the results of attempt N
     runs/<run>/attestations/       signed statements about the bundle and the results of attempts
+    inputs/, wheels/               one copy of large files that bundles share, named by SHA-256
     keys/                          the signing keys
     tmp/<nonce>/                   under construction; renamed into place when complete
     ```

@@ -18,6 +18,7 @@ from perilune.bundle.freeze import freeze
 from perilune.bundle.job import InputReference, Job
 from perilune.bundle.plugin import consumed_fields, load_plugin
 from perilune.bundle.secret_sources import learn_secrets
+from perilune.bundle.shared_files import SharedFiles
 from perilune.control.evidence.attempt_evidence import evidence_problem
 from perilune.control.evidence.attestation import removed_from
 from perilune.control.record.home import Home
@@ -164,9 +165,8 @@ def advance(
         if run is None:
             submission = Submission(experiment_id, plan.name, plan.job.task, template=template, part=part)
             job, inputs = with_inputs(control, plan, plans, done)
-            run = submit(
-                control.home, control.store, submission, partial(freeze, job, inputs), control.intact
-            )
+            freezing = partial(freeze, job, inputs, shared=SharedFiles(control.home.root))
+            run = submit(control.home, control.store, submission, freezing, control.intact)
         if run.state == RunState.SUCCEEDED:
             yield StageReused(plan.name, run.id, control.summary(run))
         else:

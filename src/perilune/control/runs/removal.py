@@ -15,6 +15,7 @@ from typing import Any
 from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
+from perilune.bundle.shared_files import SharedFiles
 from perilune.control.evidence.disk import size_of
 from perilune.control.evidence.stale_folders import REMOVED
 from perilune.control.record.faults import reached
@@ -44,7 +45,7 @@ class Removal:
         runs: runs that are removed.
         kept: run that stays because another experiment needs it, to the id of that experiment.
         copied: names of other experiments that started from a checkpoint of a removed run. Their bundles
-            contain copies.
+            contain links to it, or copies.
         blockers: reasons why it cannot be removed now, each with a command that helps.
     """
 
@@ -91,6 +92,7 @@ def remove_experiment(control: Control, experiment_id: str) -> Removal:
         for run in removal.runs:
             home.discard(home.run(run.id))
         home.discard(home.experiment(experiment_id))
+        SharedFiles(home.root).remove_unused()
     return removal
 
 

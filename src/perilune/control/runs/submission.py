@@ -11,6 +11,7 @@ from typing import Literal
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from perilune.bundle.shared_files import SharedFiles
 from perilune.bundle.storage import storage_errors
 from perilune.control.evidence.attestation import attest_bundle
 from perilune.control.record.faults import reached
@@ -21,7 +22,6 @@ from perilune.control.record.store import Experiment, Run, Stage, Store, record
 from perilune.control.record.transitions import RunState
 from perilune.control.runs.current_submission import LIVE, open_submission, run_of_stage
 from perilune.control.runs.templates import TEMPLATE, Template
-from perilune.control.runs.wheels import share_wheel
 from perilune.errors import RequestError
 from perilune.files import fsync_directory, write_json
 
@@ -72,7 +72,7 @@ def submit(
     """
     with home.scratch() as scratch:
         digest = freeze(scratch / "bundle")
-        share_wheel(home, scratch / "bundle")
+        SharedFiles(home.root).share(scratch / "bundle")
         reached("submit.frozen")
         run_id = new_ulid()
         attest_bundle(home, scratch, run_id)
