@@ -73,6 +73,7 @@ def test_a_module_from_elsewhere_is_not_vouched_for_by_an_installed_one(tmp_path
         "distribution": None,
         "version": None,
         "editable": False,
+        "record": None,
     }
 
 

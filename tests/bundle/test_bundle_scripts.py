@@ -110,7 +110,9 @@ def test_changed_code_is_named(wheel: Path, tmp_path: Path) -> None:
 
 
 def test_the_lock_holds_the_installed_versions_of_the_whole_closure() -> None:
-    lock = dict(line.split("==") for line in requirements_lock("sft").splitlines())
+    lines = [line.partition("  # record sha256:") for line in requirements_lock("sft").splitlines()]
+    lock = dict(line.split("==") for line, _, _ in lines)
+    assert all(len(digest) == 64 for _, _, digest in lines)
     for name in ("pydantic", "pydantic-core", "torch", "typer", "numpy", "sqlalchemy"):
         assert lock[name] == version(name)
     assert "perilune" not in lock

@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 from drill_cases import Command, carry_out, drill_bundle, drill_plan, family, hanging, worker_of
 
 from perilune.cli.inspect.run_table import doubts
@@ -93,6 +94,22 @@ def test_reproduce_leaves_with_0_only_on_identity(perilune: Command, control: Co
     assert code == 1 and document["identical"] is False
     assert len(document["differences"]) == 1 and "artifacts/noise has changed" in document["differences"][0]
     assert Path(document["directory"], "runtime", "result.json").exists()
+
+
+def test_reproduce_names_a_package_that_is_not_the_same(
+    perilune: Command, control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "lib" / "swapped-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Name: swapped\nVersion: 1.0\n")
+    (info / "RECORD").write_text("swapped.py,sha256=one,0\n")
+    (info.parent / "swapped.py").touch()
+    (info.parent / "sitecustomize.py").write_text("import swapped")
+    monkeypatch.setenv("PYTHONPATH", str(info.parent), prepend=os.pathsep)
+    carry_out(control, drill_plan("same", steps=1))
+    (info / "RECORD").write_text("swapped.py,sha256=another,0\n")
+    code, out, _ = perilune("reproduce", "same")
+    assert code == 0 and "swapped 1.0, installed files: sha256 " in out
 
 
 def test_what_is_not_proven_to_have_stopped_is_said_first(perilune: Command, control: Control) -> None:

@@ -181,7 +181,8 @@ def test_what_it_needs_is_installed_beside_us(control: Control, tmp_path: Path) 
         "1.17.0 " + str(tmp_path / "cache" / "perilune" / "environments")
         in (bundle / "artifacts" / "task.log").read_text()
     )
-    assert "six==1.17.0" in read_json(bundle / "artifacts" / "black_box.json")["packages"]
+    told = read_json(bundle / "artifacts" / "black_box.json")
+    assert "six==1.17.0" in told["packages"] and len(told["record_digests"]["six"]) == 64
 
 
 def test_places_of_a_command_are_known() -> None:

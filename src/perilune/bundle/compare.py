@@ -24,6 +24,7 @@ _NOT_RESULTS = {
     "timings.jsonl", "hardware.jsonl", "precheck.json", "source.patch", "manifest.json", "reward_audit.json",
 }  # fmt: skip
 _MEASURED = {"seconds", "tokens_per_second", "peak_bytes"}  # keys of summary.json
+_COMPARED_BY_KEY = {"summary.json", "black_box.json"}
 _ABSENT = "absent"
 _LONGEST_SHOWN = 100  # characters of a list or mapping that are printed
 
@@ -93,7 +94,7 @@ def compare_runs(a: Path, b: Path) -> RunDiff:
     return RunDiff(
         recipe=part(lambda run: {key: run.job[key] for key in run.job if key != "inputs"}),
         code=(*part(_scripts), *part(_checkout)),
-        packages=part(_packages),
+        packages=(*part(_packages), *_contents(one, other)),
         machine=part(_machine),
         inputs=part(lambda run: {given["name"]: given["digest"] for given in run.job.get("inputs", [])}),
         results=(*_first_metric(a, b), *(change for change in summary if not _measured(change))),
@@ -104,9 +105,9 @@ def compare_runs(a: Path, b: Path) -> RunDiff:
 def compare_artifacts(a: Path, b: Path) -> list[Difference]:
     """What a second run of a bundle computed otherwise than the first; empty when it is reproduced.
 
-    Compared byte for byte: metrics.jsonl, episodes, data sets, the final checkpoint. summary.json is compared
-    without what the run took (time, memory). Checkpoints on the way are not compared: which of them exist
-    depends on interruptions, and the final one follows from them.
+    Compared byte for byte: metrics.jsonl, episodes, data sets, the final checkpoint. Of summary.json and
+    black_box.json each key is compared, without what the run took (time, memory). Checkpoints on the way are
+    not compared: which of them exist depends on interruptions, and the final one follows from them.
 
     Args:
         a: the attempt that is taken as given; b: the attempt that should equal it.
@@ -122,8 +123,8 @@ def compare_artifacts(a: Path, b: Path) -> list[Difference]:
             differences.append(Difference(name, "missing"))
         elif relative not in first:
             differences.append(Difference(name, "extra"))
-        elif relative == "summary.json":
-            differences += _summary_difference(name, first[relative], second[relative])
+        elif relative in _COMPARED_BY_KEY:
+            differences += _document_difference(name, first[relative], second[relative])
         elif (was := sha256_file(first[relative])) != (now := sha256_file(second[relative])):
             figures = _first_metric(a, b) if relative == "metrics.jsonl" else ()
             if figures:
@@ -147,7 +148,7 @@ def _results(attempt: Path) -> dict[str, Path]:
     }
 
 
-def _summary_difference(name: str, a: Path, b: Path) -> Iterator[Difference]:
+def _document_difference(name: str, a: Path, b: Path) -> Iterator[Difference]:
     for change in _changes(read_json(a), read_json(b)):
         if not _measured(change):
             yield Difference(name, "changed", str(change.a), str(change.b), change.key)
@@ -190,11 +191,17 @@ class _Evidence:
 
 
 def _scripts(run: _Evidence) -> dict[str, Any]:
-    """Digest of each frozen script; of our own wheel, a checksum of each source file."""
+    """Digest of each frozen script; each line of the lock; of our wheel, a checksum of each source file."""
     scripts: dict[str, Any] = {}
     for name, path in source_files(run.root / "scripts"):
         wheel = name.endswith(".whl")
-        scripts["source" if wheel else name] = wheel_members(path) if wheel else sha256_file(path)
+        if name == "requirements.lock":
+            lines = path.read_text(encoding="utf-8").splitlines()
+            scripts[name] = {
+                package: locked for package, _, locked in (line.partition("==") for line in lines)
+            }
+        else:
+            scripts["source" if wheel else name] = wheel_members(path) if wheel else sha256_file(path)
     return scripts
 
 
@@ -216,6 +223,21 @@ def _packages(run: _Evidence) -> dict[str, str]:
         else:
             found[name] = f"not installed, from {facts.get('file')}"
     return found
+
+
+def _contents(one: _Evidence, other: _Evidence) -> Iterator[Change]:
+    """Distributions of one version whose files differ, by the digests of their records."""
+    a, b = (_by_distribution(run) for run in (one, other))
+    for name in sorted(a.keys() & b.keys()):
+        (version, was), (other_version, now) = a[name], b[name]
+        if version == other_version and was and now and was != now:
+            yield Change(f"{name} {version}, installed files", f"sha256 {was}", f"sha256 {now}")
+
+
+def _by_distribution(run: _Evidence) -> dict[str, tuple[Any, Any]]:
+    """Version and digest of each loaded distribution; runs of older versions have no digest."""
+    facts = run.precheck.get("packages", {}).values()
+    return {one["distribution"]: (one["version"], one.get("record")) for one in facts if one["distribution"]}
 
 
 def _machine(run: _Evidence) -> dict[str, Any]:

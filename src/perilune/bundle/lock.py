@@ -1,38 +1,90 @@
-"""requirements.lock: exact versions of everything this job's code needs, as installed here."""
+"""requirements.lock: exact versions of everything this job's code needs, and digests of their files."""
 
 from __future__ import annotations
 
+import csv
+import json
 import re
 from functools import cache
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, entry_points
+from pathlib import Path, PurePosixPath
 
 from perilune.bundle.plugin import PLUGIN_GROUP
 from perilune.bundle.wheel import NAME
 from perilune.errors import WorkFailedError
+from perilune.files import sha256_bytes
+
+# What an installer writes into the folder of the metadata, beside the files of the wheel.
+_BY_THE_INSTALLER = {"INSTALLER", "REQUESTED", "RECORD", "RECORD.jws", "direct_url.json", "uv_cache.json"}
 
 
 @cache
 def requirements_lock(task: str) -> str:
-    """Lines "name==version" for the installed dependencies of perilune and of the plugin that owns `task`.
+    """Lines "name==version  # record sha256:DIGEST" for installed distributions.
 
-    The closure follows each package's declared dependencies whose markers hold here, without extras that
-    nobody asked for. Perilune itself is left out: it travels as a wheel.
+    They are the dependencies of perilune and of the plugin that owns `task`. The closure follows each
+    package's declared dependencies whose markers hold here, without extras that nobody asked for. Perilune
+    itself is left out: it travels as a wheel. The digest is that of `record_digest`, where there is one.
 
     Raises:
         WorkFailedError: when a declared dependency is not installed.
     """
     waiting = [(NAME, frozenset[str]()), *((owner, frozenset[str]()) for owner in _owners(task))]
     seen: set[tuple[str, frozenset[str]]] = set()
-    versions: dict[str, str] = {}
+    locked: dict[str, str] = {}
     while waiting:
         name, extras = waiting.pop()
         if (_normal(name), extras) in seen:
             continue
         seen.add((_normal(name), extras))
-        versions[_normal(name)] = _find(name).version
+        locked[_normal(name)] = _locked(_find(name))
         waiting += _needs(name, extras)
-    del versions[_normal(NAME)]
-    return "".join(f"{name}=={version}\n" for name, version in sorted(versions.items()))
+    del locked[_normal(NAME)]
+    return "".join(f"{name}=={found}\n" for name, found in sorted(locked.items()))
+
+
+@cache
+def record_digest(installed: Distribution) -> str | None:
+    """SHA-256 over the paths and hashes in the RECORD of an installed distribution.
+
+    Left out is what an installer generates: bytecode, scripts (their first line names the interpreter) and
+    its notes in the .dist-info folder. Two installations of one wheel therefore agree, and wheels with one
+    version number and different files do not. RECORD holds the hashes at the time of the installation, so an
+    edit of an installed file does not show. None without hashes: an editable installation, or a package of
+    the system.
+
+    Source: packaging.python.org/specifications/recording-installed-packages.
+    """
+    record = installed.read_text("RECORD")
+    if record is None or editable_root(installed) is not None:
+        return None
+    rows = [row for row in csv.reader(record.splitlines()) if len(row) > 1 and row[1]]
+    files = sorted((path.replace("../", ""), digest) for path, digest, *_ in rows if _is_from_wheel(path))
+    return sha256_bytes("".join(f"{path},{digest}\n" for path, digest in files).encode()) if files else None
+
+
+def _is_from_wheel(path: str) -> bool:
+    *folders, name = PurePosixPath(path).parts
+    if folders and folders[-1].endswith(".dist-info") and name in _BY_THE_INSTALLER:
+        return False
+    outside = bool(folders) and folders[0] == ".."
+    return not name.endswith(".pyc") and not (outside and folders[-1] in {"bin", "Scripts"})
+
+
+def editable_root(installed: Distribution) -> Path | None:
+    """The folder that an editable installation runs from; None for others."""
+    text = installed.read_text("direct_url.json")
+    if text is None:
+        return None
+    origin = json.loads(text)
+    if not origin.get("dir_info", {}).get("editable"):
+        return None
+    return Path(str(origin["url"]).removeprefix("file://"))
+
+
+def _locked(installed: Distribution) -> str:
+    digest = record_digest(installed)
+    return installed.version + (f"  # record sha256:{digest}" if digest else "")
 
 
 def _owners(task: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
@@ -15,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import perilune
+from perilune.bundle.lock import editable_root, record_digest
 from perilune.bundle.machine import describe_machine
 from perilune.bundle.secret_sources import learn_secrets
 from perilune.bundle.wheel import differing_files
@@ -50,8 +50,8 @@ def record_precheck(workspace: Workspace) -> dict[str, Any]:
 def precheck() -> dict[str, Any]:
     """Observe this process: {python, packages, torch, kernels, machine, git, environment}.
 
-    packages: for each loaded top-level module outside the standard library, its file, and the version and
-    name of the distribution it came from (None where no distribution claims that file).
+    packages: for each loaded top-level module outside the standard library, its file, and the name, version
+    and `record_digest` of the distribution it came from (None where no distribution claims that file).
     torch: None unless it is loaded; it is never imported from here.
     kernels: where the C kernels lie, or why there are none; None unless something that uses them is loaded.
     git: None unless the package's files are tracked by a checkout.
@@ -78,7 +78,10 @@ def precheck() -> dict[str, Any]:
 
 
 def loaded_packages() -> dict[str, dict[str, Any]]:
-    """Loaded top-level modules that are not Python's own: {name: {file, distribution, version, editable}}."""
+    """Loaded top-level modules that are not Python's own.
+
+    By name: {file, distribution, version, editable, record}.
+    """
     modules = {}
     for name, module in sys.modules.copy().items():
         own = name in sys.stdlib_module_names or name.startswith(("__", "_sysconfigdata"))
@@ -130,25 +133,16 @@ def _top_level(installed: Distribution) -> set[str]:
 def _ownership(name: str, file: Path) -> dict[str, Any]:
     """The distribution that a module's file belongs to; one installed elsewhere does not vouch for it."""
     for installed in _owners().get(name, []):
-        editable = _editable_root(installed)
+        editable = editable_root(installed)
         home = editable or Path(str(installed.locate_file("")))
         if _inside(file, home):
             return {
                 "distribution": installed.name,
                 "version": installed.version,
                 "editable": editable is not None,
+                "record": record_digest(installed),
             }
-    return {"distribution": None, "version": None, "editable": False}
-
-
-def _editable_root(installed: Distribution) -> Path | None:
-    text = installed.read_text("direct_url.json")
-    if text is None:
-        return None
-    origin = json.loads(text)
-    if not origin.get("dir_info", {}).get("editable"):
-        return None
-    return Path(str(origin["url"]).removeprefix("file://"))
+    return {"distribution": None, "version": None, "editable": False, "record": None}
 
 
 def _inside(file: Path, home: Path) -> bool:

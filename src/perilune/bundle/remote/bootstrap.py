@@ -27,7 +27,8 @@ SCRIPTS = Path(__file__).resolve().parent
 def main() -> int:
     if sys.version_info < (3, 11):  # noqa: UP036 - any Python may be told to run this
         return fail(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: set PYTHON", 2)
-    requirements = (SCRIPTS / "requirements.lock").read_text(encoding="utf-8").split()
+    lines = (SCRIPTS / "requirements.lock").read_text(encoding="utf-8").splitlines()
+    requirements = [line.partition("#")[0].strip() for line in lines]  # a comment holds a digest, for people
     if os.environ.get("PERILUNE_ANY_BUILD"):
         requirements = [re.sub(r"\+.*", "", line) for line in requirements]
     (wheel,) = SCRIPTS.glob("perilune-*.whl")

@@ -176,6 +176,7 @@ def reproduce(run: RunArgument, as_json: Json = False) -> None:
         differences = [str(difference) for difference in last.differences]
         print_json(
             {"run": found.id, "stage": found.stage, "identical": identical, "differences": differences}
+            | {"packages": [str(change) for change in last.packages]}
             | ({"directory": str(last.directory)} if last.directory else {})
         )
     elif identical:
@@ -184,5 +185,9 @@ def reproduce(run: RunArgument, as_json: Json = False) -> None:
         echo(f"{found.stage}: not reproduced; the second run is in {last.directory}")
         for difference in last.differences:
             echo(f"  {difference}")
+    if not as_json and last.packages:
+        echo("the second run loaded other packages:")
+        for change in last.packages:
+            echo(f"  {change}")
     if not identical:
         raise typer.Exit(1)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from perilune.bundle.compare import compare_artifacts
+from perilune.bundle.compare import Change, compare_artifacts, compare_runs
 from perilune.bundle.freeze import attempt_copy
 from perilune.bundle.storage import remove_tree
 from perilune.bundle.verify import Difference, require_verified
@@ -25,10 +25,15 @@ from perilune.execution.verdict import read_verdict
 
 @dataclass(frozen=True, slots=True)
 class Reproduced(StageEvent):
-    """The second run has ended: its directory (None if it was identical) and the differences."""
+    """The second run has ended: its directory (None if it was identical) and the differences.
+
+    Attributes:
+        packages: packages that the second run loaded in another version, or with other files.
+    """
 
     directory: Path | None
     differences: tuple[Difference, ...]
+    packages: tuple[Change, ...] = ()
 
 
 def reproduce(control: Control, run_id: str) -> Iterator[StageEvent]:
@@ -65,9 +70,10 @@ def reproduce(control: Control, run_id: str) -> Iterator[StageEvent]:
         message = verdict.message if verdict else worker_output(again)
         raise WorkFailedError(f"the second run failed: {message}", where=str(again))
     differences = tuple(compare_artifacts(first, again))
+    packages = compare_runs(first, again).packages
     if not differences:
         remove_tree(again)
-    yield Reproduced(run.stage, run_id, again if differences else None, differences)
+    yield Reproduced(run.stage, run_id, again if differences else None, differences, packages)
 
 
 def _follow(worker: subprocess.Popen[bytes], attempt: Path, stage: str, run_id: str) -> Iterator[StageEvent]:

@@ -10,8 +10,10 @@ import subprocess
 import sys
 import venv
 from collections.abc import Sequence
+from importlib.metadata import distributions
 from pathlib import Path
 
+from perilune.bundle.lock import record_digest
 from perilune.errors import RequestError, WorkFailedError
 
 
@@ -80,6 +82,13 @@ def installed(python: Path) -> list[str]:
         [python, "-m", "pip", "freeze"], capture_output=True, text=True, check=True
     ).stdout
     return frozen.splitlines()
+
+
+def record_digests(python: Path) -> dict[str, str]:
+    """`record_digest` of each distribution in an environment, by name."""
+    folders = [str(path) for path in (python.parent.parent / "lib").glob("python*/site-packages")]
+    digests = {found.name: record_digest(found) for found in distributions(path=folders)}
+    return {name: digest for name, digest in sorted(digests.items()) if digest}
 
 
 def cache() -> Path:

@@ -25,7 +25,13 @@ from perilune.bundle.manifest import manifest_bytes
 from perilune.bundle.plugin import Consumes, Names
 from perilune.errors import RequestError, WorkFailedError
 from perilune.files import read_json_lines, sha256_file, write_json
-from perilune.tasks.black_box.environment import check_pinned, installed, interpreter, lock_lines
+from perilune.tasks.black_box.environment import (
+    check_pinned,
+    installed,
+    interpreter,
+    lock_lines,
+    record_digests,
+)
 from perilune.tasks.black_box.source import fetched, is_url
 
 if TYPE_CHECKING:
@@ -137,6 +143,7 @@ class BlackBox:
             "commit": spec.commit,
             "command": command,
             "packages": installed(python),
+            "record_digests": record_digests(python),
             "seconds": round(seconds, 3),
             "files": json.loads(manifest_bytes(files))["files"],
         }
