@@ -7,7 +7,7 @@ of the page.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -32,14 +32,14 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
             settings[name] = arms
     compared = compare(settings)
     shown: dict[str, Any] = {"title": "Algorithms compared", "command": document["command"]}
-    about, charts = [ABOUT, TUNED if document.get("learning_rates") else ONE_RATE], {}
+    about, charts = [outcome(compared), ABOUT], {}
     for name, arms in settings.items():
         title, picture = document["settings"][name]["title"], f"algorithms_{name}.svg"
         charts[picture] = _chart(arms)
         about += [
             f"**{title}**",
             "\n".join(f"* {one}" for one in findings(name, arms, compared)),
-            f"![Pass rate against processor seconds, one panel an arm]({picture})",
+            f"![Pass rate against CPU seconds, one panel per arm]({picture})",
         ]
         rates = document.get("learning_rates", {}).get(name, {})
         shown[title] = _tables(name, arms, compared, rates)
@@ -51,27 +51,36 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
     return {**shown, "about": "\n\n".join(about), "charts": charts, **rest}
 
 
-TUNED = """\
-Optimizer moments start at zero. The learning rate of each arm is the best of five on a seed that is not
-shown."""
-ONE_RATE = """\
-Every arm has the learning rate that was best for `grpo` on a seed that is not shown, and starts from
-the second moments of the cold start, whose scale suits some losses better than others: an arm that is
-lower may only need another rate."""
 ABOUT = f"""\
-Each arm trains from the same cold start as the other arms of its seed, on the same tasks in the same order,
-with as many episodes (`dapo` about as many, because it resamples groups) and four updates a batch, so that
-clips and ratios matter. All other options are the defaults.
+**How it was measured.** An *arm* is one algorithm with its default options, but for the keys that
+`benchmarks/comparison/arms.yaml` lists; the arm `process` is GRPO with process rewards. All arms of a seed
+start from the same SFT checkpoint, with a fresh optimizer, and see the same tasks in the same order. They
+train on the same number of episodes (`dapo` on about the same number, because it resamples dead groups), with
+four optimizer updates per batch of rollouts. The learning rate of each arm is the best of five on a seed that
+is not shown.
 
-* *Equal episodes* compares pass@1 on held-out tasks, eight answers each, after training.
-* *Equal seconds* compares pass rates on training tasks, new at every step, over the last {WINDOW} steps
-  before the fastest arm of the seed had used up its episodes. Seconds are processor seconds after the first
-  step, without scoring. Each step of an arm costs the least that an episode took in any seed, so that a
-  busy machine does not make an arm slower.
+* *At equal episodes*: pass@1 on held-out tasks after training, from eight answers per task.
+* *At equal seconds*: when the fastest arm of a seed finishes, the mean pass rate of each arm over its last
+  {WINDOW} completed steps, on training tasks that are new at every step. Seconds are CPU seconds of the
+  training process, without scoring and without the first step. A step costs its number of episodes times the
+  lowest CPU time per episode that the arm had at this step in any seed: a busy machine only adds time.
 
-Differences are tested over paired seeds: Student's t, with Holm's correction over all comparisons of this
-page. A difference is claimed where the corrected p is below 0.05. In the charts the line is the mean over
-seeds, the band the range, and grey the reference arm."""
+Differences are tested with a paired t test over seeds. Holm's correction covers all comparisons of this page.
+We write "higher" or "lower" if the corrected p is below 0.05, and "no difference shown" otherwise. In the
+charts the line is the mean over seeds, the band is the range, and grey is the reference arm."""
+
+
+def outcome(compared: Comparisons) -> str:
+    """Two sentences: what was compared, and what came out."""
+    arms = {arm for _, _, arm in compared}
+    claimed = sorted(
+        {f"`{arm}`" for (_, _, arm), one in compared.items() if one.conclusion in ("higher", "lower")}
+    )
+    found = f"Only {', '.join(claimed)} differ from it" if claimed else "None differs from it"
+    return (
+        f"{len(arms)} algorithms and variants are compared with GRPO on tiny models, seed by seed. {found}"
+        " beyond the noise of the seeds, after correction for the number of comparisons."
+    )
 
 
 def compare(settings: Mapping[str, Arms]) -> Comparisons:
@@ -87,29 +96,37 @@ def compare(settings: Mapping[str, Arms]) -> Comparisons:
 
 
 def findings(setting: str, arms: Arms, compared: Comparisons) -> list[str]:
-    """One sentence for each arm and question, and how small a difference the seeds can show."""
+    """What the first arm reached, the differences claimed, and how small a difference the seeds can show."""
     base, *others = arms
     start = fmean(one["before"]["pass@1"]["mean"] for one in arms[base].values())
     reached = fmean(one["pass@1"]["mean"] for one in _done(arms, base).values())
     sentences = [
-        f"`{base}` goes from {start:.1%} to {reached:.1%} pass@1 on average over {len(arms[base])} seeds."
+        f"`{base}` goes from {start:.1%} pass@1 after SFT to {reached:.1%} after RL, on average over"
+        f" {len(arms[base])} seeds."
     ]
-    widths = []
     for arm in others:
-        stopped = [str(seed) for seed, one in arms[arm].items() if "failed" in one]
-        if stopped:
+        if stopped := [str(seed) for seed, one in arms[arm].items() if "failed" in one]:
             sentences.append(f"`{arm}` was stopped by a check with seed {', '.join(stopped)}.")
-        if (setting, "episodes", arm) in compared:
-            episodes, seconds = (compared[setting, question, arm] for question in ("episodes", "seconds"))
-            sentences.append(
-                f"`{arm}` against `{base}` at equal episodes: {episodes.describe()}. "
-                f"At equal seconds: {seconds.describe()}."
-            )
-            sentences += _shorter(arms, base, arm)
-            widths.append((episodes.high - episodes.low) / 2)
+    for question in ("episodes", "seconds"):
+        shown = {arm: one for arm in others if (one := compared.get((setting, question, arm)))}
+        sentences += [
+            f"`{arm}` against `{base}` at equal {question}: {one.describe()}."
+            for arm, one in shown.items()
+            if one.conclusion != "no difference shown"
+        ]
+        if rest := [f"`{arm}`" for arm, one in shown.items() if one.conclusion == "no difference shown"]:
+            sentences.append(f"No difference from `{base}` shown at equal {question}: {', '.join(rest)}.")
+    for arm in others:
+        sentences += _shorter(arms, base, arm)
+    widths = [
+        (one.high - one.low) / 2
+        for (name, asked, _), one in compared.items()
+        if (name, asked) == (setting, "episodes")
+    ]
+    bounds = " to ".join(dict.fromkeys(f"{100 * one:.1f}" for one in (min(widths), max(widths))))
     sentences.append(
-        f"Before correction, the intervals at equal episodes reach {100 * min(widths):.1f} to "
-        f"{100 * max(widths):.1f} points to either side."
+        "The seeds cannot show small differences: at equal episodes, 95% intervals before correction reach"
+        f" {bounds} points to either side."
     )
     return sentences
 
@@ -120,11 +137,14 @@ def _shorter(arms: Arms, base: str, arm: str) -> list[str]:
         return []
     pairs = _pairs(arms, base, arm)
     cut = interval([1 - one["length"] / other["length"] for other, one in pairs.values()])
-    return [f"`{arm}` writes {cut['mean']:.1%} fewer tokens ({cut['low']:.1%} to {cut['high']:.1%})."]
+    return [
+        f"`{arm}` writes {cut['mean']:.1%} fewer tokens per answer than `{base}` (95% interval over seeds"
+        f" {cut['low']:.1%} to {cut['high']:.1%})."
+    ]
 
 
 def at_equal_episodes(arms: Arms) -> dict[str, list[float]]:
-    """pass@1 less that of the first arm, a seed, by arm."""
+    """Difference of pass@1 from the first arm: by arm, a value per seed."""
     base, *others = arms
     return {
         arm: [one["pass@1"]["mean"] - other["pass@1"]["mean"] for other, one in pairs.values()]
@@ -134,7 +154,10 @@ def at_equal_episodes(arms: Arms) -> dict[str, list[float]]:
 
 
 def at_equal_seconds(arms: Arms) -> dict[str, list[float]]:
-    """Pass rate less that of the first arm when the quickest arm of the seed was done, a seed, by arm."""
+    """Difference of the pass rate from the first arm when the fastest arm of the seed has finished.
+
+    By arm, a value per seed.
+    """
     base, *others = arms
     budget = seconds(arms)
     return {
@@ -148,7 +171,7 @@ def at_equal_seconds(arms: Arms) -> dict[str, list[float]]:
 
 
 def seconds(arms: Arms) -> dict[int, float]:
-    """Processor seconds after which the quickest arm of a seed had spent its episodes."""
+    """CPU seconds after which the fastest arm of a seed has finished."""
     base = next(iter(arms))
     return {
         seed: min(done[seed]["curve"]["seconds"][-1] for arm in arms if seed in (done := _done(arms, arm)))
@@ -176,13 +199,12 @@ def _tables(
         "after training": [
             {
                 "arm": f"`{arm}`",
-                "pass@1, interval over seeds": interval(
-                    [one["pass@1"]["mean"] for one in done[arm].values()]
-                ),
-                **{name: [one[name]["mean"] for one in done[arm].values()] for name in ("pass@8", "greedy")},
-                "length, tokens": [one["length"] for one in done[arm].values()],
-                "episodes": [sum(one["curve"]["episodes"]) for one in done[arm].values()],
-                "processor seconds": [one["curve"]["seconds"][-1] for one in done[arm].values()],
+                "pass@1, % (95% interval over seeds)": _percent(interval(_values(done[arm], "pass@1"))),
+                "pass@8, % (median, min to max)": _range(_values(done[arm], "pass@8"), 100),
+                "greedy, % (median, min to max)": _range(_values(done[arm], "greedy"), 100),
+                "tokens per answer": _range([one["length"] for one in done[arm].values()]),
+                "episodes": _range([sum(one["curve"]["episodes"]) for one in done[arm].values()], digits=0),
+                "CPU seconds": _range([one["curve"]["seconds"][-1] for one in done[arm].values()]),
             }
             for arm in order
         ]
@@ -191,8 +213,9 @@ def _tables(
         tables[f"against {base} at equal {question}"] = [
             {
                 "arm": f"`{arm}`",
-                "difference, 95% interval": {"mean": one.mean, "low": one.low, "high": one.high},
-                "by seed": list(one.differences),
+                "difference, points": f"{100 * one.mean:+.1f}",
+                "95% interval before correction": f"{100 * one.low:+.1f} to {100 * one.high:+.1f}",
+                "by seed": ", ".join(f"{100 * value:+.1f}" for value in one.differences),
                 "p": one.p,
                 "p corrected": one.p_corrected,
             }
@@ -200,10 +223,27 @@ def _tables(
             if (one := compared.get((setting, question, arm))) is not None
         ]
     if rates:
-        tables["pass@1 by learning rate, on the seed that tuned it"] = [
-            {"arm": f"`{arm}`", **tried} for arm, tried in rates.items()
+        tables["pass@1 in % by learning rate, on the seed that chose it"] = [
+            {"arm": f"`{arm}`", **{rate: f"{100 * reached:.1f}" for rate, reached in tried.items()}}
+            for arm, tried in rates.items()
         ]
     return tables
+
+
+def _values(runs: Mapping[int, Record], name: str) -> list[float]:
+    return [one[name]["mean"] for one in runs.values()]
+
+
+def _percent(found: Mapping[str, float]) -> str:
+    """A share with its interval, in percent; the interval ends at 0 and 100."""
+    mean, low, high = (100 * min(1.0, max(0.0, found[name])) for name in ("mean", "low", "high"))
+    return f"{mean:.1f} ({low:.1f} to {high:.1f})"
+
+
+def _range(values: Sequence[float], scale: float = 1.0, digits: int = 1) -> str:
+    """Median, least and most; one figure where all agree."""
+    shown = [f"{scale * one:,.{digits}f}" for one in (median(values), min(values), max(values))]
+    return shown[0] if len(set(shown)) == 1 else f"{shown[0]} ({shown[1]} to {shown[2]})"
 
 
 def _chart(arms: Arms) -> str:
@@ -215,7 +255,7 @@ def _chart(arms: Arms) -> str:
         grid = np.linspace(max(x[0] for x, _ in runs), min(x[-1] for x, _ in runs), 60)
         values = np.array([np.interp(grid, x, y) for x, y in runs])
         curves[arm] = (grid, values.mean(0), values.min(0), values.max(0))
-    return panels(curves, x="processor seconds", y="pass rate")
+    return panels(curves, x="CPU seconds", y="pass rate")
 
 
 def _smooth(curve: Mapping[str, Sequence[float]]) -> tuple[np.ndarray, np.ndarray]:
@@ -235,8 +275,8 @@ def _arms(records: Sequence[Record], setting: str, order: Sequence[str]) -> Arms
 def _priced(runs: Mapping[int, Record]) -> dict[int, Record]:
     """Runs of one arm, whose curves have the seconds at the end of each step, from the end of the first.
 
-    An episode of a step costs the least that it cost in any seed: what shares caches with a process adds to
-    its processor seconds, and takes nothing away.
+    An episode of a step costs the least that it cost in any seed: other load on the machine adds to the CPU
+    time of a process, and never takes away from it.
     """
     curves = {seed: one["curve"] for seed, one in runs.items() if "failed" not in one}
     spent = [np.diff(one["processor"]) / one["episodes"][1:] for one in curves.values()]
