@@ -302,7 +302,7 @@ def test_finished_samples_do_not_cost_further_steps(monkeypatch: pytest.MonkeyPa
         (Prompt([-1], (0, 0, 0)), "token outside"),
         (Prompt([1], (-1, 0, 0)), "key"),
         (Prompt([1], (0, 2**32, 0)), "key"),
-        (Prompt([1] * 4090, (0, 0, 0)), "passes the model's 4096 positions"),
+        (Prompt([1] * 4090, (0, 0, 0)), "exceed the model's 4096 positions"),
     ],
 )
 def test_impossible_prompts_are_refused_before_anything_is_sampled(prompt: Prompt, message: str) -> None:

@@ -308,7 +308,7 @@ def test_what_is_no_url(url: str) -> None:
 
 
 def test_a_password_has_no_place_in_a_url() -> None:
-    with pytest.raises(RequestError, match="ends up in files") as failure:
+    with pytest.raises(RequestError, match="contains a password") as failure:
         RemoteEngine("http://me:hunter2@host:8000/v1")
     assert "hunter2" not in str(failure.value)
 

@@ -99,7 +99,7 @@ def test_an_environment_that_runs_out_of_tasks(task: str, options: Row, tmp_path
 def test_answers_longer_than_the_model(task: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="max_tokens is 4096, and the model has 4096 positions"):
         run_task(tmp_path / "whole", task, max_tokens=4096)
-    with pytest.raises(RequestError, match=r"has \d tokens, and with 4095 more passes the model's 4096"):
+    with pytest.raises(RequestError, match=r"\d tokens and 4095 more exceed the model's 4096"):
         run_task(tmp_path / "prompt", task, max_tokens=4095)
 
 

@@ -1,1 +1,1 @@
-"""Rollouts: batched sampling with a KV cache and exact log-probs."""
+"""The engine: batched sampling with a paged KV cache and exact log-probs."""

@@ -1,7 +1,7 @@
-"""LoRA adapters, one a request: many characters on one base.
+"""LoRA adapters for single requests: several policies on one base.
 
-An adapter adds scale * B A x to what a projection makes of x (Hu et al., 2021). The rows of a step are
-grouped by adapter, so that each is applied to its own rows only, and the base once to all.
+An adapter adds scale * B A x to the output of a projection (Hu et al., 2021). A step computes the base once
+for all rows, and each adapter for its own rows.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from perilune.models.narrow import NarrowKind
 
 
 class AdaptedProjections:
-    """Adapters laid over the projections of one frozen decoder, in place of those that lay there before.
+    """Adapters on the projections of one frozen decoder. They replace the adapters that were there before.
 
-    `select` says which rows of the next forward pass have which adapter.
+    `select` assigns adapters to the rows of the next forward pass.
     """
 
     def __init__(self, decoder: Decoder, adapters: Sequence[Adapter]) -> None:
@@ -31,15 +31,15 @@ class AdaptedProjections:
         names = {id(module): name for name, module in decoder.named_modules()}
         self._like = decoder.model.norm.weight
         for module in decoder.modules():
-            for attribute, held in list(vars(module).items()):
-                if isinstance(held, Projection):
-                    base = held.base if isinstance(held, _Adapted) else held
+            for attribute, value in list(vars(module).items()):
+                if isinstance(value, Projection):
+                    base = value.base if isinstance(value, _Adapted) else value
                     parts = [names[id(part)] for part in base.parts]
                     additions = [_Additions(base, parts, adapter, self._like) for adapter in adapters]
                     setattr(module, attribute, _Adapted(base, additions, self._rows))
 
     def select(self, batch: StepBatch) -> None:
-        """Take the adapters of a batch's sequences."""
+        """Use the adapters of the sequences in `batch`."""
         self._rows.clear()
         if batch.adapters is None:
             return
@@ -50,7 +50,7 @@ class AdaptedProjections:
 
 
 class _Additions:
-    """What one adapter adds to one projection: A and B of each of its parts, or none."""
+    """The part of one adapter for one projection: A and B of each part that has them."""
 
     def __init__(self, projection: Projection, names: Sequence[str], adapter: Adapter, like: Tensor) -> None:
         self.parts: list[tuple[slice, Tensor, Tensor]] = []
@@ -63,14 +63,14 @@ class _Additions:
             start = stop
 
     def __call__(self, x: Tensor, out: Tensor, rows: Tensor) -> None:
-        """Add to the rows of `out` what their `x` gives."""
+        """Add the adapter's output for `rows` of `x` to `out`."""
         for columns, a, b in self.parts:
             added = linear(linear(x[rows], a), b)
             out[rows, columns] += added
 
 
 class _Adapted(Projection):
-    """A projection with what the adapters add."""
+    """A projection with adapters."""
 
     def __init__(
         self, base: Projection, additions: Sequence[_Additions], rows: list[tuple[int, Tensor]]
@@ -85,5 +85,5 @@ class _Adapted(Projection):
         return out
 
     def freeze(self, source: Projection, kind: NarrowKind | None) -> None:
-        """Let the projection below take them."""
+        """Freeze the base projection."""
         self.base.freeze(source, kind)

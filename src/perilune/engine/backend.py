@@ -1,4 +1,4 @@
-"""What every source of samples offers: our engine in this process, or a server somewhere."""
+"""The interface of everything that samples: the engine in this process, or a server."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from perilune.engine.request import Completion, Prompt, SamplingParams
 
 
 class SamplingBackend(Protocol):
-    """Continues prompts of tokens; `Engine` and `RemoteEngine` are two.
+    """Samples completions of prompts, as `Engine` and `RemoteEngine` do.
 
-    Tokens go in and tokens come out, each with its log-prob under the distribution it was drawn from: what
-    is made of them (episodes, advantages, figures) does not depend on who sampled.
+    Input and output are tokens. Each sampled token has its log-prob under the distribution it was drawn from,
+    so episodes, advantages and metrics do not depend on the backend.
     """
 
     @property
     def positions(self) -> int | None:
-        """Most tokens of prompt and sample together; None when that is not known."""
+        """Most tokens of prompt and sample together; None if unknown."""
         ...
 
     def sample(
@@ -29,10 +29,10 @@ class SamplingBackend(Protocol):
     ) -> list[list[Completion]]:
         """Continue every prompt `n` times; `result[i][j]` is sample j of prompt i.
 
-        `on_progress(finished, total)` is called now and then, with counts of samples.
+        `on_progress(finished, total)` is called from time to time with counts of samples.
 
         Raises:
-            RequestError: when prompts or parameters do not fit the model.
+            RequestError: when the model cannot serve the prompts or parameters.
             WorkFailedError: when sampling fails.
         """
         ...

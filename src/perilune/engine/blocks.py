@@ -1,9 +1,9 @@
-"""Blocks: the memory of the KV cache, handed out sixteen tokens at a time.
+"""Blocks of the KV cache, allocated sixteen tokens at a time, and the prefix cache.
 
-A sample's keys and values lie in blocks that its block table lists; a block may be in many tables, and has a
-reference count. A full block whose content is known (the tokens in it and all before it) can be found again
-by a hash, chained from block to block: that is the prefix cache. A block that nobody references any more
-keeps its content until room is needed; the one longest unused goes first.
+A block table lists the blocks with the keys and values of a sample. Several tables may share a block, which
+has a reference count. Full blocks can be found by a hash of their tokens and all tokens before, chained from
+block to block: this is the prefix cache. A block without references keeps its content until its memory is
+needed; the least recently used block goes first.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ from numpy.typing import NDArray
 from perilune.models import memory
 
 BLOCK = memory.BLOCK
-"""Tokens a block."""
+"""Tokens per block."""
 
 NULL_BLOCK = 0
-"""Belongs to nobody: tables point to it where there is no block, and padding is written into it."""
+"""The block that tables name where there is no block, and that padding is written to."""
 
 Blocks = NDArray[np.int32]
 
 
 class BlockPool:
-    """Reference counts of the blocks 1 .. count - 1, and where full blocks with a known content are.
+    """Reference counts of blocks 1 .. count - 1, and the hashes of full blocks.
 
-    Nothing here touches the content: copying is up to whoever asks for it.
+    The pool never touches the content of blocks; callers copy it.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.references = np.zeros(count, dtype=np.int32)
-        # Taken from the end: memory that was touched before is taken again first.
+        # Allocated from the end, so that memory in use is reused first.
         self._free = list(range(count - 1, 0, -1))
-        self._unused: dict[int, None] = {}  # cached and unreferenced; the longest unused first
+        self._unused: dict[int, None] = {}  # cached and unreferenced, the least recently used first
         self._digest_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
 
     @property
     def available(self) -> int:
-        """Blocks that `take` could hand out."""
+        """Blocks that `allocate` can return."""
         return len(self._free) + len(self._unused)
 
     @property
     def used(self) -> int:
-        """Blocks that are referenced."""
+        """Referenced blocks."""
         return self.count - 1 - self.available
 
     def allocate(self, count: int) -> Blocks:
         """`count` blocks with one reference each and arbitrary content; the caller checked `available`."""
-        assert count <= self.available, "blocks taken without asking whether there are any"
+        assert count <= self.available, "more blocks were allocated than are available"
         while len(self._free) < count:
             oldest = next(iter(self._unused))
             del self._unused[oldest]
@@ -70,10 +70,10 @@ class BlockPool:
         self.references[blocks] += times
 
     def release(self, blocks: Blocks) -> None:
-        """Drop a reference of each of `blocks`, which are distinct; the null block may be repeated."""
+        """Drop a reference to each of `blocks`, which are distinct except for the null block."""
         blocks = blocks[blocks != NULL_BLOCK]
         self.references[blocks] -= 1
-        # The end of a sequence is of least use to others: it becomes the first to be taken again.
+        # The end of a sequence is least likely to be shared, so it is reused first.
         for block in blocks[self.references[blocks] == 0][::-1].tolist():
             if block in self._digest_of:
                 self._unused[block] = None
@@ -81,42 +81,42 @@ class BlockPool:
                 self._free.append(block)
 
     def find(self, digests: Iterable[bytes]) -> Blocks:
-        """Blocks that hold the longest known beginning of a sequence, one reference added to each."""
-        found = []
+        """Blocks with the longest cached prefix of a sequence; each gets one more reference."""
+        blocks = []
         for digest in digests:
             block = self._block_of.get(digest)
             if block is None:
                 break
-            found.append(block)
+            blocks.append(block)
             if self.references[block] == 0:
                 del self._unused[block]
             self.references[block] += 1
-        return np.array(found, dtype=np.int32)
+        return np.array(blocks, dtype=np.int32)
 
     def known(self, digests: Iterable[bytes]) -> tuple[int, int]:
-        """How many blocks `find` would return, and how many of them count as `available` now."""
-        found = unused = 0
+        """How many blocks `find` would return, and how many of them are `available` now."""
+        known = unused = 0
         for digest in digests:
             block = self._block_of.get(digest)
             if block is None:
                 break
-            found += 1
+            known += 1
             unused += self.references[block] == 0
-        return found, int(unused)
+        return known, int(unused)
 
     def has(self, digest: bytes) -> bool:
-        """Whether `find` would return a block for it."""
+        """Whether a block has this digest."""
         return digest in self._block_of
 
     def record(self, digests: Mapping[int, bytes]) -> None:
-        """Make referenced, full blocks findable; a content that is findable already stays where it is."""
+        """Add referenced, full blocks to the prefix cache. Content that is already cached is not replaced."""
         for block, digest in digests.items():
             if digest not in self._block_of and block not in self._digest_of:
                 self._block_of[digest] = block
                 self._digest_of[block] = digest
 
     def forget_all(self) -> None:
-        """Let no block be found any more: what they hold no longer fits the weights."""
+        """Empty the prefix cache, because the content no longer fits the weights."""
         self._free += reversed(self._unused)
         self._unused.clear()
         self._digest_of.clear()
@@ -128,15 +128,15 @@ class BlockPool:
 
 @lru_cache(maxsize=64)
 def root_digest(version: int, adapter: int) -> bytes:
-    """Where the chains of one policy version begin: other weights make other keys and values."""
+    """The first digest of the chains of a policy version and adapter, whose keys and values are their own."""
     return hashlib.blake2b(f"{version}/{adapter}".encode(), digest_size=16).digest()
 
 
 def extend_digests(digests: list[bytes], root: bytes, tokens: Sequence[int] | NDArray[np.int32]) -> None:
     """Append the digests of the full blocks of `tokens` that `digests` does not have yet.
 
-    Each covers its own tokens and all before. Collision resistant, so that nobody can craft a prompt that
-    reads another's blocks.
+    Each digest covers the tokens of its block and all tokens before. The hash is collision resistant, so that
+    no crafted prompt can read the blocks of another one.
     """
     done = len(digests)
     tail = np.ascontiguousarray(tokens[done * BLOCK : len(tokens) // BLOCK * BLOCK], dtype=np.int32).tobytes()
@@ -147,5 +147,5 @@ def extend_digests(digests: list[bytes], root: bytes, tokens: Sequence[int] | ND
 
 
 def blocks_for(tokens: int) -> int:
-    """Blocks that hold so many tokens."""
+    """Blocks needed for `tokens` tokens."""
     return -(-tokens // BLOCK)

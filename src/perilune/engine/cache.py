@@ -1,7 +1,7 @@
-"""The paged KV cache, and the attention of one step over it.
+"""The paged KV cache, and the attention of one step over it in torch.
 
-Blocks are gathered into the order of positions before each product. That costs a copy, and buys that a query
-meets its keys exactly as it does when its whole sequence is computed at once: see `models/attention.py`.
+Blocks are gathered into the order of positions before each product. The copy ensures that a query has the
+same bits as when its whole sequence is computed at once: see `models/attention.py`.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from perilune.errors import RequestError
 from perilune.models.attention import attend
 from perilune.models.config.decoder_config import DecoderConfig
 
-_CUT = 192 // BLOCK  # blocks: keys behind a window are left out in these multiples (see `attend`)
-_QUERIES = 512  # most queries of a sequence in one product
-_SCORES = 1 << 24  # most attention scores held at a time
+_CUT = 192 // BLOCK  # blocks; keys behind a window are skipped in multiples of this (see `attend`)
+_QUERIES = 512  # most queries of one sequence in a product
+_SCORES = 1 << 24  # most attention scores in memory at a time
 
 
 class PagedCache:
-    """Keys and values of every layer, in blocks of 16 tokens; by layer, since windows differ in their blocks.
+    """Keys and values of every layer, in blocks of 16 tokens.
 
     Args:
-        num_blocks: for each of the model's `distinct_windows`, the null block included.
+        num_blocks: blocks for each of the model's `distinct_windows`, including the null block.
 
     Attributes:
-        keys: of each layer [blocks, KV, D, 16]; a key is a column, because products read them that way.
-        values: of each layer [blocks, KV, 16, D].
-        key_scales, value_scales: of each layer float32[blocks, KV, 16] in a cache of int8, whose elements
-            are integer * scale of the token and head; otherwise empty.
-        table_of: of each layer, which block table it goes by: the index of its window.
+        keys: [blocks, KV, D, 16] for each layer; a key is a column, because products read columns.
+        values: [blocks, KV, 16, D] for each layer.
+        key_scales, value_scales: float32[blocks, KV, 16] for each layer of an int8 cache, with one scale per
+            token and head; otherwise empty.
+        table_of: the index of the block table of each layer, which is the index of its window.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class PagedCache:
         self.key_scales: list[Tensor] = []
         self.value_scales: list[Tensor] = []
         if dtype == torch.int8:
-            self.key_scales, its_keys = self._make((BLOCK,), torch.float32)
-            self.value_scales, its_values = self._make((BLOCK,), torch.float32)
-            self._parts += [*its_keys, *its_values]
+            self.key_scales, scale_keys = self._make((BLOCK,), torch.float32)
+            self.value_scales, scale_values = self._make((BLOCK,), torch.float32)
+            self._parts += [*scale_keys, *scale_values]
 
     def store(self, layer: int, places: Places, k: Tensor, v: Tensor) -> None:
-        """Keep float[N, KV, D] keys and values."""
+        """Store keys and values float[N, KV, D]."""
         if self.dtype == torch.int8:
             k, self.key_scales[layer][places.blocks, :, places.offsets] = _in_steps(k)
             v, self.value_scales[layer][places.blocks, :, places.offsets] = _in_steps(v)
@@ -89,24 +89,24 @@ class PagedCache:
         return keys * of_keys, values * of_values
 
     def copy(self, sources: Blocks, targets: Blocks) -> None:
-        """Copy blocks int32[W, C], in all layers of each window, over others."""
+        """Copy blocks int32[W, C] over other blocks, in all layers of each window."""
         of, to = (torch.from_numpy(x).long().to(self.device) for x in (sources, targets))
         tables = cycle(range(len(self.num_blocks)))
         for part, table in zip(self._parts, tables, strict=False):
             part[:, to[table]] = part[:, of[table]]
 
     def clear(self) -> None:
-        """Forget everything; what a failure left may not be finite, and would spoil what is masked."""
+        """Zero everything. Values that are not finite, left by a failure, would spoil masked products."""
         for part in self._parts:
             part.zero_()
 
     @property
     def nbytes(self) -> int:
-        """Of all blocks, used or not."""
+        """Bytes of all blocks, used or not."""
         return sum(part.nbytes for part in self._parts)
 
     def _make(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-        """Zeros [blocks, KV, *shape] of each layer, and the same [layers, blocks, ...] of each window."""
+        """Zeros [blocks, KV, *shape] per layer, and the same memory as [layers, blocks, ...] per window."""
         by_table = [
             _zeros((self.table_of.count(table), blocks, self.heads, *shape), dtype, self.device)
             for table, blocks in enumerate(self.num_blocks)
@@ -116,16 +116,16 @@ class PagedCache:
 
 
 def _in_steps(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Of float[N, KV, D] the nearest integers in 127ths of each row's largest, and float32[N, KV] a 127th."""
+    """float[N, KV, D] as integers from -127 to 127, and the scales float32[N, KV]: max |row| / 127."""
     top = x.float().abs().amax(-1).clamp(min=1e-30)
     return (x / top[..., None] * 127).round(), top / 127
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Finite, and on a CPU without taking memory before it is used: torch would write the zeros.
+    """Zeros. On a CPU memory is allocated on first use, whereas `torch.zeros` would write it.
 
     Raises:
-        RequestError: when there is not as much memory.
+        RequestError: when there is not enough memory.
     """
     size = math.prod(shape) * dtype.itemsize
     try:
@@ -134,17 +134,17 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise RequestError(
-            f"{size / (1 << 30):.1f} GiB for keys or values do not fit beside what is there: {error}",
+            f"not enough memory for {size / (1 << 30):.1f} GiB of keys or values: {error}",
             where=f"the engine's cache on {device}",
-            remedy="make the cache smaller, ask for shorter answers (max_tokens) or fewer samples at once",
+            remedy="make the cache smaller, or request shorter answers (max_tokens) or fewer samples at once",
         ) from None
 
 
 class Places:
-    """Where the tokens of a step are stored.
+    """The cache positions of the tokens of a step.
 
     Args:
-        blocks, offsets: int64[N], on the cache's device.
+        blocks, offsets: int64[N] on the device of the cache.
         heads: KV.
     """
 
@@ -155,7 +155,7 @@ class Places:
 
 
 class Table:
-    """Where the blocks int64[S, B] of S sequences lie, for all heads; on the cache's device."""
+    """Row indices of the blocks int64[S, B] of S sequences, for all heads, on the device of the cache."""
 
     def __init__(self, blocks: Tensor, heads: int, size: int) -> None:
         head, element = (torch.arange(count, device=blocks.device)[:, None] for count in (heads, size))
@@ -167,10 +167,10 @@ class Table:
 
 @dataclass(slots=True, eq=False)
 class _Queries:
-    """Queries of S sequences that are computed together, M of each.
+    """Queries of S sequences that are computed together, M per sequence.
 
     Attributes:
-        tokens: int64[S, M] places in the batch; None for the first S tokens with M = 1.
+        tokens: int64[S, M] indices in the batch; None for the first S tokens with M = 1.
         positions: int64[S, M].
         tables: int64[W, S, B].
     """
@@ -181,11 +181,11 @@ class _Queries:
 
 
 class PagedAttention:
-    """Attention of the tokens of one step, which it also stores. An `Attention` for the decoder.
+    """An `Attention` for the decoder that stores the tokens of one step and attends from them.
 
     Args:
-        batch: what the step computes.
-        tokens: how many tokens the decoder computes: those of the batch, and padding after them.
+        batch: the batch of the step.
+        tokens: number of tokens that the decoder computes: those of the batch, and padding after them.
     """
 
     def __init__(self, cache: PagedCache, batch: StepBatch, tokens: int) -> None:
@@ -217,7 +217,7 @@ class PagedAttention:
 
 
 class _Part:
-    """Attention of some queries, of layers with the same window."""
+    """Attention of some queries in the layers with one window size."""
 
     def __init__(
         self, queries: _Queries, table: int, window: int | None, cache: PagedCache, q: Tensor
@@ -255,14 +255,14 @@ class _Part:
         return out.reshape(-1, heads * group, size)
 
     def into(self, out: Tensor, layer: int, q: Tensor, cache: PagedCache) -> None:
-        """Write the outputs where their tokens are."""
+        """Write the outputs to the rows of their tokens."""
         if self._tokens is None:
             out[: self.whole] = self(layer, q, cache)
         else:
             out.index_copy_(0, self._tokens, self(layer, q, cache))
 
     def _make_mask(self, positions: NDArray[np.int64], start: int, window: int | None, q: Tensor) -> Tensor:
-        """Broadcastable to [S * KV, G * M, T]: 0 on what a query sees, -inf elsewhere."""
+        """A mask broadcastable to [S * KV, G * M, T]: 0 where a query sees a key, otherwise -inf."""
         sequences, heads, group, count, _ = self._shape
         if (positions == positions[:1]).all():
             positions, sequences, heads = positions[:1], 1, 1
@@ -279,7 +279,7 @@ class _Part:
 
 
 def _in_groups(batch: StepBatch) -> Iterator[_Queries]:
-    """Queries with about as many keys are computed together, so that little of it is for nothing."""
+    """Groups of queries with similar numbers of keys, so that little padding is computed."""
     blocks = batch.positions // BLOCK + 1
     decodes = batch.decodes
     if decodes:
@@ -306,7 +306,7 @@ def _in_groups(batch: StepBatch) -> Iterator[_Queries]:
 
 
 def _padded(batch: StepBatch, pieces: Sequence[tuple[int, int, int]]) -> _Queries:
-    """Tokens begin .. stop - 1 of each sequence, the last repeated to make all as long as the longest."""
+    """Tokens begin .. stop - 1 of each sequence, padded to the longest by repeating the last token."""
     sequences, begins, stops = np.array(pieces).T
     tokens = begins[:, None] + np.arange(int((stops - begins).max()))
     tokens = np.minimum(tokens, stops[:, None] - 1)

@@ -1,9 +1,8 @@
-"""Constrained output: which tokens a sample may say next, so that the whole fits a schema, pattern or list.
+"""Constrained output: samples that match a JSON schema, a regular expression or a list of choices.
 
-The engine knows two small protocols. A `Constraint` belongs to a request and is shared by its samples; each
-of them runs its own `ConstraintState`. Grammars are read by llguidance (optional extra `constrained`), a
-parser over the bytes of the vocabulary. What a mask forbids has probability zero, and log-probs are those of
-the distribution that is left.
+The engine uses two small protocols. The samples of a request share a `Constraint`, and each has its own
+`ConstraintState`. llguidance (optional extra `constrained`) parses the grammars over the bytes of the
+vocabulary. A masked token has probability zero, and log-probs are under the masked distribution.
 
 V vocabulary, W = ceil(V / 32) words of a mask: bit i of word w stands for token 32 w + i.
 """
@@ -24,19 +23,19 @@ from perilune.errors import RequestError, WorkFailedError
 from perilune.models.text.tokenizer import Tokenizer
 
 _WHITESPACE = r"( |\n[ \t]{0,16})?"
-"""What may stand between the parts of JSON: nothing, a space, or a line's end with its indentation. With any
-whitespace whatever, as JSON has it, a model can go on with it for ever."""
+"""Whitespace between the parts of JSON: none, a space, or a line break with indentation. With JSON's unlimited
+whitespace a model could continue for ever."""
 _MOST_ITEMS = 10_000
-"""Most grammar items at one place: an object with some 2,500 optional properties, whose masks take 40 ms."""
+"""Most grammar items at one place: enough for about 2,500 optional properties, whose masks take 40 ms."""
 
 
 class ConstraintState(Protocol):
-    """Where one sample stands in its constraint.
+    """The state of one sample in its constraint.
 
     Attributes:
-        complete: nothing but a stop token may follow.
-        failed: why no token may follow, or "": the vocabulary cannot express what must come next, or the
-            grammar took too much to read. The sample is to be aborted; masks then allow a stop token.
+        complete: only a stop token may follow.
+        failed: why no token may follow, or "": the vocabulary cannot express the required text, or the
+            grammar is too complex. The engine then aborts the sample; masks allow a stop token.
     """
 
     @property
@@ -46,55 +45,55 @@ class ConstraintState(Protocol):
     def failed(self) -> str: ...
 
     def fill_mask(self, mask: NDArray[np.int32]) -> None:
-        """Write the bits of the tokens that may follow, stop tokens included, into int32[W]."""
+        """Write the bits of the tokens that may follow, including stop tokens, into int32[W]."""
 
     def advance(self, token_id: int) -> None:
-        """Take the token that was sampled.
+        """Add the sampled token.
 
         Raises:
-            RequestError: when the grammar has too many alternatives from here on.
+            RequestError: when the grammar has too many alternatives after it.
             WorkFailedError: when the last mask did not allow it.
         """
 
     def rollback(self, tokens: int) -> None:
-        """Forget the last `tokens` tokens."""
+        """Remove the last `tokens` tokens."""
 
 
 class Constraint(Protocol):
-    """What the answers to one request must look like.
+    """A grammar that the samples of one request must match.
 
     Attributes:
-        stop_token_ids: the tokens that end a complete answer; the engine stops on them too.
+        stop_token_ids: tokens that end a complete sample; the engine stops at them too.
     """
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]: ...
 
     def start(self, token_ids: Sequence[int] = ()) -> ConstraintState:
-        """The state after `token_ids`: of a new sample, or of one that is computed again."""
+        """The state after `token_ids`, for a new or a resumed sample."""
 
 
 def mask_words(vocab_size: int) -> int:
-    """W of a vocabulary."""
+    """W, the words of a mask for a vocabulary."""
     return -(-vocab_size // 32)
 
 
 def forbid(logits: Tensor, masks: NDArray[np.int32]) -> Tensor:
-    """The logits float[B, V] with -inf wherever int32[B, W] has no bit, changed in place."""
+    """Set logits float[B, V] to -inf in place where the masks int32[B, W] have no bit."""
     bits = np.unpackbits(masks.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
     return logits.masked_fill_(torch.from_numpy(bits == 0).to(logits.device), -torch.inf)
 
 
 class Constraints:
-    """Makes constraints for one tokenizer, whose table of bytes is built once.
+    """Creates constraints for one tokenizer.
 
     Args:
-        tokenizer: of the model.
-        vocab_size: of the model, which may have more rows than the tokenizer has tokens.
-        stop_token_ids: what ends an answer; by default the tokenizer's end-of-sequence token.
+        tokenizer: the tokenizer of the model.
+        vocab_size: vocabulary size of the model, which may exceed the tokenizer's.
+        stop_token_ids: tokens that end a sample; by default the tokenizer's end-of-sequence token.
 
     Raises:
-        RequestError: when llguidance is not installed, or the tokenizer's tokens have no bytes of their own.
+        RequestError: when llguidance is not installed, or the text of a token depends on its neighbours.
     """
 
     def __init__(
@@ -106,10 +105,10 @@ class Constraints:
         self._tokens = self._guidance.LLTokenizer(table, eos_token=list(self._stop))
 
     def json_schema(self, schema: Mapping[str, Any] | str) -> Constraint:
-        """JSON that fits a JSON Schema, given as a document or as its text.
+        """JSON that matches a JSON Schema, given as an object or as text.
 
         Raises:
-            RequestError: on a malformed schema, or one with keywords that cannot be enforced, named.
+            RequestError: on a malformed schema, and naming keywords that cannot be enforced.
         """
         try:
             document = json.loads(schema if isinstance(schema, str) else json.dumps(schema))
@@ -122,10 +121,10 @@ class Constraints:
         return self._constraint(grammar, "json_schema")
 
     def regex(self, pattern: str) -> Constraint:
-        """Text that a regular expression matches as a whole; no look-around, no back-references.
+        """Text that a regular expression matches as a whole, without look-around and back-references.
 
         Raises:
-            RequestError: on a malformed expression, saying where in it.
+            RequestError: on a malformed expression, with the position of the error.
         """
         grammar = self._guidance.LLMatcher.grammar_from_regex(_text(pattern, "regex"))
         return self._constraint(grammar, "regex")
@@ -134,10 +133,10 @@ class Constraints:
         """One of the texts.
 
         Raises:
-            RequestError: when there is none, or one that the vocabulary cannot express.
+            RequestError: when the list is empty, or the vocabulary cannot express a text.
         """
         if not options or isinstance(options, str):
-            raise RequestError(f"{options!r} is no list of texts", where="choice")
+            raise RequestError(f"{options!r} is not a list of texts", where="choice")
         texts = [_text(option, f"choice {index}") for index, option in enumerate(options)]
         alternatives = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
         return self._constraint(f"start: {alternatives}", "choice")
@@ -154,12 +153,12 @@ class Constraints:
         if beginning.failed:
             raise RequestError(beginning.failed, where=where)
         allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")
-        beginning.advance(int(allowed.argmax()))  # one token on, an object offers all of its properties
+        beginning.advance(int(allowed.argmax()))  # after one token, an object offers all of its properties
         return constraint
 
 
 class _Grammar:
-    """A compiled grammar; states are copies of its matcher at the beginning."""
+    """A compiled grammar. States are copies of its initial matcher."""
 
     def __init__(self, matcher: Any, stop_token_ids: tuple[int, ...]) -> None:
         self._matcher = matcher
@@ -175,7 +174,7 @@ class _Grammar:
 class _MatcherState:
     def __init__(self, matcher: Any, stop_token_ids: tuple[int, ...]) -> None:
         self._matcher, self._stop = matcher, stop_token_ids
-        self._ended = False  # by a stop token, of which the matcher need not know
+        self._ended = False  # by a stop token, which the matcher may not know
 
     @property
     def complete(self) -> bool:
@@ -205,19 +204,19 @@ class _MatcherState:
                     remedy="use a schema with fewer optional properties or alternatives",
                 )
             raise WorkFailedError(
-                f"token {token_id} may not follow: {self.failed or 'the end was reached'}",
+                f"token {token_id} may not follow: {self.failed or 'the grammar is complete'}",
                 where="constrained output",
             )
 
     def rollback(self, tokens: int) -> None:
-        taken = tokens - self._ended
+        consumed = tokens - self._ended
         self._ended = False
-        if not self._matcher.rollback(taken):
+        if not self._matcher.rollback(consumed):
             raise WorkFailedError(self.failed, where="constrained output")
 
 
 class _TokenTable:
-    """What llguidance asks of a tokenizer: the bytes of its tokens, and how it splits a forced text."""
+    """The tokenizer interface of llguidance: the bytes of tokens, and the encoding of a forced text."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -232,7 +231,7 @@ class _TokenTable:
         self._tokenizer = tokenizer
 
     def __call__(self, text: str) -> list[int]:
-        """Token ids of the longest beginning of `text` that the vocabulary can express."""
+        """Token ids of the longest prefix of `text` that the vocabulary can express."""
         try:
             return self._tokenizer.encode(text)
         except RequestError:
@@ -243,18 +242,18 @@ class _TokenTable:
 
 def _text(value: object, where: str) -> str:
     if not isinstance(value, str) or not value:
-        raise RequestError(f"{value!r} is no text", where=where)
+        raise RequestError(f"{value!r} is not a text", where=where)
     if any("\ud800" <= character <= "\udfff" for character in value):
-        raise RequestError(f"{value!r} holds half of a surrogate pair", where=where)
+        raise RequestError(f"{value!r} contains half of a surrogate pair", where=where)
     return value
 
 
 def _reason(matcher: Any) -> str:
-    """What the matcher complains of, without the state that it adds."""
+    """The error of the matcher, without the state that it appends."""
     message, _, _ = str(matcher.get_error()).partition("<state>")
     lines = message.strip().splitlines()
     if not lines or lines[0].startswith(("NoExtension", "panic")):
-        return "the vocabulary cannot express what must come next"
+        return "the vocabulary cannot express the required text"
     return "; ".join([lines[0], *(line for line in lines[1:] if line.startswith("error: "))])
 
 

@@ -1,8 +1,8 @@
-"""A decoding step that can be captured: one token of each sample, over buffers that stay where they are.
+"""A decoding step that a CUDA graph can capture: one token per sample, with inputs in fixed buffers.
 
-A captured CUDA graph is a list of kernels with the addresses they were called with. So what a step reads is
-copied into buffers of a fixed shape, padded rows and all, and everything else happens on the device. Nothing
-here needs a GPU, though: without a graph the same step is computed by calling it.
+A CUDA graph records kernels with their addresses. So the inputs of a step, including padded rows, are copied
+into buffers of a fixed shape, and everything else runs on the device. The step also runs without a graph and
+without a GPU.
 
 W distinct windows of the model, R rows, B columns of a block table.
 """
@@ -22,12 +22,12 @@ from perilune.models.attention import Attention, attend
 from perilune.models.decoder import Decoder
 
 DecodeAttention = Callable[[PagedCache, Sequence[Tensor], Tensor], Attention]
-"""Makes the attention of one token of each sequence, which it also stores, over a cache; from W block tables
-int32[R, B], whose rows need not be next to each other, and int32[R] positions, all on the cache's device."""
+"""Creates the attention of one token per sequence over a cache, which also stores the token. Arguments: the
+cache, W block tables int32[R, B] (rows may be strided) and positions int32[R], on the device of the cache."""
 
 
 class GatheredAttention:
-    """A `DecodeAttention` in torch: all that the tables name is gathered into the order of positions."""
+    """A `DecodeAttention` in torch that gathers the blocks into the order of positions."""
 
     def __init__(self, cache: PagedCache, tables: Sequence[Tensor], positions: Tensor) -> None:
         self._cache, self._at = cache, positions.long()
@@ -44,7 +44,7 @@ class GatheredAttention:
         return attend(groups, keys.to(q.dtype), values.to(q.dtype), self._mask(q, window)).reshape(q.shape)
 
     def _mask(self, q: Tensor, window: int | None) -> Tensor:
-        """[R * KV, 1, T]: 0 on what a query sees, -inf elsewhere."""
+        """A mask [R * KV, 1, T]: 0 where a query sees a key, otherwise -inf."""
         at, column = self._at[:, None], torch.arange(self._tables[0].columns, device=q.device)
         unseen = column > at
         if window is not None:
@@ -54,7 +54,7 @@ class GatheredAttention:
 
 
 class TritonAttention:
-    """A `DecodeAttention` by our Triton kernels, which read blocks where they lie."""
+    """A `DecodeAttention` by the Triton kernels, which read the blocks in place."""
 
     def __init__(self, cache: PagedCache, tables: Sequence[Tensor], positions: Tensor) -> None:
         from perilune.models import triton_attention as kernels
@@ -74,9 +74,10 @@ class TritonAttention:
 
 
 class MixedAttention:
-    """Attention of a step in which some samples decode and others are fed more.
+    """Attention of a step with decoding samples and samples in prefill.
 
-    The former meet their keys as in a step in which all decode; the rest as in `PagedAttention`.
+    Decoding samples use the same attention as in a step in which all samples decode, the others
+    `PagedAttention`.
     """
 
     def __init__(self, cache: PagedCache, batch: StepBatch, tokens: int, decoding: DecodeAttention) -> None:
@@ -87,9 +88,13 @@ class MixedAttention:
         )
         self._decoding = decoding(cache, list(tables), positions)
         rest = StepBatch(
-            batch.token_ids[count:], batch.positions[count:], batch.cu_seqlens[count:] - count, 0,
-            batch.block_tables[:, count:], batch.logit_rows,
-        )  # fmt: skip
+            token_ids=batch.token_ids[count:],
+            positions=batch.positions[count:],
+            cu_seqlens=batch.cu_seqlens[count:] - count,
+            decodes=0,
+            block_tables=batch.block_tables[:, count:],
+            logit_rows=batch.logit_rows,
+        )
         self._rest = PagedAttention(cache, rest, tokens - count)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
@@ -99,10 +104,11 @@ class MixedAttention:
 
 
 class DecodeStep:
-    """The step of up to R samples whose block tables have up to B columns.
+    """The decoding step of up to R samples with up to B columns in their block tables.
 
     Args:
-        graphs: handle of the memory that captured graphs share; None to capture nothing.
+        shape: (R, B).
+        graphs: handle of the memory pool of captured graphs; None to capture no graph.
     """
 
     def __init__(
@@ -116,16 +122,16 @@ class DecodeStep:
         self._decoder, self._cache, self._attention, self._graphs = decoder, cache, attention, graphs
         self._rows, self._columns = shape
         self._graph: torch.cuda.CUDAGraph | None = None
-        # One row a sample: its token, its position, and its blocks for each window.
+        # One row per sample: token, position, and blocks for each window.
         width = 2 + len(cache.num_blocks) * self._columns
         self._inputs = torch.zeros(self._rows, width, dtype=torch.int32, device=cache.device)
         self._hidden: Tensor | None = None
 
     def __call__(self, batch: StepBatch) -> Tensor:
-        """Last hidden states float[S, d] of a batch in which all decode; valid until the next call."""
+        """Last hidden states float[S, d] of a batch that only decodes; valid until the next call."""
         self._fill(batch)
         if self._graph is None:
-            # The first time it is computed as it is, which compiles what is to be captured.
+            # The first call runs without a graph, which compiles the kernels to capture.
             hidden = self._compute()
             if self._graphs is not None:
                 self._capture(self._graphs)
@@ -136,9 +142,9 @@ class DecodeStep:
         return hidden[: len(batch.token_ids)]
 
     def _fill(self, batch: StepBatch) -> None:
-        """Rows without a sample feed token 0 into the null block, which nobody reads."""
+        """Copy the batch into the buffers. Rows without a sample write token 0 into the null block."""
         on_gpu = self._inputs.device.type == "cuda"
-        # Pinned memory is not given out again before it has been read.
+        # The allocator does not reuse pinned memory before the copy has read it.
         staged = torch.zeros(self._inputs.shape, dtype=torch.int32, pin_memory=on_gpu)
         count, columns = batch.block_tables.shape[1:]
         rows = staged[:count].numpy()
@@ -149,7 +155,7 @@ class DecodeStep:
         self._inputs.copy_(staged, non_blocking=on_gpu)
 
     def _compute(self) -> Tensor:
-        """float[R, d], from the buffers alone."""
+        """Hidden states float[R, d], computed from the buffers."""
         tokens, positions = self._inputs[:, 0], self._inputs[:, 1]
         tables = torch.split(self._inputs[:, 2:], self._columns, dim=1)
         attention = self._attention(self._cache, tables, positions)
@@ -158,7 +164,7 @@ class DecodeStep:
 
     def _capture(self, graphs: Any) -> None:
         graph = torch.cuda.CUDAGraph()
-        # Other threads of a server may go on to use the device meanwhile.
+        # Other threads of a server may use the device during the capture.
         with torch.cuda.graph(graph, pool=graphs, capture_error_mode="thread_local"):
             self._hidden = self._compute()
         self._graph = graph

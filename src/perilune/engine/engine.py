@@ -1,7 +1,7 @@
-"""The engine: continues prompts in a batch that is formed anew at every step, exactly and reproducibly.
+"""The engine samples with continuous batching, exactly and reproducibly.
 
-One step: the scheduler chooses tokens to feed, the runner computes logits, the sampler draws, and the
-scheduler takes note. Everything else here is coming and going.
+In one step, the scheduler chooses tokens, the runner computes logits, the sampler draws, and the scheduler
+records the result. The rest of this module adds and removes requests and updates weights.
 """
 
 from __future__ import annotations
@@ -38,27 +38,26 @@ from perilune.models.transformers_model import TransformersModel
 
 
 class Engine:
-    """Samples from, and scores with, one decoder.
+    """Samples from one decoder, and scores with it.
 
-    Not for several threads at a time.
+    Not thread-safe.
 
     Args:
-        decoder: what to sample with, on its device and in its dtype. The engine works on a copy of its
-            weights, taken now and at every `update_weights`, so that training it does not change a version.
-            A `TransformersModel`, which is not trained, is used as it is.
+        decoder: the model, on its device and in its dtype. The engine copies its weights now and at every
+            `update_weights`, so training does not change a version. A `TransformersModel` is not copied.
         slots: most samples in flight at once.
-        cache_tokens: room for keys and values, in tokens of all samples together, rounded up to blocks of 16.
-            By default for `slots` samples of the longest kind, at most 4 GiB.
-        token_budget: most tokens fed in one step; longer prompts are fed in chunks.
+        cache_tokens: size of the KV cache in tokens of all samples, rounded up to blocks of 16. By default
+            enough for `slots` samples of the longest kind, at most 4 GiB.
+        token_budget: most tokens computed in one step; longer prompts are split into chunks.
         score_tokens: most tokens of one scoring batch.
-        tokenizer: needed for stop texts and for the text of deltas.
-        runner: makes what computes the steps, from the decoder and the number of blocks for each of its
+        tokenizer: required for stop texts and for the text of deltas.
+        runner: creates the runner from the decoder and the number of blocks for each of its
             `distinct_windows`.
 
     Attributes:
-        version: of the policy whose weights it has.
-        checksum: of the weights that `update_weights` took last; empty before.
-        counters: what has happened so far.
+        version: policy version of the weights.
+        checksum: checksum of the weights of the last `update_weights`; empty before.
+        counters: counts since the engine was created.
     """
 
     def __init__(
@@ -74,11 +73,8 @@ class Engine:
     ) -> None:
         self._source: Any = decoder
         self._config = decoder.config
-        self._slots, self._token_budget, self._score_tokens = (
-            slots,
-            max(token_budget, 2 * slots),
-            score_tokens,
-        )
+        self._slots, self._score_tokens = slots, score_tokens
+        self._token_budget = max(token_budget, 2 * slots)
         self._tokenizer = tokenizer
         num_blocks = 1 + blocks_for(cache_tokens or default_cache_tokens(decoder.config, slots))
         self._num_blocks = tuple(
@@ -101,7 +97,7 @@ class Engine:
         self._open()
 
     def _open(self) -> None:
-        """Begin with nothing in flight and nothing cached."""
+        """Start with no requests and an empty cache."""
         windows = self._config.distinct_windows
         self._sequences = Sequences(self._slots, self._config.vocab_size, len(windows))
         self._pools = BlockPools(self._num_blocks, windows)
@@ -116,41 +112,41 @@ class Engine:
         adapter = self._adapter_number(request.adapter, "request")
         entry = Entry(self._next_id, request, np.array(request.token_ids, dtype=np.int32), request.n, adapter)
         self._next_id += 1
-        self._outputs.expect(entry, collection, stream=stream)
+        self._outputs.register(entry, collection, stream=stream)
         self._scheduler.add(entry)
         return entry
 
     # -- requests ----------------------------------------------------------------------------------------
 
     def add(self, request: Request, *, stream: bool = True) -> int:
-        """Let `request` wait for its turn, and return its id. Its samples come out of `step`.
+        """Queue `request` and return its id. `step` returns its samples.
 
         Args:
-            stream: in pieces, a delta a token; otherwise each sample in one delta when it has ended.
+            stream: return one delta per token; otherwise one delta per sample when it has ended.
 
         Raises:
-            RequestError: on an empty prompt, a token outside the vocabulary, more tokens than the model has
-                positions for or the cache has room for, an unknown adapter, or stop texts without tokenizer.
+            RequestError: on an empty prompt, a token outside the vocabulary, more tokens than the model or
+                the cache can hold, an unknown adapter, or stop texts without a tokenizer.
         """
         self._limits.check(request, "request")
         return self._enter(request, stream=stream).id
 
     def step(self) -> list[Delta]:
-        """Feed, and draw from, all samples in flight as far as there is room.
+        """Compute one step of all samples in flight and return their new tokens.
 
-        Returns what they have gained. The last delta of a sample has a `finish_reason`. A request that fails,
-        because the model gives it no finite probabilities for instance, ends with a delta that has a
-        `failure`; others go on. An error of the whole step is raised, and everything in flight is gone then.
+        The last delta of a sample has a `finish_reason`. A request that fails, for example because its
+        probabilities are not finite, ends with a delta that has a `failure`; other requests continue. An
+        error of the whole step is raised and drops all requests.
         """
         self._advance()
         deltas, self._outputs.pending = self._outputs.pending, []
         return deltas
 
     def abort(self, request_id: int) -> list[Completion]:
-        """Drop a request at whatever point it is; its blocks are free at once.
+        """Stop a request and free its blocks.
 
-        Returns what its unfinished samples had so far, in order, with the finish reason "aborted". No further
-        deltas of it come out of `step`. An unknown or finished request is no error: nothing is returned.
+        Returns its unfinished samples in order, with the finish reason "aborted". `step` returns no further
+        deltas of the request. For an unknown or finished request the result is empty.
         """
         entry = self._outputs.entries.get(request_id)
         if entry is None:
@@ -162,9 +158,9 @@ class Engine:
         return partial
 
     def stream(self, request: Request) -> Iterator[Delta]:
-        """Deltas of `request` alone, as they come. Leaving the loop early aborts it.
+        """Yield the deltas of `request`. Leaving the loop early aborts the request.
 
-        Other requests in flight advance too; their deltas come out of the next `step`.
+        Other requests in flight advance too. The next `step` returns their deltas.
         """
         request_id = self.add(request)
         try:
@@ -180,27 +176,27 @@ class Engine:
 
     @property
     def unfinished(self) -> bool:
-        """Whether `step` has something to do or to return."""
+        """Whether `step` has work to do or deltas to return."""
         return self._scheduler.unfinished or bool(self._outputs.pending)
 
     @property
     def positions(self) -> int:
-        """Most tokens of prompt and sample together: what the model has positions, and the cache room for."""
+        """Most tokens of prompt and sample together that the model and the cache can hold."""
         return self._limits.longest
 
     @property
     def waiting(self) -> int:
-        """Requests with samples that have not begun."""
+        """Requests with samples that have not started."""
         return len(self._scheduler.waiting)
 
     @property
     def running(self) -> int:
-        """Samples that have begun and not ended."""
+        """Samples that have started and not ended."""
         return sum(entry is not None for entry in self._sequences.entries)
 
     @property
     def cache_use(self) -> float:
-        """Share of the cache that samples in flight hold; where windows differ, of the fullest part."""
+        """Share of the cache that samples in flight use; with several window sizes, of the fullest pool."""
         return self._pools.use
 
     # -- sampling and scoring ----------------------------------------------------------------------------
@@ -216,13 +212,13 @@ class Engine:
     ) -> list[list[Completion]]:
         """Continue every prompt `n` times; `result[i][j]` is sample j of prompt i.
 
-        `on_progress(finished, total)` is called after every step, with counts of samples. All samples fit
-        the `constraint`, unless they are cut off or given up ("length", "aborted").
+        `on_progress(finished, total)` is called after every step with counts of samples. Samples that finish
+        with "stop" match the `constraint`.
 
         Raises:
-            RequestError: on an empty prompt, a token outside the vocabulary, or more tokens than the
-                model has positions for or the cache has room for.
-            WorkFailedError: when the model gives no finite probabilities.
+            RequestError: on an empty prompt, a token outside the vocabulary, or more tokens than the model or
+                the cache can hold.
+            WorkFailedError: when the model's probabilities are not finite.
         """
         requests = [
             Request(prompt.token_ids, params, prompt.key, n, constraint=constraint) for prompt in prompts
@@ -256,14 +252,14 @@ class Engine:
         temperature: float = 1.0,
         adapter: str | None = None,
     ) -> list[NDArray[np.float32]]:
-        """Log-probs float32[T] of each `token_ids[i]` after `prompt_ids[i]`, with the adapter of that name.
+        """Log-probs float32[T] of each `token_ids[i]` after `prompt_ids[i]`, with the named adapter if given.
 
-        Computed as `sample` would, in whatever blocks are free: samples in flight are not disturbed, but may
-        have to be computed again.
+        They equal those of `sample`. Scoring uses free blocks; samples in flight may be preempted, which does
+        not change them.
 
         Raises:
-            RequestError: on an empty prompt, a token outside the vocabulary, or more tokens than the
-                model has positions for or the cache has room for.
+            RequestError: on an empty prompt, a token outside the vocabulary, or more tokens than the model or
+                the cache can hold.
         """
         pairs = []
         for index, (prompt, answer) in enumerate(zip(prompt_ids, token_ids, strict=True)):
@@ -292,18 +288,18 @@ class Engine:
     def update_weights(
         self, state: Mapping[str, Tensor] | None, version: int, *, recompute: bool = True
     ) -> None:
-        """Take `state`, or when None what the decoder given at first now holds, as policy `version`.
+        """Use new weights as policy `version`: `state`, or the current weights of the decoder if None.
 
-        `state` has the decoder's own names and is loaded into it. May be called between two steps (also from
-        `on_progress`): every token says which version sampled it.
+        `state` is loaded into the decoder. May be called between two steps, also from `on_progress`: each
+        token records the version that sampled it.
 
         Args:
-            recompute: compute again what samples in flight have so far, so that they go on exactly as if they
-                began anew with the new weights and these tokens. Otherwise they go on at once, on keys and
-                values that the old weights left; log-probs are then of that mixture.
+            recompute: recompute the keys and values of samples in flight, which then continue exactly as if
+                they had started with the new weights and their tokens so far. Otherwise they continue at once
+                on the old keys and values, and log-probs are those of the mixture.
 
         Raises:
-            RequestError: when names or shapes are not the decoder's; nothing has changed then.
+            RequestError: when names or shapes differ from the decoder's. Nothing has changed then.
         """
         if state is not None:
             check_state(state, self._source)
@@ -315,10 +311,10 @@ class Engine:
         self._scheduler.new_weights(version, recompute=recompute)
 
     def add_adapter(self, name: str, adapter: Adapter) -> None:
-        """Let requests name a LoRA adapter; one that had the name before goes on for those that have begun.
+        """Add a LoRA adapter that requests can name. Started requests keep an older adapter of the same name.
 
         Raises:
-            RequestError: when it does not fit the decoder, or the runner cannot apply adapters.
+            RequestError: when the adapter does not fit the decoder, or the runner cannot apply adapters.
         """
         if not isinstance(self._runner, AdaptingRunner):
             raise RequestError(f"{type(self._runner).__name__} cannot apply adapters", where=name)
@@ -332,14 +328,14 @@ class Engine:
         if name is None:
             return -1
         if name not in self._adapter_numbers:
-            raise RequestError(f"no adapter {name!r}", where=where, remedy="add it first")
+            raise RequestError(f"no adapter {name!r}", where=where, remedy="add it with `add_adapter`")
         return self._adapter_numbers[name]
 
     # -- a step ------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def _advance(self) -> None:
-        """Schedule, run, sample, commit."""
+        """Schedule, run, sample and commit one step."""
         try:
             step = self._scheduler.schedule()
             if step is None:
@@ -358,7 +354,7 @@ class Engine:
             if self._outputs.failures:
                 self._drop_failed()
             if not finite.all():
-                # Keys and values that are not finite would spoil whoever is given these blocks next.
+                # Keys and values that are not finite would spoil the next samples in these blocks.
                 self._scheduler.new_weights(self.version, recompute=True)
                 self._runner.clear()
         except BaseException:
@@ -366,11 +362,11 @@ class Engine:
             raise
 
     def _drop_failed(self) -> None:
-        """Give up each request that one of its samples failed."""
+        """Drop the requests of failed samples."""
         failures, self._outputs.failures = self._outputs.failures, {}
         for row, failure in failures.items():
             entry = self._sequences.entries[row]
-            if entry is not None:  # not dropped for another of its samples
+            if entry is not None:  # not yet dropped for another sample
                 self._outputs.fail(entry, row, self._scheduler.rows_of(entry), failure)
                 self._scheduler.remove(entry)
 
@@ -378,7 +374,7 @@ class Engine:
         return WorkFailedError(
             "the model's probabilities are not finite",
             where=f"sampling, policy version {self.version}",
-            remedy="the weights diverged: lower the learning rate, or start from an earlier checkpoint",
+            remedy="training diverged: lower the learning rate, or start from an earlier checkpoint",
         )
 
     def _reset(self) -> None:
@@ -386,10 +382,10 @@ class Engine:
         self._open()
 
     def restart(self) -> None:
-        """Begin anew after a failure: nothing in flight, nothing cached, and one token sampled as a proof.
+        """Restart after a failure with no requests and an empty cache, and sample one token as a test.
 
         Raises:
-            Exception: the failure, when it persists.
+            Exception: the failure, if it persists.
         """
         self._reset()
         self.sample([Prompt([0], (0, 0, 0))], 1, SamplingParams(max_tokens=1, temperature=0))

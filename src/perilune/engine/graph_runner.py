@@ -1,8 +1,9 @@
-"""The runner for GPUs: steps in which every sample decodes are replayed from captured CUDA graphs.
+"""The runner for GPUs, which replays CUDA graphs of steps in which all samples decode.
 
-A step of a small model is hundreds of kernels of a few microseconds each, which take longer to launch from
-Python than to run. A graph launches them all at once. It has a fixed shape, so there is one for each of some
-numbers of rows and of columns of the block table, captured when it is first needed; they share their memory.
+A step of a small model runs hundreds of kernels of a few microseconds each, and launching them from Python
+takes longer than running them. A graph launches them all at once. A graph has a fixed shape, so there is one
+for each of several numbers of rows and of columns of the block table. Graphs are captured on first use and
+share their memory.
 """
 
 from __future__ import annotations
@@ -24,23 +25,24 @@ from perilune.models.decoder import Decoder
 from perilune.models.narrow import NarrowKind
 
 _FEWEST_COLUMNS = 1024 // BLOCK
-_COLUMN_STEP = 4  # programs for keys that a sequence does not have end at once, and cost next to nothing
+_COLUMN_STEP = 4  # programs for columns beyond the end of a sequence exit at once and cost almost nothing
 
 
 class GraphRunner(TorchRunner):
-    """Decoding is attention by the kernels of `models/triton_attention.py`, and captured, where it can be.
+    """Computes decoding steps with the kernels of `models/triton_attention.py` and CUDA graphs.
 
-    Computed as it comes, kernel by kernel, is what cannot: a step in which somebody is fed a prompt or has a
-    LoRA adapter, and all of a mixture of experts, whose products have shapes that depend on the tokens.
+    Steps with prefill or LoRA adapters run without a graph. So do mixtures of experts, because the shapes of
+    their products depend on the tokens.
 
     Args:
-        decoder: whose weights are copied, and copied over at every `load_weights`: graphs stay valid.
-        num_blocks: of the cache for each of the `distinct_windows`, the null block included.
-        weights: how matrices are kept; by default so that products have the decoder's precision. In int8
-            they are widened for each product, which saves memory and no time.
-        cache: how keys and values are kept; by default as the decoder's activations, in bfloat16 also where
-            weights in that are asked for.
-        attention: of the samples that decode.
+        decoder: the decoder whose weights are copied. `load_weights` overwrites the copy, so graphs stay
+            valid.
+        num_blocks: blocks of the cache for each of the `distinct_windows`, including the null block.
+        weights: how matrices are stored; by default products have the decoder's precision. int8 saves memory
+            but no time, because matrices are widened for each product.
+        cache: how keys and values are stored; by default in the dtype of activations, or bfloat16 with
+            bfloat16 weights.
+        attention: attention of decoding samples.
 
     Raises:
         RequestError: when Triton is not installed.
@@ -56,7 +58,7 @@ class GraphRunner(TorchRunner):
     ) -> None:
         if attention is TritonAttention and find_spec("triton") is None:
             raise RequestError(
-                "Triton, which decoding on a GPU needs, is not installed",
+                "decoding on a GPU needs Triton, which is not installed",
                 remedy='pip install "perilune[gpu]"',
             )
         super().__init__(
@@ -89,7 +91,7 @@ class GraphRunner(TorchRunner):
 
 
 def bucket(rows: int, columns: int) -> tuple[int, int]:
-    """The shape in which so many rows, with block tables of so many columns, are computed."""
+    """The shape of the graph that computes `rows` rows with block tables of `columns` columns."""
     step = 1 << (rows - 1).bit_length() if rows <= 8 else 8 if rows <= 256 else 64
     width = _FEWEST_COLUMNS
     while width < columns:

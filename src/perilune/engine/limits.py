@@ -1,4 +1,4 @@
-"""Limits: what an engine can be asked for."""
+"""The requests that an engine can serve, and the default size of its cache."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from perilune.models.memory import blocks_bytes
 from perilune.models.transformers_model import ModelShape
 
 CACHE_BYTES = 4 << 30
-"""Room for keys and values when nothing else is said; on a CPU only what is used is taken."""
+"""Default size of the KV cache. On a CPU, only used memory is allocated."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Of one engine.
+    """Limits of one engine.
 
     Attributes:
         vocab_size: tokens are 0 .. vocab_size - 1.
         positions: most tokens of a sequence.
-        num_blocks: of the cache, the null block included.
-        has_tokenizer: whether texts can be told.
+        num_blocks: blocks of the cache, including the null block.
+        has_tokenizer: whether stop texts are possible.
     """
 
     vocab_size: int
@@ -45,7 +45,7 @@ class EngineLimits:
         return min(self.positions, (self.num_blocks - 1) * BLOCK)
 
     def check(self, request: Request, where: str) -> None:
-        """Raise RequestError, naming `where`, on a request that cannot be served."""
+        """Raise RequestError, naming `where`, for a request that the engine cannot serve."""
         params, key = request.params, request.key
         self.check_tokens(request.token_ids, params.max_tokens, where)
         last = request.first_sample + request.n - 1
@@ -60,7 +60,7 @@ class EngineLimits:
             raise RequestError("stop texts need a tokenizer", where=where, remedy="give Engine a tokenizer")
         if params.min_tokens and request.constraint is not None:
             raise RequestError(
-                "min_tokens and a constraint may ask for opposites", where=where, remedy="use one"
+                "min_tokens and a constraint can contradict each other", where=where, remedy="use one of them"
             )
         for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
             outside = [token for token in tokens if not 0 <= token < self.vocab_size]
@@ -72,11 +72,11 @@ class EngineLimits:
                 )
         if params.min_tokens and len(set(params.stop_token_ids)) == self.vocab_size:
             raise RequestError(
-                "min_tokens forbids stop tokens, and every token is one", where=where, remedy="leave one out"
+                "min_tokens forbids all tokens: each is a stop token", where=where, remedy="leave one out"
             )
 
     def check_tokens(self, prompt: Sequence[int] | NDArray[np.int64], more: int, where: str) -> None:
-        """Raise RequestError on a prompt that cannot be fed, or not with so many tokens more."""
+        """Raise RequestError for a prompt that does not fit with `more` further tokens."""
         total = len(prompt) + more
         if not len(prompt):
             raise RequestError("has no tokens", where=where)
@@ -84,25 +84,23 @@ class EngineLimits:
             raise RequestError(f"has a token outside 0..{self.vocab_size - 1}", where=where)
         if total > self.positions:
             raise RequestError(
-                f"has {len(prompt)} tokens, and with {more} more passes the model's "
-                f"{self.positions} positions",
+                f"{len(prompt)} tokens and {more} more exceed the model's {self.positions} positions",
                 where=where,
-                remedy="shorten the prompt, or ask for fewer tokens",
+                remedy="shorten the prompt, or request fewer tokens",
             )
         if blocks_for(total) >= self.num_blocks:
             raise RequestError(
-                f"has {len(prompt)} tokens, and with {more} more passes the cache's "
-                f"{(self.num_blocks - 1) * BLOCK}",
+                f"{len(prompt)} tokens and {more} more exceed the cache's {(self.num_blocks - 1) * BLOCK}",
                 where=where,
-                remedy="shorten the prompt, ask for fewer tokens, or give the engine more cache_tokens",
+                remedy="shorten the prompt, request fewer tokens, or give the engine more cache_tokens",
             )
 
 
 def check_state(state: Mapping[str, Tensor], decoder: Decoder) -> None:
-    """Raise RequestError unless `state` has the names and shapes of the decoder's."""
+    """Raise RequestError unless `state` has the names and shapes of the decoder."""
     own = decoder.state_dict()
     if missing := sorted(own.keys() ^ state.keys()):
-        raise RequestError(f"{missing[0]} is on one side only", where="new weights")
+        raise RequestError(f"only one of the decoder and the new state has {missing[0]}", where="new weights")
     for name, tensor in own.items():
         if state[name].shape != tensor.shape:
             shapes = f"{list(state[name].shape)}, not {list(tensor.shape)}"
@@ -110,7 +108,7 @@ def check_state(state: Mapping[str, Tensor], decoder: Decoder) -> None:
 
 
 def default_cache_tokens(config: DecoderConfig | ModelShape, slots: int) -> int:
-    """Tokens for `slots` of the longest samples, or as many as have room in `CACHE_BYTES`."""
+    """Tokens of `slots` samples of the longest kind, or as many as fit `CACHE_BYTES`."""
     size = torch.float32.itemsize
     if isinstance(config, ModelShape):
         room = CACHE_BYTES // config.cache_bytes(BLOCK, size)

@@ -1,4 +1,4 @@
-"""What the C kernels are told of a step and of the cache, and their attention for a decoder in torch."""
+"""Describes steps and the cache to the C kernels, and provides their attention to a decoder in torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from perilune.models.native.attention import Cache, Step, attend_paged
 
 
 def describe_cache(cache: PagedCache) -> Array[Cache]:
-    """Where the cache of each layer lies; it must outlive what is returned."""
+    """The cache of each layer for the kernels. `cache` must outlive the result."""
     parts = (cache.keys, cache.values, cache.key_scales, cache.value_scales)
     return (Cache * len(cache.table_of))(
         *(
@@ -31,14 +31,14 @@ class DescribedStep:
     """A batch for the kernels.
 
     Attributes:
-        step: what they take; it points into this object.
-        logits: float32[R, V], written by a whole step.
+        step: the argument of the kernels, with pointers into this object.
+        logits: float32[R, V], which the decoding step writes.
     """
 
     def __init__(self, batch: StepBatch, vocab_size: int = 0) -> None:
         rows, counts = len(batch.token_ids), np.diff(batch.cu_seqlens)
         sequence = np.arange(rows) if batch.decodes == rows else np.repeat(np.arange(len(counts)), counts)
-        self._held = [
+        self._arrays = [
             np.ascontiguousarray(array, dtype=np.int64)
             for array in (batch.token_ids, batch.positions, batch.logit_rows, sequence)
         ]
@@ -48,20 +48,18 @@ class DescribedStep:
             rows,
             *self._tables.shape[1:],
             len(batch.logit_rows),
-            *(array.ctypes.data for array in self._held),
+            *(array.ctypes.data for array in self._arrays),
             self._tables.ctypes.data,
             self.logits.data_ptr(),
         )
 
 
 class NativePagedAttention:
-    """Attention of the tokens of one step, which it also stores: an `Attention` for the decoder."""
+    """An `Attention` for the decoder over the paged cache, which also stores the tokens of the step."""
 
     def __init__(self, cache: PagedCache, batch: StepBatch) -> None:
         self._caches, self._described = describe_cache(cache), DescribedStep(batch)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-        return attend_paged(
-            q, k, v, self._caches[layer], self._described.step,
-            scale=q.shape[-1] ** -0.5, window=window or 0,
-        )  # fmt: skip
+        cache, step = self._caches[layer], self._described.step
+        return attend_paged(q, k, v, cache, step, scale=q.shape[-1] ** -0.5, window=window or 0)

@@ -1,4 +1,4 @@
-"""The runner for CPUs: a whole step in one call of the C kernels, on the paged cache where it lies."""
+"""The runner for CPUs: one call of the C kernels computes a whole step on the paged cache."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ CacheKind = Literal["float32", "bfloat16", "int8"]
 
 
 class NativeRunner:
-    """Computes in float32, from weights and a cache that may be kept in less.
+    """Computes in float32. Weights and cache may be stored in fewer bits.
 
-    With both in float32 a token gets the same bits in every batch and in however many chunks it is fed, and
-    they are the learner's. Steps with adapters are computed by a `TorchRunner` over the same cache.
+    With both in float32, a token has the same bits in every batch and however its prompt is split into
+    chunks, and they equal the learner's. A `TorchRunner` on the same cache computes steps with adapters.
 
     Args:
-        decoder: whose weights are copied; `supports` must speak for it.
-        num_blocks: of the cache for each of the `distinct_windows`, the null block included.
-        weights: how matrices are kept; by default so that products have the decoder's precision.
-        cache: how keys and values are kept; by default as the decoder's activations, in bfloat16 also where
-            weights in that are asked for, and in int8 only when asked for.
+        decoder: the decoder whose weights are copied; `supports` must accept it.
+        num_blocks: blocks of the cache for each of the `distinct_windows`, including the null block.
+        weights: how matrices are stored; by default products have the decoder's precision.
+        cache: how keys and values are stored; by default in the dtype of activations, or bfloat16 with
+            bfloat16 weights.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class NativeRunner:
 
 
 def weight_kind(decoder: Decoder) -> WeightKind:
-    """As the decoder's own dtype says, or the precision of its products."""
+    """The kind that matches the decoder's dtype and precision."""
     return "bfloat16" if "bfloat16" in (decoder.precision, _dtype(decoder)) else "float32"
 
 

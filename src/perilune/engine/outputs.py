@@ -1,9 +1,10 @@
-"""Deliveries: who waits for which sample, and what it is told when.
+"""Turns sampled tokens into completions and deltas.
 
-A request is either collected (`Engine.sample` waits for all of its samples), streamed (a delta a token), or
-handed over sample by sample. Samples with more to look after than tokens, such as a text, are followed.
+A request is either collected (`Engine.sample` waits for all of its samples), streamed (one delta per token),
+or returned sample by sample. A sample that needs more than its tokens, such as text or a constraint, is
+tracked.
 
-An error in following one sample (its grammar, its text) fails the request of that sample alone.
+An error in a tracked sample (its grammar, its text) fails only the request of that sample.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class Collection:
     """Samples that `Engine.sample` waits for.
 
     Attributes:
-        unfinished: how many are missing.
+        unfinished: number of missing samples.
         samples: by request, then by index.
-        failure: why one of the requests failed.
+        failure: why one of the requests failed, if one did.
     """
 
     def __init__(self, total: int) -> None:
@@ -45,12 +46,12 @@ class Collection:
 
 @dataclass(slots=True, eq=False)
 class TrackedSample:
-    """What is kept of one such sample.
+    """The text, constraint and extra log-probs of one sample.
 
     Attributes:
         text: None without a tokenizer.
         constraint: None without one.
-        raw_logprobs, top_logprobs: of all tokens so far; None when not asked for.
+        raw_logprobs, top_logprobs: of all tokens so far; None if not requested.
     """
 
     text: TextStream | None
@@ -60,7 +61,7 @@ class TrackedSample:
 
     @classmethod
     def begin(cls, request: Request, tokenizer: Tokenizer | None) -> TrackedSample:
-        """Before the first token that is to be sampled."""
+        """The state before the first sampled token."""
         params = request.params
         own = request.token_ids[len(request.token_ids) - request.position :]
         return cls(
@@ -71,7 +72,7 @@ class TrackedSample:
         )
 
     def take(self, token: int, *, is_stop: bool, may_stop: bool) -> bool:
-        """Take the token that was drawn; whether its text ended the sample. Stop tokens are not text."""
+        """Add a sampled token; whether its text ends the sample. Stop tokens are not text."""
         if self.constraint is not None:
             self.constraint.advance(token)
         if self.text is None or is_stop:
@@ -81,18 +82,18 @@ class TrackedSample:
 
 
 def needs_tracking(request: Request) -> bool:
-    """Whether the samples of `request` cannot be left alone until they have ended."""
+    """Whether the samples of `request` must be tracked even if it is not streamed."""
     params = request.params
     return bool(params.stop or params.raw_logprobs or params.top_logprobs or request.constraint)
 
 
 class OutputProcessor:
-    """Of all requests in flight.
+    """The outputs of all requests in flight.
 
     Attributes:
-        entries: by id.
-        undelivered: deltas that nobody has been given yet.
-        failures: by row, why its request is to be given up; emptied by the engine.
+        entries: requests by id.
+        pending: deltas that `Engine.step` has not returned yet.
+        failures: errors by row; the engine drops their requests and empties this.
     """
 
     def __init__(self, sequences: Sequences, tokenizer: Tokenizer | None) -> None:
@@ -100,53 +101,53 @@ class OutputProcessor:
         self.entries: dict[int, Entry] = {}
         self.pending: list[Delta] = []
         self.failures: dict[int, PeriluneError] = {}
-        self._collections: dict[int, Collection] = {}  # of requests whose samples are collected
-        self._following: dict[int, bool] = {}  # of requests whose samples are followed: whether as a stream
-        self._followed: dict[int, TrackedSample] = {}  # by row
+        self._collections: dict[int, Collection] = {}  # by id of a collected request
+        self._streams: dict[int, bool] = {}  # by id of a tracked request, whether it is streamed
+        self._tracked: dict[int, TrackedSample] = {}  # by row
 
-    def expect(self, entry: Entry, collection: Collection | None, *, stream: bool) -> None:
-        """Somebody waits for `entry`, collecting it, or else in deltas."""
+    def register(self, entry: Entry, collection: Collection | None, *, stream: bool) -> None:
+        """Register a request, to collect or to return in deltas."""
         self.entries[entry.id] = entry
         if collection is not None:
             self._collections[entry.id] = collection
             collection.samples[entry.id] = {}
         if stream or needs_tracking(entry.request):
-            self._following[entry.id] = stream
+            self._streams[entry.id] = stream
 
     def drop(self, entry: Entry, rows: list[int]) -> None:
-        """Nobody waits for `entry` any more; `rows` are what it has in flight."""
+        """Remove a request; `rows` are its samples in flight."""
         del self.entries[entry.id]
         for row in rows:
-            self._followed.pop(row, None)
+            self._tracked.pop(row, None)
         self._collections.pop(entry.id, None)
-        self._following.pop(entry.id, None)
+        self._streams.pop(entry.id, None)
         self.pending = [delta for delta in self.pending if delta.request_id != entry.id]
 
     def masks(self, rows: Rows) -> dict[int, NDArray[np.int32]]:
-        """By row, the tokens that a constraint allows. Samples are followed from before their first token."""
+        """The tokens that constraints allow, by row. Starts to track new samples."""
         masks: dict[int, NDArray[np.int32]] = {}
-        for row in rows.tolist() if self._following else []:
+        for row in rows.tolist() if self._streams else []:
             entry = self._sequences.entries[row]
-            if row not in self._followed and entry is not None and entry.id in self._following:
+            if row not in self._tracked and entry is not None and entry.id in self._streams:
                 with self._failing(row):
-                    self._followed[row] = TrackedSample.begin(entry.request, self._tokenizer)
-            its = self._followed.get(row)
-            if its is not None and its.constraint is not None:
+                    self._tracked[row] = TrackedSample.begin(entry.request, self._tokenizer)
+            tracked = self._tracked.get(row)
+            if tracked is not None and tracked.constraint is not None:
                 mask = np.zeros(mask_words(self._sequences.vocab_size), dtype=np.int32)
                 with self._failing(row):
-                    its.constraint.fill_mask(mask)
+                    tracked.constraint.fill_mask(mask)
                     masks[row] = mask
         return masks
 
     def process(self, rows: Rows, drawn: Drawn, version: int) -> list[int]:
-        """Tell what samples have gained; returns the rows of those that have ended."""
+        """Add one token to each of `rows`, and return the rows whose samples have ended."""
         stopped = self._sequences.stopped(rows)
         ended = stopped | (self._sequences.length[rows] >= self._sequences.limit[rows])
-        if self._followed:
+        if self._tracked:
             for index, row in enumerate(rows.tolist()):
-                if row in self._followed and row not in self.failures:
+                if row in self._tracked and row not in self.failures:
                     with self._failing(row):
-                        self._follow(row, drawn, index, (stopped, ended), version)
+                        self._track(row, drawn, index, (stopped, ended), version)
         finished = []
         for row, is_stop in zip(rows[ended].tolist(), stopped[ended].tolist(), strict=True):
             if row not in self.failures:
@@ -156,7 +157,7 @@ class OutputProcessor:
         return finished
 
     def fail(self, entry: Entry, row: int, rows: list[int], failure: PeriluneError) -> None:
-        """Tell who waits for `entry` that its sample in `row`, one of its `rows`, failed it."""
+        """Report the failure of the sample in `row`, one of the `rows` of `entry`, and remove the request."""
         collection = self._collections.get(entry.id)
         self.drop(entry, rows)
         if collection is not None:
@@ -167,38 +168,38 @@ class OutputProcessor:
 
     @contextmanager
     def _failing(self, row: int) -> Iterator[None]:
-        """Let an error fail the request of `row`, and nothing else."""
+        """Turn an error into the failure of the request of `row`."""
         try:
             yield
         except (KeyboardInterrupt, SystemExit):
             raise
         except PeriluneError as failure:
             self.failures[row] = failure
-        except BaseException as error:  # grammars and tokenizers panic with what is not an Exception
+        except BaseException as error:  # panics in grammars and tokenizers are not Exceptions
             _log.exception("a sample failed")
             self.failures[row] = WorkFailedError(f"the sample failed: {type(error).__name__}")
 
-    def _follow(
+    def _track(
         self, row: int, drawn: Drawn, index: int, ends: tuple[NDArray[np.bool_], ...], version: int
     ) -> None:
-        """Take the new token of a sample into account, and deliver it where deltas are wanted."""
+        """Add the new token to a tracked sample, and create a delta if the request is streamed."""
         stopped, ended = ends
-        its, sequences = self._followed[row], self._sequences
+        tracked, sequences = self._tracked[row], self._sequences
         token = int(drawn.token_ids[index])
         may_stop = bool(sequences.length[row] >= sequences.min_length[row])
-        if its.take(token, is_stop=bool(stopped[index]), may_stop=may_stop):
+        if tracked.take(token, is_stop=bool(stopped[index]), may_stop=may_stop):
             stopped[index] = ended[index] = True
-        if its.raw_logprobs is not None:
-            its.raw_logprobs.append(drawn.raw_logprobs[index])
-        if its.top_logprobs is not None:
-            its.top_logprobs.append(drawn.top_logprobs[index])
+        if tracked.raw_logprobs is not None:
+            tracked.raw_logprobs.append(drawn.raw_logprobs[index])
+        if tracked.top_logprobs is not None:
+            tracked.top_logprobs.append(drawn.top_logprobs[index])
         entry = sequences.entries[row]
         assert entry is not None
-        if not self._following[entry.id]:
+        if not self._streams[entry.id]:
             return
         last = bool(ended[index])
-        if last and its.text is not None:
-            its.text.finish()
+        if last and tracked.text is not None:
+            tracked.text.finish()
         self.pending.append(
             Delta(
                 entry.id,
@@ -206,49 +207,49 @@ class OutputProcessor:
                 [token],
                 [float(drawn.logprobs[index])],
                 [version],
-                "" if its.text is None else its.text.take(last=last),
+                "" if tracked.text is None else tracked.text.take(last=last),
                 self._reason(row, bool(stopped[index])) if last else None,
-                None if its.raw_logprobs is None else its.raw_logprobs[-1:],
-                None if its.top_logprobs is None else its.top_logprobs[-1:],
+                None if tracked.raw_logprobs is None else tracked.raw_logprobs[-1:],
+                None if tracked.top_logprobs is None else tracked.top_logprobs[-1:],
                 int(sequences.cached[row]),
             )
         )
 
     def _reason(self, row: int, is_stop: bool) -> FinishReason:
-        """Why the sample ends: one whose constraint lets nothing follow is given up, and is no answer."""
-        its = self._followed.get(row)
-        if its is not None and its.constraint is not None and its.constraint.failed:
+        """Why the sample ends; "aborted" when its constraint allows no further token."""
+        tracked = self._tracked.get(row)
+        if tracked is not None and tracked.constraint is not None and tracked.constraint.failed:
             return "aborted"
         return "stop" if is_stop else "length"
 
     def _finish(self, row: int, reason: FinishReason) -> None:
-        """Hand over a sample that has ended."""
+        """Deliver a sample that has ended."""
         entry = self._sequences.entries[row]
         assert entry is not None
         collection = self._collections.get(entry.id)
         if collection is not None:
             collection.samples[entry.id][int(self._sequences.sample[row])] = self.completion(row, reason)
             collection.unfinished -= 1
-        elif not self._following.get(entry.id):
+        elif not self._streams.get(entry.id):
             self.pending.append(self._whole(row, entry, self.completion(row, reason)))
-        self._followed.pop(row, None)
+        self._tracked.pop(row, None)
         entry.unfinished -= 1
         if not entry.unfinished:
             del self.entries[entry.id]
-            self._following.pop(entry.id, None)
+            self._streams.pop(entry.id, None)
             self._collections.pop(entry.id, None)
 
     def completion(self, row: int, reason: FinishReason) -> Completion:
-        """What a sample has so far."""
-        sequences, its = self._sequences, self._followed.get(row)
+        """The sample so far."""
+        sequences, tracked = self._sequences, self._tracked.get(row)
         sampled = slice(int(sequences.prompt_length[row]), int(sequences.length[row]))
         text = raw = top = None
-        if its is not None:
-            raw = None if its.raw_logprobs is None else np.array(its.raw_logprobs, dtype=np.float32)
-            top = its.top_logprobs
-            if its.text is not None:
-                its.text.finish()
-                text = its.text.text
+        if tracked is not None:
+            raw = None if tracked.raw_logprobs is None else np.array(tracked.raw_logprobs, dtype=np.float32)
+            top = tracked.top_logprobs
+            if tracked.text is not None:
+                tracked.text.finish()
+                text = tracked.text.text
         return Completion(
             sequences.tokens[row, sampled].copy(),
             sequences.logprobs[row, sampled].copy(),
@@ -260,7 +261,7 @@ class OutputProcessor:
         )
 
     def _whole(self, row: int, entry: Entry, one: Completion) -> Delta:
-        """A sample in one delta."""
+        """A whole sample as one delta."""
         text = one.text
         if text is None and self._tokenizer is not None:
             tokens = one.token_ids.tolist()

@@ -1,10 +1,10 @@
-"""Block pools: one for each window among the layers, since what layers keep of a sample differs by it.
+"""Block pools, one for each window size among the layers.
 
-Layers that see everything keep a sample's whole sequence; layers with a window only what its next query
-sees. So a sample has a block table for each, and blocks of each come from a pool of their own. Column j of
-every table is for the same sixteen tokens; behind a window it names the null block.
+Layers without a window cache the whole sequence of a sample, layers with a window only what its next query
+sees. So a sample has one block table per window size, with blocks from separate pools. Column j of every
+table stands for the same sixteen tokens; behind the window it names the null block.
 
-W windows, the same as `DecoderConfig.distinct_windows`.
+W windows, as in `DecoderConfig.distinct_windows`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Window = int | None
 
 
 class BlockPools:
-    """The pools of all windows, which give and take together: a column of all tables at a time.
+    """The pools of all windows. They allocate and release a column of all tables together.
 
     Args:
-        counts: of the blocks for each window, the null block included.
-        windows: tokens that a query sees, itself included; None for all before it.
+        counts: number of blocks for each window, including the null block.
+        windows: tokens that a query sees, including its own; None for all before it.
     """
 
     def __init__(self, counts: Sequence[int], windows: Sequence[Window] = (None,)) -> None:
@@ -35,12 +35,12 @@ class BlockPools:
 
     @property
     def available(self) -> int:
-        """Columns that `take` could hand out."""
+        """Columns that `allocate` can return."""
         return min(pool.available for pool in self.pools)
 
     @property
     def use(self) -> float:
-        """Share of the blocks that is referenced, of the window where it is largest."""
+        """Share of blocks that are referenced, in the fullest pool."""
         return max(pool.used / (pool.count - 1) for pool in self.pools)
 
     def allocate(self, count: int) -> Blocks:
@@ -48,33 +48,33 @@ class BlockPools:
         return np.stack([pool.allocate(count) for pool in self.pools])
 
     def allocate_temporarily(self, count: int) -> Blocks | None:
-        """int32[W, count] for a while, or None where they are not free now.
+        """int32[W, count] blocks for scoring, or None if they are not free now.
 
-        Where a pool has fewer, its own in turn, again and again: behind a window they may be written anew.
+        A smaller pool repeats its blocks in turn, because blocks behind the window may be overwritten.
         """
         sizes = [min(count, pool.count - 1) for pool in self.pools]
         if any(size > pool.available for size, pool in zip(sizes, self.pools, strict=True)):
             return None
-        taken = (pool.allocate(size) for size, pool in zip(sizes, self.pools, strict=True))
-        return np.stack([np.resize(blocks, count) for blocks in taken])
+        allocated = (pool.allocate(size) for size, pool in zip(sizes, self.pools, strict=True))
+        return np.stack([np.resize(blocks, count) for blocks in allocated])
 
     def free_temporary(self, blocks: Blocks) -> None:
-        """What was lent."""
+        """Release the blocks of `allocate_temporarily`."""
         for pool, of_window in zip(self.pools, blocks, strict=True):
             pool.release(np.unique(of_window))
 
     def share(self, blocks: Blocks, times: int) -> None:
-        """Add `times` references to each of int32[W, C], but to the null block."""
+        """Add `times` references to each of int32[W, C], except the null block."""
         for pool, of_window in zip(self.pools, blocks, strict=True):
             pool.share(of_window[of_window != NULL_BLOCK], times)
 
     def release(self, blocks: Blocks) -> None:
-        """Drop a reference of each of int32[W, C]."""
+        """Drop a reference to each of int32[W, C]."""
         for pool, of_window in zip(self.pools, blocks, strict=True):
             pool.release(of_window)
 
     def find(self, digests: Sequence[bytes]) -> Blocks:
-        """int32[W, C] of the longest known beginning, one reference added to each; null behind a window."""
+        """int32[W, C] of the longest cached prefix, with one more reference each; null behind a window."""
         length = self.known_length(digests)
         found = np.full((len(self.pools), length), NULL_BLOCK, dtype=np.int32)
         for row, start, pool in zip(found, self.behind(length * BLOCK), self.pools, strict=True):
@@ -82,9 +82,9 @@ class BlockPools:
         return found
 
     def has_room(self, digests: Sequence[bytes], length: int, most_fed: int, spare: int) -> bool:
-        """Whether `length` tokens, whose full blocks have `digests`, fit when `most_fed` are fed at once.
+        """Whether `length` tokens with the given `digests` fit when `most_fed` are computed at once.
 
-        `spare` blocks are to be left.
+        `spare` blocks must remain.
         """
         known = self.known_length(digests)
         for window, start, pool in zip(self.windows, self.behind(known * BLOCK), self.pools, strict=True):
@@ -97,11 +97,11 @@ class BlockPools:
         return True
 
     def behind(self, computed: int) -> list[int]:
-        """For each window, how many columns no query from position `computed` on sees."""
+        """For each window, the number of columns that no query from position `computed` on sees."""
         return [0 if window is None else max(0, computed - window + 1) // BLOCK for window in self.windows]
 
     def leave_behind(self, sequences: Sequences, rows: Rows) -> None:
-        """Give back the blocks that no query to come will see; tables name the null block there."""
+        """Release the blocks that no later query sees, and put the null block into the tables."""
         tables = zip(self.windows, self.pools, sequences.blocks, sequences.left_behind, strict=True)
         for window, pool, blocks, left in tables:
             if window is None:
@@ -114,25 +114,25 @@ class BlockPools:
                 left[row] = end
 
     def record(self, table: Blocks, digests: Sequence[bytes]) -> None:
-        """Let the full blocks of a table int32[W, C] be found by the digests of its first columns."""
+        """Add the full blocks of a table int32[W, C] to the prefix cache under the digests of its columns."""
         for pool, of_window in zip(self.pools, table, strict=True):
             held = zip(of_window.tolist(), digests, strict=False)
             pool.record({block: digest for block, digest in held if block != NULL_BLOCK})
 
     def forget_all(self) -> None:
-        """Let no block be found any more."""
+        """Empty the prefix cache."""
         for pool in self.pools:
             pool.forget_all()
 
     def known_length(self, digests: Sequence[bytes]) -> int:
-        """Columns of the longest beginning of which every layer still has what the next query sees."""
+        """Columns of the longest cached prefix for which every layer has all that the next query sees."""
         lengths = np.arange(len(digests) + 1)
         possible = np.ones(len(lengths), dtype=np.bool_)
         for window, pool in zip(self.windows, self.pools, strict=True):
             if window is None:
                 possible &= lengths <= pool.known(digests)[0]
             else:
-                # Up to a length, where the unbroken run of known blocks that ends there begins.
+                # For each length, the start of the unbroken run of cached blocks that ends there.
                 missing = np.array([0, *(not pool.has(digest) for digest in digests)], dtype=np.bool_)
                 begins = np.maximum.accumulate(np.where(missing, lengths, 0))
                 possible &= begins <= np.maximum(0, lengths * BLOCK - window + 1) // BLOCK

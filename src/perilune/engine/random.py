@@ -1,8 +1,8 @@
-"""Counter-based random numbers: the same counters give the same number, whatever else is being sampled.
+"""Counter-based random numbers: equal counters give equal numbers, whatever else is sampled.
 
 Philox4x32 with ten rounds (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3",
-SC 2011). The 64-bit seed is the key, (position, sample, task, step) the counter. Nothing is stateful, so
-neither batching nor order nor a restart can change a draw.
+SC 2011). The key is the 64-bit seed, the counter (position, sample, task, step). There is no state, so
+batching, order and restarts do not change a draw.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def philox4x32(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[
 
 
 def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Numbers in [0, 1), multiples of 2**-53.
+    """Random numbers in [0, 1), multiples of 2**-53.
 
     Args:
         keys: uint64[B, 4] of (seed, step, task, sample); all but the seed below 2**32.

@@ -1,4 +1,4 @@
-"""Samples from a server: vLLM, SGLang, `perilune serve`, or whatever speaks like one of them."""
+"""Sampling from a server: vLLM, SGLang, `perilune serve`, or a server with the API of one of them."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from perilune.errors import RequestError, WorkFailedError
 _ATTEMPTS = 6
 _LONGEST_WAIT = 30.0  # seconds between two attempts
 _BUSY = frozenset({429, 502, 503, 504})
-_MOST_BYTES = 256 << 20  # of one answer
+_MOST_BYTES = 256 << 20  # in one answer
 
 
 class RemoteEngine:
-    """Samples from a server; the same completions come out as from `Engine`.
+    """Samples from a server with the interface of `Engine`.
 
-    What the server is, it says itself (`owned_by` in /v1/models): "sglang" is asked at /generate, everything
-    else at /v1/completions. `perilune serve` gives the very samples of `Engine` with the same weights; other
-    servers draw their own, and their policy version is always 0.
+    `owned_by` in /v1/models identifies the server: "sglang" is called at /generate, any other at
+    /v1/completions. `perilune serve` returns the same samples as `Engine` with the same weights. Other
+    servers draw their own samples, and their policy version is always 0.
 
     Args:
-        url: of the server's root or of its /v1, http or https.
-        model: name by which the server knows the model; may be left out when it serves one.
-        token: sent as bearer token.
-        reported: which distribution the server's log-probs are of. By default what is known of such a
-            server: raw ones of vLLM, unless it was started with --logprobs-mode processed_logprobs; tempered
-            ones of SGLang, unless SGLANG_RETURN_ORIGINAL_LOGPROB is set there.
+        url: URL of the server's root or of its /v1, http or https.
+        model: name of the model on the server; optional when the server has one model.
+        token: bearer token.
+        reported: the distribution of the server's log-probs. By default "raw" for vLLM, unless it was started
+            with --logprobs-mode processed_logprobs, and "tempered" for SGLang, unless
+            SGLANG_RETURN_ORIGINAL_LOGPROB is set there.
         concurrency: most requests at once; each is a prompt with all of its samples.
         timeout: seconds to wait for one answer.
 
     Raises:
-        RequestError: when the URL is none, or the server does not know the model or the token.
+        RequestError: when the URL is invalid, or the server rejects the model or the token.
         WorkFailedError: when the server does not answer.
     """
 
@@ -64,7 +64,7 @@ class RemoteEngine:
         self.url = server_root(url)
         self._concurrency = concurrency
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        # Each of the threads below keeps a connection.
+        # One connection per thread.
         limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
         self._client = httpx.Client(
             base_url=self.url, headers=headers, limits=limits, timeout=httpx.Timeout(timeout, connect=10.0)
@@ -81,11 +81,11 @@ class RemoteEngine:
 
     @property
     def positions(self) -> None:
-        """A server does not say how long its model's sequences may be."""
+        """None: a server does not report the longest sequence of its model."""
         return None
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         self._client.close()
 
     def __enter__(self) -> RemoteEngine:
@@ -103,12 +103,12 @@ class RemoteEngine:
     ) -> list[list[Completion]]:
         """Continue every prompt `n` times; `result[i][j]` is sample j of prompt i.
 
-        `on_progress(finished, total)` is called when a prompt's samples are there.
+        `on_progress(finished, total)` is called when the samples of a prompt have arrived.
 
         Raises:
-            RequestError: when the server refuses the request, or its log-probs would be of another
-                distribution than the one sampled from.
-            WorkFailedError: when the server fails, stays busy, or gives no token ids.
+            RequestError: when the server refuses the request, or its log-probs are not under the distribution
+                sampled from.
+            WorkFailedError: when the server fails, stays busy, or returns no token ids.
         """
         self._check(params)
         if n == 0:
@@ -140,26 +140,26 @@ class RemoteEngine:
             raise malformed(error, self.url) from None
         return completions
 
-    def _find(self, wanted: str | None) -> tuple[str, str]:
-        """The model's name on the server, and who the server says it is."""
+    def _find(self, requested: str | None) -> tuple[str, str]:
+        """The name of the model on the server, and the kind of server."""
         answer = self._request("GET", "/v1/models")
         listed = answer.get("data") if isinstance(answer, Mapping) else None
         cards = [card for card in listed or () if isinstance(card, Mapping)]
         owners = {str(card.get("id")): str(card.get("owned_by", "")) for card in cards}
-        if wanted is None and len(owners) == 1:
+        if requested is None and len(owners) == 1:
             return next(iter(owners.items()))
-        if wanted in owners:
-            return str(wanted), owners[str(wanted)]
-        asked = "no model is named" if wanted is None else f"has no model {wanted!r}"
-        raise RequestError(asked, where=self.url, remedy=f"one of: {', '.join(owners) or 'none'}")
+        if requested in owners:
+            return str(requested), owners[str(requested)]
+        problem = "no model is named" if requested is None else f"has no model {requested!r}"
+        raise RequestError(problem, where=self.url, remedy=f"one of: {', '.join(owners) or 'none'}")
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Ask until there is an answer; a server that is busy or restarts is asked again, a few times."""
+        """Send a request, and retry a few times when the server is busy or restarts."""
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 status, headers, content = self._exchange(method, path, body)
             except httpx.TransportError as error:
-                # Its text names the host at most; the token stands in neither.
+                # The message may name the host, but never the token.
                 status, headers, content = 0, httpx.Headers(), f"{type(error).__name__}: {error}".encode()
             if status == 200:
                 return self._parsed(content)
@@ -171,7 +171,7 @@ class RemoteEngine:
         raise WorkFailedError(
             f"the server {what} ({_message(content)}), {_ATTEMPTS} times",
             where=self.url,
-            remedy="look at the server's log; lower concurrency when it is busy",
+            remedy="see the server's log; lower `concurrency` if it is busy",
         )
 
     def _exchange(
@@ -195,27 +195,27 @@ class RemoteEngine:
         remedy = {
             401: "name the environment variable that holds the server's token",
             403: "name the environment variable that holds the server's token",
-            404: "check the URL: it is that of an OpenAI-compatible server",
+            404: "check that the URL is that of an OpenAI-compatible server",
         }.get(status, "")
         what = f"the server refuses with {status}: {_message(content)}"
         if status >= 500:
-            raise WorkFailedError(what, where=self.url, remedy="look at the server's log")
+            raise WorkFailedError(what, where=self.url, remedy="see the server's log")
         raise RequestError(what, where=self.url, remedy=remedy)
 
     def _check(self, params: SamplingParams) -> None:
         if params.raw_logprobs or params.top_logprobs:
             raise RequestError(
-                "a server is asked for the log-probs of what it sampled only",
+                "a server only returns the log-probs of sampled tokens",
                 where="raw_logprobs, top_logprobs",
             )
         ranks = get_args(Reported)
         if ranks.index(self._reported) < ranks.index(needed(params)):
             raise RequestError(
-                f"the server's log-probs are {self._reported}, and with these parameters only"
-                f" {needed(params)} ones are of the distribution sampled from",
+                f"the server's log-probs are {self._reported}, but with these parameters only"
+                f" {needed(params)} log-probs are under the distribution sampled from",
                 where=self.url,
                 remedy="sample at temperature 1 without top-k, top-p or min-p; or start vLLM with"
-                " --logprobs-mode processed_logprobs and say reported: processed",
+                " --logprobs-mode processed_logprobs and set `reported: processed`",
             )
 
 
@@ -230,27 +230,28 @@ def server_root(url: str) -> str:
         raise RequestError(f"{url!r} is not the URL of a server", remedy="http://HOST:PORT/v1")
     if parts.username or parts.password:
         raise RequestError(
-            "a URL with a password in it ends up in files", remedy="name an environment variable as token"
+            "the URL contains a password, which would be written to files",
+            remedy="name an environment variable that holds the token",
         )
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def _wait(headers: Mapping[str, str], attempt: int) -> float:
-    """Seconds until the next attempt: what the server asks for, else twice as long each time."""
+    """Seconds until the next attempt: what the server requests, otherwise doubling each time."""
     try:
-        asked = float(headers.get("Retry-After", ""))
+        seconds = float(headers.get("Retry-After", ""))
     except ValueError:  # a date, or nothing
-        asked = 0.25 * 2**attempt
-    return min(max(asked, 0.0), _LONGEST_WAIT)
+        seconds = 0.25 * 2**attempt
+    return min(max(seconds, 0.0), _LONGEST_WAIT)
 
 
 def _message(content: bytes) -> str:
-    """What an error body says, in one short line."""
+    """The message of an error body, in one short line."""
     text = content.decode(errors="replace")
     try:
         document = json.loads(text)
-        told = document.get("error", document) if isinstance(document, dict) else document
-        text = str(told.get("message", told) if isinstance(told, dict) else told)
+        error = document.get("error", document) if isinstance(document, dict) else document
+        text = str(error.get("message", error) if isinstance(error, dict) else error)
     except (ValueError, RecursionError):
         pass
     line = " ".join(text.split())

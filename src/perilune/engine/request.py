@@ -1,7 +1,7 @@
-"""What is asked of the engine, and what comes out of it.
+"""Requests to the engine and their results.
 
-A request is a prompt to be continued `n` times; each continuation is a sample. A sample arrives either whole,
-as a `Completion`, or in pieces, as `Delta`s.
+A request asks for `n` samples of one prompt. A sample arrives either whole, as a `Completion`, or in pieces,
+as `Delta`s.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ _RANGES = {
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to continue a prompt.
+    """How to sample a completion.
 
-    What is done to the logits, in this order: repetition, frequency and presence penalty, bias, minimum
-    length, constraint, temperature, top-k, top-p, min-p. Log-probs are of the distribution that is left.
+    The logits are changed in this order: repetition, frequency and presence penalty, bias, minimum length,
+    constraint, temperature, top-k, top-p, min-p. Log-probs are under the resulting distribution.
 
     Attributes:
-        max_tokens: most tokens to sample, the stop token included.
+        max_tokens: most tokens to sample, including the stop token.
         temperature: divides the logits; 0 takes the most likely token.
-        stop_token_ids: sampling one of them ends the sample; it is kept as its last token.
-        stop: texts that end the sample as soon as they appear; its text ends before them, its tokens with the
-            one that completed them. Needs an engine with a tokenizer.
-        min_tokens: stop tokens cannot be drawn, and stop texts are ignored, before that many tokens.
-        top_k: draw from the k most likely tokens only (Fan et al. 2018); 0 for all.
-        top_p: draw from the smallest set of tokens that has this probability (Holtzman et al. 2020).
+        stop_token_ids: tokens that end the sample, as its last token.
+        stop: texts that end the sample. The text of the sample ends before the stop text, its tokens with the
+            token that completed it. Needs an engine with a tokenizer.
+        min_tokens: before this many tokens, stop tokens cannot be drawn and stop texts are ignored.
+        top_k: draw from the k most likely tokens (Fan et al. 2018); 0 for all.
+        top_p: draw from the smallest set of tokens with this total probability (Holtzman et al. 2020).
         min_p: draw from tokens with at least this share of the largest probability (Nguyen et al. 2024).
-        repetition_penalty: divides positive logits of tokens that prompt or sample already hold, and
-            multiplies negative ones (Keskar et al. 2019).
-        presence_penalty: subtracted from the logits of tokens that the sample, not its prompt, already holds.
-        frequency_penalty: subtracted once for each time the sample holds the token.
+        repetition_penalty: divides positive logits of tokens in the prompt or sample, and multiplies negative
+            ones (Keskar et al. 2019).
+        presence_penalty: subtracted from the logits of tokens in the sample, not in its prompt.
+        frequency_penalty: subtracted once for each occurrence of the token in the sample.
         logit_bias: added to the logits of these tokens.
-        raw_logprobs: also give the log-prob of each token under the model's own distribution.
-        top_logprobs: also give that many most likely tokens of each position, with their log-probs under the
-            distribution that was drawn from.
+        raw_logprobs: also return the log-prob of each token under the model's own distribution.
+        top_logprobs: also return this many most likely tokens of each position, with their log-probs under
+            the distribution that was drawn from.
 
     Raises:
         RequestError: when a number is out of its range.
@@ -98,14 +98,23 @@ class SamplingParams:
         if any(not text for text in self.stop):
             raise RequestError("stop holds an empty text", remedy="leave it out")
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether only temperature changes logits, and no other log-probs are requested."""
+        options = self.top_k, self.min_p, self.min_tokens, self.logit_bias
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1
+        extra = self.raw_logprobs, self.top_logprobs
+        return self.top_p == 1 and not any((*options, *penalties, *extra))
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Tokens to continue, and the counters its random numbers come from.
+    """Tokens to continue, and the key of the random numbers.
 
     Attributes:
         token_ids: at least one token.
-        key: (seed, step, task); with the sample's index and the position it fixes every draw.
+        key: (seed, step, task). Together with the index of the sample and the position it determines every
+            draw.
     """
 
     token_ids: list[int]
@@ -114,18 +123,18 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """A prompt to be continued `n` times.
+    """A request for `n` samples of a prompt.
 
     Attributes:
         token_ids: the prompt, at least one token.
-        params: how to continue it.
-        key: (seed, step, task) of its random numbers; a server uses (seed, 0, 0).
-        n: how many samples to draw.
-        position: where its random numbers start: k for a sample that goes on after k tokens of its own, which
-            are then part of the prompt. With n = 1 and `first_sample` it continues exactly where it left off.
-        first_sample: index of the first of the samples.
-        adapter: name of the LoRA adapter to use, as given to `Engine.add_adapter`.
-        constraint: what the samples must look like.
+        params: how to sample.
+        key: (seed, step, task) of the random numbers; a server uses (seed, 0, 0).
+        n: number of samples.
+        position: position of the first random number. To resume a sample after k tokens, append them to the
+            prompt and give k here, n = 1 and its index as `first_sample`.
+        first_sample: index of the first sample.
+        adapter: name of a LoRA adapter given to `Engine.add_adapter`.
+        constraint: a grammar that the samples must match.
     """
 
     token_ids: list[int]
@@ -139,7 +148,7 @@ class Request:
 
 
 TopLogprobs = list[list[tuple[int, float]]]
-"""For each token, the most likely tokens of its position with their log-probs, the best first."""
+"""For each token, the most likely tokens of its position with their log-probs, most likely first."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,15 +156,14 @@ class Completion:
     """One sample.
 
     Attributes:
-        token_ids: int32[T], the stop token included when one was sampled.
-        logprobs: float32[T], under the distribution they were drawn from (after temperature; at
-            temperature 0, of the unscaled distribution).
+        token_ids: int32[T], including a sampled stop token.
+        logprobs: float32[T] under the distribution drawn from (after temperature; at temperature 0, the
+            unscaled distribution).
         policy_version: int32[T], version of the weights that sampled each token.
         finish_reason: "stop", "length" or "aborted".
-        text: what the tokens say, up to a stop text; None from an engine without a tokenizer, and where
-            nobody asked for it.
-        raw_logprobs: float32[T] under the model's own distribution, when asked for.
-        top_logprobs: when asked for.
+        text: the text up to a stop text; None when it was not requested or the engine has no tokenizer.
+        raw_logprobs: float32[T] under the model's own distribution, if requested.
+        top_logprobs: if requested.
     """
 
     token_ids: NDArray[np.int32]
@@ -169,18 +177,18 @@ class Completion:
 
 @dataclass(slots=True, eq=False)
 class Delta:
-    """What one sample of a request has gained since its last delta; the last one has a `finish_reason`.
+    """The new tokens of one sample since its last delta. The last delta has a `finish_reason`.
 
     Attributes:
         request_id: as `Engine.add` returned it.
         sample: index of the sample, 0 .. n - 1.
-        token_ids, logprobs, policy_version: of the new tokens, one of each a token.
-        text: what they add to the text. Withheld while it may be part of a stop text or of an unfinished
-            character, so it need not be the text of exactly these tokens. "" without a tokenizer.
-        finish_reason: None as long as there is more to come.
-        raw_logprobs, top_logprobs: one a token, when asked for.
-        cached_tokens: tokens of the prompt that were not computed, because the cache held them.
-        failure: why the request failed. No further delta of it follows; other requests go on.
+        token_ids, logprobs, policy_version: of the new tokens.
+        text: the new text. Text that may belong to a stop text or an incomplete character is held back, so it
+            is not always the text of exactly these tokens. "" without a tokenizer.
+        finish_reason: None while the sample continues.
+        raw_logprobs, top_logprobs: one per token, if requested.
+        cached_tokens: tokens of the prompt found in the prefix cache.
+        failure: why the request failed. It gets no further delta; other requests continue.
     """
 
     request_id: int

@@ -1,7 +1,7 @@
-"""Runners: what computes a step.
+"""Runners compute steps: tokens in, logits out.
 
-A runner holds weights and a paged cache, and knows neither requests nor sampling. `TorchRunner` runs the
-decoder that learns, so that its numbers are the learner's.
+A runner holds weights and a paged cache. It has no notion of requests or sampling. `TorchRunner` runs the
+decoder that is trained, so its results equal the learner's.
 """
 
 from __future__ import annotations
@@ -25,50 +25,49 @@ from perilune.models.decoder import Decoder
 from perilune.models.kernels import is_native
 from perilune.models.narrow import NarrowKind
 
-_ROWS = 16  # a new number of rows costs oneDNN a new kernel: there are multiples of this, and few large ones
+_ROWS = 16  # oneDNN compiles a kernel per number of rows, so batches are padded to few sizes
 
 
 class Runner(Protocol):
-    """Computes logits, and keeps keys and values."""
+    """Computes logits and stores keys and values."""
 
     def run(self, batch: StepBatch) -> Tensor:
-        """float32[R, V] logits of `batch.logit_rows`; keys and values of all tokens are in the cache then.
+        """Logits float32[R, V] of `batch.logit_rows`. Stores the keys and values of all tokens in the cache.
 
-        In one call, the keys and values of a token are stored before any later token of its sequence
-        reads them. Tokens of different sequences do not read each other.
+        The keys and values of a token are stored before a later token of its sequence reads them. Sequences
+        do not read each other's tokens.
         """
 
     def copy_blocks(self, sources: Blocks, targets: Blocks) -> None:
-        """Copy the content of blocks int32[W, C], for each window, over others."""
+        """Copy the content of blocks int32[W, C] over other blocks, for each window."""
 
     def load_weights(self, decoder: Decoder) -> None:
-        """Compute with the present weights of `decoder` from now on; later changes to it are not seen."""
+        """Copy the current weights of `decoder`. Later changes to it have no effect."""
 
     def clear(self) -> None:
-        """Forget the content of the cache, so that all of it is finite again."""
+        """Zero the cache, so that all of it is finite again."""
 
 
 @runtime_checkable
 class AdaptingRunner(Runner, Protocol):
-    """One that can apply LoRA adapters."""
+    """A runner that can apply LoRA adapters."""
 
     def load_adapters(self, adapters: Sequence[Adapter], decoder: Decoder) -> None:
-        """Let `StepBatch.adapters` be indices of `adapters` from now on; `decoder` has the base's weights."""
+        """Use `adapters`, which `StepBatch.adapters` indexes. `decoder` has the weights of the base."""
 
 
 class TorchRunner:
-    """The decoder in torch, with paged attention by gathering.
+    """The decoder in torch, with paged attention that gathers blocks.
 
-    In float32 on a CPU a token gets the same bits in every batch and in however many chunks it is fed; they
-    are the learner's.
+    In float32 on a CPU, a token has the same bits in every batch and however its prompt is split into chunks,
+    and they equal the learner's.
 
     Args:
-        decoder: whose weights are copied.
-        num_blocks: of the cache for each of the `distinct_windows`, the null block included.
-        cache_dtype: of keys and values; by default the decoder's, and bfloat16 where weights are asked for in
-            that.
-        cache: one to share with another runner, instead of one of its own.
-        weights: how matrices are kept; by default so that products have the decoder's precision.
+        decoder: the decoder whose weights are copied.
+        num_blocks: blocks of the cache for each of the `distinct_windows`, including the null block.
+        cache_dtype: dtype of keys and values; by default the decoder's, or bfloat16 with bfloat16 weights.
+        cache: the cache of another runner to share.
+        weights: how matrices are stored; by default products have the decoder's precision.
     """
 
     def __init__(
@@ -96,15 +95,15 @@ class TorchRunner:
         if self._adapted is not None:
             self._adapted.select(batch)
         hidden = self.decoder(self._tensor(tokens), self._tensor(positions), attention)
-        wanted = len(batch.logit_rows)
-        if wanted == count == batch.decodes:
+        needed = len(batch.logit_rows)
+        if needed == count == batch.decodes:
             return self.decoder.logits(hidden)[:count].float()
-        at = np.zeros(_padded_rows(wanted), dtype=np.int64)
-        at[:wanted] = batch.logit_rows
-        return self.decoder.logits(hidden[self._tensor(at)])[:wanted].float()
+        at = np.zeros(_padded_rows(needed), dtype=np.int64)
+        at[:needed] = batch.logit_rows
+        return self.decoder.logits(hidden[self._tensor(at)])[:needed].float()
 
     def _attention(self, batch: StepBatch, rows: int) -> Attention:
-        """Of the same arithmetic as the learner's."""
+        """The attention of the batch, with the arithmetic of the learner."""
         if is_native(self.decoder.model.norm.weight, self.cache.size):
             return NativePagedAttention(self.cache, batch)
         return PagedAttention(self.cache, batch, rows)
@@ -128,7 +127,7 @@ class TorchRunner:
 
 
 def _padded_rows(count: int) -> int:
-    """`count` or a little more."""
+    """`count` rounded up to one of few sizes."""
     step = _ROWS
     while step * 16 < count:
         step *= 2

@@ -1,7 +1,7 @@
-"""The sampler: from logits to tokens and their log-probs.
+"""The sampler draws tokens from logits and computes their log-probs.
 
-A token is drawn by inverting the cumulative distribution at a random number that depends on the request alone
-(see `random.py`), so the same logits give the same token in every batch.
+It inverts the cumulative distribution at a random number that depends only on the request (see `random.py`),
+so equal logits give the same token in every batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from perilune.models.kernels import is_native
 from perilune.models.logprobs import gather_logprobs, token_logprobs
 from perilune.models.native import ops
 
-_NUCLEUS = 256  # the most likely tokens among which top-p is looked for before all are sorted
+_NUCLEUS = 256  # most likely tokens that are searched for top-p before all tokens are sorted
 
 
 @dataclass(slots=True, eq=False)
@@ -30,9 +30,9 @@ class Drawn:
 
     Attributes:
         token_ids: int64[D].
-        logprobs: float32[D], under the distribution they were drawn from.
-        raw_logprobs: float32[D] under the model's own, and
-        top_logprobs: of the most likely tokens; both by index of the sample, where asked for.
+        logprobs: float32[D] under the distribution drawn from.
+        raw_logprobs: log-probs under the model's own distribution, by index of the sample, if requested.
+        top_logprobs: the most likely tokens with their log-probs, by index of the sample, if requested.
     """
 
     token_ids: NDArray[np.int64]
@@ -42,7 +42,7 @@ class Drawn:
 
 
 class Sampler:
-    """Draws the next token of each sample under its own options."""
+    """Draws the next token of each sample with the sample's options."""
 
     def __init__(self, sequences: Sequences) -> None:
         self._sequences = sequences
@@ -57,12 +57,12 @@ class Sampler:
         """Draw for each of the samples in `rows`.
 
         Args:
-            logits: float32[R, V]; may be changed.
+            logits: float32[R, V]; may be overwritten.
             rows: int64[D].
-            logits_of: int64[D], which logits each draws from; None when the i-th from the i-th.
-            masks: by row, the tokens that its constraint allows; of those that have one.
+            logits_of: int64[D], the row of logits of each sample; None when sample i uses row i.
+            masks: the tokens that constraints allow, by row, for samples with a constraint.
         """
-        if not len(rows):  # all that was fed were beginnings of prompts
+        if not len(rows):  # the step only computed parts of prompts
             return Drawn(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32), {}, {})
         sequences = self._sequences
         uniforms = sequences.uniforms(rows)
@@ -85,23 +85,23 @@ class Sampler:
         sequences = self._sequences
         special = np.flatnonzero(~sequences.plain[rows])
         params = [_params(sequences, row) for row in rows[special].tolist()]
-        wanting = [index for index, its in zip(special.tolist(), params, strict=True) if its.raw_logprobs]
-        raw = logits[wanting] if wanting else None  # a copy
+        with_raw = [index for index, one in zip(special.tolist(), params, strict=True) if one.raw_logprobs]
+        raw = logits[with_raw] if with_raw else None  # a copy
 
-        its_rows = rows[special]
+        special_rows = rows[special]
         some = logits[torch.from_numpy(special).to(logits.device)]
-        some = self._penalised(some, its_rows, params, masks)
+        some = self._penalised(some, special_rows, params, masks)
         some = _scaled(some, scale[special])
-        some = _truncated(some, sequences, its_rows)
+        some = _truncated(some, sequences, special_rows)
         logits[torch.from_numpy(special).to(logits.device)] = some
         left = scale.copy()
         left[special] = scale[special] != 0
 
-        tokens, its_logprobs = draw_plain(logits, uniforms, left)
-        drawn = Drawn(tokens, its_logprobs, {}, {})
+        tokens, logprobs = draw_plain(logits, uniforms, left)
+        drawn = Drawn(tokens, logprobs, {}, {})
         if raw is not None:
-            raw_of_picked = token_logprobs(raw, torch.from_numpy(tokens[wanting]).to(raw.device))[0].tolist()
-            drawn.raw_logprobs = dict(zip(wanting, raw_of_picked, strict=True))
+            raw_of_picked = token_logprobs(raw, torch.from_numpy(tokens[with_raw]).to(raw.device))[0].tolist()
+            drawn.raw_logprobs = dict(zip(with_raw, raw_of_picked, strict=True))
         for index, its in zip(special.tolist(), params, strict=True):
             if its.top_logprobs:
                 best = logits[index].topk(min(its.top_logprobs, logits.shape[1])).indices
@@ -151,16 +151,16 @@ def draw_plain(
     scale: NDArray[np.float32],
     logits_of: NDArray[np.int64] | None = None,
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Draw with temperature as the only option: what most steps of a rollout do.
+    """Draw with temperature as the only option, as in most rollouts.
 
     Args:
         logits: float32[R, V].
         uniforms: float64[D] in [0, 1).
         scale: float32[D], 1 / temperature; 0 takes the most likely token.
-        logits_of: int64[D], which logits each draws from; None when the i-th from the i-th.
+        logits_of: int64[D], the row of logits of each draw; None when draw i uses row i.
 
     Returns:
-        int64[D] tokens, and float32[D] their log-probs.
+        tokens int64[D] and their log-probs float32[D].
     """
     if is_native(logits):
         tokens, logprobs = ops.draw(
@@ -184,7 +184,7 @@ def draw_plain(
 
 
 def _to_host(tokens: Tensor, logprobs: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Both at once: a GPU is waited for a single time in a step. A float64 holds either exactly."""
+    """Copy both in one transfer, so that a step waits for the GPU once. float64 holds both exactly."""
     if tokens.device.type == "cpu":
         return tokens.numpy(), logprobs.numpy()
     both = torch.stack([tokens.double(), logprobs.double()]).cpu().numpy()
@@ -199,10 +199,10 @@ def draw(logprobs: Tensor, uniform: Tensor) -> Tensor:
         uniform: float64[B] in [0, 1).
 
     Returns:
-        int64[B], the drawn tokens; the last one where the log-probs are not numbers.
+        int64[B], the drawn tokens; the last token where log-probs are NaN.
 
-    A token of probability zero is never drawn. Sums in float64, so that rounding moves no boundary
-    by more than the resolution of the uniform numbers.
+    A token of probability zero is never drawn. Sums are float64, so that rounding moves no boundary by more
+    than the resolution of the uniform numbers.
     """
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     threshold = uniform[:, None] * cumulative[:, -1:]
@@ -217,7 +217,7 @@ def _params(sequences: Sequences, row: int) -> SamplingParams:
 
 
 def _scaled(logits: Tensor, scale: NDArray[np.float32]) -> Tensor:
-    """float32[B, V] times float32[B], where 0 (greedy) reads as 1: `tempered` with a temperature a row."""
+    """`apply_temperature` with one scale 1 / temperature per row, float32[B]; 0 (greedy) counts as 1."""
     changed = (scale != 0) & (scale != 1)
     if not changed.any():
         return logits
@@ -226,7 +226,7 @@ def _scaled(logits: Tensor, scale: NDArray[np.float32]) -> Tensor:
 
 
 def _truncated(logits: Tensor, sequences: Sequences, rows: Rows) -> Tensor:
-    """Scaled logits float32[B, V] with -inf on what top-k, top-p and min-p leave out."""
+    """Scaled logits float32[B, V] with -inf for tokens that top-k, top-p and min-p exclude."""
     k, p, share = sequences.top_k[rows], sequences.top_p[rows], sequences.min_p[rows]
     vocab_size = logits.shape[1]
     limited = np.flatnonzero((k > 0) & (k < vocab_size))
@@ -249,7 +249,7 @@ def _truncated(logits: Tensor, sequences: Sequences, rows: Rows) -> Tensor:
 
 
 def _least_of_nucleus(logits: Tensor, p: Tensor) -> Tensor:
-    """float32[B, 1]: the smallest logit of the fewest tokens that together have probability p."""
+    """float32[B, 1], the smallest logit of the smallest set of tokens with total probability p."""
     count = min(_NUCLEUS, logits.shape[1])
     while True:
         best = logits.topk(count).values

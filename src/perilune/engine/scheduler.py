@@ -1,12 +1,12 @@
-"""The scheduler: which tokens are fed in the next step, and where their keys and values go.
+"""The scheduler chooses the tokens of the next step and allocates blocks for their keys and values.
 
-Every sample knows `length` tokens, of which `computed` are in the cache. A step feeds it some of those in
-between; when it has been fed all, it draws one more. Sampling, prompts, prompts in chunks and prompts after a
-preemption are all this one rule.
+Every sample has `length` tokens, of which `computed` are in the cache. A step computes some of the others.
+Once all known tokens of a sample are in the cache, the sampler draws the next token. This one rule covers
+decoding, prefill, chunked prefill, and prefill after a preemption.
 
-Who came first goes first. A sample that decodes is fed one token in every step. What is left of the token
-budget goes to prompts, in chunks. When blocks run out, the sample that came last gives up its own, and is
-computed again from its tokens once there is room.
+Scheduling is first come, first served. Each step includes one token of every decoding sample. The rest of the
+token budget goes to prompts, in chunks. When blocks run out, the sample that arrived last gives up its
+blocks, and is recomputed from its tokens once there is room.
 """
 
 from __future__ import annotations
@@ -16,34 +16,31 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from perilune.engine.blocks import (
-    BLOCK,
-    Blocks,
-    blocks_for,
-)
+from perilune.engine.blocks import BLOCK, Blocks, blocks_for
 from perilune.engine.pools import BlockPools
 from perilune.engine.sequences import Entry, Rows, Sequences
 from perilune.engine.step import Counters, Step, StepBatch
 
-_REFILL_SHARE = 8  # free rows are refilled once they are 1/8 of all, so that prompts are computed in batches,
-_REFILL_STEPS = 8  # or after this many steps, so that nobody waits for long
-_WORTH_WAITING = 4  # blocks
-_RESERVE_SHARE = 2  # a prompt is admitted if a block remains for every second sample that decodes
+# New samples are admitted once 1/8 of the rows are free, because prompts are cheaper in batches,
+_REFILL_SHARE = 8
+_REFILL_STEPS = 8  # or after this many steps, which bounds the wait.
+_WORTH_WAITING = 4  # blocks of a prompt that another sample is computing, for which a sample waits
+_RESERVE_SHARE = 2  # a prompt is admitted if a block remains for every second decoding sample
 
 
 class Scheduler:
     """Waiting, running and preempted samples.
 
     Args:
-        sequences: their state.
-        pools: the blocks. Those that lie behind a window are given back.
-        token_budget: most tokens of one step; at least one for each row.
-        counters: where to count.
+        sequences: the state of the samples.
+        pools: the blocks. The scheduler releases blocks behind a window.
+        token_budget: most tokens of one step; at least one per row.
+        counters: the counters to update.
 
     Attributes:
-        decoding: int64[B], rows that are fed one token a step.
-        prefilling: rows that are fed chunks, by arrival.
-        preempted: rows that lost their blocks, by arrival.
+        decoding: int64[B], rows that compute one token per step.
+        prefilling: rows in prefill, by arrival.
+        preempted: rows that gave up their blocks, by arrival.
         waiting: requests with samples that have no row yet.
     """
 
@@ -57,11 +54,11 @@ class Scheduler:
         self.waiting: deque[Entry] = deque()
         self.counters = counters
         self.version = 0
-        self._followers: dict[int, list[int]] = {}  # samples that wait for another's prompt
+        self._followers: dict[int, list[int]] = {}  # samples that wait for the prompt of another row
         self._free_rows = list(range(len(sequences.entries) - 1, -1, -1))
         self._steps_since_refill = 0
 
-    # -- coming and going --------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------------
 
     @property
     def unfinished(self) -> bool:
@@ -69,36 +66,36 @@ class Scheduler:
         return bool(len(self.decoding) or self.prefilling or self.preempted or self.waiting)
 
     def add(self, entry: Entry) -> None:
-        """Let a request wait for its turn; the caller made sure that it fits."""
+        """Queue a request. The caller has checked that it fits."""
         self.waiting.append(entry)
 
     def rows_of(self, entry: Entry) -> list[int]:
         """The rows of a request."""
-        return [row for row, its in enumerate(self.sequences.entries) if its is entry]
+        return [row for row, other in enumerate(self.sequences.entries) if other is entry]
 
     def remove(self, entry: Entry) -> None:
-        """Forget a request at whatever point it is."""
+        """Remove a request, whatever its state."""
         if entry in self.waiting:
             self.waiting.remove(entry)
         for row in self.rows_of(entry):
             self.release(row)
 
     def release(self, row: int, *, record: bool = False) -> None:
-        """Take a sample out, and its blocks back; `record` lets them be found by what follows on it."""
+        """Remove a sample and release its blocks; `record` adds them to the prefix cache."""
         if record and row not in self.preempted:
             self._record(row)
         self._stop_running(row)
         self._give_up_blocks(row)
         if row in self.preempted:
             self.preempted.remove(row)
-        self._followers.pop(row, None)  # they are of the same request, and released too
+        self._followers.pop(row, None)  # of the same request, and released too
         self.sequences.entries[row] = None
         self._free_rows.append(row)
 
     def new_weights(self, version: int, *, recompute: bool) -> None:
-        """From now on the weights are those of `version`: nothing cached fits them.
+        """Switch to the weights of `version` and empty the prefix cache.
 
-        Samples in flight are computed again with them, or go on from what the old ones left.
+        Samples in flight are recomputed, or continue on the keys and values of the old weights.
         """
         running = [*self.decoding.tolist(), *self.prefilling]
         if recompute:
@@ -121,7 +118,7 @@ class Scheduler:
         return self._step(chunks)
 
     def _grow(self) -> None:
-        """Give a block to every decoding sample that begins a new one."""
+        """Allocate a block for every decoding sample whose last block is full."""
         sequences = self.sequences
         while True:
             rows = self.decoding
@@ -133,7 +130,7 @@ class Scheduler:
             sequences.add_blocks(due, self.pools.allocate(len(due)))
 
     def _chunks(self) -> list[tuple[int, int]]:
-        """Tokens to feed to samples that do not decode yet: those under way, then new ones."""
+        """(row, tokens) of the samples in prefill: those under way, then new ones."""
         budget = self.token_budget - len(self.decoding)
         chunks = []
         for row in list(self.prefilling):
@@ -156,7 +153,7 @@ class Scheduler:
         return True
 
     def _feed(self, row: int, most: int) -> int:
-        """How many tokens `row` is fed, at most `most`; they have blocks then."""
+        """Allocate blocks for the next tokens of `row`, at most `most`, and return their number."""
         sequences = self.sequences
         computed, held = int(sequences.computed[row]), int(sequences.num_blocks[row])
         count = min(int(sequences.length[row]) - computed, most)
@@ -171,9 +168,9 @@ class Scheduler:
         return count
 
     def _admit(self, refill: bool) -> int | None:
-        """Let one more sample begin to be fed, if there is room: one that was preempted, or a new one.
+        """Start the prefill of one more sample, preempted or new, if there is room.
 
-        A new request gets as many rows as it has samples, or as there are: the first is fed its prompt, and
+        A new request gets a row for each sample, as far as rows are free. The first computes the prompt, and
         the others wait for it.
         """
         if self.preempted:
@@ -204,29 +201,29 @@ class Scheduler:
         return row
 
     def _is_being_computed(self, row: int) -> bool:
-        """Whether much of what `row` begins with is being fed to another: then it waits, and finds it."""
+        """Whether another row is computing much of the prompt of `row`, which should wait and share it."""
         chain = self._chain(row, int(self.sequences.length[row]) - 1)
         at = self.pools.known_length(chain) + _WORTH_WAITING - 1
         if at >= len(chain):
             return False
         for other in self.prefilling:
-            its = self._chain(other, int(self.sequences.length[other]))
-            if at < len(its) and its[at] == chain[at]:  # and so is all before
+            others = self._chain(other, int(self.sequences.length[other]))
+            if at < len(others) and others[at] == chain[at]:  # then all blocks before are equal too
                 self._steps_since_refill = _REFILL_STEPS
                 return True
         return False
 
     def _has_room(self, row: int, followers: int) -> bool:
-        """Whether all that `row` knows fits, with a block for each follower and some for others to grow."""
+        """Whether the tokens of `row` fit, with a block per follower and a reserve for decoding samples."""
         if not len(self.decoding) and not self.prefilling:
             return True
         length = int(self.sequences.length[row])
         spare = followers + len(self.decoding) // _RESERVE_SHARE
-        # The last token is fed in any case.
+        # The last token is always computed.
         return self.pools.has_room(self._chain(row, length - 1), length + 1, self.token_budget, spare)
 
     def _begin(self, row: int) -> None:
-        """Start feeding a sample, after what the cache already holds of it."""
+        """Start the prefill of a sample after its cached prefix."""
         sequences = self.sequences
         blocks = self.pools.find(self._chain(row, int(sequences.length[row]) - 1))
         columns = blocks.shape[1]
@@ -247,7 +244,7 @@ class Scheduler:
         return entry.chain(self.version, self.sequences.tokens[row, :length])
 
     def _step(self, chunks: list[tuple[int, int]]) -> Step:
-        """Lay out the tokens: one of each decoding sample, then the chunks."""
+        """Build the step: one token of each decoding sample, then the chunks."""
         sequences, decoding = self.sequences, self.decoding
         tokens = sequences.last_tokens(decoding).astype(np.int64)
         positions = sequences.length[decoding] - 1
@@ -255,9 +252,8 @@ class Scheduler:
         if not chunks:
             tables = sequences.blocks[:, decoding, : int(sequences.num_blocks[decoding].max())]
             order = _arange(count + 1)
-            batch = StepBatch(
-                tokens, positions, order, count, tables, order[:-1], self._adapters_of(decoding)
-            )
+            adapters = self._adapters_of(decoding)
+            batch = StepBatch(tokens, positions, order, count, tables, order[:-1], adapters)
             return Step(batch, decoding, None, chunks)
 
         rows = np.concatenate([decoding, [row for row, _ in chunks]])
@@ -289,15 +285,15 @@ class Scheduler:
         numbers: NDArray[np.int32] = self.sequences.adapter[rows]
         return numbers if numbers.max(initial=-1) >= 0 else None
 
-    # -- afterwards --------------------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------------
 
     def commit(
         self, step: Step, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int
     ) -> tuple[Blocks, Blocks]:
-        """Take the tokens int64[D] that weights `version` drew. All of `step.rows` decode from now on.
+        """Append the sampled tokens int64[D]. All of `step.rows` decode from now on.
 
         Returns:
-            Blocks int32[W, C] whose content must be copied before the next step, and over which blocks.
+            Source and target blocks int32[W, C] to copy before the next step.
         """
         sequences = self.sequences
         copies: list[tuple[Blocks, Blocks]] = []
@@ -322,9 +318,10 @@ class Scheduler:
         return np.concatenate(sources, axis=1), np.concatenate(targets, axis=1)
 
     def _fork(self, row: int, copies: list[tuple[Blocks, Blocks]]) -> list[int]:
-        """Let those that waited for the prompt of `row` share its blocks; the last is copied if not full.
+        """Share the blocks of the prompt of `row` with its followers; copy the last block if it is not full.
 
-        Returns those for which there was no block; they are computed on their own, like preempted ones.
+        Returns the followers for which no block was free. They are computed on their own, like preempted
+        samples.
         """
         followers = self._followers.pop(row, [])
         if not followers:
@@ -349,13 +346,13 @@ class Scheduler:
         return followers[len(placed) :]
 
     def _record(self, row: int) -> None:
-        """Let the full blocks of `row` be found."""
+        """Add the full blocks of `row` to the prefix cache."""
         if self.sequences.stale[row]:
             return
         self.pools.record(self.sequences.table(row), self._chain(row, int(self.sequences.computed[row])))
 
     def allocate_temporarily(self, count: int) -> Blocks:
-        """int32[W, count], blocks for something else, which gives them back before the next step."""
+        """int32[W, count] blocks for scoring, which frees them before the next step."""
         while (blocks := self.pools.allocate_temporarily(count)) is None:
             self._preempt(self._latest())
         return blocks
@@ -363,12 +360,12 @@ class Scheduler:
     # -- preemption --------------------------------------------------------------------------------------
 
     def _latest(self) -> int:
-        """The running sample that came last."""
+        """The running sample that arrived last."""
         rows = np.concatenate([self.decoding, np.array(self.prefilling, dtype=np.int64)])
         return int(rows[self.sequences.arrival[rows].argmax()])
 
     def _preempt(self, row: int, *, record: bool = True) -> None:
-        """Take the blocks of a running sample; it is computed again later."""
+        """Release the blocks of a running sample, which is recomputed later."""
         if record:
             self._record(row)
             self.counters.preemptions += 1

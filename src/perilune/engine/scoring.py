@@ -1,4 +1,4 @@
-"""Scoring: which answers are fed together, and as what."""
+"""Batches and steps for scoring given answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from perilune.engine.blocks import Blocks, blocks_for
 from perilune.engine.step import StepBatch
 
-MOST_LOGITS = 1 << 26  # held at a time
+MOST_LOGITS = 1 << 26  # in memory at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +19,8 @@ class Pair:
     """A prompt and its answer as one sequence.
 
     Attributes:
-        tokens: int64[T] of both.
-        answer: how many of them are the answer's.
+        tokens: int64[T], prompt and answer.
+        answer: number of tokens of the answer.
     """
 
     tokens: NDArray[np.int64]
@@ -32,19 +32,19 @@ class Pair:
         return np.array([len(self.tokens), blocks_for(len(self.tokens)), self.answer])
 
     def predicting(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Where the next token is one of the answer's."""
+        """Whether the next token belongs to the answer, for each position."""
         after: NDArray[np.int64] = positions + 1
         return (after >= len(self.tokens) - self.answer) & (after < len(self.tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Most of what one step may take.
+    """Limits of one step.
 
     Attributes:
-        tokens, rows: of them, and of logits.
-        blocks: for each window, as it has to hold all that a step feeds.
-        piece: tokens of a step that feeds a part of a sequence, since the whole is too much.
+        tokens, rows: most tokens, and most rows of logits.
+        blocks: most blocks, for each window.
+        piece: most tokens of a step that computes a part of a sequence, when the whole does not fit.
     """
 
     tokens: int
@@ -53,12 +53,12 @@ class Bounds:
     piece: int
 
     def allow(self, size: NDArray[np.int64]) -> bool:
-        """Whether one step can feed so many tokens, blocks and rows."""
+        """Whether one step can compute `size`: tokens, blocks and rows."""
         return bool((size <= (self.tokens, self.blocks, self.rows)).all())
 
 
 def in_batches(pairs: Sequence[Pair], bounds: Bounds) -> Iterator[list[Pair]]:
-    """All pairs in order, as many at a time as one step can feed, or one that needs several."""
+    """All pairs in order, in batches that fit one step; a pair that needs several steps is alone."""
     batch: list[Pair] = []
     size = np.zeros(3, dtype=np.int64)
     for pair in pairs:
@@ -74,9 +74,9 @@ def in_batches(pairs: Sequence[Pair], bounds: Bounds) -> Iterator[list[Pair]]:
 def lay_out(
     pairs: Sequence[Pair], blocks: Blocks, adapter: int, bounds: Bounds
 ) -> Iterator[tuple[StepBatch, NDArray[np.int64]]]:
-    """The steps that feed a batch into blocks int32[W, C], with the adapter of that number (-1 for none).
+    """The steps that compute a batch in blocks int32[W, C], with an adapter number or -1.
 
-    With each come the int64[R] tokens that its logits predict.
+    Each comes with the tokens int64[R] that its logits predict.
     """
     counts = np.array([blocks_for(len(pair.tokens)) for pair in pairs])
     tables = np.zeros((len(blocks), len(pairs), int(counts.max())), dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Which runner computes a decoder's steps, when nobody says."""
+"""The choice of the default runner for a model."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from perilune.models.transformers_model import TransformersModel
 
 
 def fastest_runner(decoder: Decoder | TransformersModel, num_blocks: Sequence[int]) -> Runner:
-    """On a GPU captured graphs; on a CPU the C kernels where they support the sizes, else torch.
+    """CUDA graphs on a GPU; on a CPU the C kernels if they support the sizes, otherwise torch.
 
-    What is no decoder of ours is computed by transformers.
+    A `TransformersModel` is computed by transformers.
 
     Raises:
         RequestError: on a GPU, when Triton is not installed.

@@ -1,6 +1,6 @@
-"""Samples in flight as arrays: row i of each array belongs to one sample.
+"""The state of samples in flight as arrays: row i of each array belongs to one sample.
 
-A step touches every sample, and at this rate a Python object a sample would cost more than a small model.
+Every step touches every sample. One Python object per sample would take longer than a small model.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from perilune.engine.request import Request
 
 Rows = NDArray[np.int64]
 
-_DRAWS_AHEAD = 64  # random numbers are made for this many positions of a sample at a time
+_DRAWS_AHEAD = 64  # positions of a sample for which random numbers are generated at a time
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A request and how far it is.
+    """A request and its progress.
 
     Attributes:
-        id: as the caller knows it.
+        id: the request id of the caller.
         prompt: int32[P].
-        admitted: samples that were given a row so far.
+        admitted: samples that have had a row.
         unfinished: samples that have not ended.
-        adapter: number of its adapter, -1 without.
-        root, digests: of the prompt's full blocks, under the weights that `root` names.
+        adapter: number of the adapter, or -1.
+        root: first digest of the chain, which identifies the weights.
+        digests: of the full blocks of the prompt.
     """
 
     id: int
@@ -42,7 +43,7 @@ class Entry:
     digests: list[bytes] = field(default_factory=list)
 
     def chain(self, version: int, tokens: NDArray[np.int32]) -> list[bytes]:
-        """Digests of the full blocks of `tokens`, a sample's so far; those of the prompt are made once."""
+        """Digests of the full blocks of a sample's `tokens`; those of the prompt are computed once."""
         root = root_digest(version, self.adapter)
         if self.root != root:
             self.root, self.digests = root, []
@@ -57,22 +58,22 @@ class Sequences:
     """State of up to `rows` samples.
 
     Attributes:
-        entries: the request of each row, None where the row is free.
+        entries: the request of each row, None for a free row.
         sample: int64, index of the sample in its request.
-        arrival: int64, the later the larger.
-        prompt_length, length, limit: int64 tokens: of the prompt, known so far, and at most.
+        arrival: int64, increasing with the time of arrival.
+        prompt_length, length, limit: int64, tokens of the prompt, known tokens, and most tokens.
         computed: int64, tokens whose keys and values are in the cache.
-        tokens, logprobs, versions: [rows, width], by place in the sequence; the last two of sampled tokens.
-        blocks, num_blocks: int32[W, rows, columns] block tables, one for each window among the layers, and
-            how many columns of each row are filled.
-        cached: int64, tokens of the prompt that were found in the cache.
+        tokens, logprobs, versions: [rows, width], by position; the last two only for sampled tokens.
+        blocks, num_blocks: int32[W, rows, columns] block tables, one per window size among the layers, and
+            the number of filled columns of each row.
+        cached: int64, tokens of the prompt found in the prefix cache.
         left_behind: int64[W, rows], columns at the beginning of the table that lie behind the window.
-        stale: bool, whether other weights than the present computed a part of what is in the cache.
-        adapter: int32, number of the row's adapter, -1 without.
+        stale: bool, whether older weights computed a part of the cached keys and values.
+        adapter: int32, number of the adapter of the row, or -1.
         scale: float32, 1 / temperature; 0 takes the most likely token.
         top_k, top_p, min_p, repetition_penalty, min_length: options, by row.
         plain: bool, whether temperature is the only option.
-        stop_ids: int64[rows, most], filled up with -1.
+        stop_ids: int64[rows, most], padded with -1.
     """
 
     def __init__(self, rows: int, vocab_size: int, windows: int = 1) -> None:
@@ -95,13 +96,13 @@ class Sequences:
         self.plain = np.ones(rows, dtype=np.bool_)
         self.stop_ids = np.full((rows, 1), -1, dtype=np.int64)
         self._keys = np.zeros((rows, 4), dtype=np.uint64)
-        self._first = np.zeros(rows, dtype=np.int64)  # place of the token that random number 0 draws
+        self._first = np.zeros(rows, dtype=np.int64)  # position of the token that random number 0 draws
         self._ahead = np.zeros((rows, _DRAWS_AHEAD))
         self._ahead_from = np.zeros(rows, dtype=np.int64)
         self._arrivals = 0
 
     def place(self, row: int, entry: Entry, sample: int) -> None:
-        """Begin sample `sample` of `entry` in the free row `row`."""
+        """Start sample `sample` of `entry` in the free row `row`."""
         request, prompt = entry.request, entry.prompt
         params, length = request.params, len(prompt)
         self.entries[row] = entry
@@ -121,12 +122,7 @@ class Sequences:
         self.top_p[row], self.min_p[row] = params.top_p, params.min_p
         self.repetition_penalty[row] = params.repetition_penalty
         self.min_length[row] = length + params.min_tokens
-        self.plain[row] = not (
-            params.top_k or params.top_p < 1 or params.min_p or params.repetition_penalty != 1
-            or params.presence_penalty or params.frequency_penalty
-            or params.logit_bias or params.min_tokens or params.raw_logprobs or params.top_logprobs
-            or request.constraint
-        )  # fmt: skip
+        self.plain[row] = params.is_plain and request.constraint is None
         stops = set(params.stop_token_ids)
         if request.constraint is not None:
             stops |= set(request.constraint.stop_token_ids)
@@ -138,7 +134,7 @@ class Sequences:
     def append(
         self, rows: Rows, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int
     ) -> None:
-        """Give each of `rows` its next token."""
+        """Append the next token of each of `rows`."""
         at = self.length[rows]
         places = rows * self.tokens.shape[1] + at
         self.tokens.ravel()[places] = tokens
@@ -148,7 +144,7 @@ class Sequences:
         self.length[rows] = at + 1
 
     def uniforms(self, rows: Rows) -> NDArray[np.float64]:
-        """float64[B] in [0, 1), for the next token of each of `rows`."""
+        """Random numbers float64[B] in [0, 1) for the next token of each of `rows`."""
         column = self.length[rows] - self._ahead_from[rows]
         due = column >= _DRAWS_AHEAD
         if due.any():
@@ -162,16 +158,16 @@ class Sequences:
 
     def stopped(self, rows: Rows) -> NDArray[np.bool_]:
         """bool[B], whether the last token of each of `rows` is one of its stop tokens."""
-        found: NDArray[np.bool_] = (self.stop_ids[rows] == self.last_tokens(rows)[:, None]).any(axis=1)
-        return found
+        stopped: NDArray[np.bool_] = (self.stop_ids[rows] == self.last_tokens(rows)[:, None]).any(axis=1)
+        return stopped
 
     def last_tokens(self, rows: Rows) -> NDArray[np.int32]:
-        """int32[B]."""
+        """The last token of each of `rows`, int32[B]."""
         last: NDArray[np.int32] = self.tokens.ravel()[rows * self.tokens.shape[1] + self.length[rows] - 1]
         return last
 
     def sampled(self, row: int) -> NDArray[np.int32]:
-        """int32[T], the sample's own tokens, without the prompt."""
+        """The tokens int32[T] of the sample without the prompt."""
         return self.tokens[row, self._first[row] : self.length[row]]
 
     def add_blocks(self, rows: Rows, blocks: Blocks) -> None:
@@ -180,7 +176,7 @@ class Sequences:
         self.num_blocks[rows] += 1
 
     def table(self, row: int) -> Blocks:
-        """int32[W, columns], the blocks of one row."""
+        """The block tables int32[W, columns] of one row."""
         return self.blocks[:, row, : self.num_blocks[row]]
 
     def _set_stops(self, row: int, stops: list[int]) -> None:

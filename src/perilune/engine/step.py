@@ -1,4 +1,4 @@
-"""A step: what a runner computes at once, and what follows from it."""
+"""A step of the engine: the batch that a runner computes, and what the scheduler needs afterwards."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from perilune.engine.sequences import Rows
 
 @dataclass(slots=True, eq=False)
 class StepBatch:
-    """What a runner computes in one step: S sequences, N tokens in all, R rows of logits.
+    """The batch of one step: S sequences, N tokens in all, R rows of logits.
 
     Attributes:
-        token_ids: int64[N], the fed tokens of all sequences, end to end.
-        positions: int64[N], where each stands in its sequence.
+        token_ids: int64[N], the new tokens of all sequences, end to end.
+        positions: int64[N], the position of each token in its sequence.
         cu_seqlens: int64[S + 1], bounds of the sequences in the tokens.
-        decodes: the first so many sequences have one token each.
-        block_tables: int32[W, S, B], for each of the model's `distinct_windows` the block of positions
-            16 j .. 16 j + 15 in column j; what lies behind a window or beyond a sequence's end is arbitrary.
-        logit_rows: int64[R], tokens whose logits are wanted.
-        adapters: int32[S], number of each sequence's adapter, -1 without; None when nobody has one.
+        decodes: number of sequences at the beginning that have one token each.
+        block_tables: int32[W, S, B], for each of the model's `distinct_windows`, with the block of positions
+            16 j .. 16 j + 15 in column j. Columns behind a window or beyond the end are arbitrary.
+        logit_rows: int64[R], tokens whose logits are needed.
+        adapters: int32[S], the adapter number of each sequence or -1; None when no sequence has one.
     """
 
     token_ids: NDArray[np.int64]
@@ -37,12 +37,12 @@ class StepBatch:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """A batch, and what follows from it.
+    """A batch and the samples that draw from it.
 
     Attributes:
         rows: int64[D], the samples that draw a token.
-        logits_of: int64[D], which row of the logits each draws from; None when the i-th from the i-th.
-        chunks: (row, tokens fed) of samples that do not decode yet.
+        logits_of: int64[D], the row of logits of each sample; None when sample i uses row i.
+        chunks: (row, new tokens) of samples in prefill.
     """
 
     batch: StepBatch
@@ -53,13 +53,13 @@ class Step:
 
 @dataclass(slots=True)
 class Counters:
-    """What has happened since the engine was made.
+    """Counts since the engine was created.
 
     Attributes:
-        steps: how many.
-        prompt_tokens: tokens fed that were known already: prompts, and what was computed again.
-        cached_tokens: such tokens that did not have to be fed, because the cache held them.
-        preemptions: samples that had to give up their blocks.
+        steps: computed steps.
+        prompt_tokens: tokens computed in prefill: prompts, and preempted samples.
+        cached_tokens: tokens not computed because the prefix cache had them.
+        preemptions: samples that gave up their blocks.
     """
 
     steps: int = 0

@@ -1,4 +1,4 @@
-"""How fast this machine samples: the engine itself, on rollouts shaped like those of a climb."""
+"""Measures the sampling speed of the engine on this machine, on rollouts like those of training."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from perilune.models.decoder import Decoder
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Sampled tokens and the wall seconds they took; prompts are computed in that time but not counted."""
+    """Sampled tokens and wall-clock seconds. The time includes prompts; the tokens do not."""
 
     tokens: int
     seconds: float
 
     @property
     def tokens_per_second(self) -> float:
-        """Sampled tokens a second."""
+        """Sampled tokens per second."""
         return self.tokens / self.seconds
 
 
@@ -35,11 +35,10 @@ def measure_throughput(
     prompt_tokens: int = 8,
     max_tokens: int = 40,
 ) -> Throughput:
-    """Sample `groups` prompts `samples` times each, again and again, for `seconds`.
+    """Sample `groups` prompts `samples` times each, repeatedly for `seconds`.
 
-    Nothing stops a sample early, so every round is the same work. A short round that pays for memory and
-    for the choice of kernels goes first and is not counted. The last round is cut off when the time is
-    over, so that a slow machine does not take longer than a fast one.
+    Samples never stop early, so every round is the same work. A short warm-up round, which allocates memory
+    and selects kernels, is not counted. The last round is cut off when the time is over.
     """
     engine = Engine(decoder, slots=groups * samples)
     ids = np.random.default_rng(0).integers(decoder.config.vocab_size, size=(groups, prompt_tokens)).tolist()
@@ -51,7 +50,7 @@ def measure_throughput(
 
     def count(finished: int, total: int) -> None:
         nonlocal tokens
-        tokens += total  # all samples are in flight, and each has grown by one token
+        tokens += total  # all samples are in flight, and each gained one token
         if time.perf_counter() - start >= seconds:
             raise _TimeIsOver
 

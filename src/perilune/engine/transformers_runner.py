@@ -1,8 +1,9 @@
-"""A runner for models that the decoder does not compute: transformers, with our blocks behind its cache.
+"""A runner for models that the decoder does not implement, computed by transformers.
 
-Correct before fast: at every step the keys and values of a sequence are copied out of their blocks into a
-cache of transformers' own, and what is new comes back. Sequences of different lengths are computed together,
-padded on the left and masked, where a first trial shows that the model computes the same then.
+Correctness comes before speed: every step copies the keys and values of each sequence from their blocks into
+    a cache of
+transformers, and copies the new ones back. Sequences of different lengths are padded on the left and computed
+together if a trial shows that the model then gives the same results.
 """
 
 from __future__ import annotations
@@ -23,28 +24,29 @@ from perilune.errors import RequestError
 from perilune.models.transformers_model import TransformersModel
 
 _PROBE = 5  # tokens
-_TOLERANCE = 1e-2  # of the largest logit: what rounding in bfloat16 makes, and a lost state does not
+_TOLERANCE = 1e-2  # share of the largest logit: above bfloat16 rounding, below the effect of a lost state
 
 
 class TransformersRunner:
-    """Steps of a `TransformersModel`.
+    """Computes steps of a `TransformersModel`.
 
-    Log-probs of a token are the same in every batch to rounding only.
+    The log-probs of a token agree across batches only up to rounding.
 
     Args:
-        model: whose weights it computes with; they are not copied.
-        num_blocks: of the cache, the null block included; one number, for a window makes no difference here.
+        model: the model; its weights are not copied.
+        num_blocks: one number, the blocks of the cache including the null block. Windows make no difference
+            here.
 
     Raises:
-        RequestError: when what the model remembers of a text is not keys and values alone (a state-space
-            model, for instance), so that blocks cannot hold it.
+        RequestError: when the model's state is more than keys and values (a state-space model, for example),
+            so that blocks cannot hold it.
     """
 
     def __init__(self, model: TransformersModel, num_blocks: Sequence[int]) -> None:
         self._model = model
         (blocks,) = num_blocks
         self._pads = _can_pad(model)
-        # Keys and values [blocks * 16, KV, D] of each layer; none where a layer uses those of another.
+        # Keys and values [blocks * 16, KV, D] per layer; empty for a layer that uses those of another.
         self._layers = [
             [part.new_zeros(blocks * BLOCK, part.shape[1], part.shape[3]) for part in layer]
             for layer in _probe(model)
@@ -53,21 +55,21 @@ class TransformersRunner:
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> Tensor:
         if batch.adapters is not None and (batch.adapters >= 0).any():
-            raise RequestError("adapters need Perilune's own decoder, and transformers computes this model")
+            raise RequestError("adapters need Perilune's own decoder, but transformers computes this model")
         sequence_of = np.searchsorted(batch.cu_seqlens, batch.logit_rows, side="right") - 1
         rows_in = batch.logit_rows - batch.cu_seqlens[sequence_of]
         logits = None
         for sequences in _alike(batch, self._pads):
-            wanted = np.flatnonzero(np.isin(sequence_of, sequences))
+            needed = np.flatnonzero(np.isin(sequence_of, sequences))
             counts = np.diff(batch.cu_seqlens)
-            # Counted from the end, as sequences are aligned there.
-            rows_in_padded = rows_in[wanted] + counts[sequences].max() - counts[sequence_of[wanted]]
+            # Sequences are aligned at the end.
+            rows_in_padded = rows_in[needed] + counts[sequences].max() - counts[sequence_of[needed]]
             rows = np.unique(rows_in_padded)
             out = self._run_together(batch, sequences, rows)
             if logits is None:
                 logits = out.new_empty(len(sequence_of), out.shape[-1], dtype=torch.float32)
-            at = np.searchsorted(sequences, sequence_of[wanted]), np.searchsorted(rows, rows_in_padded)
-            logits[self._tensor(wanted)] = out[self._tensor(at[0]), self._tensor(at[1])].float()
+            at = np.searchsorted(sequences, sequence_of[needed]), np.searchsorted(rows, rows_in_padded)
+            logits[self._tensor(needed)] = out[self._tensor(at[0]), self._tensor(at[1])].float()
         assert logits is not None, "a batch without sequences"
         return logits
 
@@ -87,18 +89,18 @@ class TransformersRunner:
         tokens = self._tensor(batch.token_ids[starts[:, None] + fed])
         cache = self._cache(self._tensor(places[:, :past]))
         padded = self._tensor(positions) if (positions < 0).any() else None
-        # Some models take an empty selection for all.
+        # Some models treat an empty selection as all rows.
         rows = rows if len(rows) else np.array([0])
         logits = self._model.logits(tokens, cache, self._tensor(rows), padded)
         is_new = self._tensor(positions[:, past:] >= 0)
         written = self._tensor(places[:, past:])[is_new]
-        for layer, its in zip(self._layers, cache.layers, strict=False):
-            for part, grown in zip(layer, (its.keys, its.values), strict=False):
+        for layer, cached in zip(self._layers, cache.layers, strict=False):
+            for part, grown in zip(layer, (cached.keys, cached.values), strict=False):
                 part[written] = grown[:, :, past:].transpose(1, 2)[is_new]
         return logits
 
     def _cache(self, places: Tensor) -> Any:
-        """A cache of transformers' own with what is at int64[S, T] places."""
+        """A cache of transformers with the keys and values at int64[S, T] places."""
         from transformers import DynamicCache
 
         cache = DynamicCache()
@@ -130,11 +132,11 @@ class TransformersRunner:
 
 
 def _alike(batch: StepBatch, pads: bool) -> Iterator[NDArray[np.int64]]:
-    """Groups of sequences, ascending, that are computed together.
+    """Groups of sequences, in ascending order, that can be computed together.
 
-    Padding is on the left of all tokens, so that the distance between two tokens stays what it is, which
-    windows depend on: sequences with tokens in the cache need the same number of new ones. Without padding
-    their numbers of cached tokens must be the same as well.
+    Padding is left of all tokens, so that the distance between two tokens does not change, on which windows
+    depend. So sequences with cached tokens need equal numbers of new tokens. Without padding, they also need
+    equal numbers of cached tokens.
     """
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
     before, counts = batch.positions[batch.cu_seqlens[:-1]], np.diff(batch.cu_seqlens)
@@ -149,7 +151,7 @@ def _alike(batch: StepBatch, pads: bool) -> Iterator[NDArray[np.int64]]:
 
 
 def _can_pad(model: TransformersModel) -> bool:
-    """Whether the model computes the same for a sequence that is padded on the left, in two steps."""
+    """Whether the model computes a sequence in two steps with padding on the left as it does without."""
     from transformers import DynamicCache
 
     tokens = torch.arange(_PROBE, device=model.device)[None] % model.config.vocab_size
@@ -160,17 +162,17 @@ def _can_pad(model: TransformersModel) -> bool:
         whole = model.logits(tokens, DynamicCache(), last + _PROBE - 1)
         cache: Any = DynamicCache()
         model.logits(padded[:, :-1], cache, last, positions[:, :-1])
-        found = model.logits(padded[:, -1:], cache, last, positions)
+        resumed = model.logits(padded[:, -1:], cache, last, positions)
     except (ValueError, TypeError, AttributeError, RuntimeError, IndexError):
         return False
-    return bool((whole - found).abs().max() <= _TOLERANCE * whole.abs().max())
+    return bool((whole - resumed).abs().max() <= _TOLERANCE * whole.abs().max())
 
 
 def _probe(model: TransformersModel) -> list[list[Tensor]]:
-    """Keys and values [1, KV, T, D] of each layer, of a text computed in two pieces as in one.
+    """Keys and values [1, KV, T, D] of each layer, for a text computed in two steps.
 
     Raises:
-        RequestError: when it is not the same text then, or something else is kept.
+        RequestError: when the result differs from one step, or the model caches something else.
     """
     from transformers import DynamicCache
 
@@ -189,7 +191,7 @@ def _probe(model: TransformersModel) -> list[list[Tensor]]:
     ):
         raise _without_cache(model, "keys and values do not grow with the text")
     if not (whole - resumed).abs().max() <= _TOLERANCE * whole.abs().max():
-        raise _without_cache(model, "a text continued is not the text")
+        raise _without_cache(model, "continuing the text gives other logits")
     return layers
 
 

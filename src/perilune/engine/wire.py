@@ -1,12 +1,12 @@
-"""What is said to a server that samples, and how its answers are read: token ids and log-probs, or an error.
+"""The requests to servers that sample, and the parsing of their answers into token ids and log-probs.
 
-Two dialects. The completions API of OpenAI, with the extensions that vLLM gave it (`return_token_ids`,
-`stop_token_ids`, `top_k`, ...), is spoken by vLLM and by `perilune serve`; `/generate` by SGLang. Every
-option that a server would otherwise take from its own defaults, or from the model's generation_config.json,
-is sent: an unset top_p is not 1 there.
+There are two dialects. vLLM and `perilune serve` use the completions API of OpenAI with vLLM's extensions
+(`return_token_ids`, `stop_token_ids`, `top_k`, ...). SGLang uses `/generate`. Requests contain every option,
+because servers take missing options from their own defaults or from the model's generation_config.json, where
+top_p may not be 1.
 
-An answer is somebody else's data: whatever does not fit is refused, and nothing is guessed. Text is never
-turned back into tokens: another split of the same text is another event, with another probability.
+An answer is untrusted: anything malformed is refused. Text is never encoded into tokens, because another
+tokenization of the same text has another probability.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from perilune.engine.request import Completion, Prompt, SamplingParams
 from perilune.errors import WorkFailedError
 
 Reported = Literal["raw", "tempered", "processed"]
-"""Which distribution a server's log-probs are of: the model's own; after penalties, biases and temperature;
-or, after top-k, top-p and min-p too, the one that was drawn from."""
+"""The distribution of a server's log-probs: the model's own; after penalties, biases and temperature; or after
+top-k, top-p and min-p too, which is the one drawn from."""
 
 _INT31 = 2**31
 
 
-class Malformed(Exception):  # noqa: N818 - told to the user as a WorkFailedError that names the server
-    """An answer does not fit; the text says how."""
+class Malformed(Exception):  # noqa: N818 - becomes a WorkFailedError that names the server
+    """An answer is malformed; the message says how."""
 
 
 class Dialect(Protocol):
-    """One way to ask.
+    """The API of one kind of server.
 
     Attributes:
-        path: where to post, relative to the server's root.
-        reported: which distribution its log-probs are of, as far as is known.
+        path: where to post, relative to the root of the server.
+        reported: the distribution of its log-probs by default.
     """
 
     path: str
@@ -51,17 +51,17 @@ class Dialect(Protocol):
         """The samples in an answer, in order.
 
         Raises:
-            Malformed: when it is not an answer of this dialect.
+            Malformed: when the answer does not follow this dialect.
         """
         ...
 
 
 class OpenAICompletions:
-    """/v1/completions, as vLLM extends it.
+    """/v1/completions with vLLM's extensions.
 
     Args:
-        ours: the server is `perilune serve`, which takes the whole key of the random numbers and says which
-            policy version sampled each token.
+        ours: the server is `perilune serve`, which accepts the whole key of the random numbers and reports
+            the policy version of each token.
     """
 
     path = "/v1/completions"
@@ -81,7 +81,7 @@ class OpenAICompletions:
             "min_tokens": params.min_tokens,
             **_shared(params),
             "top_k": params.top_k,
-            "ignore_eos": True,  # what ends a sample is what the parameters say
+            "ignore_eos": True,  # only the given stop tokens end a sample
             "logprobs": 0,
             "return_token_ids": True,
             **source,
@@ -90,20 +90,20 @@ class OpenAICompletions:
     def read(self, answer: Any, n: int) -> list[Completion]:
         """The samples in an answer, in order."""
         choices = _list(_mapping(answer, "the answer").get("choices"), "choices", n)
-        found: dict[int, Completion] = {}
+        samples: dict[int, Completion] = {}
         for choice in choices:
             one = _mapping(choice, "a choice")
             if one.get("token_ids") is None:
-                raise Malformed("the server gives no token ids")
+                raise Malformed("the server returns no token ids")
             tokens = one["token_ids"]
             logprobs = _mapping(one.get("logprobs"), "logprobs").get("token_logprobs")
             versions = one.get("policy_version", [0] * len(tokens)) if self.ours else [0] * len(tokens)
-            found[_integer(one.get("index"), "index")] = completion(
+            samples[_integer(one.get("index"), "index")] = completion(
                 tokens, logprobs, versions, one.get("finish_reason"), one.get("text")
             )
-        if sorted(found) != list(range(n)):
-            raise Malformed(f"the choices are numbered {sorted(found)}, not 0 to {n - 1}")
-        return [found[index] for index in range(n)]
+        if sorted(samples) != list(range(n)):
+            raise Malformed(f"the choices are numbered {sorted(samples)}, not 0 to {n - 1}")
+        return [samples[index] for index in range(n)]
 
 
 class SGLangGenerate:
@@ -113,7 +113,7 @@ class SGLangGenerate:
     reported: Reported = "tempered"
 
     def body(self, model: str, prompt: Prompt, n: int, params: SamplingParams) -> dict[str, Any]:
-        """The JSON document to post; the seed is heeded where --enable-deterministic-inference is on."""
+        """The JSON document to post. SGLang uses the seed with --enable-deterministic-inference only."""
         return {
             "input_ids": list(map(int, prompt.token_ids)),
             "return_logprob": True,
@@ -129,21 +129,21 @@ class SGLangGenerate:
 
     def read(self, answer: Any, n: int) -> list[Completion]:
         """The samples in an answer, in order."""
-        found = []
+        samples = []
         for one in _list(answer if isinstance(answer, list) else [answer], "the answer", n):
             about = _mapping(_mapping(one, "a sample").get("meta_info"), "meta_info")
             pairs = about.get("output_token_logprobs")
             if not isinstance(pairs, list) or not all(isinstance(p, list) and len(p) > 1 for p in pairs):
-                raise Malformed("the server gives no token ids")
+                raise Malformed("the server returns no token ids")
             reason = _mapping(about.get("finish_reason"), "finish_reason").get("type")
             tokens = [pair[1] for pair in pairs]
             logprobs, versions = [pair[0] for pair in pairs], [0] * len(pairs)
-            found.append(completion(tokens, logprobs, versions, reason, one.get("text")))
-        return found
+            samples.append(completion(tokens, logprobs, versions, reason, one.get("text")))
+        return samples
 
 
 def needed(params: SamplingParams) -> Reported:
-    """The least that a server's log-probs must have gone through to be of the distribution drawn from."""
+    """The least processed log-probs that are still under the distribution drawn from."""
     if params.top_k or params.top_p < 1 or params.min_p > 0:
         return "processed"
     penalised = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
@@ -152,7 +152,7 @@ def needed(params: SamplingParams) -> Reported:
 
 
 def _shared(params: SamplingParams) -> dict[str, Any]:
-    """What both dialects call by the same names."""
+    """Options with the same name in both dialects."""
     return {
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -167,16 +167,16 @@ def _shared(params: SamplingParams) -> dict[str, Any]:
 
 
 def seed_of(key: tuple[int, int, int]) -> int:
-    """31 bits that stand for (seed, step, task), for servers that take one number."""
+    """31 bits derived from (seed, step, task), for servers that take one number."""
     text = ",".join(map(str, key))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % _INT31
 
 
 def completion(tokens: Any, logprobs: Any, versions: Any, reason: Any, text: Any) -> Completion:
-    """A sample from what a server says of it.
+    """A sample from the fields of an answer.
 
     Raises:
-        Malformed: when token ids, log-probs or the reason are not what they should be.
+        Malformed: when token ids, log-probs or the finish reason are invalid.
     """
     count = len(_list(tokens, "token_ids"))
     for token in tokens:
@@ -198,7 +198,7 @@ def completion(tokens: Any, logprobs: Any, versions: Any, reason: Any, text: Any
 
 def _logprob(value: Any) -> float:
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-    if not -math.inf < number < 1e-3:  # rounding may lift a certain token just above 0
+    if not -math.inf < number < 1e-3:  # rounding may lift a token of probability 1 slightly above 0
         raise Malformed(f"{value!r} is not a log-probability")
     return float(number)
 
@@ -224,11 +224,11 @@ def _integer(value: Any, what: str) -> int:
 
 
 def malformed(error: Malformed, where: str) -> WorkFailedError:
-    """The failure that a user sees."""
+    """The error for the user."""
     if "token ids" in str(error):
         return WorkFailedError(
-            f"{error}, and the text it gives is not turned back into tokens: another split of the same text"
-            " has another probability",
+            f"{error}. The text cannot replace them, because another tokenization of it has another"
+            " probability",
             where=where,
             remedy="sample from vLLM 0.10.2 or later, SGLang, or perilune serve",
         )
