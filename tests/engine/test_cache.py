@@ -66,5 +66,5 @@ def test_a_gpu_that_is_too_small_is_told_of(monkeypatch: pytest.MonkeyPatch) -> 
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(torch, "zeros", full)
-    with pytest.raises(RequestError, match=r"the engine's cache on cuda.*GiB for keys"):
+    with pytest.raises(RequestError, match=r"the engine's cache on cuda.*GiB of keys"):
         PagedCache(CONFIG, (1 << 20,), torch.float32, "cuda")

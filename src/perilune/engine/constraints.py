@@ -23,8 +23,8 @@ from perilune.errors import RequestError, WorkFailedError
 from perilune.models.text.tokenizer import Tokenizer
 
 _WHITESPACE = r"( |\n[ \t]{0,16})?"
-"""Whitespace between the parts of JSON: none, a space, or a line break with indentation. With JSON's unlimited
-whitespace a model could continue for ever."""
+"""Whitespace between the parts of JSON: none, a space, or a line break with indentation. JSON allows
+unlimited whitespace, which a model could write without end."""
 _MOST_ITEMS = 10_000
 """Most grammar items at one place: enough for about 2,500 optional properties, whose masks take 40 ms."""
 

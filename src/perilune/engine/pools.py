@@ -76,10 +76,10 @@ class BlockPools:
     def find(self, digests: Sequence[bytes]) -> Blocks:
         """int32[W, C] of the longest cached prefix, with one more reference each; null behind a window."""
         length = self.known_length(digests)
-        found = np.full((len(self.pools), length), NULL_BLOCK, dtype=np.int32)
-        for row, start, pool in zip(found, self.behind(length * BLOCK), self.pools, strict=True):
+        columns = np.full((len(self.pools), length), NULL_BLOCK, dtype=np.int32)
+        for row, start, pool in zip(columns, self.behind(length * BLOCK), self.pools, strict=True):
             row[start:] = pool.find(digests[start:length])
-        return found
+        return columns
 
     def has_room(self, digests: Sequence[bytes], length: int, most_fed: int, spare: int) -> bool:
         """Whether `length` tokens with the given `digests` fit when `most_fed` are computed at once.

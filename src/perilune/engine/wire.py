@@ -22,8 +22,8 @@ from perilune.engine.request import Completion, Prompt, SamplingParams
 from perilune.errors import WorkFailedError
 
 Reported = Literal["raw", "tempered", "processed"]
-"""The distribution of a server's log-probs: the model's own; after penalties, biases and temperature; or after
-top-k, top-p and min-p too, which is the one drawn from."""
+"""The distribution of a server's log-probs: the model's own; after penalties, biases and temperature; or
+after top-k, top-p and min-p too, which is the one drawn from."""
 
 _INT31 = 2**31
 

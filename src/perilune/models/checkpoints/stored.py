@@ -66,10 +66,10 @@ class StoredDecoder(Decoder):
         return super().load_state_dict(state, strict=strict, assign=assign)
 
     def _read(self, places: list[_Place]) -> None:
-        wanted = {self._stored[meta].name: (module, name) for module, name, meta in places}
+        targets = {self._stored[meta].name: (module, name) for module, name, meta in places}
         for stored, tensor in read_tensors([self._stored[place[2]] for place in places]):
             value = tensor.to(self._device, self._dtype)
-            setattr(*wanted[stored], nn.Parameter(value, requires_grad=False))
+            setattr(*targets[stored], nn.Parameter(value, requires_grad=False))
 
 
 def open_decoder(

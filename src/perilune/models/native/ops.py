@@ -166,9 +166,9 @@ def pack_parts(
         if bias is not None:
             padded[start : start + len(bias)] = bias.detach()
         for first, rows in _rows_as_float32(weight.detach()):
-            panel, its_scale = panels[(start + first) * inputs :], scale[start + first :]
+            panel, factors = panels[(start + first) * inputs :], scale[start + first :]
             sizes = len(rows), inputs, rows.stride(0), KINDS[dtype]
-            kernel("pack")(rows.data_ptr(), *sizes, panel.data_ptr(), its_scale.data_ptr())
+            kernel("pack")(rows.data_ptr(), *sizes, panel.data_ptr(), factors.data_ptr())
     struct = Weight(
         panels.data_ptr(),
         scale.data_ptr() if kind == "int8" else None,
