@@ -145,7 +145,7 @@ def test_what_is_kept_of_output_in_whatever_pieces_it_comes(size):
         cut = max(size - 100, 0)
         assert heard.cut == cut
         whole = data if not cut else data[:50] + b"\n[... %d bytes were cut ...]\n" % cut + data[-50:]
-        assert heard.text(is_whole=True) == whole
+        assert heard.text(is_complete=True) == whole
 
 
 def test_only_regular_files_come_back():
@@ -164,7 +164,7 @@ open(b'odd\\xff', 'w').close()
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../out", "a/../../b", "", "nul\0"])
 def test_names_that_lead_out_are_refused(sandbox, name):
-    with pytest.raises(RequestError, match="no name of a file"):
+    with pytest.raises(RequestError, match="not a valid file name"):
         sandbox.run("", {name: b""})
 
 
@@ -180,7 +180,7 @@ def test_a_wall_that_is_missing_is_told_and_by_default_nothing_runs():
         Sandbox(allow_missing=["moat"])
 
 
-def test_a_keeper_that_is_gone_is_a_failure_of_the_sandbox_and_replaced():
+def test_a_supervisor_that_is_gone_is_a_failure_of_the_sandbox_and_replaced():
     with Sandbox(LIMITS) as one:
         one.run("")
         os.kill(one.process_id, signal.SIGKILL)
@@ -194,12 +194,12 @@ def test_a_run_ends_with_who_asked_for_it():
         "import sys, threading, time\nfrom perilune.sandbox import Sandbox, SandboxLimits\n"
         "s = Sandbox(SandboxLimits(seconds=60)); s.run('')\n"
         "threading.Thread(target=s.run, args=('import time; time.sleep(60)',), daemon=True).start()\n"
-        "time.sleep(0.3); print(s.process_id, s._keeper._folder.name, flush=True); time.sleep(60)"
+        "time.sleep(0.3); print(s.process_id, s._supervisor._folder.name, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as owner:
         process, folder = owner.stdout.readline().split()
-        keeper = int(process)
-        family = [keeper, *descendants(keeper)]
+        supervisor = int(process)
+        family = [supervisor, *descendants(supervisor)]
         assert len(family) == 4
         owner.kill()
     until = time.monotonic() + 10

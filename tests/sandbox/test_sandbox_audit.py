@@ -84,7 +84,7 @@ def test_a_probe_gets_through_where_there_is_no_sandbox(probe, baits):
 def test_a_daemon_shows_where_it_lives_on(baits):
     (probe,) = (one for one in PROBES if one.name == "escape daemon")
     adopt = ctypes.CDLL(None).prctl
-    adopt(36, 1, 0, 0, 0)  # as the keeper, so that an orphan comes to us
+    adopt(36, 1, 0, 0, 0)  # as the supervisor does, so that an orphan comes to us
     others = {child.pid for child in psutil.Process().children(recursive=True)}  # of tests before this one
     try:
         found = examine(probe, bare_run, baits, os.getpid(), NOTHING)

@@ -1,4 +1,4 @@
-"""A sandbox for code that a model wrote: Python behind walls, each of which is tried and told of."""
+"""A sandbox for code that a model wrote: Python behind walls that are tested on each machine."""
 
 from perilune.sandbox.limits import SandboxLimits
 from perilune.sandbox.mechanisms import WALLS

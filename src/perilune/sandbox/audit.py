@@ -1,4 +1,4 @@
-"""The audit: has untrusted code try to get out of a sandbox, probe by probe, and says what it reached."""
+"""The audit: runs code that tries to escape from a sandbox, probe by probe, and reports what it reached."""
 
 from __future__ import annotations
 
@@ -20,11 +20,16 @@ from perilune.sandbox.sandbox import Capabilities, Execution, Sandbox
 from perilune.sandbox.watch import descendants
 
 AUDITED = SandboxLimits(
-    seconds=1.2, cpu_seconds=1, memory_bytes=64 << 20, processes=6, open_files=32, scratch_bytes=4 << 20,
-    scratch_files=64, flood_bytes=4 << 20,
-)  # fmt: skip
+    seconds=1.2,
+    cpu_seconds=1,
+    memory_bytes=64 << 20,
+    processes=6,
+    scratch_bytes=4 << 20,
+    scratch_files=64,
+    flood_bytes=4 << 20,
+)
 _LONGEST_EVIDENCE = 120
-_WALL_ENDS = ("timeout", "memory", "output", "scratch")  # causes that are a wall's doing
+_WALL_ENDS = ("timeout", "memory", "output", "scratch")  # causes that show that a wall holds
 
 _HARNESS = """
 import json
@@ -51,8 +56,8 @@ class Probe:
 
     Attributes:
         group: see, read, write, signal, reach, exhaust or escape.
-        wall: that should keep it from it.
-        function: what it does, from `perilune.sandbox.probes`.
+        wall: the wall that should prevent it.
+        function: the attempts, from `perilune.sandbox.probes`.
     """
 
     group: str
@@ -61,11 +66,11 @@ class Probe:
 
     @property
     def name(self) -> str:
-        """As it is listed: "see processes"."""
+        """The name in lists, such as "see processes"."""
         return f"{self.group} {self.function.__name__.replace('_', ' ')}"
 
     def code(self, facts: Mapping[str, Any], mark: str) -> str:
-        """The program that makes its attempts and prints what came of them, in a line after `mark`."""
+        """The program that makes the attempts and prints their results in a line after `mark`."""
         source = "from __future__ import annotations\n" + inspect.getsource(self.function)
         probe = self.function.__name__
         return source + _HARNESS.format(probe=probe, facts=json.dumps(facts), mark=mark)
@@ -98,26 +103,29 @@ PROBES = (
 )
 
 IN_A_SCORER = (
-    read.secrets, read.memory, write.folders, write.existing_files, write.devices, signals.signals,
-    signals.priorities, reach.network, reach.local_sockets, reach.other_families, reach.other_runs,
-    exhaust.memory_let_go, exhaust.shared_slots, escape.privileges, escape.namespaces, escape.kernel,
-    escape.tracing, escape.programs, escape.daemon,
-)  # fmt: skip
-"""What a confined process that has no namespaces, such as a scorer's, withstands too."""
+    *(read.secrets, read.memory, write.folders, write.existing_files, write.devices),
+    *(signals.signals, signals.priorities),
+    *(reach.network, reach.local_sockets, reach.other_families, reach.other_runs),
+    *(exhaust.memory_let_go, exhaust.shared_slots),
+    *(escape.privileges, escape.namespaces, escape.kernel, escape.tracing, escape.programs, escape.daemon),
+)
+"""Probes that a confined process without namespaces, such as a scorer's, must also withstand."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What came of a probe.
+    """The result of a probe.
 
     Attributes:
-        probe: its name; `what` it tries, and the `wall` that should hold.
+        probe: name of the probe.
+        what: what it tries.
+        wall: the wall that should hold.
         stands: whether this machine has that wall.
-        verdict: "contained" when every attempt was refused, "open" when none was, "untried" when one failed
-            by itself and none got anywhere, else "partly".
-        reached: attempts that got somewhere, each with the evidence.
-        refused: those that a wall refused, each with what it met.
-        untried: those that failed by themselves, which shows nothing.
+        verdict: "contained" if every attempt was refused, "open" if none was, "untried" if one failed by
+            itself and none succeeded, else "partly".
+        reached: successful attempts, each with the evidence.
+        refused: attempts that a wall refused, each with the error.
+        untried: attempts that failed by themselves, which shows nothing.
     """
 
     probe: str
@@ -140,11 +148,11 @@ class SandboxAudit:
 
     @property
     def breached(self) -> tuple[Finding, ...]:
-        """Probes that got somewhere although the wall stands, or that could not be tried."""
+        """Probes that succeeded or could not be tried although the wall stands."""
         return tuple(one for one in self.findings if one.stands and one.verdict != "contained")
 
     def document(self) -> dict[str, Any]:
-        """As JSON can carry it."""
+        """The audit as JSON."""
         capabilities = asdict(self.capabilities)
         walls = {wall: {"keeps": WALLS[wall][0], "by": by} for wall, by in capabilities["walls"].items()}
         return {
@@ -162,14 +170,15 @@ def audit_sandbox(
     probes: Sequence[Probe] = PROBES,
     on_finding: Callable[[Finding], None] | None = None,
 ) -> SandboxAudit:
-    """Run probes in a sandbox on this machine, and those of `IN_A_SCORER` in a confined process too.
+    """Run probes in a sandbox on this machine, and those of `IN_A_SCORER` also in a confined process.
 
     Args:
-        without: mechanisms not to use, as `Sandbox` takes them; then only the sandbox is audited.
-        probes: by default all.
+        without: mechanisms to switch off, as for `Sandbox`. Then only the sandbox is audited.
+        probes: all by default.
+        on_finding: called with each finding.
 
     Raises:
-        SandboxFailedError: when nothing can be run here.
+        SandboxFailedError: if nothing can be run on this machine.
     """
     findings = []
     with Baits() as baits, Sandbox(AUDITED, without=without, allow_missing=tuple(WALLS)) as sandbox:
@@ -187,7 +196,7 @@ def audit_sandbox(
 
 
 def _without_namespaces(capabilities: Capabilities) -> Capabilities:
-    """What stands around a process that has no namespaces and no user of its own."""
+    """The walls of a process without namespaces and without its own user."""
     walls = {
         wall: tuple(one for one in made_of if one not in ("namespaces", "own_user"))
         for wall, made_of in capabilities.walls.items()
@@ -203,22 +212,22 @@ def examine(
     probe: Probe,
     run: Callable[[str], Execution],
     baits: Baits,
-    keeper: int,
+    supervisor: int,
     capabilities: Capabilities,
 ) -> Finding:
-    """Have one probe tried by `run`, and look from outside what came of it.
+    """Run one probe with `run`, and inspect its effects from outside.
 
     Args:
-        keeper: the process whose descendants are what the code leaves behind.
+        supervisor: process whose descendants include everything that the code leaves behind.
     """
-    facts = baits.facts | asdict(AUDITED) | {"keeper": keeper}
+    facts = baits.facts | asdict(AUDITED) | {"supervisor": supervisor}
     if probe.function is read.run_before:
         text = f"keep = {{'text': {baits.left_behind!r}, 'more': []}}"
         run(f"{text}\nopen('left_behind', 'w').write(keep['text'])")
-    mark = secrets.token_hex(16)  # what an attempt prints by itself is no report
+    mark = secrets.token_hex(16)  # tells the report from other output
     execution = run(probe.code(facts, mark))
-    reached, refused, untried = _told(execution, mark)
-    seen = baits.taken() + [f"process {one} lives on" for one in descendants(keeper)]
+    reached, refused, untried = _read_report(execution, mark)
+    seen = baits.taken() + [f"process {one} lives on" for one in descendants(supervisor)]
     if any(baits.secret.encode() in content for content in execution.files.values()):
         seen.append("a secret was carried out in a file")
     if len(execution.output) > 2 * AUDITED.output_bytes:
@@ -232,15 +241,15 @@ def examine(
     return Finding(probe.name, what, probe.wall, stands, verdict, *map(_short, (reached, refused, untried)))
 
 
-def _told(execution: Execution, mark: str) -> list[dict[str, str]]:
-    """What the code says that it reached, what it met, and what it could not try.
+def _read_report(execution: Execution, mark: str) -> list[dict[str, str]]:
+    """The attempts that were successful, refused and untried.
 
-    That a wall ended it is something that it met; without a report and without a wall nothing is known.
+    Without a report, a run that a wall ended counts as refused, and any other run as untried.
     """
     for line in reversed(execution.output.splitlines()):
         if line.startswith(mark):
-            found: list[dict[str, str]] = json.loads(line.removeprefix(mark))
-            return found
+            report: list[dict[str, str]] = json.loads(line.removeprefix(mark))
+            return report
     how = f"signal {execution.signal}" if execution.signal else f"exit code {execution.exit_code}"
     ended = {"the run": f"was ended: {execution.cause}, {how} after {execution.seconds:.1f} s"}
     return [{}, ended, {}] if execution.cause in _WALL_ENDS else [{}, {}, ended]

@@ -1,4 +1,6 @@
-"""What an audit lays out for untrusted code to find: each bait is real, and shows when it was taken."""
+"""The baits of an audit: secrets, processes and sockets for untrusted code to find. Each shows when it was
+taken.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,13 @@ _CLONE = {"x86_64": 56, "aarch64": 220}
 
 
 class Baits:
-    """A secret in files, a variable and memory, a process to be killed, and ends to talk to.
+    """A secret in files, a variable and memory, a process to kill, and sockets to reach.
 
-    Enter it before the sandbox starts, so that the sandbox could inherit what it should not.
+    Enter the context before the sandbox starts, so that the sandbox could inherit the baits.
 
     Attributes:
-        secret: a text that is nowhere else.
-        facts: where the baits are, as probes are told.
+        secret: a random text that exists nowhere else.
+        facts: where the baits are, for the probes.
     """
 
     def __init__(self) -> None:
@@ -97,7 +99,7 @@ class Baits:
         self._folder.cleanup()
 
     def taken(self) -> list[str]:
-        """What shows from outside that it was reached, since the last look."""
+        """The baits that were taken since the last call, as seen from outside."""
         found = []
         if self._victim.poll() is not None:
             found.append("another process was killed")

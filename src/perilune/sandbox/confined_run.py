@@ -1,4 +1,4 @@
-"""Runs a text in a confined process, as code that got into a scorer would run: for the audit."""
+"""Runs code in a confined process, as code that took over a scorer would run. Used by the audit."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ run_confined()
 
 
 def confined_run(code: str, limits: SandboxLimits) -> Execution:
-    """What became of `code`, which is stopped after `limits.seconds`."""
+    """Run `code`, and kill it 20 s after `limits.seconds` have passed."""
     package = str(Path(perilune.__file__).parents[1])
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="perilune-confined-") as folder:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-s", "-B", "-c", _START, package],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=folder, env={},
-        )  # fmt: skip
+        command = [sys.executable, "-P", "-s", "-B", "-c", _START, package]
+        pipe, same = subprocess.PIPE, subprocess.STDOUT
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=same, cwd=folder, env={})
         opening = json.dumps([code, limits.memory_bytes, limits.open_files])
         try:
             output, cause = process.communicate(opening.encode(), limits.seconds + 20)[0], ""
@@ -45,7 +44,7 @@ def confined_run(code: str, limits: SandboxLimits) -> Execution:
 
 
 def run_confined() -> None:
-    """Inside the process: read the code, confine it, run it."""
+    """Inside the process: read the code, confine the process, run the code."""
     code, memory_bytes, open_files = json.load(sys.stdin)
     confine(memory_bytes=memory_bytes, open_files=open_files)
     forbid_processes()

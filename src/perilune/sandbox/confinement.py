@@ -1,8 +1,8 @@
-"""Walls around a process that keeps its packages and works on what nobody trusts, such as a scorer.
+"""Confines a process that keeps its packages and works on untrusted input, such as a scorer.
 
-Unlike code in a sandbox such a process has no root, user or namespaces of its own. The kernel keeps it from
-the network, other processes, programs, keys, clocks and namespaces (seccomp), from files (Landlock), and from
-every privilege, also for root. `confine` leaves it able to fork; `forbid_processes` ends that.
+Unlike code in a sandbox, such a process has no root, user or namespaces of its own. The kernel denies it the
+network, other processes, programs, keys, clocks and namespaces (seccomp), files (Landlock), and every
+privilege, even for root. After `confine` the process can still fork; `forbid_processes` ends that.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from perilune.sandbox.seccomp import call_filter, loner_filter
 
 
 def confine(*, memory_bytes: int, open_files: int) -> tuple[str, ...]:
-    """Confine this process and its children for good: they read Python's own files, and write none.
+    """Confine this process and its children for good. They may read Python's own files and write none.
 
     Args:
-        memory_bytes: address space beyond what the process takes now.
-        open_files: descriptors beyond those that are open now.
+        memory_bytes: address space beyond the current one.
+        open_files: descriptors beyond those open now.
 
     Returns:
         The walls that this machine lacks: "privileges", "files", "calls".
@@ -51,7 +51,7 @@ def confine(*, memory_bytes: int, open_files: int) -> tuple[str, ...]:
 
 
 def forbid_processes() -> None:
-    """Allow a process that is confined no children, and signals to itself alone."""
+    """Forbid a confined process to start children, and to send signals to other processes."""
     lower(resource.RLIMIT_NPROC, 0)
     if sys.platform == "linux":
         _filtered(loner_filter(os.getpid()))
@@ -73,7 +73,7 @@ def _highest_descriptor() -> int:
 
 
 def _address_space() -> int | None:
-    """Bytes of address space this process takes; None where the system does not say."""
+    """Address space of this process in bytes; None if the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:

@@ -1,8 +1,8 @@
-"""From the keeper's child to untrusted code: each step gives something up, and none can be taken back.
+"""The steps from the supervisor's child to untrusted code. Each step gives up rights, and none can be undone.
 
-The keeper forks the *porter*, which reads the request and takes namespaces; it forks the *first* process
-of them, which enters the new root, places the files and becomes nobody; and that forks the *code*, over which
-the limits and the filter are laid. Only the first one reports, and only when the code has ended.
+The supervisor forks the *launcher*, which reads the request and creates namespaces. It forks their *init*
+process, which enters the new root, places the files and drops its user. That forks the *code*, under the
+limits and the call filter. Only the init process reports, and only when the code has ended.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from perilune.sandbox.program import run_program
 from perilune.sandbox.seccomp import call_filter
 
 USER_INSIDE = 1000
-MOST_DESCRIPTORS = 128  # that the keeper, and so the code before it closes them, can hold
-_DEEPEST = 8  # folders within folders whose files are brought back
+MOST_DESCRIPTORS = 128  # descriptor limit of the supervisor, inherited by its children
+_DEEPEST = 8  # nesting of folders from which files are collected
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """One run: what it is made of, and the ends of its pipes.
+class Run:
+    """The settings and descriptors of one run.
 
     Attributes:
-        folder: an empty one that nobody else uses.
-        user: whom the code runs as, where `mechanisms.own_user`.
-        taken: bytes of address space that Python takes by itself.
-        output: descriptor that the code's output goes to.
-        report: descriptor that the first process tells how it ended on.
+        folder: an empty folder for this sandbox alone.
+        user: user id of the code, if `mechanisms.own_user`.
+        taken: address space of Python itself, in bytes.
+        output: descriptor for the code's output.
+        report: descriptor for the report of the init process.
     """
 
     mechanisms: Mechanisms
@@ -55,94 +55,94 @@ class Cell:
 
     @property
     def scratch(self) -> str:
-        """The scratch folder, where it has no root of its own."""
+        """The scratch folder of a run without its own root."""
         return f"{self.folder}/scratch"
 
 
-def porter(cell: Cell, request: Mapping[str, Any]) -> NoReturn:
-    """Take namespaces, and wait for their first process."""
+def launch(run: Run, request: Mapping[str, Any]) -> NoReturn:
+    """Create namespaces and their init process, and wait for it."""
     os.setpgid(0, 0)
     try:
-        if cell.mechanisms.own_users:
+        if run.mechanisms.own_users:
             kernel.own_users(USER_INSIDE)
-        if cell.mechanisms.namespaces:
+        if run.mechanisms.namespaces:
             kernel.unshare(
                 kernel.NEW_MOUNTS | kernel.NEW_PIDS | kernel.NEW_NETWORK | kernel.NEW_IPC | kernel.NEW_NAMES
             )
     except OSError as error:
-        _tell(cell.report, {"failed": str(error)})
+        _send_report(run.report, {"failed": str(error)})
         os._exit(1)
     if os.fork() == 0:
-        _first(cell, request)
-    os.close(cell.output)
-    os.close(cell.report)
+        _init(run, request)
+    os.close(run.output)
+    os.close(run.report)
     os.wait()
     os._exit(0)
 
 
-def _first(cell: Cell, request: Mapping[str, Any]) -> NoReturn:
+def _init(run: Run, request: Mapping[str, Any]) -> NoReturn:
     try:
-        _settle(cell, request["files"])
-        told, armed = os.pipe()
+        _enter_scratch(run, request["files"])
+        errors, errors_end = os.pipe()
         code = os.fork()
         if code == 0:
-            os.close(told)
-            _become_code(cell, armed, request["code"])
+            os.close(errors)
+            _become_code(run, errors_end, request["code"])
         with contextlib.suppress(OSError):
             os.setpgid(code, code)
-        os.close(armed)
-        os.close(cell.output)
-        if refused := os.read(told, 1000):
+        os.close(errors_end)
+        os.close(run.output)
+        if refused := os.read(errors, 1000):
             raise OSError(refused.decode(errors="replace"))
         status = _wait_for(code)
-        _end_others(code)
-        report = {"status": status, **_brought_back(cell.limits)}
+        _kill_rest(code)
+        report = {"status": status, **_collect_files(run.limits)}
     except Exception as error:
         report = {"failed": f"{type(error).__name__}: {error}"}
-    _tell(cell.report, report)
+    _send_report(run.report, report)
     os._exit(0)
 
 
-def _settle(cell: Cell, files: Mapping[str, str]) -> None:
-    """Go where the code will be, place its files, and become nobody."""
-    mechanisms, limits = cell.mechanisms, cell.limits
+def _enter_scratch(run: Run, files: Mapping[str, str]) -> None:
+    """Enter the scratch folder, drop the user, and place the files."""
+    mechanisms, limits = run.mechanisms, run.limits
     if mechanisms.namespaces:
         socket.sethostname("sandbox")
-        enter_own_root(cell.folder, limits.scratch_bytes, limits.scratch_files)
+        enter_own_root(run.folder, limits.scratch_bytes, limits.scratch_files)
         readable, scratch = ["/"], str(Path.cwd())
     else:
-        os.chdir(cell.scratch)
-        readable, scratch = readable_places(), cell.scratch
+        os.chdir(run.scratch)
+        readable, scratch = readable_places(), run.scratch
     if mechanisms.own_user:
         os.setgroups([])
-        os.setresgid(cell.user, cell.user, cell.user)
-        os.setresuid(cell.user, cell.user, cell.user)
+        os.setresgid(run.user, run.user, run.user)
+        os.setresuid(run.user, run.user, run.user)
     kernel.give_up_privileges()
     if mechanisms.landlock and not give_up_files(readable, [scratch, "/dev/null", "/dev/full"]):
-        raise OSError("Landlock stood before and is refused now")
+        raise OSError("the kernel accepted Landlock before and refuses it now")
     for name, content in files.items():
         place = Path(name)
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(base64.b64decode(content))
 
 
-def _become_code(cell: Cell, armed: int, code: str) -> NoReturn:
-    """Lay the limits and the filter over this process, and run the code."""
+def _become_code(run: Run, errors: int, code: str) -> NoReturn:
+    """Apply the limits and the call filter to this process, and run the code."""
     try:
         os.setpgid(0, 0)
-        if not cell.mechanisms.namespaces:  # the group to be killed, told before anything can go wrong
-            os.write(cell.report, b"%d\n" % os.getpid())
+        if not run.mechanisms.namespaces:  # report the process group to kill before anything can fail
+            os.write(run.report, b"%d\n" % os.getpid())
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(cell.output, 1)
-        os.dup2(cell.output, 2)
-        os.dup2(armed, 3)
+        os.dup2(run.output, 1)
+        os.dup2(run.output, 2)
+        os.dup2(errors, 3)
         os.closerange(4, MOST_DESCRIPTORS)
-        _limit(cell)
-        if cell.mechanisms.seccomp:
+        _limit(run)
+        if run.mechanisms.seccomp:
             kernel.filter_calls(
                 call_filter(
-                    among_others=not cell.mechanisms.namespaces,
-                    no_processes=not cell.mechanisms.counted,
+                    among_others=not run.mechanisms.namespaces,
+                    no_processes=not run.mechanisms.counted,
                     no_shared_memory=True,
                 )
             )
@@ -153,33 +153,33 @@ def _become_code(cell: Cell, armed: int, code: str) -> NoReturn:
     run_program(code)
 
 
-def _limit(cell: Cell) -> None:
-    limits = cell.limits
-    # In namespaces of a user's own the porter and the first process count too, else the first one does.
-    others = 2 if cell.mechanisms.own_users else 1
+def _limit(run: Run) -> None:
+    limits = run.limits
+    # In a user namespace the launcher and the init process count; otherwise only the init process does.
+    others = 2 if run.mechanisms.own_users else 1
     lower(resource.RLIMIT_CORE, 0)
     lower(resource.RLIMIT_FSIZE, limits.scratch_bytes)
-    lower(resource.RLIMIT_AS, cell.taken + limits.memory_bytes)
+    lower(resource.RLIMIT_AS, run.taken + limits.memory_bytes)
     lower(resource.RLIMIT_NOFILE, limits.open_files)
     lower(resource.RLIMIT_MEMLOCK, 0)
     lower(resource.RLIMIT_MSGQUEUE, 0)
     lower(resource.RLIMIT_CPU, limits.cpu_seconds + 1)
     resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_seconds, limits.cpu_seconds + 1))
-    if cell.mechanisms.counted:
+    if run.mechanisms.counted:
         lower(resource.RLIMIT_NPROC, limits.processes + others)
 
 
 def _wait_for(code: int) -> int:
-    """The wait status of the code; orphans that end before it are buried."""
+    """The wait status of the code. Orphans that end earlier are reaped."""
     while True:
         process, status = os.wait()
         if process == code:
             return status
 
 
-def _end_others(code: int) -> None:
-    """Kill what the code has left behind."""
-    if os.getpid() == 1:  # the first of a namespace: nobody else is in reach
+def _kill_rest(code: int) -> None:
+    """Kill all processes that the code left behind."""
+    if os.getpid() == 1:  # init of a PID namespace: only its own processes are in reach
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
     else:
@@ -190,8 +190,8 @@ def _end_others(code: int) -> None:
             os.wait()
 
 
-def _brought_back(limits: SandboxLimits) -> dict[str, Any]:
-    """Regular files of the scratch folder, and the names of what is none or does not fit."""
+def _collect_files(limits: SandboxLimits) -> dict[str, Any]:
+    """The regular files of the scratch folder, and the names of other entries and of oversized files."""
     files: dict[str, str] = {}
     left_out: list[str] = []
     room, count = limits.scratch_bytes, limits.scratch_files
@@ -215,11 +215,11 @@ def _walk(folder: Path, deepest: int) -> Iterator[Path]:
             try:
                 yield from _walk(path, deepest - 1)
             except OSError:
-                yield path  # it cannot be listed
+                yield path  # the folder cannot be listed
         else:
             yield path
 
 
-def _tell(report: int, document: Mapping[str, Any]) -> None:
+def _send_report(report: int, document: Mapping[str, Any]) -> None:
     with contextlib.suppress(BrokenPipeError), os.fdopen(report, "wb") as stream:
         stream.write(json.dumps(document).encode())

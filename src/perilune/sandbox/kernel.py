@@ -1,4 +1,4 @@
-"""The calls to the Linux kernel that Python has no names for; each raises OSError when it is refused."""
+"""Linux system calls that Python does not provide. Each raises OSError if it is refused."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import platform
 import signal
 from pathlib import Path
 
-NEW_MOUNTS, NEW_NAMES, NEW_IPC, NEW_USERS, NEW_PIDS, NEW_NETWORK = (
-    0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000,
-)  # fmt: skip
+NEW_MOUNTS, NEW_NAMES, NEW_IPC = 0x20000, 0x4000000, 0x8000000
+NEW_USERS, NEW_PIDS, NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
 READ_ONLY, NO_SETUID, NO_DEVICES, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 _DETACH = 2
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
@@ -32,7 +31,7 @@ def _checked(result: int, what: str) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Leave namespaces that are shared with others; a new one of processes holds the next child."""
+    """Enter new namespaces. A new PID namespace applies to the next child."""
     _checked(_libc.unshare(flags), "unshare")
 
 
@@ -44,7 +43,7 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def enter_root(path: str) -> None:
-    """Make the mount point `path` the root of this mount namespace, and let go of the old one."""
+    """Make the mount point `path` the root of this mount namespace, and detach the old root."""
     os.chdir(path)
     number = _PIVOT_ROOT.get(platform.machine())
     if number is None:
@@ -55,7 +54,7 @@ def enter_root(path: str) -> None:
 
 
 def own_users(inside: int) -> None:
-    """Enter a user namespace in which this process is user and group `inside`, and nobody else exists."""
+    """Enter a user namespace in which only the user and group id `inside` exist, those of this process."""
     user, group = os.geteuid(), os.getegid()
     unshare(NEW_USERS)
     Path("/proc/self/setgroups").write_text("deny")
@@ -64,25 +63,25 @@ def own_users(inside: int) -> None:
 
 
 def give_up_privileges() -> None:
-    """Drop every capability, and the ways to gain one."""
+    """Drop every capability and the ways to gain one."""
     for capability in range(_MOST_CAPABILITIES):
-        _libc.prctl(_DROP_BOUNDING, capability, 0, 0, 0)  # refused where there is none to drop
+        _libc.prctl(_DROP_BOUNDING, capability, 0, 0, 0)  # fails if there is none to drop
     header = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0)
     _checked(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
     _checked(_libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "no_new_privs")
 
 
 def die_with_parent() -> None:
-    """Be killed when the thread that started this process ends."""
+    """Have the kernel kill this process when the thread that started it ends."""
     _checked(_libc.prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0), "parent death signal")
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent has ended."""
+    """Become the parent of descendants whose parent has ended."""
     _checked(_libc.prctl(_SUBREAPER, 1, 0, 0, 0), "subreaper")
 
 
 def filter_calls(program: bytes) -> None:
-    """Lay a seccomp filter over this process and its children."""
-    laid = _Program(len(program) // 8, program)
-    _checked(_libc.prctl(_SECCOMP, 2, ctypes.byref(laid), 0, 0), "seccomp")
+    """Apply a seccomp filter to this process and its children."""
+    filter_program = _Program(len(program) // 8, program)
+    _checked(_libc.prctl(_SECCOMP, 2, ctypes.byref(filter_program), 0, 0), "seccomp")

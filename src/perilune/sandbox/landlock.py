@@ -1,4 +1,4 @@
-"""Landlock: the Linux kernel's own way for a process to give up access to files, for good.
+"""Landlock: lets a process give up access to files for good.
 
 https://docs.kernel.org/userspace-api/landlock.html. Works without privileges on Linux 5.13 and later.
 """
@@ -16,10 +16,10 @@ _PR_SET_NO_NEW_PRIVS = 38
 _RULE_PATH_BENEATH = 1
 _VERSION_FLAG = 1
 _WRITE_FILE, _READ_FILE, _TRUNCATE = 1 << 1, 1 << 2, 1 << 14
-_READ = _READ_FILE | 1 << 3  # files, and lists of them
+_READ = _READ_FILE | 1 << 3  # read files, list folders
 _WRITE = _WRITE_FILE | _TRUNCATE | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 13  # remove, make, rename
 _OF_FILES = _READ_FILE | _WRITE_FILE | _TRUNCATE
-_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # version of Landlock -> number of file rights it knows
+_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # version of Landlock -> number of file rights
 _NETWORK_SINCE, _TCP = 4, 0b11  # bind and connect
 _SCOPE_SINCE, _SCOPES = 6, 0b11  # abstract sockets and signals to processes outside
 
@@ -34,21 +34,21 @@ class _PathBeneath(ctypes.Structure):
 
 
 def landlock_version() -> int:
-    """Version of Landlock that the kernel offers; 0 when it offers none."""
+    """The kernel's version of Landlock; 0 if it has none."""
     if sys.platform != "linux":
         return 0
     return max(int(ctypes.CDLL(None).syscall(_CREATE_RULESET, None, 0, _VERSION_FLAG)), 0)
 
 
 def give_up_files(readable: Iterable[str], writable: Iterable[str] = ()) -> bool:
-    """Deny this process and its children every file access but beneath the paths given.
+    """Deny this process and its children all file access except beneath the given paths.
 
-    Where the kernel knows how, TCP and signals to other processes are denied too. Descriptors that are
-    open already stay usable. Returns whether the kernel did it; False where it has no Landlock.
+    Where the kernel supports it, TCP and signals to other processes are denied, too. Open descriptors stay
+    usable. Returns False if the kernel has no Landlock.
 
     Args:
-        readable: files, and folders whose files may be read and listed; none may be executed.
-        writable: files that may be written too, and folders in which files may be made and removed.
+        readable: files, and folders whose files may be read and listed. None may be executed.
+        writable: files that may also be written, and folders in which files may be created and removed.
     """
     version = landlock_version()
     if version == 0:

@@ -1,4 +1,4 @@
-"""What untrusted code may use, and how a process limits itself."""
+"""Resource limits of untrusted code, and functions that apply limits to the current process."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """What one run of untrusted code may use.
+    """Limits of one run of untrusted code.
 
     Attributes:
-        seconds: wall clock, after which all its processes are killed.
-        cpu_seconds: of each process.
-        memory_bytes: address space of each process beyond what Python takes, and resident memory of all.
-        processes: processes and threads at a time, the first included.
+        seconds: wall clock, after which all processes are killed.
+        cpu_seconds: CPU time of each process.
+        memory_bytes: address space of each process beyond Python's own, and resident memory of all together.
+        processes: simultaneous processes and threads, including the first.
         open_files: descriptors of each process.
-        scratch_bytes: size of the scratch folder, and of each file.
-        scratch_files: files and folders in it.
-        output_bytes: how much of its output is kept: half from the beginning, half from the end.
-        flood_bytes: output after which it is killed.
+        scratch_bytes: size of the scratch folder and of each file.
+        scratch_files: files and folders in the scratch folder.
+        output_bytes: output that is kept, half from the beginning and half from the end.
+        flood_bytes: output after which the run is killed.
     """
 
     seconds: float = 5.0
@@ -34,14 +34,14 @@ class SandboxLimits:
 
 
 def lower(kind: int, value: int) -> None:
-    """Lower a resource limit (`resource.RLIMIT_*`) of this process for good; one that is lower stays."""
+    """Lower a resource limit (`resource.RLIMIT_*`) of this process for good. A lower limit stays."""
     _, hard = resource.getrlimit(kind)
     bounded = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(kind, (bounded, bounded))
 
 
 def allow_cpu(seconds: float) -> None:
-    """Grant this process CPU time from now on; it ends a loop even when the parent process is gone."""
+    """Grant this process CPU time from now on. The kernel enforces it even if the parent process is gone."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (int(usage.ru_utime + usage.ru_stime + seconds) + 1, hard))

@@ -1,4 +1,4 @@
-"""What this machine has to build walls from, and which walls stand where some of it is missing."""
+"""The sandbox's walls and the kernel mechanisms that implement them."""
 
 from __future__ import annotations
 
@@ -6,39 +6,36 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 WALLS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "files": ("sees and reads Python's library and its scratch folder alone", ("namespaces", "landlock")),
-    "writes": ("writes nowhere but in its scratch folder", ("namespaces", "landlock")),
+    "files": ("sees only Python's library and its scratch folder", ("namespaces", "landlock")),
+    "writes": ("writes only in its scratch folder", ("namespaces", "landlock")),
     "names": ("does not learn which files, processes and users the host has", ("namespaces",)),
-    "scratch": ("fills no more than the scratch folder's size", ("namespaces", "watch")),
-    "network": ("reaches no machine, and no socket of this one", ("namespaces", "seccomp")),
+    "scratch": ("fills at most the size of the scratch folder", ("namespaces", "watch")),
+    "network": ("reaches no other machine and no socket of this one", ("namespaces", "seccomp")),
     "sockets": ("opens no socket of other families: netlink, vsock, raw packets", ("seccomp",)),
-    "signals": ("reaches no process but its own", ("namespaces", "own_user", "landlock_scopes")),
-    "processes": (
-        "has so many processes and threads at a time, or no process but one",
-        ("counted", "seccomp"),
-    ),
+    "signals": ("reaches only its own processes", ("namespaces", "own_user", "landlock_scopes")),
+    "processes": ("has a limited number of processes and threads, or one process", ("counted", "seccomp")),
     "programs": ("starts no program of the host", ("seccomp", "landlock")),
     "whole tree": ("leaves no process behind", ("namespaces", "seccomp")),
-    "memory": ("takes so much memory", ("limits", "watch")),
-    "time": ("ends in time, on the clock and the processor", ("limits", "watch")),
-    "output": ("is heard so long, and no longer", ("watch",)),
-    "privileges": ("holds no capability, and gains none", ("no_new_privileges",)),
-    "kernel": ("may not make the calls that lead out", ("seccomp",)),
+    "memory": ("uses limited memory", ("limits", "watch")),
+    "time": ("uses limited wall-clock and CPU time", ("limits", "watch")),
+    "output": ("writes limited output", ("watch",)),
+    "privileges": ("has no capability and gains none", ("no_new_privileges",)),
+    "kernel": ("cannot make dangerous system calls", ("seccomp",)),
 }
-"""What each wall keeps, and the mechanisms of which one suffices."""
+"""For each wall: what the code is limited to, and the mechanisms, each of which suffices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mechanisms:
-    """What a sandbox is made of here.
+    """The mechanisms that work on this machine.
 
     Attributes:
-        namespaces: mounts, processes, network, System V IPC and host name of its own, and a root of its own.
-        own_users: the namespaces belong to a user namespace, made without privileges.
-        own_user: it runs as a user whom nothing else belongs to; takes root.
-        counted: the kernel can limit its processes apart from those of others; it does not count root's.
+        namespaces: its own mounts, processes, network, System V IPC, host name and root.
+        own_users: the namespaces belong to a user namespace, created without privileges.
+        own_user: the code runs as a user that owns nothing else; needs root.
+        counted: the kernel can limit the number of its processes separately. It does not count root's.
         landlock: version of Landlock, 0 for none.
-        seccomp: calls to the kernel are filtered.
+        seccomp: system calls are filtered.
     """
 
     namespaces: bool
@@ -50,7 +47,7 @@ class Mechanisms:
 
     @property
     def names(self) -> frozenset[str]:
-        """Those that are there, in the words of `WALLS`."""
+        """The available mechanisms, with the names that `WALLS` uses."""
         found = {name for name, value in asdict(self).items() if value}
         return frozenset(
             found
@@ -59,6 +56,6 @@ class Mechanisms:
         )
 
     def walls(self) -> dict[str, tuple[str, ...]]:
-        """Each wall with the mechanisms that keep it; none where it is missing."""
+        """Each wall with the mechanisms that implement it; none if it is missing."""
         names = self.names
         return {wall: tuple(one for one in made_of if one in names) for wall, (_, made_of) in WALLS.items()}

@@ -1,4 +1,6 @@
-"""A file system of its own: Python's library, a few devices, an empty scratch folder; nothing of the host."""
+"""A separate file system with Python's library, a few devices and an empty scratch folder, and nothing else
+of the host.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +21,20 @@ from perilune.sandbox.kernel import (
 )
 
 SCRATCH = "/scratch"
-DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")  # /dev/zero gives memory nobody counts
-_FOREIGN = ("site-packages", "dist-packages")  # installed packages: also ours, which know answers
+DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")  # /dev/zero provides uncounted memory
+_FOREIGN = ("site-packages", "dist-packages")  # installed packages, which could reveal answers
 _ROOT_SIZE = "size=1m,nr_inodes=4k,mode=755"
 
 
 def library_folders() -> list[str]:
-    """Where Python's own library lies, without the packages that were installed."""
+    """The folders of Python's own library, without installed packages."""
     found = {str(Path(os.__file__).resolve().parent)}
     found |= {str(Path(place).resolve()) for place in sys.path if (Path(place) / "lib-dynload").is_dir()}
     return sorted(found)
 
 
 def shared_libraries() -> list[str]:
-    """Shared libraries that the extensions of Python's library load, and files about time and languages."""
+    """Shared libraries that Python's extension modules load, and data of time zones and locales."""
     architecture = getattr(sys.implementation, "_multiarch", "")
     found = [f"/usr/lib/{architecture}" if architecture else "/usr/lib", "/lib", "/lib64", "/usr/lib64"]
     if sys.base_prefix not in ("/usr", "/usr/local"):
@@ -42,7 +44,7 @@ def shared_libraries() -> list[str]:
 
 
 def readable_places() -> list[str]:
-    """What may be read where the host's own file system stays in sight."""
+    """The files that may be read if the host's file system stays visible."""
     own = [
         str(one) for place in library_folders() for one in Path(place).iterdir() if one.name not in _FOREIGN
     ]
@@ -50,10 +52,10 @@ def readable_places() -> list[str]:
 
 
 def enter_own_root(folder: str, scratch_bytes: int, scratch_files: int) -> None:
-    """Make `folder` the root of a new file system and go there; takes a mount namespace of its own.
+    """Make `folder` the root of a new file system and enter it. Needs its own mount namespace.
 
     Raises:
-        OSError: when the kernel refuses a step.
+        OSError: if the kernel refuses a step.
     """
     mount("", "/", flags=RECURSIVE | PRIVATE)
     mount("tmpfs", folder, "tmpfs", NO_SETUID | NO_DEVICES, _ROOT_SIZE)
@@ -66,8 +68,8 @@ def enter_own_root(folder: str, scratch_bytes: int, scratch_files: int) -> None:
                     "tmpfs", f"{folder}{place}/{hidden}", "tmpfs", READ_ONLY | NO_SETUID, "size=4k,mode=755"
                 )
     Path(folder + SCRATCH).mkdir()
-    room = f"size={scratch_bytes},nr_inodes={scratch_files + 1},mode=777"
-    mount("tmpfs", folder + SCRATCH, "tmpfs", NO_SETUID | NO_DEVICES, room)
+    size = f"size={scratch_bytes},nr_inodes={scratch_files + 1},mode=777"
+    mount("tmpfs", folder + SCRATCH, "tmpfs", NO_SETUID | NO_DEVICES, size)
     enter_root(folder)
     mount("", "/", flags=REMOUNT | BIND | READ_ONLY | NO_SETUID | NO_DEVICES)
     os.chdir(SCRATCH)
@@ -84,12 +86,12 @@ def _bind(place: str, folder: str) -> None:
     else:
         target.touch()
     mount(place, str(target), flags=BIND | RECURSIVE)
-    # A mount that came from outside a user namespace keeps what was forbidden there.
+    # A mount from outside the user namespace must keep its restrictions.
     kept = os.statvfs(target).f_flag
     allowed = 0 if place in DEVICES else NO_DEVICES
     mount("", str(target), flags=REMOUNT | BIND | READ_ONLY | NO_SETUID | allowed | _as_mount_flags(kept))
 
 
 def _as_mount_flags(flags: int) -> int:
-    """Flags of statvfs(3) as mount(2) has them: nosuid, nodev, noexec, noatime and the like."""
+    """Convert flags of statvfs(3), such as nosuid and noexec, to those of mount(2)."""
     return flags & (2 | 4 | 8 | 1024 | 2048) | (1 << 21 if flags & 4096 else 0)

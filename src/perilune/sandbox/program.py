@@ -1,4 +1,4 @@
-"""Runs a text as Python's main program, in a process that has given up everything else."""
+"""Runs a text as Python's main program in a confined process."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ NAME = "main.py"  # in tracebacks
 
 
 def run_program(code: str) -> NoReturn:
-    """Run `code` as `python main.py` would, and leave the process with its exit code.
+    """Run `code` as `python main.py` would, and exit with its exit code.
 
-    Beyond what other runs have in common with it, chance is the same too: `random` begins at seed 0.
+    For reproducible runs, `random` starts at seed 0.
     """
     _forget_us()
     os.environ.clear()
@@ -72,7 +72,7 @@ def _as_exit_code(code: object) -> int:
 
 
 def _forget_us() -> None:
-    """What is imported from here on is of Python's own library; this package cannot be."""
+    """Hide this package: from here on only Python's own library can be imported."""
     library = library_folders()
     sys.path[:] = [place for place in sys.path if any(place.startswith(one) for one in library)]
     for name in [name for name in sys.modules if name.partition(".")[0] == "perilune"]:

@@ -1,4 +1,4 @@
-"""Sandbox: runs Python that nobody trusts, in a process of its own behind walls that the kernel keeps."""
+"""The sandbox: runs untrusted Python in a separate process behind walls that the kernel enforces."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ sys.path.append(sys.argv[1])
 from perilune.sandbox.supervisor import main
 main()
 """
-_GRACE = 20.0  # seconds beyond the limit until the keeper itself is given up
-_MOST_STARTS = 60.0
+_GRACE = 20.0  # seconds beyond the time limit after which the supervisor counts as hung
+_START_SECONDS = 60.0
 
 
 class SandboxFailedError(WorkFailedError):
-    """The sandbox, not what ran in it, has failed."""
+    """The sandbox itself failed, not the code in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Which walls stand on this machine.
+    """The walls that stand on this machine.
 
     Attributes:
-        mechanisms: what they are made of.
-        walls: each wall with the mechanisms that keep it; none where it is missing.
-        reasons: of each mechanism that is missing, why.
+        mechanisms: the available mechanisms.
+        walls: for each wall the mechanisms that implement it; none if the wall is missing.
+        reasons: for each missing mechanism, why.
     """
 
     mechanisms: Mechanisms
@@ -55,25 +55,24 @@ class Capabilities:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Walls that do not stand."""
+        """The walls that do not stand."""
         return tuple(wall for wall, made_of in self.walls.items() if not made_of)
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """What became of one run.
+    """The result of one run.
 
     Attributes:
-        cause: what ended it otherwise than with exit code 0: "error" when it did so itself, "timeout" (clock
-            or processor), "memory", "output", "scratch" when it was killed for taking too much, "killed" by
-            a signal else.
-        exit_code: None when a signal ended it.
-        signal: that ended it.
-        output: standard output and error in the order they came; a line stands for what was cut.
-        cut: bytes of output that are not kept.
-        seconds: on the clock.
-        files: the regular files of the scratch folder afterwards; those it began with where it was killed.
-        left_out: names of what is no regular file, or did not fit.
+        cause: empty for exit code 0; "error" for another exit code; "timeout" (clock or CPU), "memory",
+            "output" or "scratch" if the run was killed for exceeding a limit; "killed" for any other signal.
+        exit_code: None if a signal ended it.
+        signal: the signal that ended it.
+        output: standard output and standard error in order. A line replaces the part that was cut.
+        cut: bytes of output that were not kept.
+        seconds: wall-clock time.
+        files: the regular files of the scratch folder at the end; those at the start if the run was killed.
+        left_out: names of other entries, and of files that did not fit.
     """
 
     cause: str
@@ -87,20 +86,21 @@ class Execution:
 
     @property
     def succeeded(self) -> bool:
-        """Whether it ended by itself with exit code 0."""
+        """Whether it ended with exit code 0."""
         return not self.cause
 
 
 class Sandbox:
-    """Runs Python code behind walls, one run at a time; nothing of a run is there in the next but its files.
+    """Runs Python code behind walls, one run at a time. Runs share nothing but the files passed on.
 
-    The code sees Python's own library and the files it is given, in a scratch folder that is its working
-    directory. A fork-server makes a run cost milliseconds.
+    The code sees Python's own library and its files, in a scratch folder that is the working directory. A
+    fork server makes a run cost milliseconds.
 
     Args:
-        limits: what each run may use.
-        without: mechanisms not to use ("namespaces", "own_user", "landlock", "seccomp"), to try what is left.
-        allow_missing: walls that may be missing; by default, where one is, nothing is run.
+        limits: limits of each run.
+        without: mechanisms to switch off ("namespaces", "own_user", "landlock", "seccomp"), to test the
+            others.
+        allow_missing: walls that may be missing. By default, nothing is run if a wall is missing.
     """
 
     def __init__(
@@ -115,8 +115,8 @@ class Sandbox:
                 raise RequestError(f"the sandbox has no wall '{wall}'", remedy=f"one of: {', '.join(WALLS)}")
         self.limits = limits or SandboxLimits()
         self._without, self._allowed = frozenset(without), frozenset(allow_missing)
-        self._keeper: _Keeper | None = None
-        self._lock = threading.Lock()  # one run at a time, whoever asks
+        self._supervisor: _Supervisor | None = None
+        self._lock = threading.Lock()  # one run at a time
 
     def __enter__(self) -> Sandbox:
         return self
@@ -127,31 +127,31 @@ class Sandbox:
         self.close()
 
     def capabilities(self) -> Capabilities:
-        """Which walls stand here, found by trying.
+        """The walls that stand on this machine, determined by testing them.
 
         Raises:
-            SandboxFailedError: when nothing can be run on this machine.
+            SandboxFailedError: if nothing can be run on this machine.
         """
         return self._started().capabilities
 
     def run(self, code: str, files: Mapping[str, bytes] | None = None) -> Execution:
-        """Run `code` as a main program, in a folder with `files` (relative names).
+        """Run `code` as a main program in a folder with `files` (relative names).
 
         Raises:
-            RequestError: when a wall is missing that may not be, or a file's name leads out.
-            SandboxFailedError: when the sandbox fails.
+            RequestError: if a required wall is missing, or a file name is invalid.
+            SandboxFailedError: if the sandbox fails.
         """
         files = dict(files or {})
         for name in files:
             path = PurePosixPath(name)
             if path.is_absolute() or not path.parts or ".." in path.parts or "\0" in name:
-                raise RequestError(f"{name!r} is no name of a file in the scratch folder")
+                raise RequestError(f"{name!r} is not a valid file name in the scratch folder")
         given = {name: base64.b64encode(one).decode() for name, one in files.items()}
         with self._lock:
-            keeper = self._started()
-            self._require_walls(keeper.capabilities)
+            supervisor = self._started()
+            self._require_walls(supervisor.capabilities)
             try:
-                answer = keeper.ask({"code": code, "files": given}, self.limits.seconds + _GRACE)
+                answer = supervisor.ask({"code": code, "files": given}, self.limits.seconds + _GRACE)
                 return _execution(answer, files)
             except SandboxFailedError:
                 self.close()
@@ -159,20 +159,20 @@ class Sandbox:
 
     @property
     def process_id(self) -> int:
-        """Of the process that all others descend from."""
+        """Process id of the supervisor, the ancestor of all runs."""
         return self._started().process_id
 
     def close(self) -> None:
-        """End its process; the next run starts another."""
-        if self._keeper is not None:
+        """End the supervisor. The next run starts another."""
+        if self._supervisor is not None:
             self._ended()
-        self._keeper = None
+        self._supervisor = None
 
-    def _started(self) -> _Keeper:
-        if self._keeper is None:
-            self._keeper = _Keeper(self.limits, self._without)
-            self._ended = weakref.finalize(self, self._keeper.close)
-        return self._keeper
+    def _started(self) -> _Supervisor:
+        if self._supervisor is None:
+            self._supervisor = _Supervisor(self.limits, self._without)
+            self._ended = weakref.finalize(self, self._supervisor.close)
+        return self._supervisor
 
     def _require_walls(self, found: Capabilities) -> None:
         missing = [wall for wall in found.missing if wall not in self._allowed]
@@ -182,18 +182,18 @@ class Sandbox:
             raise RequestError(
                 f"this machine lacks walls of the sandbox: {', '.join(missing)} ({reasons})",
                 where="sandbox",
-                remedy="perilune sandbox audit says what each keeps; allow_missing runs without them",
+                remedy="see `perilune sandbox audit`; `allow_missing` permits runs without these walls",
             )
 
 
-class _Keeper:
-    """The process that forks runs, and the socket to it."""
+class _Supervisor:
+    """The supervisor process, which forks runs, and the socket to it."""
 
     def __init__(self, limits: SandboxLimits, without: frozenset[str]) -> None:
         if sys.platform != "linux":
-            raise SandboxFailedError(f"the sandbox is made of what Linux has; this is {sys.platform}")
+            raise SandboxFailedError(f"the sandbox needs Linux; this is {sys.platform}")
         self._folder = tempfile.TemporaryDirectory(prefix="perilune-sandbox-", ignore_cleanup_errors=True)
-        Path(self._folder.name).chmod(0o711)  # a user of its own passes through it
+        Path(self._folder.name).chmod(0o711)  # the run's own user passes through it
         self._socket, theirs = socket.socketpair()
         opening = {"limits": asdict(limits), "folder": self._folder.name, "without": sorted(without)}
         package = str(Path(perilune.__file__).parents[1])
@@ -208,7 +208,7 @@ class _Keeper:
                 start_new_session=True,
             )
         try:
-            self.capabilities = _capabilities(self._receive(_MOST_STARTS))
+            self.capabilities = _capabilities(self._receive(_START_SECONDS))
         except BaseException:
             self.close()
             raise
@@ -218,16 +218,16 @@ class _Keeper:
         return self._process.pid
 
     def ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """What the keeper answers."""
+        """Send a request and return the answer."""
         self._socket.settimeout(seconds)
         try:
             self._socket.sendall(frame(request))
         except OSError as error:
-            raise SandboxFailedError(f"the sandbox's process does not listen: {error}") from None
+            raise SandboxFailedError(f"the sandbox's process does not accept requests: {error}") from None
         return self._receive(seconds)
 
     def close(self) -> None:
-        """Go away, which ends the run; then the keeper is killed, should it still be there."""
+        """Close the socket, which ends the run, and kill the supervisor if it does not exit."""
         self._socket.close()
         try:
             self._process.wait(2.0)
@@ -242,21 +242,21 @@ class _Keeper:
         try:
             document = json.loads(self._exactly(int(self._exactly(HEADER), 16)))
         except TimeoutError:
-            raise SandboxFailedError(f"the sandbox's process does not answer within {seconds:g} s") from None
+            raise SandboxFailedError(f"the sandbox's process did not answer within {seconds:g} s") from None
         except (OSError, ValueError) as error:
-            raise SandboxFailedError(f"the sandbox's process is gone: {error}") from None
+            raise SandboxFailedError(f"the sandbox's process has ended: {error}") from None
         if not isinstance(document, dict) or "failed" in document:
             raise SandboxFailedError(f"the sandbox cannot be built: {document}")
         return document
 
     def _exactly(self, size: int) -> bytes:
-        found = bytearray()
-        while len(found) < size:
-            data = self._socket.recv(min(size - len(found), 1 << 16))
+        received = bytearray()
+        while len(received) < size:
+            data = self._socket.recv(min(size - len(received), 1 << 16))
             if not data:
                 raise OSError("it closed the socket")
-            found += data
-        return bytes(found)
+            received += data
+        return bytes(received)
 
 
 def _capabilities(found: Mapping[str, Any]) -> Capabilities:

@@ -1,11 +1,11 @@
-"""Which calls to the kernel untrusted code may not make: a seccomp filter, kept by the kernel.
+"""System call filters for untrusted code (seccomp), enforced by the kernel.
 
-It denies a list and allows the rest. The list holds calls that reach other processes, programs, the network,
-mounts, namespaces, keys, clocks and modules; calls that take what the whole machine shares (slots for
-asynchronous I/O, locks and watches on files that others read too); and parts of the kernel with a history of
-ways out. Every socket is refused, of whatever family, so that the network is out of reach also where no
-namespace can be had (and so is vsock, which no namespace contains). The one exception is a connected pair of
-stream sockets, which asyncio needs: unlike a datagram pair it can't be pointed at another address.
+A filter denies a list of calls and allows the rest. The list contains calls that reach other processes,
+programs, the network, mounts, namespaces, keys, clocks and modules; calls that use machine-wide resources
+(slots for asynchronous I/O, locks and watches on shared files); and parts of the kernel with a history of
+exploits. Sockets of all families are refused, so the network is out of reach even without namespaces, and so
+is vsock, which no namespace contains. The only exception is a connected pair of stream sockets, which asyncio
+needs. Unlike a datagram pair, it cannot be redirected to another address.
 https://docs.kernel.org/userspace-api/seccomp_filter.html
 """
 
@@ -18,81 +18,83 @@ from collections.abc import Mapping, Sequence
 
 _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _Numbers = tuple[int | None, int | None]  # of a call, on x86_64 and on aarch64
-_ONLY_X86_64_BELOW = 0x40000000  # numbers from here on are of its 32-bit variant
+_ONLY_X86_64_BELOW = 0x40000000  # higher numbers belong to the x32 ABI
 
-# fmt: off
-_NEVER: dict[str, _Numbers] = {  # name: number on x86_64, on aarch64
-    "accept": (43, 202), "accept4": (288, 242), "acct": (163, 89), "add_key": (248, 217), "bind": (49, 200),
-    "cachestat": (451, 451), "connect": (42, 203), "flock": (73, 32), "inotify_init": (253, None),
-    "inotify_init1": (294, 26), "io_setup": (206, 0), "io_submit": (209, 2), "listen": (50, 201),
-    "listmount": (458, 458), "migrate_pages": (256, 238), "move_pages": (279, 239), "statmount": (457, 457),
-    "vmsplice": (278, 75),
-    "adjtimex": (159, 171), "bpf": (321, 280), "chroot": (161, 51),
-    "clock_adjtime": (305, 266), "clock_settime": (227, 112), "delete_module": (176, 106),
-    "execve": (59, 221), "execveat": (322, 281),
-    "fanotify_init": (300, 262), "finit_module": (313, 273), "fsconfig": (431, 431), "fsmount": (432, 432),
-    "fsopen": (430, 430), "fspick": (433, 433), "init_module": (175, 105), "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427), "io_uring_setup": (425, 425), "kcmp": (312, 272),
-    "kexec_file_load": (320, 294), "kexec_load": (246, 104), "keyctl": (250, 219), "memfd_create": (319, 279),
-    "memfd_secret": (447, 447), "mount": (165, 40), "mount_setattr": (442, 442), "move_mount": (429, 429),
-    "mq_open": (240, 180), "msgget": (68, 186), "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265), "open_tree": (428, 428), "perf_event_open": (298, 241),
-    "personality": (135, 92), "pidfd_getfd": (438, 438), "pidfd_open": (434, 434),
-    "pidfd_send_signal": (424, 424), "pivot_root": (155, 41), "process_madvise": (440, 440),
-    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "ptrace": (101, 117),
-    "quotactl": (179, 60), "reboot": (169, 142), "request_key": (249, 218), "semget": (64, 190),
-    "setdomainname": (171, 162), "sethostname": (170, 161), "setns": (308, 268), "settimeofday": (164, 170),
-    "shmget": (29, 194), "socket": (41, 198), "swapoff": (168, 225), "swapon": (167, 224),
-    "syslog": (103, 116), "umount2": (166, 39), "unshare": (272, 97), "userfaultfd": (323, 282),
-}
-# fmt: on
+
+def _calls(table: str) -> dict[str, _Numbers]:
+    """Parse "name number number" separated by commas: numbers on x86_64 and aarch64, "-" for none."""
+    calls = (call.split() for call in table.replace("\n", " ").split(","))
+    return {name: (_number(first), _number(second)) for name, first, second in calls}
+
+
+def _number(text: str) -> int | None:
+    return None if text == "-" else int(text)
+
+
+_NEVER = _calls("""
+accept 43 202, accept4 288 242, acct 163 89, add_key 248 217, bind 49 200, cachestat 451 451,
+connect 42 203, flock 73 32, inotify_init 253 -, inotify_init1 294 26, io_setup 206 0, io_submit 209 2,
+listen 50 201, listmount 458 458, migrate_pages 256 238, move_pages 279 239, statmount 457 457,
+vmsplice 278 75, adjtimex 159 171, bpf 321 280, chroot 161 51, clock_adjtime 305 266,
+clock_settime 227 112, delete_module 176 106, execve 59 221, execveat 322 281, fanotify_init 300 262,
+finit_module 313 273, fsconfig 431 431, fsmount 432 432, fsopen 430 430, fspick 433 433,
+init_module 175 105, io_uring_enter 426 426, io_uring_register 427 427, io_uring_setup 425 425,
+kcmp 312 272, kexec_file_load 320 294, kexec_load 246 104, keyctl 250 219, memfd_create 319 279,
+memfd_secret 447 447, mount 165 40, mount_setattr 442 442, move_mount 429 429, mq_open 240 180,
+msgget 68 186, name_to_handle_at 303 264, open_by_handle_at 304 265, open_tree 428 428,
+perf_event_open 298 241, personality 135 92, pidfd_getfd 438 438, pidfd_open 434 434,
+pidfd_send_signal 424 424, pivot_root 155 41, process_madvise 440 440, process_vm_readv 310 270,
+process_vm_writev 311 271, ptrace 101 117, quotactl 179 60, reboot 169 142, request_key 249 218,
+semget 64 190, setdomainname 171 162, sethostname 170 161, setns 308 268, settimeofday 164 170,
+shmget 29 194, socket 41 198, swapoff 168 225, swapon 167 224, syslog 103 116, umount2 166 39,
+unshare 272 97, userfaultfd 323 282
+""")
 _NEW_GROUP: dict[str, _Numbers] = {"setpgid": (109, 154), "setsid": (112, 157)}
-_OF_OTHERS: dict[str, _Numbers] = {  # what its user may change, where files and processes are in sight
-    "chmod": (90, None), "chown": (92, None), "fchmod": (91, 52), "fchmodat": (268, 53),
-    "fchmodat2": (452, 452), "fchown": (93, 55), "fchownat": (260, 54),
-    "fremovexattr": (199, 16), "fsetxattr": (190, 7),
-    "futimesat": (261, None), "lchown": (94, None), "lremovexattr": (198, 15), "lsetxattr": (189, 6),
-    "removexattr": (197, 14), "setxattr": (188, 5), "utime": (132, None), "utimensat": (280, 88),
-    "utimes": (235, None),
-    "ioprio_set": (251, 30), "sched_setaffinity": (203, 122), "sched_setattr": (314, 274),
-    "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "setpriority": (141, 140),
-}  # fmt: skip
-_OWN_LIMITS = (302, 261)  # prlimit64: of itself, which is process 0, alone
+# Calls that change what the same user owns, if files and processes are visible.
+_OF_OTHERS = _calls("""
+chmod 90 -, chown 92 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, fchown 93 55, fchownat 260 54,
+fremovexattr 199 16, fsetxattr 190 7, futimesat 261 -, lchown 94 -, lremovexattr 198 15, lsetxattr 189 6,
+removexattr 197 14, setxattr 188 5, utime 132 -, utimensat 280 88, utimes 235 -, ioprio_set 251 30,
+sched_setaffinity 203 122, sched_setattr 314 274, sched_setparam 142 118, sched_setscheduler 144 119,
+setpriority 141 140
+""")
+_OWN_LIMITS = (302, 261)  # prlimit64, allowed only for process 0, which is the caller
 _SIGNALS: dict[str, _Numbers] = {
     "kill": (62, 129),
     "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240),
     "tgkill": (234, 131),
 }
-_TKILL: dict[str, _Numbers] = {"tkill": (200, 130)}  # names a thread and no process
+_TKILL: dict[str, _Numbers] = {"tkill": (200, 130)}  # takes a thread without its process
 _FCNTL, _SOCKETPAIR, _MMAP = (72, 25), (53, 199), (9, 222)
 _FCNTL_DENIED = (
-    5, 36,  # F_GETLK, F_OFD_GETLK: read a lock that another sandbox holds on a library file
-    8, 10, 15,  # F_SETOWN, F_SETSIG, F_SETOWN_EX: have the kernel signal another process
-    1024, 1026,  # F_SETLEASE, F_NOTIFY: hear of what others open
+    *(5, 36),  # F_GETLK, F_OFD_GETLK: read a lock that another sandbox holds on a library file
+    *(8, 10, 15),  # F_SETOWN, F_SETSIG, F_SETOWN_EX: have the kernel signal another process
+    *(1024, 1026),  # F_SETLEASE, F_NOTIFY: observe which files others open
     1031,  # F_SETPIPE_SZ: memory that belongs to no process
-)  # fmt: skip
+)
 _STREAM_PAIR = (1, 1)  # AF_UNIX, SOCK_STREAM
-_SOCKET_KIND = 0xF  # of the second argument; the rest are flags
+_SOCKET_KIND = 0xF  # bits of the second argument; the others are flags
 _SHARED, _ANONYMOUS, _HUGE = 0x01, 0x20, 0x40000
-_NEW_PROCESS: dict[str, _Numbers] = {"fork": (57, None), "vfork": (58, None)}  # what is not in `clone`
+_NEW_PROCESS: dict[str, _Numbers] = {"fork": (57, None), "vfork": (58, None)}  # besides `clone`
 _CLONE, _CLONE3 = (56, 220), (435, 435)
 _CLONE_NAMESPACES, _CLONE_THREAD = 0x7E020000, 0x10000
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _ALLOW, _DENY, _UNKNOWN = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
-_NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16  # where they stand in struct seccomp_data
+_NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 
 
 def call_filter(*, among_others: bool, no_processes: bool, no_shared_memory: bool = False) -> bytes:
-    """The filter as a BPF program of this machine's architecture; empty where that is not known.
+    """The filter as a BPF program for this machine's architecture; empty if the architecture is unknown.
 
     Args:
-        among_others: it shares a process namespace: refuse to leave the process group, so that killing the
-            group kills all, and to change the priority of others, or owners, permissions and times of files.
-        no_processes: refuse new processes; threads are allowed.
-        no_shared_memory: refuse shared anonymous mappings, whose pages stay when they are unmapped in part,
-            and then belong to no process that could be asked for its size.
+        among_others: the process shares a PID namespace with others. Refuse to leave the process group, so
+            that killing the group kills all, and to change other processes' priorities or the owners,
+            permissions and times of files.
+        no_processes: refuse new processes. Threads are allowed.
+        no_shared_memory: refuse shared anonymous mappings. Their pages stay after a partial unmapping and are
+            then counted for no process.
     """
     refused = _NEVER | (_NEW_GROUP | _OF_OTHERS if among_others else {})
     refused |= _NEW_PROCESS if no_processes else {}
@@ -108,7 +110,7 @@ def call_filter(*, among_others: bool, no_processes: bool, no_shared_memory: boo
 
 
 def loner_filter(process: int) -> bytes:
-    """A second filter for a process that has the first: no new processes, and signals to itself alone."""
+    """A second filter for a process that has the first: no new processes, and signals only to itself."""
     looked_into = dict.fromkeys(_SIGNALS.values(), _only(process)) | {_CLONE: _threads_alone()}
     return _program(_NEW_PROCESS | _TKILL, looked_into)
 
@@ -125,7 +127,7 @@ def _program(refused: Mapping[str, _Numbers], looked_into: Mapping[_Numbers, Seq
             *(_load(_ARCH), _if(_EQUAL, _ARCHITECTURE[machine], 1, 0), _return(_DENY)),
             *(_load(_NUMBER), _if(_AT_LEAST, _ONLY_X86_64_BELOW, 0, 1), _return(_DENY)),
             *(step for number in numbers for step in _deny_if(number)),
-            *(_if(_EQUAL, _CLONE3[column], 0, 1), _return(_UNKNOWN)),  # libraries then use clone
+            *(_if(_EQUAL, _CLONE3[column], 0, 1), _return(_UNKNOWN)),  # makes libraries use clone
             *(one for call, steps in looked_into.items() for one in _look_into(call[column] or 0, steps)),
             _return(_ALLOW),
         ]
@@ -133,7 +135,9 @@ def _program(refused: Mapping[str, _Numbers], looked_into: Mapping[_Numbers, Seq
 
 
 def denied_calls() -> dict[str, int]:
-    """Names and numbers here of the calls that are always denied; none where the machine is not known."""
+    """Names and numbers of the calls that are always denied on this machine; none if its architecture is
+    unknown.
+    """
     machine = platform.machine()
     if machine not in _ARCHITECTURE:
         return {}
@@ -142,7 +146,7 @@ def denied_calls() -> dict[str, int]:
 
 
 def _look_into(number: int, steps: Sequence[bytes]) -> list[bytes]:
-    """Judge one call by its arguments: `steps` either deny it or come to their end, which allows it."""
+    """Filter one call by its arguments: `steps` deny it, or it is allowed."""
     return [_if(_EQUAL, number, 0, len(steps) + 1), *steps, _return(_ALLOW)]
 
 
@@ -176,7 +180,7 @@ def _mappings(no_shared_memory: bool) -> list[bytes]:
 
 
 def _argument(place: int) -> bytes:
-    """Load the lower half of an argument; the calls looked into take no more."""
+    """Load the lower half of an argument. The filtered calls use no more."""
     return _load(_ARGUMENTS + 8 * place)
 
 

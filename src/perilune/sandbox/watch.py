@@ -1,4 +1,4 @@
-"""Looks after one run: hears it out within bounds, and kills all of it when its time or its memory is up."""
+"""Watches one run: collects its output within bounds, and kills it when it exceeds its time or memory."""
 
 from __future__ import annotations
 
@@ -17,61 +17,61 @@ from typing import Any
 from perilune.sandbox.limits import SandboxLimits
 
 _READ = 1 << 16
-_LOOK_EVERY = 0.05  # seconds
-_REPORT_ROOM = 1 << 20  # bytes of a report beyond the files it carries
+_CHECK_EVERY = 0.05  # seconds
+_REPORT_ROOM = 1 << 20  # maximum size of a report without its files, bytes
 
 
 class Watch:
-    """Of the processes that `porter` begins.
+    """Watches the processes that `launcher` starts.
 
     Args:
-        porter: leads the process group of what is not the code.
-        scratch: the scratch folder where no kernel limits its size; empty where one does.
-        owner: socket whose end means that nobody waits any more.
+        launcher: leader of the process group of the launcher and the init process.
+        scratch: the scratch folder if the kernel does not limit its size; else empty.
+        owner: socket that the sandbox's owner closes when nobody waits for the result.
     """
 
-    def __init__(self, limits: SandboxLimits, porter: int, scratch: str, owner: int) -> None:
-        self._limits, self._porter, self._scratch, self._owner = limits, porter, scratch, owner
+    def __init__(self, limits: SandboxLimits, launcher: int, scratch: str, owner: int) -> None:
+        self._limits, self._launcher, self._scratch, self._owner = limits, launcher, scratch, owner
         self._output = Output(limits.output_bytes)
         self._report = bytearray()
         self._cause = ""
 
     def until_the_end(self, output: int, report: int) -> dict[str, Any]:
-        """Wait until nobody holds the two pipes any more; what happened meanwhile."""
+        """Wait until all writers have closed the two pipes. Return the result."""
         began = time.monotonic()
-        until, next_look = began + self._limits.seconds, began
+        until, next_check = began + self._limits.seconds, began
         poll = select.poll()
         for descriptor in (output, report):
             poll.register(descriptor, select.POLLIN)
-        poll.register(self._owner, 0)  # tells of its end alone
+        poll.register(self._owner, 0)  # only reports that it was closed
         open_ends = {output, report}
         while open_ends:
-            for descriptor, event in poll.poll(1000 * _LOOK_EVERY):
+            for descriptor, event in poll.poll(1000 * _CHECK_EVERY):
                 if descriptor == self._owner:
                     self._end("nobody waits")
                     poll.unregister(descriptor)
-                elif event and not self._hear(descriptor, descriptor == output):
+                elif event and not self._read(descriptor, descriptor == output):
                     poll.unregister(descriptor)
                     open_ends.discard(descriptor)
             now = time.monotonic()
             if now >= until:
                 self._end("timeout")
-            elif now >= next_look:
-                next_look = now + _LOOK_EVERY
-                self._look()
-        found = self._read_report()
-        if not found:  # whoever reports is gone: what it looked after may live on, and be silent
+            elif now >= next_check:
+                next_check = now + _CHECK_EVERY
+                self._check_usage()
+        report_document = self._read_report()
+        if not report_document:  # the init process is gone, but its children may still run
             self._kill()
-        is_whole = not self._cause and os.WIFEXITED(found.get("status", signal.SIGKILL))
+        is_complete = not self._cause and os.WIFEXITED(report_document.get("status", signal.SIGKILL))
         return {
             "cause": self._cause,
-            "output": self._output.text(is_whole=is_whole).hex(),
+            "output": self._output.text(is_complete=is_complete).hex(),
             "cut": self._output.cut,
             "seconds": time.monotonic() - began,
-            "report": found,
+            "report": report_document,
         }
 
-    def _hear(self, descriptor: int, is_output: bool) -> bool:
+    def _read(self, descriptor: int, is_output: bool) -> bool:
         data = os.read(descriptor, _READ)
         if is_output:
             self._output.add(data)
@@ -84,8 +84,8 @@ class Watch:
                 self._report.clear()
         return bool(data)
 
-    def _look(self) -> None:
-        """Kill what takes too much of what the kernel does not limit by itself."""
+    def _check_usage(self) -> None:
+        """Kill the run if it exceeds a limit that the kernel does not enforce."""
         if memory_of(descendants(os.getpid()), _resident(os.getpid())) > self._limits.memory_bytes:
             self._end("memory")
         if self._scratch and not _fits(self._scratch, self._limits):
@@ -96,9 +96,9 @@ class Watch:
         self._kill()
 
     def _kill(self) -> None:
-        groups = [self._porter]
+        groups = [self._launcher]
         first, line, _ = self._report.partition(b"\n")
-        if line and first.isdigit() and int(first) > 1:  # the code's own group, where it is no namespace's
+        if line and first.isdigit() and int(first) > 1:  # the code's process group, without a namespace
             groups.append(int(first))
         for group in groups:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -107,14 +107,14 @@ class Watch:
     def _read_report(self) -> dict[str, Any]:
         first, line, rest = self._report.partition(b"\n")
         try:
-            found = json.loads(rest if line else first)
-            return found if isinstance(found, dict) else {}
+            document = json.loads(rest if line else first)
+            return document if isinstance(document, dict) else {}
         except ValueError:
             return {}
 
 
 class Output:
-    """The beginning and the end of what was said, in bounded memory."""
+    """Keeps the beginning and the end of an output in bounded memory."""
 
     def __init__(self, most: int) -> None:
         self.total = 0
@@ -124,7 +124,7 @@ class Output:
         self._tail_bytes = 0
 
     def add(self, data: bytes) -> None:
-        """Hear more."""
+        """Append output."""
         self.total += len(data)
         room = self._half - len(self._head)
         self._head += data[:room]
@@ -139,25 +139,26 @@ class Output:
         """Bytes that are not kept."""
         return max(self.total - len(self._head) - self._half, 0)
 
-    def text(self, *, is_whole: bool) -> bytes:
-        """What is kept, with a line that says so where something was cut.
+    def text(self, *, is_complete: bool) -> bytes:
+        """The kept output, with a line in place of a part that was cut.
 
         Args:
-            is_whole: it came to its end by itself; else where it ended is chance, and nobody is told.
+            is_complete: whether the run ended by itself. Otherwise the end of the output is random and is
+                left out.
         """
         tail = b"".join(self._tail)[-self._half :]
         if not self.cut:
             return bytes(self._head) + tail
-        if not is_whole:
+        if not is_complete:
             return bytes(self._head) + b"\n[... the rest was cut]\n"
         return bytes(self._head) + b"\n[... %d bytes were cut ...]\n" % self.cut + tail
 
 
 def descendants(process: int) -> Iterator[int]:
-    """Processes that this one began, and those that they began."""
+    """The ids of all descendants of a process."""
     children: list[int] = []
-    with contextlib.suppress(OSError):  # it has ended
-        for thread in Path(f"/proc/{process}/task").iterdir():  # each has children of its own
+    with contextlib.suppress(OSError):  # the process has ended
+        for thread in Path(f"/proc/{process}/task").iterdir():  # each thread has its own children
             with contextlib.suppress(OSError):
                 children += map(int, (thread / "children").read_text().split())
     for child in children:
@@ -166,10 +167,10 @@ def descendants(process: int) -> Iterator[int]:
 
 
 def memory_of(processes: Iterable[int], shared: int) -> int:
-    """Bytes that processes take together beyond what they share with the one they were forked from.
+    """Memory of processes in bytes, beyond the memory that they share with the process they were forked from.
 
-    A page that several map counts once (its proportional size), and swapped pages count. Where the kernel
-    doesn't tell a process's proportional size, its resident size beyond `shared` counts.
+    A page that several processes map counts once (its proportional size), and swapped pages count. If the
+    kernel does not report the proportional size of a process, its resident size beyond `shared` counts.
     """
     proportional = alone = 0
     for process in processes:
@@ -184,7 +185,7 @@ def memory_of(processes: Iterable[int], shared: int) -> int:
 
 
 def _resident(process: int) -> int:
-    """Bytes of memory that a process has."""
+    """Resident memory of a process in bytes."""
     return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * resource.getpagesize()
 
 

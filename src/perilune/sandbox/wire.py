@@ -1,4 +1,4 @@
-"""How the sandbox's owner and its keeper talk: a length of eight hexadecimal digits, then JSON."""
+"""The protocol between the sandbox and its supervisor: a length of eight hexadecimal digits, then JSON."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _CHUNK = 1 << 16
 
 
 def frame(document: Mapping[str, Any]) -> bytes:
-    """A document as it travels."""
+    """A document with its length."""
     body = json.dumps(document).encode()
     return f"{len(body):0{HEADER}x}".encode() + body
 
 
 def send_frame(descriptor: int, document: Mapping[str, Any]) -> None:
-    """Write a document whole."""
+    """Write a whole document."""
     left = memoryview(frame(document))
     while left:
         left = left[os.write(descriptor, left) :]
 
 
 def receive_exactly(descriptor: int, size: int) -> bytes | None:
-    """So many bytes; None where there are no more."""
+    """Read `size` bytes; None at the end of the stream."""
     found = bytearray()
     while len(found) < size:
         data = os.read(descriptor, min(size - len(found), _CHUNK))

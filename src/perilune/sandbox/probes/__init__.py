@@ -1,6 +1,6 @@
-"""What untrusted code tries, as the audit has it tried: each probe is sent into the sandbox as a text.
+"""The attempts of the sandbox audit. The source of each probe is sent into the sandbox.
 
-A probe is a function of the facts that the audit gives it (paths, process ids and ports of baits), and
-returns its attempts by name. An attempt that returns something has reached what it should not; one that
-raises, or returns nothing, was refused. A probe imports what it needs itself: it runs elsewhere, alone.
+A probe is a function of the audit's facts (paths, process ids and ports of the baits) that returns its
+attempts by name. An attempt that returns something has reached what it should not. One that raises or returns
+nothing was refused. A probe imports everything that it needs, because it runs alone.
 """

@@ -1,4 +1,4 @@
-"""How untrusted code can get out, or gain what it was not given."""
+"""Probes that try to escape, or to gain privileges."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Attempts = Mapping[str, Callable[[], Any]]
 
 
 def privileges(facts: Mapping[str, Any]) -> Attempts:
-    """Other users, capabilities, higher limits."""
+    """Become another user, gain capabilities or raise limits."""
     import ctypes
     import os
     import resource
@@ -40,7 +40,7 @@ def privileges(facts: Mapping[str, Any]) -> Attempts:
 
 
 def namespaces(facts: Mapping[str, Any]) -> Attempts:
-    """Mounts and namespaces of its own."""
+    """Mount file systems and create namespaces."""
     import ctypes
     import os
 
@@ -82,7 +82,7 @@ def namespaces(facts: Mapping[str, Any]) -> Attempts:
 
 
 def tracing(facts: Mapping[str, Any]) -> Attempts:
-    """Be a debugger of another process."""
+    """Trace another process as a debugger."""
     import ctypes
     import os
 
@@ -102,24 +102,34 @@ def tracing(facts: Mapping[str, Any]) -> Attempts:
 
 
 def kernel(facts: Mapping[str, Any]) -> Attempts:
-    """Calls with a history of ways out, or that reach what is shared by all."""
+    """Make system calls with a history of exploits, or that reach machine-wide resources."""
     import ctypes
     import os
 
     libc = ctypes.CDLL(None, use_errno=True)
     wanted = {
-        "bpf": (0, 0, 0), "perf_event_open": (0, 0, -1, -1, 0), "userfaultfd": (1,), "io_uring_setup": (1, 0),
-        "keyctl": (0, -3, 1), "add_key": (0, 0, 0, 0, -3), "kcmp": (0, 0, 0, 0, 0),
+        "bpf": (0, 0, 0),
+        "perf_event_open": (0, 0, -1, -1, 0),
+        "userfaultfd": (1,),
+        "io_uring_setup": (1, 0),
+        "keyctl": (0, -3, 1),
+        "add_key": (0, 0, 0, 0, -3),
+        "kcmp": (0, 0, 0, 0, 0),
         "open_by_handle_at": (-1, 0, 0),
-        "memfd_create": (0, 0), "shmget": (0x50524F42, 4096, 0), "pidfd_open": (facts["victim"], 0),
-        "name_to_handle_at": (-100, 0, 0, 0, 0), "personality": (0xFFFFFFFF,), "syslog": (10, 0, 0),
-        "process_vm_writev": (facts["victim"], 0, 0, 0, 0, 0), "kexec_load": (0, 0, 0, 0xFFFF0000),
-    }  # fmt: skip
+        "memfd_create": (0, 0),
+        "shmget": (0x50524F42, 4096, 0),
+        "pidfd_open": (facts["victim"], 0),
+        "name_to_handle_at": (-100, 0, 0, 0, 0),
+        "personality": (0xFFFFFFFF,),
+        "syslog": (10, 0, 0),
+        "process_vm_writev": (facts["victim"], 0, 0, 0, 0, 0),
+        "kexec_load": (0, 0, 0, 0xFFFF0000),
+    }
 
     def called(name: str) -> str:
         ctypes.set_errno(0)
         result = libc.syscall(facts["calls"][name], *map(ctypes.c_long, wanted[name]))
-        if ctypes.get_errno() == 1 or ctypes.get_errno() == 38:  # not permitted; not there
+        if ctypes.get_errno() in (1, 38):  # EPERM, ENOSYS
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         return f"answered {result}, {os.strerror(ctypes.get_errno())}"
 
@@ -127,7 +137,7 @@ def kernel(facts: Mapping[str, Any]) -> Attempts:
 
 
 def programs(facts: Mapping[str, Any]) -> Attempts:
-    """Programs of the host."""
+    """Start programs of the host."""
     import subprocess
     import sys
 
@@ -142,7 +152,7 @@ def programs(facts: Mapping[str, Any]) -> Attempts:
 
 
 def daemon(facts: Mapping[str, Any]) -> Attempts:
-    """Outlive the run: two forks, a session of its own, all signals ignored."""
+    """Outlive the run: fork twice, start a new session and ignore all signals."""
     import os
     import signal
     import time
@@ -159,6 +169,6 @@ def daemon(facts: Mapping[str, Any]) -> Attempts:
                 time.sleep(3)
             os._exit(0)
         os.read(reading, 1)
-        return ""  # whether it survives is seen from outside
+        return ""  # the audit checks from outside whether it survives
 
     return {"double fork": begun}

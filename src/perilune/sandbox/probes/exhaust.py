@@ -1,4 +1,4 @@
-"""What untrusted code can use up. Every attempt goes a little beyond its limit and stops by itself."""
+"""Probes that try to exceed limits. Every attempt goes a little beyond its limit and stops by itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Attempts = Mapping[str, Callable[[], Any]]
 
 
 def memory(facts: Mapping[str, Any]) -> Attempts:
-    """Twice its memory."""
+    """Allocate twice the memory limit."""
 
     def taken(pieces: int) -> str:
         kept = [bytearray(b"x") * (2 * facts["memory_bytes"] // pieces) for _ in range(pieces)]
@@ -19,7 +19,7 @@ def memory(facts: Mapping[str, Any]) -> Attempts:
 
 
 def memory_of_many(facts: Mapping[str, Any]) -> Attempts:
-    """Twice its memory, by several processes that each take less than all of it."""
+    """Allocate twice the memory limit in several processes, each below the limit."""
     import os
     import time
 
@@ -41,7 +41,7 @@ def memory_of_many(facts: Mapping[str, Any]) -> Attempts:
 
 
 def memory_of_threads(facts: Mapping[str, Any]) -> Attempts:
-    """Twice its memory, by processes that were begun by threads which live on."""
+    """Allocate twice the memory limit in processes that were started by threads."""
     import os
     import threading
     import time
@@ -71,16 +71,15 @@ def memory_of_threads(facts: Mapping[str, Any]) -> Attempts:
 
 
 def memory_let_go(facts: Mapping[str, Any]) -> Attempts:
-    """Memory that stays when no process has it any more: shared mappings, pages in pipes, huge pages."""
+    """Allocate memory that belongs to no process: shared mappings, pages in pipes, huge pages."""
     import ctypes
     import mmap
     import os
 
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (
-        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
-    )  # fmt: skip
+    number = ctypes.c_int
+    libc.mmap.argtypes = ctypes.c_void_p, ctypes.c_size_t, number, number, number, ctypes.c_long
     libc.munmap.argtypes = ctypes.c_void_p, ctypes.c_size_t
     piece = 1 << 21
 
@@ -122,7 +121,7 @@ def memory_let_go(facts: Mapping[str, Any]) -> Attempts:
 
 
 def shared_slots(facts: Mapping[str, Any]) -> Attempts:
-    """What the whole machine has one supply of."""
+    """Use machine-wide resources of the kernel."""
     import ctypes
     import os
 
@@ -138,7 +137,7 @@ def shared_slots(facts: Mapping[str, Any]) -> Attempts:
 
 
 def processes(facts: Mapping[str, Any]) -> Attempts:
-    """More processes, and more threads, than it may have."""
+    """Start more processes and threads than allowed."""
     import os
     import signal
     import threading
@@ -175,7 +174,7 @@ def processes(facts: Mapping[str, Any]) -> Attempts:
 
 
 def descriptors(facts: Mapping[str, Any]) -> Attempts:
-    """More open files than it may have."""
+    """Open more files than allowed."""
     import os
 
     def opened() -> str:
@@ -192,7 +191,7 @@ def descriptors(facts: Mapping[str, Any]) -> Attempts:
 
 
 def disk(facts: Mapping[str, Any]) -> Attempts:
-    """Twice its scratch folder, for a moment: by one file, by many, and by names alone."""
+    """Fill twice the scratch folder for a moment: with one file, many files, and empty names."""
     import os
     import time
     from pathlib import Path
@@ -226,7 +225,7 @@ def disk(facts: Mapping[str, Any]) -> Attempts:
 
 
 def processor(facts: Mapping[str, Any]) -> Attempts:
-    """More time on the processor than it may have."""
+    """Use more CPU time than allowed."""
     import time
 
     def burnt() -> str:
@@ -239,7 +238,7 @@ def processor(facts: Mapping[str, Any]) -> Attempts:
 
 
 def clock(facts: Mapping[str, Any]) -> Attempts:
-    """More time than it may have, deaf to every signal that can be ignored."""
+    """Run longer than allowed, ignoring every signal that can be ignored."""
     import signal
     import time
 
@@ -253,7 +252,7 @@ def clock(facts: Mapping[str, Any]) -> Attempts:
 
 
 def output(facts: Mapping[str, Any]) -> Attempts:
-    """Ten million lines, or as many as are heard."""
+    """Write ten million lines."""
     import os
 
     def flooded() -> str:

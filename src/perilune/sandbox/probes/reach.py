@@ -1,4 +1,4 @@
-"""What untrusted code can talk to."""
+"""Probes that try to communicate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Attempts = Mapping[str, Callable[[], Any]]
 
 
 def network(facts: Mapping[str, Any]) -> Attempts:
-    """This machine and others, by network."""
+    """Reach this machine and others over the network."""
     import socket
 
     def connected(family: int, kind: int, address: Any) -> str:
@@ -33,7 +33,7 @@ def network(facts: Mapping[str, Any]) -> Attempts:
 
 
 def local_sockets(facts: Mapping[str, Any]) -> Attempts:
-    """Sockets of this machine that are no network."""
+    """Reach local sockets of this machine."""
     import socket
 
     def connected(address: str) -> str:
@@ -55,7 +55,7 @@ def local_sockets(facts: Mapping[str, Any]) -> Attempts:
 
 
 def other_runs(facts: Mapping[str, Any]) -> Attempts:
-    """Other runs, by a file of the library that all of them read."""
+    """Communicate with other runs through a library file that all of them read."""
     import ctypes
     import fcntl
     import os
@@ -83,7 +83,7 @@ def other_runs(facts: Mapping[str, Any]) -> Attempts:
 
 
 def other_families(facts: Mapping[str, Any]) -> Attempts:
-    """Families that no network namespace contains, or that change the kernel's tables."""
+    """Open sockets that no network namespace contains, or that change kernel tables."""
     import socket
 
     def opened(family: str, kind: int) -> str:

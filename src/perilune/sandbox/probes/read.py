@@ -1,4 +1,4 @@
-"""What untrusted code can read."""
+"""Probes that try to read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Attempts = Mapping[str, Callable[[], Any]]
 
 
 def secrets(facts: Mapping[str, Any]) -> Attempts:
-    """Files of who started the sandbox, and of others."""
+    """Read files of the sandbox's owner and of other users."""
     import os
     from pathlib import Path
 
@@ -27,7 +27,7 @@ def secrets(facts: Mapping[str, Any]) -> Attempts:
 
 
 def project(facts: Mapping[str, Any]) -> Attempts:
-    """What knows answers: this package, and what is installed beside it."""
+    """Read what contains answers: this package and the packages installed beside it."""
     import importlib
     import os
     import sys
@@ -46,7 +46,7 @@ def project(facts: Mapping[str, Any]) -> Attempts:
 
 
 def memory(facts: Mapping[str, Any]) -> Attempts:
-    """Memory of other processes."""
+    """Read memory of other processes."""
     import ctypes
     import os
 
@@ -74,7 +74,7 @@ def memory(facts: Mapping[str, Any]) -> Attempts:
 
 
 def descriptors(facts: Mapping[str, Any]) -> Attempts:
-    """Descriptors that were open when it began."""
+    """Use descriptors that were open at the start."""
     import os
     import stat
 
@@ -97,7 +97,7 @@ def descriptors(facts: Mapping[str, Any]) -> Attempts:
 
 
 def run_before(facts: Mapping[str, Any]) -> Attempts:
-    """What the run before this one has left."""
+    """Read what the previous run left behind."""
     import gc
     import os
 

@@ -1,4 +1,4 @@
-"""What untrusted code can see of the host."""
+"""Probes that try to see the host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Attempts = Mapping[str, Callable[[], Any]]
 
 
 def processes(facts: Mapping[str, Any]) -> Attempts:
-    """Processes of the host."""
+    """See processes of the host."""
     import os
 
     bait = str(facts["victim"])
@@ -21,7 +21,7 @@ def processes(facts: Mapping[str, Any]) -> Attempts:
 
 
 def environment(facts: Mapping[str, Any]) -> Attempts:
-    """Environment variables of who started the sandbox."""
+    """See environment variables of the sandbox's owner."""
     import os
     from pathlib import Path
 
@@ -37,11 +37,11 @@ def environment(facts: Mapping[str, Any]) -> Attempts:
 
 
 def files(facts: Mapping[str, Any]) -> Attempts:
-    """Which files the host has, whether or not they can be read."""
+    """See which files the host has, readable or not."""
     import os
 
     def listed(folder: str) -> str:
-        """What is there beside the way to Python's library, which has to be there."""
+        """The entries of a folder, except the path to Python's library."""
         names = os.listdir(folder)  # noqa: PTH208
         return ", ".join([name for name in names if not os.__file__.startswith(f"{folder}/{name}/")][:5])
 
@@ -54,7 +54,7 @@ def files(facts: Mapping[str, Any]) -> Attempts:
 
 
 def host(facts: Mapping[str, Any]) -> Attempts:
-    """Mounts, users and the name of the host."""
+    """See mounts, users and the name of the host."""
     import os
     from pathlib import Path
 

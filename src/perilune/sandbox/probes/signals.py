@@ -1,4 +1,4 @@
-"""Which other processes untrusted code can reach."""
+"""Probes that try to affect other processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Attempts = Mapping[str, Callable[[], Any]]
 
 
 def signals(facts: Mapping[str, Any]) -> Attempts:
-    """Signals to processes of the host."""
+    """Send signals to processes of the host."""
     import os
     import signal
 
@@ -24,14 +24,14 @@ def signals(facts: Mapping[str, Any]) -> Attempts:
 
     return {
         "the owner": lambda: sent(facts["owner"], 0),
-        "what began it all": lambda: sent(facts["keeper"], 0),
+        "the supervisor": lambda: sent(facts["supervisor"], 0),
         "by a descriptor": by_descriptor,
         "kill another process": lambda: sent(facts["victim"], 9),
     }
 
 
 def priorities(facts: Mapping[str, Any]) -> Attempts:
-    """Priority, processors and limits of processes of the host."""
+    """Change priority, processors and limits of processes of the host."""
     import os
     import resource
 

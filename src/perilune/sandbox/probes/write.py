@@ -1,4 +1,4 @@
-"""What untrusted code can write."""
+"""Probes that try to write."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Attempts = Mapping[str, Callable[[], Any]]
 
 
 def folders(facts: Mapping[str, Any]) -> Attempts:
-    """Folders outside its own."""
+    """Write to folders outside the scratch folder."""
     import os
     import sysconfig
     from pathlib import Path
@@ -35,7 +35,7 @@ def folders(facts: Mapping[str, Any]) -> Attempts:
 
 
 def existing_files(facts: Mapping[str, Any]) -> Attempts:
-    """Files that are there already."""
+    """Change existing files."""
     import os
     from pathlib import Path
 
@@ -61,7 +61,7 @@ def existing_files(facts: Mapping[str, Any]) -> Attempts:
 
 
 def devices(facts: Mapping[str, Any]) -> Attempts:
-    """Devices and what the kernel is told by."""
+    """Write to devices and to kernel settings."""
     import os
     import stat
 
