@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perilune.bundle.archive import Limits, pack, unpack
+from perilune.bundle.archive import ArchiveLimits, pack, unpack
 from perilune.bundle.digest import bundle_digest
 from perilune.bundle.manifest import write_manifest
 from perilune.bundle.verify import verify
@@ -78,7 +78,7 @@ def test_equal_bundles_give_equal_archives(
 
 def test_packing_needs_a_whole_bundle_and_a_free_name(bundle: Path, packed: Path, tmp_path: Path) -> None:
     (tmp_path / "taken").touch()
-    with pytest.raises(RequestError, match="already here"):
+    with pytest.raises(RequestError, match="file exists already"):
         pack(bundle, tmp_path / "taken")
     (bundle / "job.json").unlink()
     with pytest.raises(RequestError, match=r"job\.json is missing"):
@@ -145,9 +145,9 @@ def test_a_file_that_is_also_a_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_limits_are_held(packed: Path, tmp_path: Path) -> None:
-    refuses(packed, tmp_path, "more than 3 members", limits=Limits(files=3))
-    refuses(packed, tmp_path, "over the limit on bytes", limits=Limits(file_bytes=1000))
-    refuses(packed, tmp_path, "over the limit on bytes", limits=Limits(bytes=100_000))
+    refuses(packed, tmp_path, "more than 3 members", limits=ArchiveLimits(files=3))
+    refuses(packed, tmp_path, "exceeds the limit", limits=ArchiveLimits(file_bytes=1000))
+    refuses(packed, tmp_path, "exceeds the limit", limits=ArchiveLimits(bytes=100_000))
 
 
 def test_a_bomb_is_refused_before_it_fills_the_disk(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_bomb_is_refused_before_it_fills_the_disk(tmp_path: Path) -> None:
         file.write(info.tobuf())
         for _ in range(300):
             file.write(b"\0" * (1 << 20))
-    refuses(path, tmp_path, "over the limit on bytes", limits=Limits(bytes=1 << 20))
+    refuses(path, tmp_path, "exceeds the limit", limits=ArchiveLimits(bytes=1 << 20))
 
 
 def test_padding_without_end_is_refused(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_padding_without_end_is_refused(tmp_path: Path) -> None:
     with gzip.open(path, "wb", compresslevel=1) as file:
         for _ in range(50):
             file.write(b"\0" * (1 << 20))
-    refuses(path, tmp_path, "more than the limit", limits=Limits(files=10, bytes=1 << 20))
+    refuses(path, tmp_path, "more than the limit", limits=ArchiveLimits(files=10, bytes=1 << 20))
 
 
 def test_an_oversized_header_is_refused_before_it_fills_the_memory(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_negative_size_is_refused(tmp_path: Path) -> None:
     raw[148:156] = b"%06o\0 " % sum(raw)
     path = tmp_path / "a.tar.gz"
     path.write_bytes(gzip.compress(bytes(raw) + b"\0" * 1024))
-    refuses(path, tmp_path, "limit on bytes|damaged")
+    refuses(path, tmp_path, "exceeds the limit|damaged")
 
 
 def test_set_user_id_does_not_survive(packed: Path, tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_another_digest_is_refused(packed: Path, tmp_path: Path) -> None:
 def test_unpacking_does_not_replace(packed: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
-    refuses(packed, tmp_path, "already there")
+    refuses(packed, tmp_path, "the destination exists")
 
 
 @settings(max_examples=40, deadline=None)
@@ -259,7 +259,7 @@ def test_an_archive_that_unpacks_to_far_more_than_it_holds_writes_nothing(
     assert archive.stat().st_size < 1 << 16
     written: list[Path] = []
     monkeypatch.setattr("perilune.bundle.archive._write", lambda tar, one, path: written.append(path))
-    refuses(archive, tmp_path, "over the limit on bytes")
+    refuses(archive, tmp_path, "exceeds the limit")
     assert written == []
 
 

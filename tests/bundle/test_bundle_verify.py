@@ -157,10 +157,10 @@ def test_the_first_of_several_differences_is_first(bundle: Path) -> None:
 
 
 def test_no_bundle_and_half_a_bundle(tmp_path: Path, bundle: Path) -> None:
-    with pytest.raises(RequestError, match="no bundle here"):
+    with pytest.raises(RequestError, match="not a bundle"):
         verify(tmp_path / "absent")
     (tmp_path / "file").touch()
-    with pytest.raises(RequestError, match="no bundle here"):
+    with pytest.raises(RequestError, match="not a bundle"):
         verify(tmp_path / "file")
     (bundle / BUNDLE_FILE).unlink()
     assert first(bundle) == (BUNDLE_FILE, "missing")

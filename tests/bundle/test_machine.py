@@ -10,7 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from perilune.bundle.machine import Limits, control_group_limits, describe_machine, observe_machine
+from perilune.bundle.machine import (
+    ControlGroupLimits,
+    control_group_limits,
+    describe_machine,
+    observe_machine,
+)
 
 GIB = 2**30
 
@@ -60,7 +65,7 @@ def test_version_2_takes_the_tightest_of_the_enclosing_groups(tmp_path):
             "sys/fs/cgroup/user.slice/job.scope/memory.max": f"{4 * GIB}\n",
         },
     )
-    assert control_group_limits(root) == Limits(cores=1.5, memory=4 * GIB)
+    assert control_group_limits(root) == ControlGroupLimits(cores=1.5, memory=4 * GIB)
 
 
 def test_version_1_and_a_path_only_the_host_sees(tmp_path):
@@ -73,11 +78,11 @@ def test_version_1_and_a_path_only_the_host_sees(tmp_path):
             "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
         },
     )
-    assert control_group_limits(root) == Limits(cores=0.5, memory=2 * GIB)
+    assert control_group_limits(root) == ControlGroupLimits(cores=0.5, memory=2 * GIB)
 
 
 def test_no_limit_is_none(tmp_path):
-    assert control_group_limits(tmp_path) == Limits(None, None)
+    assert control_group_limits(tmp_path) == ControlGroupLimits(None, None)
     root = tree(
         tmp_path,
         {
@@ -87,7 +92,7 @@ def test_no_limit_is_none(tmp_path):
             "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
         },
     )
-    assert control_group_limits(root) == Limits(None, None)
+    assert control_group_limits(root) == ControlGroupLimits(None, None)
 
 
 @pytest.mark.gpu

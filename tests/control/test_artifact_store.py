@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from drill_cases import Command, carry_out, drill_plan
 
-from perilune.bundle.attested import Evidence, tampered
+from perilune.bundle.attested import Evidence, attestation_problems
 from perilune.bundle.envelope import PUBLIC
 from perilune.control.evidence.artifact_store import VARIABLE, ArtifactStore
 from perilune.control.runs.experiments import Control
@@ -65,7 +65,7 @@ def test_a_cut_push_goes_on_and_damage_is_named(
     total = sum(path.stat().st_size for path in control.directory(run).rglob("*") if path.is_file())
     assert 0 < store.push(control, run) < total
     store.pull(run.id, tmp_path / "back")
-    assert list(tampered(Evidence.exported(tmp_path / "back", control.home.keys / PUBLIC))) == []
+    assert list(attestation_problems(Evidence.exported(tmp_path / "back", control.home.keys / PUBLIC))) == []
     index = json.loads((tmp_path / "share" / "runs" / f"{run.id}.json").read_bytes())
     digest = index["files"]["bundle/artifacts/data/total.json"]["sha256"]
     damaged = tmp_path / "share" / "sha256" / digest[:2] / digest

@@ -14,8 +14,8 @@ from drill_cases import Command, carry_out, drill_job, drill_plan, family, hangi
 from sqlalchemy import select
 
 from perilune.bundle import storage
-from perilune.bundle.attested import REMOVED, Evidence, tampered
-from perilune.bundle.envelope import PUBLIC, SigningKey, opened
+from perilune.bundle.attested import REMOVED, Evidence, attestation_problems
+from perilune.bundle.envelope import PUBLIC, SigningKey, verified_statement
 from perilune.bundle.storage import remove_tree
 from perilune.bundle.verify import verify
 from perilune.control.evidence.disk import _is_replaced, removable
@@ -70,7 +70,9 @@ def test_a_kill_at_any_point_leaves_things_whole_or_gone_and_all_of_it_verifies(
     plan = drill_plan(steps=4, fail_at=2, how="hang", fresh_only=True)
     assert [type(event) for event in carry_out(control, plan)] == [StageReused]
     export(control, run, tmp_path / "handed")
-    assert list(tampered(Evidence.exported(tmp_path / "handed", control.home.keys / PUBLIC))) == []
+    assert (
+        list(attestation_problems(Evidence.exported(tmp_path / "handed", control.home.keys / PUBLIC))) == []
+    )
     assert collect(control, run.id)
     code, out, _ = perilune("bundle", "verify", str(second))
     assert code == 0 and "4 artifacts were deleted by perilune gc" in out
@@ -80,7 +82,7 @@ def test_a_kill_at_any_point_leaves_things_whole_or_gone_and_all_of_it_verifies(
     }
 
     # Nothing else may be missing, and nobody else may say that it may.
-    statement = opened(second / REMOVED, control.home.keys / PUBLIC)
+    statement = verified_statement(second / REMOVED, control.home.keys / PUBLIC)
     total = second / "artifacts" / "data" / "total.json"
     kept = total.read_bytes()
     total.unlink()

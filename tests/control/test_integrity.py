@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from drill_cases import Command, carry_out, drill_plan
 
-from perilune.bundle.attested import Evidence, tampered
-from perilune.bundle.envelope import PUBLIC, SignatureError, SigningKey, opened
+from perilune.bundle.attested import Evidence, attestation_problems
+from perilune.bundle.envelope import PUBLIC, SignatureError, SigningKey, verified_statement
 from perilune.control.evidence.verification import VERIFIED, export, record_problem
 from perilune.control.runs.experiments import Control
 from perilune.errors import RequestError
@@ -28,7 +28,7 @@ def exported(control: Control, tmp_path: Path) -> Path:
 
 
 def problems(folder: Path, key: Path | None = None) -> list[str]:
-    return list(tampered(Evidence.exported(folder, key or folder / PUBLIC)))
+    return list(attestation_problems(Evidence.exported(folder, key or folder / PUBLIC)))
 
 
 def rewrite(path: Path, data: bytes) -> None:
@@ -93,7 +93,7 @@ def test_the_whole_rewritten_with_another_key_does_not_pass_for_the_first(
 ) -> None:
     stranger = SigningKey(tmp_path / "stranger")
     for path in (exported / "attestations").iterdir():
-        path.write_bytes(stranger.sign(opened(path, exported / PUBLIC)))
+        path.write_bytes(stranger.sign(verified_statement(path, exported / PUBLIC)))
     trusted = tmp_path / "trusted.pub"
     shutil.copy(exported / PUBLIC, trusted)
     shutil.copy(stranger.public, exported / PUBLIC)
@@ -195,7 +195,7 @@ def test_of_two_who_make_a_key_at_once_one_key_stays(tmp_path: Path) -> None:
     for number, key in enumerate(made):
         path = tmp_path / f"{number}.json"
         path.write_bytes(key.sign({"_type": "https://in-toto.io/Statement/v1"}))
-        assert opened(path, made[0].public)
+        assert verified_statement(path, made[0].public)
     assert sorted(path.name for path in (tmp_path / "keys").iterdir()) == ["controller.key", "controller.pub"]
 
 
@@ -206,6 +206,6 @@ def test_what_is_no_key_is_refused(tmp_path: Path) -> None:
     key = SigningKey(tmp_path / "good")
     (tmp_path / "signed").write_bytes(key.sign({"_type": "something else"}))
     with pytest.raises(SignatureError, match="holds no in-toto statement"):
-        opened(tmp_path / "signed", key.public)
+        verified_statement(tmp_path / "signed", key.public)
     with pytest.raises(RequestError, match="no public Ed25519 key"):
-        opened(tmp_path / "signed", tmp_path / "controller.key")
+        verified_statement(tmp_path / "signed", tmp_path / "controller.key")

@@ -214,7 +214,7 @@ def test_freezing_refuses_a_value_that_is_kept_elsewhere(
     kept = tmp_path / "kept"
     kept.write_text(CANARY)
     assert perilune("secrets", "set", "JUDGE_KEY", "--file", str(kept))[0] == 0
-    with pytest.raises(RequestError, match="the value of the secret JUDGE_KEY stands in"):
+    with pytest.raises(RequestError, match="contains the value of the secret JUDGE_KEY"):
         freeze(drill_job(secrets=("JUDGE_KEY",), say=f"key {CANARY}"), {}, tmp_path / "bundle")
 
 

@@ -67,7 +67,7 @@ def test_few_examples_are_not_run() -> None:
     ("language", "text", "error", "message"),
     [
         ("python", "1 / 0\n", ZeroDivisionError, "division"),
-        ("console", "$ perilune quickstrat\n", AssertionError, "no command is called 'quickstrat'"),
+        ("console", "$ perilune quickstrat\n", AssertionError, "unknown command 'quickstrat'"),
         ("bash", "false | true\n", AssertionError, "exit code 1"),
         ("yaml", "sede: 1\n", AssertionError, "sede"),
         ("toml", "[project\n", ValueError, "line 1"),

@@ -40,8 +40,8 @@ def test_options_are_typed_and_the_rest_stays(tmp_path: Path) -> None:
     [
         ("{name: grpo, clip_hgih: 0.2}", "stages.rl.algorithm.clip_hgih is not a known key", "'clip_high'"),
         ("{name: grpo, clip_low: 2.0}", "stages.rl.algorithm.clip_low is 2.0 but should be less than 1", ""),
-        ("{name: grpoo}", "stages.rl.algorithm: no algorithm is called 'grpoo'", "'grpo'"),
-        ("grpoo", "stages.rl.algorithm: no algorithm is called 'grpoo'", "'grpo'"),
+        ("{name: grpoo}", "stages.rl.algorithm: no algorithm 'grpoo'", "'grpo'"),
+        ("grpoo", "stages.rl.algorithm: no algorithm 'grpoo'", "'grpo'"),
         ("{clip_low: 0.1}", "stages.rl.algorithm.name is missing", ""),
         ("7", "stages.rl.algorithm is 7 but should be a section of keys", ""),
     ],

@@ -142,7 +142,7 @@ BAD = {  # (text replaced, by what): where, what is said
     ("heat: 1e-1", "style: gaudy"): (":11:", 'stages.bread.style is "gaudy"', "'plain' or 'fancy'"),
     ("heat: 1e-1", "heat: .nan"): (":11:", "stages.2.heat", "not a finite number"),
     ("heat: 1e-1", "flour: cake"): (":11:", "stages.2.flour is given twice", "line 10"),
-    ("task: lay}", "task: layy}"): (":7:", "no task called 'layy'", "'lay'"),
+    ("task: lay}", "task: layy}"): (":7:", "no task 'layy'", "'lay'"),
     ("name: egg,", "name: bread,"): (":8:", "two stages have the name 'bread'", ""),
     ("name: egg,", "name: seed,"): (":7:", "'seed' is a key of recipes", ""),
     ("name: egg,", "name: 'e g',"): (":7:", "stages.e g.name", "pattern"),

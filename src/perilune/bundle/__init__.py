@@ -1,1 +1,1 @@
-"""The contract between the planes: layout, freezing, digests, provenance, verification."""
+"""Bundles: layout, freezing, digests, provenance and verification. Both planes depend on this package."""

@@ -1,4 +1,4 @@
-"""A bundle as one file, and back. What comes out of an archive is hostile until it has been verified."""
+"""Packs a bundle into one archive and unpacks it. An archive is untrusted until it has been verified."""
 
 from __future__ import annotations
 
@@ -18,36 +18,37 @@ from perilune.bundle.verify import require_verified
 from perilune.errors import RequestError
 from perilune.files import open_regular
 
-_CHUNK = 1 << 20  # bytes moved at once; a header that wants more is an attack
+_CHUNK = 1 << 20  # bytes read at a time; a larger header is an attack
 _LONGEST_PATH = 1024  # characters
-_RATIO = 100  # bytes that a byte of an archive may unpack to, beyond ...
-_ANYWAY = 1 << 28  # ... these bytes, which any archive may
+_RATIO = 100  # bytes that each byte of an archive may unpack to, in addition to ...
+_ANYWAY = 1 << 28  # ... these bytes, which every archive may
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """The most an archive may unpack to: number of files, bytes of one file, bytes in all."""
+class ArchiveLimits:
+    """Limits on unpacking an archive: number of files, bytes of one file, bytes in total."""
 
     files: int = 100_000
     file_bytes: int = 1 << 40
     bytes: int = 1 << 41
 
-    def of(self, archive: Path) -> Limits:
-        """The limits for one archive, which may unpack to a multiple of its size."""
+    def of(self, archive: Path) -> ArchiveLimits:
+        """The limits for one archive, which depend on its size."""
         return replace(self, bytes=min(self.bytes, _ANYWAY + _RATIO * archive.stat().st_size))
 
 
 def pack(bundle: Path, archive: Path) -> None:
-    """Write the bundle, with whatever it has observed, to `archive` (.tar.gz).
+    """Write the bundle, with its artifacts and runtime files, to `archive` (.tar.gz).
 
-    Equal bundles give equal archives with the same zlib: names are sorted, owners and times are left out.
+    Equal bundles give equal archives with the same zlib: names are sorted, and owners and times are omitted.
 
     Raises:
-        RequestError: when the bundle is not whole, `archive` exists, or the disk is full or not writable.
+        RequestError: when the bundle is incomplete or changed, `archive` exists, or the disk cannot be
+            written.
     """
     require_verified(bundle)
     if archive.exists():
-        raise RequestError("something is already here", where=str(archive), remedy="choose another name")
+        raise RequestError("the file exists already", where=str(archive), remedy="choose another name")
     with storage_errors("pack the bundle", archive), built_beside(archive) as building:
         whole = building / archive.name
         with (
@@ -65,27 +66,29 @@ def pack(bundle: Path, archive: Path) -> None:
 
 
 def unpack(
-    archive: Path, destination: Path, *, digest: str | None = None, limits: Limits | None = None
+    archive: Path, destination: Path, *, digest: str | None = None, limits: ArchiveLimits | None = None
 ) -> None:
-    """Unpack a bundle to `destination`, which must not exist, and verify it before it gets its name.
+    """Unpack a bundle to `destination`, which must not exist, and verify it before it is renamed into place.
 
-    Only plain files come out, below `destination`, each once, within `limits`; links, devices, absolute
-    paths and ".." are refused, and so is a bundle that differs from its own digest or from `digest`.
+    Unpacks only plain files below `destination`, each once, within `limits`. Refuses links, devices, absolute
+    paths, "..", and a bundle that differs from its own digest or from `digest`.
 
     Raises:
-        RequestError: saying which member is wrong. Nothing is left behind.
+        RequestError: with the name of the wrong member. Leaves no files behind.
     """
     if not archive.exists():
         raise RequestError("no such file", where=str(archive))
     with storage_errors("unpack the bundle", destination), built_beside(destination) as building:
         try:
-            bounds = (limits or Limits()).of(archive)
+            bounds = (limits or ArchiveLimits()).of(archive)
             if _checked_size(archive, bounds) > shutil.disk_usage(building).free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(building))
             with open_regular(archive) as file, gzip.GzipFile(fileobj=file) as packed:
                 _extract(_Bounded(packed, bounds), building, bounds)
         except RequestError as error:
-            raise RequestError(error.what, where=str(archive), remedy="get it from whom you trust") from None
+            raise RequestError(
+                error.what, where=str(archive), remedy="get the archive from a source that you trust"
+            ) from None
         except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, ValueError) as error:
             raise RequestError(
                 f"the archive is damaged: {error}", where=str(archive), remedy="fetch it again"
@@ -97,11 +100,11 @@ def unpack(
 
 
 class _Bounded(io.RawIOBase):
-    """A decompressed stream that ends in an error, not in a full memory or disk."""
+    """A decompressed stream that raises an error before memory or disk are full."""
 
-    def __init__(self, stream: gzip.GzipFile, limits: Limits) -> None:
+    def __init__(self, stream: gzip.GzipFile, limits: ArchiveLimits) -> None:
         self._stream = stream
-        self._most = limits.bytes + limits.files * 4096  # headers and padding come on top
+        self._most = limits.bytes + limits.files * 4096  # with headers and padding
 
     def read(self, size: int | None = -1) -> bytes:
         if size is None or size < 0 or size > _CHUNK:
@@ -123,7 +126,7 @@ class _Bounded(io.RawIOBase):
             raise RequestError("the archive unpacks to more than the limit")
 
 
-def _extract(stream: _Bounded, root: Path, limits: Limits) -> None:
+def _extract(stream: _Bounded, root: Path, limits: ArchiveLimits) -> None:
     total = 0
     with tarfile.open(fileobj=stream, mode="r:") as tar:
         for number, member in enumerate(tar, start=1):
@@ -139,12 +142,12 @@ def _extract(stream: _Bounded, root: Path, limits: Limits) -> None:
             except FileExistsError:
                 raise RequestError(f"{member.name!r} is in the archive twice") from None
             path.chmod(member.mode & 0o755)
-    while stream.read(_CHUNK):  # to the end, where gzip keeps its checksum
+    while stream.read(_CHUNK):  # to the end, where gzip checks its checksum
         pass
 
 
-def _checked_size(archive: Path, limits: Limits) -> int:
-    """Check all headers before anything is written, and return how many bytes they declare."""
+def _checked_size(archive: Path, limits: ArchiveLimits) -> int:
+    """Check all headers before anything is written, and return the bytes that they declare."""
     with open_regular(archive) as file, gzip.GzipFile(fileobj=file) as packed:
         total = 0
         with tarfile.open(fileobj=_Bounded(packed, limits), mode="r:") as tar:
@@ -154,16 +157,16 @@ def _checked_size(archive: Path, limits: Limits) -> int:
     return total
 
 
-def _check_member(member: tarfile.TarInfo, number: int, total: int, limits: Limits) -> None:
+def _check_member(member: tarfile.TarInfo, number: int, total: int, limits: ArchiveLimits) -> None:
     _safe(member)
     if number > limits.files:
         raise RequestError(f"the archive has more than {limits.files} members")
     if member.size < 0 or member.size > limits.file_bytes or total > limits.bytes:
-        raise RequestError(f"{member.name!r} takes the archive over the limit on bytes, {limits.bytes:,}")
+        raise RequestError(f"{member.name!r} exceeds the limit of the archive, {limits.bytes:,} bytes")
 
 
 def _safe(member: tarfile.TarInfo) -> PurePosixPath:
-    """The relative path of a member that may be unpacked."""
+    """The relative path of a member, if it is safe to unpack."""
     name = member.name
     if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE) or member.issparse():
         raise RequestError(f"{name!r} is a link or a special file; a bundle has none")

@@ -1,12 +1,12 @@
-"""Is evidence what was attested of it? Works on files alone: no database, no network.
+"""Checks the evidence of a run against its signed statements, with files only: no database, no network.
 
 Evidence is a folder:
 
 ```
-bundle/         the frozen bundle with what one attempt observed in it; runtime/removed.json, where there is
-                one, is the signed statement of which artifacts were removed on purpose since
-attestations/   bundle.json and result.json: signed statements about it
-controller.pub  the key they are signed with
+bundle/         the frozen bundle with the artifacts and runtime files of one attempt. The optional file
+                runtime/removed.json is a signed list of the artifacts that were deleted on purpose
+attestations/   bundle.json and result.json: signed statements about the bundle and the result
+controller.pub  the public key of the signatures
 ```
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from perilune.bundle.digest import OBSERVED, walk
-from perilune.bundle.envelope import SignatureError, opened
+from perilune.bundle.envelope import SignatureError, verified_statement
 from perilune.bundle.statements import (
     BUNDLE_PREDICATE,
     REMOVAL_PREDICATE,
@@ -32,19 +32,19 @@ from perilune.bundle.statements import (
 from perilune.bundle.verify import attested_hashes, verify
 from perilune.files import sha256_file
 
-REMOVED = "runtime/removed.json"  # in an attempt
+REMOVED = "runtime/removed.json"  # in the folder of an attempt
 BUNDLE_STATEMENT, RESULT_STATEMENT = "bundle.json", "result.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Where the parts of one attempt's evidence lie.
+    """The files of one attempt's evidence.
 
     Attributes:
         bundle: the attempt's copy of the bundle.
         submitted, result: envelopes of the two statements.
         key: the public key.
-        run: what the statements must be about; None takes any run.
+        run: the run that the statements must be about; None accepts any run.
     """
 
     bundle: Path
@@ -55,13 +55,13 @@ class Evidence:
 
     @classmethod
     def exported(cls, folder: Path, key: Path) -> Evidence:
-        """As `perilune export` lays it out."""
+        """The evidence in a folder that `perilune export` made."""
         statements = folder / "attestations"
         return cls(folder / "bundle", statements / BUNDLE_STATEMENT, statements / RESULT_STATEMENT, key)
 
 
-def tampered(evidence: Evidence) -> Iterator[str]:
-    """What is not as attested, a sentence each; nothing when all is.
+def attestation_problems(evidence: Evidence) -> Iterator[str]:
+    """Yield one sentence for each difference from the signed statements.
 
     Raises:
         RequestError: when the key or the bundle cannot be read.
@@ -89,7 +89,7 @@ def tampered(evidence: Evidence) -> Iterator[str]:
     yield from _about(evidence, evidence.result, invocation.partition("/")[0])
     hashes = attested_hashes(evidence.bundle)
     for name in {difference.path for difference in differences}:
-        hashes[name] = ""  # what differs from the manifest
+        hashes[name] = ""  # differs from the manifest
     present = {
         f"{folder}/{path}": status
         for folder in OBSERVED
@@ -109,13 +109,13 @@ def tampered(evidence: Evidence) -> Iterator[str]:
         ):
             yield f"{name} has another mode: {mode}"
     attested = {subject["name"] for subject in result["subject"]} | UNATTESTED
-    if "runtime/claim.json" in attested:  # else made before all of runtime/ was attested
+    if "runtime/claim.json" in attested:  # older results attested only a part of runtime/
         for name in sorted(name for name in present.keys() - attested if name.startswith("runtime/")):
             yield f"{name} was not there when the result was attested"
 
 
 def stated_removals(bundle: Path) -> frozenset[str]:
-    """As `removed_files`, without asking who says so; empty when it is not legible."""
+    """Like `removed_files`, without checking the signature; empty when the file is unreadable."""
     try:
         payload = json.loads((bundle / REMOVED).read_bytes())["payload"]
         subjects = json.loads(base64.b64decode(payload, validate=True))["subject"]
@@ -125,13 +125,13 @@ def stated_removals(bundle: Path) -> frozenset[str]:
 
 
 def removed_files(bundle: Path, key: Path, run: str | None = None) -> frozenset[str]:
-    """Artifacts of an attempt that were removed on purpose, as paths in the bundle.
+    """The artifacts of an attempt that were deleted on purpose, as paths in the bundle.
 
     Args:
-        run: whose they must be; None takes any run's.
+        run: the run that the statement must be about; None accepts any run.
 
     Raises:
-        SignatureError: what says so is not signed with `key`, or is about another run.
+        SignatureError: when the list is not signed with `key`, or is about another run.
     """
     path = bundle / REMOVED
     if not path.exists():
@@ -149,7 +149,7 @@ def _about(evidence: Evidence, envelope: Path, run: str) -> Iterator[str]:
 
 
 def _statement(envelope: Path, key: Path, predicate: str) -> dict[str, Any]:
-    statement = opened(envelope, key)
+    statement = verified_statement(envelope, key)
     if statement.get("predicateType") != predicate:
         raise SignatureError(
             f"attests something else ({statement.get('predicateType')})", where=str(envelope)

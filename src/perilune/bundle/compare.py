@@ -1,7 +1,8 @@
-"""What differs between two runs, and whether one reproduced the other.
+"""Compares two runs.
 
-`compare_runs` explains: recipe, code, packages, machine, inputs, results. `compare_artifacts` judges: what a
-run computed must be the same byte for byte; what it took (times, hardware, logs) need not be.
+`compare_runs` lists the differences in recipe, code, packages, machine, inputs and results.
+`compare_artifacts` decides whether a run was reproduced: computed files must be identical byte for byte;
+times, hardware figures and logs may differ.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from perilune.bundle.wheel import wheel_members
 from perilune.errors import RequestError
 from perilune.files import read_json, read_json_lines, sha256_file
 
-# Under artifacts/. Wall-clock figures, logs and observations of the machine are not results, nor is an audit,
-# some of whose findings are deadlines that were missed.
-_NOT_RESULTS = {
-    "timings.jsonl", "hardware.jsonl", "precheck.json", "source.patch", "manifest.json", "reward_audit.json",
-}  # fmt: skip
+# Under artifacts/. Timings and observations of the machine are not results. A reward audit is none either,
+# because some of its findings are missed deadlines.
+_NOT_COMPARED = {
+    *("timings.jsonl", "hardware.jsonl", "precheck.json"),
+    *("source.patch", "manifest.json", "reward_audit.json"),
+}
 _MEASURED = {"seconds", "tokens_per_second", "peak_bytes"}  # keys of summary.json
 _COMPARED_BY_KEY = {"summary.json", "black_box.json"}
 _ABSENT = "absent"
@@ -31,18 +33,18 @@ _LONGEST_SHOWN = 100  # characters of a list or mapping that are printed
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One thing that differs: its name, and its value in the first and in the second run."""
+    """One difference: its name, and its values in the first and in the second run."""
 
     key: str
     a: Any
     b: Any
 
     def __str__(self) -> str:
-        return f"{self.key}: {_in_short(self.a)} -> {_in_short(self.b)}"
+        return f"{self.key}: {_abbreviated(self.a)} -> {_abbreviated(self.b)}"
 
 
-def _in_short(value: Any) -> str:
-    """A value on one line, for people; the document holds all of it."""
+def _abbreviated(value: Any) -> str:
+    """A value on one line; long values as their size."""
     if isinstance(value, list | dict) and len(str(value)) > _LONGEST_SHOWN:
         return f"{len(value)} {'entries' if isinstance(value, dict) else 'values'}"
     if isinstance(value, float):
@@ -52,7 +54,7 @@ def _in_short(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RunDiff:
-    """What differs between two runs, by where it comes from; an empty part means "the same"."""
+    """The differences between two runs, by origin."""
 
     recipe: tuple[Change, ...]
     code: tuple[Change, ...]
@@ -63,7 +65,7 @@ class RunDiff:
     timings: tuple[Change, ...]
 
     def parts(self) -> dict[str, tuple[Change, ...]]:
-        """Name of each part, and its changes."""
+        """The changes by the name of their part."""
         return {
             "recipe": self.recipe,
             "code": self.code,
@@ -75,19 +77,19 @@ class RunDiff:
         }
 
     def document(self) -> dict[str, Any]:
-        """The same as JSON has it."""
+        """The differences as JSON."""
         return asdict(self)
 
 
 def compare_runs(a: Path, b: Path) -> RunDiff:
-    """Compare two attempts (or frozen bundles, which have no results yet).
+    """Compare two attempts, or frozen bundles, which have no results.
 
     Raises:
-        RequestError: when one is not a bundle, or one of its documents is damaged.
+        RequestError: when a folder is not a bundle, or one of its documents is damaged.
     """
-    one, other = _Evidence.read(a), _Evidence.read(b)
+    one, other = _RunFiles.read(a), _RunFiles.read(b)
 
-    def part(view: Callable[[_Evidence], Any]) -> tuple[Change, ...]:
+    def part(view: Callable[[_RunFiles], Any]) -> tuple[Change, ...]:
         return _changes(view(one), view(other))
 
     summary = part(lambda run: run.summary)
@@ -97,23 +99,24 @@ def compare_runs(a: Path, b: Path) -> RunDiff:
         packages=(*part(_packages), *_contents(one, other)),
         machine=part(_machine),
         inputs=part(lambda run: {given["name"]: given["digest"] for given in run.job.get("inputs", [])}),
-        results=(*_first_metric(a, b), *(change for change in summary if not _measured(change))),
-        timings=tuple(change for change in summary if _measured(change)),
+        results=(*_first_metric(a, b), *(change for change in summary if not _is_measured(change))),
+        timings=tuple(change for change in summary if _is_measured(change)),
     )
 
 
 def compare_artifacts(a: Path, b: Path) -> list[Difference]:
-    """What a second run of a bundle computed otherwise than the first; empty when it is reproduced.
+    """The differences between the computed files of two attempts; empty if the second reproduces the first.
 
-    Compared byte for byte: metrics.jsonl, episodes, data sets, the final checkpoint. Of summary.json and
-    black_box.json each key is compared, without what the run took (time, memory). Checkpoints on the way are
-    not compared: which of them exist depends on interruptions, and the final one follows from them.
+    Compares metrics.jsonl, episodes, data sets and the final checkpoint byte for byte, and summary.json and
+    black_box.json key by key, without times and memory. Does not compare intermediate checkpoints: which of
+    them exist depends on interruptions, and the final checkpoint follows from them.
 
     Args:
-        a: the attempt that is taken as given; b: the attempt that should equal it.
+        a: the reference attempt.
+        b: the attempt that should equal it.
 
     Raises:
-        RequestError: when one has no artifacts, or a document in it is damaged.
+        RequestError: when an attempt has no artifacts, or a document in it is damaged.
     """
     first, second = (_results(path) for path in (a, b))
     differences = []
@@ -135,14 +138,14 @@ def compare_artifacts(a: Path, b: Path) -> list[Difference]:
 
 
 def _results(attempt: Path) -> dict[str, Path]:
-    """Artifacts that must be the same in every run of the same bundle, by path under artifacts/."""
+    """Artifacts that every run of the same bundle reproduces, by path under artifacts/."""
     artifacts = attempt / "artifacts"
     if not artifacts.is_dir():
         raise RequestError("nothing to compare: no artifacts", where=str(attempt))
     return {
         relative: path
         for relative, path in source_files(artifacts)
-        if relative not in _NOT_RESULTS
+        if relative not in _NOT_COMPARED
         and not relative.endswith(".log")
         and not relative.startswith("checkpoints/step-")
     }
@@ -150,16 +153,16 @@ def _results(attempt: Path) -> dict[str, Path]:
 
 def _document_difference(name: str, a: Path, b: Path) -> Iterator[Difference]:
     for change in _changes(read_json(a), read_json(b)):
-        if not _measured(change):
+        if not _is_measured(change):
             yield Difference(name, "changed", str(change.a), str(change.b), change.key)
 
 
-def _measured(change: Change) -> bool:
+def _is_measured(change: Change) -> bool:
     return change.key.rpartition(".")[2] in _MEASURED
 
 
 def _first_metric(a: Path, b: Path) -> tuple[Change, ...]:
-    """The first step and key at which the metrics of two runs part."""
+    """The first step and key at which the metrics of two runs differ."""
     rows = zip_longest(*(read_json_lines(path / "artifacts" / "metrics.jsonl") for path in (a, b)))
     for one, other in rows:
         if one == other:
@@ -174,8 +177,8 @@ def _first_metric(a: Path, b: Path) -> tuple[Change, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Evidence:
-    """What one run says of itself; precheck and summary are empty before it has run."""
+class _RunFiles:
+    """The documents of one run; precheck and summary are empty before it has run."""
 
     root: Path
     job: Mapping[str, Any]
@@ -183,15 +186,15 @@ class _Evidence:
     summary: Mapping[str, Any]
 
     @classmethod
-    def read(cls, root: Path) -> _Evidence:
+    def read(cls, root: Path) -> _RunFiles:
         artifacts = root / "artifacts"
         optional = [artifacts / "precheck.json", artifacts / "summary.json"]
         found = [_document(path) if path.exists() else {} for path in optional]
         return cls(root, _document(root / "job.json"), *found)
 
 
-def _scripts(run: _Evidence) -> dict[str, Any]:
-    """Digest of each frozen script; each line of the lock; of our wheel, a checksum of each source file."""
+def _scripts(run: _RunFiles) -> dict[str, Any]:
+    """The digest of each frozen script, each line of the lock, and checksums of the wheel's source files."""
     scripts: dict[str, Any] = {}
     for name, path in source_files(run.root / "scripts"):
         wheel = name.endswith(".whl")
@@ -205,16 +208,16 @@ def _scripts(run: _Evidence) -> dict[str, Any]:
     return scripts
 
 
-def _checkout(run: _Evidence) -> dict[str, Any]:
-    """State of the git checkout, and what ran that was not in the bundle."""
+def _checkout(run: _RunFiles) -> dict[str, Any]:
+    """The state of the git checkout, and code that ran but was not in the bundle."""
     git = run.precheck.get("git") or {}
     state = {key: git.get(key) for key in ("commit", "dirty")}
     state["patch"] = (git.get("patch") or {}).get("sha256")
     return {"git": state, **run.precheck.get("code", {})}
 
 
-def _packages(run: _Evidence) -> dict[str, str]:
-    """Version of each loaded distribution; the file for modules that no distribution claims."""
+def _packages(run: _RunFiles) -> dict[str, str]:
+    """The version of each loaded distribution, and the file of modules that belong to no distribution."""
     found = {}
     for name, facts in run.precheck.get("packages", {}).items():
         if facts.get("distribution"):
@@ -225,8 +228,8 @@ def _packages(run: _Evidence) -> dict[str, str]:
     return found
 
 
-def _contents(one: _Evidence, other: _Evidence) -> Iterator[Change]:
-    """Distributions of one version whose files differ, by the digests of their records."""
+def _contents(one: _RunFiles, other: _RunFiles) -> Iterator[Change]:
+    """Distributions with the same version but different files, by the digests of their records."""
     a, b = (_by_distribution(run) for run in (one, other))
     for name in sorted(a.keys() & b.keys()):
         (version, was), (other_version, now) = a[name], b[name]
@@ -234,18 +237,18 @@ def _contents(one: _Evidence, other: _Evidence) -> Iterator[Change]:
             yield Change(f"{name} {version}, installed files", f"sha256 {was}", f"sha256 {now}")
 
 
-def _by_distribution(run: _Evidence) -> dict[str, tuple[Any, Any]]:
+def _by_distribution(run: _RunFiles) -> dict[str, tuple[Any, Any]]:
     """Version and digest of each loaded distribution; runs of older versions have no digest."""
     facts = run.precheck.get("packages", {}).values()
     return {one["distribution"]: (one["version"], one.get("record")) for one in facts if one["distribution"]}
 
 
-def _machine(run: _Evidence) -> dict[str, Any]:
+def _machine(run: _RunFiles) -> dict[str, Any]:
     return {key: run.precheck[key] for key in ("machine", "python", "torch") if run.precheck.get(key)}
 
 
 def _changes(a: Any, b: Any, prefix: str = "") -> tuple[Change, ...]:
-    """Differences between two JSON values, leaf by leaf; keys joined by dots, lists compared whole."""
+    """Differences between the leaves of two JSON values; keys are joined with dots, lists compared whole."""
     if a == b:
         return ()
     if isinstance(a, dict) and isinstance(b, dict):

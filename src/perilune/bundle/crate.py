@@ -1,4 +1,4 @@
-"""An exported run described for archives and people: RO-Crate 1.1, profile Process Run Crate 0.5."""
+"""Describes an exported run as an RO-Crate 1.1 with the profile Process Run Crate 0.5."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from perilune.bundle.attested import Evidence
 from perilune.bundle.digest import walk
-from perilune.bundle.envelope import PUBLIC, opened
+from perilune.bundle.envelope import PUBLIC, verified_statement
 from perilune.errors import RequestError
 from perilune.files import read_json, sha256_file, write_atomic
 
@@ -22,7 +22,8 @@ PROFILE = "https://w3id.org/ro/wfrun/process/0.5"
 def describe(folder: Path) -> None:
     """Write ro-crate-metadata.json into an exported run.
 
-    Its action takes the frozen files and makes the artifacts; the program is perilune, in its version.
+    The action has the frozen files as its objects, the artifacts as its results, and perilune as its
+    instrument.
 
     Raises:
         RequestError: when the package `rocrate` is missing.
@@ -31,9 +32,11 @@ def describe(folder: Path) -> None:
         from rocrate.model.contextentity import ContextEntity
         from rocrate.rocrate import ROCrate
     except ImportError:
-        raise RequestError("RO-Crate needs a package", remedy="pip install 'perilune[archive]'") from None
+        raise RequestError(
+            "--ro-crate needs the package rocrate", remedy="pip install 'perilune[archive]'"
+        ) from None
     evidence = Evidence.exported(folder, folder / PUBLIC)
-    details = opened(evidence.result, evidence.key)["predicate"]["runDetails"]
+    details = verified_statement(evidence.result, evidence.key)["predicate"]["runDetails"]
     metadata, version = details["metadata"], details["builder"]["version"]["perilune"]
     job = read_json(folder / "bundle" / "job.json")
     title = f"{job['stage']}: {job['task']}, seed {job['seed']}"
@@ -42,7 +45,7 @@ def describe(folder: Path) -> None:
     crate.name = f"Run {metadata['invocationId']}"
     crate.description = f"{title}. Check it with `perilune verify`."
     crate.datePublished = datetime.fromisoformat(metadata["finishedOn"])
-    crate.license = "No licence is stated; ask whoever handed it over."
+    crate.license = "No licence is stated; ask the provider of this crate."
     crate.root_dataset["conformsTo"] = crate.add(
         ContextEntity(
             crate, PROFILE, {"@type": "CreativeWork", "name": "Process Run Crate", "version": "0.5"}
@@ -71,7 +74,7 @@ def describe(folder: Path) -> None:
 
 
 def _part(name: str) -> str:
-    """Which part of the bundle a file of the export belongs to."""
+    """The part of the bundle that an exported file belongs to."""
     top, _, rest = name.partition("/")
     return rest.partition("/")[0] if top == "bundle" else ""
 

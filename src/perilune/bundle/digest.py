@@ -1,4 +1,4 @@
-"""What a tree of files is: its entries, and the one number that stands for them."""
+"""Entries and digests of file trees."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 from perilune.errors import RequestError
 from perilune.files import canonical_json, read_json, sha256_bytes, sha256_file
 
-FROZEN = ("inputs", "job.json", "scripts")  # what the digest of a bundle covers
-OBSERVED = ("artifacts", "runtime")  # what one attempt leaves
+FROZEN = ("inputs", "job.json", "scripts")  # covered by the digest of a bundle
+OBSERVED = ("artifacts", "runtime")  # written by an attempt
 BUNDLE_FILE = "bundle.json"  # the list of frozen entries, and their digest
 SCHEMA_VERSION = 1
 
@@ -28,17 +28,17 @@ class Entry:
     mode: str
 
     def document(self) -> dict[str, Any]:
-        """The entry as it stands in bundle.json."""
+        """The entry as in bundle.json."""
         return {"path": self.path, "size": self.size, "sha256": self.sha256, "mode": self.mode}
 
 
 def walk(root: Path, prefix: str = "") -> Iterator[tuple[str, os.stat_result]]:
-    """Yield everything below `root` that is not a directory with contents: relative path and lstat.
+    """Yield the relative path and lstat of each file, link and empty directory below `root`.
 
-    Links are never followed; empty directories are yielded. In order of name within each directory.
+    Never follows links. Entries of a directory are in order of their names.
 
     Raises:
-        RequestError: on a name that is not UTF-8.
+        RequestError: when a name is not UTF-8.
     """
     with os.scandir(root) as entries:
         children = sorted(entries, key=lambda entry: entry.name)
@@ -66,10 +66,10 @@ def entries_digest(entries: Iterable[Entry]) -> str:
 
 
 def frozen_entries(bundle: Path) -> list[Entry]:
-    """Entries of the frozen part of a bundle as it lies on disk now, sorted by path.
+    """Entries of the frozen files of a bundle as they are on disk now, sorted by path.
 
     Raises:
-        RequestError: when something frozen is neither a file nor a directory, or `job.json` is missing.
+        RequestError: when an entry is neither a file nor a directory, or `job.json` is missing.
     """
     if not (bundle / "job.json").is_file():
         raise RequestError("not a bundle: no job.json", where=str(bundle))
@@ -78,13 +78,13 @@ def frozen_entries(bundle: Path) -> list[Entry]:
         if relative.split("/", 1)[0] not in FROZEN or stat.S_ISDIR(status.st_mode):
             continue
         if not stat.S_ISREG(status.st_mode):
-            raise RequestError("a bundle is made of plain files", where=str(bundle / relative))
+            raise RequestError("a bundle may only contain plain files", where=str(bundle / relative))
         entries.append(describe(bundle / relative, relative, status))
     return sorted(entries)
 
 
 def bundle_digest(bundle: Path) -> str:
-    """The identity of a bundle, computed from the files on disk (not read from bundle.json)."""
+    """The digest of a bundle, computed from its files and not read from bundle.json."""
     return entries_digest(frozen_entries(bundle))
 
 
@@ -96,26 +96,27 @@ def bundle_document(entries: Collection[Entry]) -> bytes:
 
 
 def recorded_digest(bundle: Path) -> str:
-    """The digest a bundle claims in bundle.json; `verify` says whether it is true.
+    """The digest in bundle.json, which `verify` checks.
 
     Raises:
-        RequestError: when there is no bundle, or its bundle.json is damaged.
+        RequestError: when bundle.json is missing or damaged.
     """
     document = read_json(bundle / BUNDLE_FILE)
     if not isinstance(document, dict) or not isinstance(document.get("digest"), str):
-        raise RequestError("bundle.json names no digest", where=str(bundle), remedy="freeze the bundle again")
+        raise RequestError("bundle.json has no digest", where=str(bundle), remedy="freeze the bundle again")
     digest: str = document["digest"]
     return digest
 
 
 def source_files(source: Path) -> list[tuple[str, Path]]:
-    """The plain files of an input: ("relative/path", where its bytes are), sorted; (".", source) for a file.
+    """The plain files of an input, sorted: pairs of relative path and file; (".", source) if it is a file.
 
-    A link is followed when it stays inside `source`, or, in a Hugging Face cache
-    (`snapshots/REVISION`), inside the `blobs` folder beside it.
+    Follows links inside `source`, and links from a snapshot in a Hugging Face cache (`snapshots/REVISION`) to
+    its `blobs` folder.
 
     Raises:
-        RequestError: when the input is missing, leads elsewhere, or holds something that is not a file.
+        RequestError: when the input is missing, contains something other than files, or a link leads
+            elsewhere.
     """
     if source.is_file():
         return [(".", source)]
@@ -134,7 +135,7 @@ def source_files(source: Path) -> list[tuple[str, Path]]:
                 raise RequestError(
                     f"the link {relative} leads out of the input or nowhere: {path}",
                     where=str(source),
-                    remedy="put the file itself there",
+                    remedy="replace the link by the file",
                 )
         elif not stat.S_ISREG(status.st_mode):
             raise RequestError(f"{relative} is not a plain file", where=str(source))

@@ -1,8 +1,8 @@
 """Signed statements: an in-toto Statement in a DSSE envelope, signed with Ed25519.
 
-DSSE signs the payload together with its type, so that bytes signed as one thing cannot be shown as another
-(https://github.com/secure-systems-lab/dsse). The key is one a home; who holds it can sign anything, so a
-signature proves through whose hands evidence went, not that the machine which made it computed honestly.
+DSSE signs the payload together with its type, so signed bytes cannot be presented as another type
+(https://github.com/secure-systems-lab/dsse). Each home has one key, and its owner can sign anything. A
+signature therefore proves which home handled the evidence, not that the machine computed it honestly.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ PRIVATE, PUBLIC = "controller.key", "controller.pub"
 
 
 class SignatureError(RequestError):
-    """An envelope is damaged, or not signed with the key it should be."""
+    """An envelope is damaged, or not signed with the expected key."""
 
 
 class SigningKey:
     """The key pair in a folder: `controller.key` (0600) and `controller.pub`, both PEM.
 
     Args:
-        folder: is made, with a new pair in it, where there is none.
+        folder: where the pair is; created with a new pair if there is none.
 
     Raises:
-        RequestError: when the folder cannot be written to, or holds no such key.
+        RequestError: when the folder cannot be written, or its key is invalid.
     """
 
     def __init__(self, folder: Path) -> None:
         private = folder / PRIVATE
-        with storage_errors("keep a signing key", folder):
+        with storage_errors("store a signing key", folder):
             if not private.exists():
                 _make(private)
             self._key = _load(private)
@@ -52,7 +52,7 @@ class SigningKey:
         self.public = folder / PUBLIC
 
     def sign(self, statement: Mapping[str, Any]) -> bytes:
-        """A statement's envelope, as the JSON of DSSE."""
+        """The DSSE envelope of a statement, as JSON."""
         from securesystemslib.dsse import Envelope
         from securesystemslib.signer import CryptoSigner
 
@@ -61,16 +61,16 @@ class SigningKey:
         return canonical_json(envelope.to_dict()) + b"\n"
 
 
-def opened(envelope: Path, key: Path) -> dict[str, Any]:
-    """The statement in an envelope, once its signature has been checked.
+def verified_statement(envelope: Path, key: Path) -> dict[str, Any]:
+    """Check the signature of an envelope and return its statement.
 
     Args:
-        envelope: file that holds one.
-        key: file with the public key it must be signed with, PEM.
+        envelope: the file with the envelope.
+        key: the PEM file with the public key of the signature.
 
     Raises:
-        SignatureError: when the envelope is damaged, or signed with no such key.
-        RequestError: when `key` holds no Ed25519 key.
+        SignatureError: when the envelope is damaged, or not signed with the key.
+        RequestError: when `key` is not an Ed25519 public key.
     """
     from securesystemslib.dsse import Envelope
     from securesystemslib.exceptions import Error
@@ -84,7 +84,9 @@ def opened(envelope: Path, key: Path) -> dict[str, Any]:
         raise SignatureError(f"cannot be read: {error.strerror}", where=str(envelope)) from None
     except Error:
         raise SignatureError(
-            "is not signed with this key, or was changed", where=str(envelope), remedy=f"compare {key}"
+            "is not signed with this key, or was changed",
+            where=str(envelope),
+            remedy=f"check that {key} is the right key",
         ) from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise SignatureError("is not an envelope", where=str(envelope)) from None
@@ -98,7 +100,7 @@ def read_public(path: Path) -> SSlibKey:
     """The public key in a PEM file.
 
     Raises:
-        RequestError: when there is none.
+        RequestError: when the file is not an Ed25519 public key.
     """
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -110,12 +112,12 @@ def read_public(path: Path) -> SSlibKey:
     except (OSError, ValueError, UnsupportedAlgorithm):
         found = None
     if not isinstance(found, Ed25519PublicKey):
-        raise RequestError("holds no public Ed25519 key", where=str(path), remedy=f"give a {PUBLIC}")
+        raise RequestError("is not an Ed25519 public key", where=str(path), remedy=f"the path of a {PUBLIC}")
     return SSlibKey.from_crypto(found)
 
 
 def _make(private: Path) -> None:
-    """Make a key pair; of two makers at once the first one's stays."""
+    """Create a key pair, unless another process creates it first."""
     from securesystemslib.signer import CryptoSigner
 
     private.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -147,7 +149,7 @@ def _load(private: Path) -> Ed25519PrivateKey:
         raise RequestError(
             "holds no Ed25519 key",
             where=str(private),
-            remedy="put the right one back; without it nothing can be signed as before",
+            remedy="restore the file from a backup of this home",
         )
     return found
 

@@ -1,4 +1,4 @@
-"""From a job and its inputs to a bundle: a directory that says all of what is to be run and never changes."""
+"""Freezes a job and its inputs into a bundle, a directory that never changes."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from perilune.redaction import KNOWN
 def freeze(job: Job, inputs: Mapping[str, Path], destination: Path, shared: SharedFiles | None = None) -> str:
     """Build the bundle of `job` at `destination` and return its digest.
 
-    Everything is built beside `destination` and renamed into place. The same job, inputs, code and
-    installed packages give the same digest on any machine and at any time.
+    Builds the bundle next to `destination` and renames it. The same job, inputs, code and installed packages
+    give the same digest on every machine and at any time.
 
     Args:
-        job: what to run. Every reference in `job.inputs` must be given in `inputs`; its digest is checked,
-            or filled in when empty.
-        inputs: name of the input, and the file or folder to stage.
-        destination: a path that does not exist, or already holds this very bundle.
-        shared: the files of a home that the bundle may hold hard links to; None copies everything.
+        job: the job. `inputs` must have every reference in `job.inputs`, whose digest is checked, or filled
+            in if it is empty.
+        inputs: the file or folder of each input by name.
+        destination: a path that does not exist, or an identical bundle.
+        shared: the files of a home that the bundle may hard-link to; None copies everything.
 
     Raises:
-        RequestError: on a missing or changed input, a secret's value in the bundle, a full or
-            unwritable disk, or another bundle at `destination`. Nothing is left behind.
+        RequestError: when an input is missing or changed, a file contains the value of a secret, the disk
+            cannot be written, or another bundle is at `destination`. Leaves no files behind.
     """
     references = {reference.name: reference for reference in job.inputs}
     if references.keys() != inputs.keys():
         odd = ", ".join(sorted(references.keys() ^ inputs.keys()))
-        raise RequestError(f"the job and its inputs disagree about: {odd}", where=f"stage {job.stage}")
+        raise RequestError(f"the job and the given inputs differ in: {odd}", where=f"stage {job.stage}")
     with storage_errors("freeze the bundle", destination), built_beside(destination) as building:
         for directory in ("inputs", "scripts", *OBSERVED):
             (building / directory).mkdir()
@@ -70,11 +70,11 @@ def freeze(job: Job, inputs: Mapping[str, Path], destination: Path, shared: Shar
 
 
 def attempt_copy(bundle: Path, destination: Path) -> None:
-    """Make an attempt's own copy of a frozen bundle at `destination`, with runtime/ and artifacts/ empty.
+    """Copy a frozen bundle to `destination` for an attempt, with empty folders runtime/ and artifacts/.
 
     Raises:
-        RequestError: when the copy is not what was frozen, when something is already at `destination`, or
-            when the disk is full or not writable. Nothing is left behind.
+        RequestError: when the bundle was changed, `destination` exists, or the disk cannot be written. Leaves
+            no files behind.
     """
     digest = recorded_digest(bundle)
     with storage_errors("copy the bundle", destination), built_beside(destination) as building:
@@ -99,7 +99,7 @@ def job_document(job: Job) -> bytes:
 
 
 def _stage(source: Path, target: Path, promised: str, shared: SharedFiles | None) -> str:
-    """Copy or link one input into the bundle; return the digest of what lies there."""
+    """Copy or link one input into the bundle; return the digest of its files."""
     contents = []
     for relative, path in source_files(source):
         copy = target if relative == "." else target / relative
@@ -126,22 +126,22 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _require_same(destination: Path, digest: str) -> None:
-    """Freezing twice is freezing once; freezing over something else is refused."""
+    """Accept an identical bundle at `destination`; refuse anything else."""
     if not destination.is_dir() or verify(destination, digest):
         raise RequestError(
-            "something else is already here", where=str(destination), remedy="choose another destination"
+            "another file or bundle is already here", where=str(destination), remedy="choose another folder"
         )
 
 
 def _refuse_secrets(job: Job, building: Path) -> None:
-    """Search everything that is about to be frozen for the values of the secrets the job names."""
+    """Refuse to freeze a file that contains the value of one of the job's secrets."""
     learn_secrets(job.secrets)
     for relative, path in source_files(building):
         with path.open("rb") as file:
             found = KNOWN.find(file)
         if found is not None:
             raise RequestError(
-                f"the value of the secret {found} stands in {relative}",
+                f"{relative} contains the value of the secret {found}",
                 where=f"stage {job.stage}",
-                remedy=f"write its name, {found}, in place of its value; then replace it, for it has leaked",
+                remedy=f"write its name, {found}, instead; then renew the secret, because it has leaked",
             )

@@ -1,7 +1,7 @@
-"""What the machine and one process tree are doing, once a second, as JSON lines.
+"""Samples the load of the machine and of one process tree once a second, as JSON lines.
 
-Only the standard library is needed: psutil and nvidia-ml-py add figures where they are installed. The same
-file travels in every bundle as scripts/hardware_sampler.py: `python hardware_sampler.py FILE PID`.
+Needs only the standard library; psutil and nvidia-ml-py add more figures if they are installed. Every bundle
+has a copy of this file as scripts/hardware_sampler.py: `python hardware_sampler.py FILE PID`.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Any
 
 try:
     import psutil
-except ImportError:  # on a bare machine
+except ImportError:  # on a machine without packages
     psutil = None  # type: ignore[assignment]
 
 
 class HardwareSampler:
     """Appends one line of figures to a file every `interval` seconds, from a thread, until stopped.
 
-    Use as a context manager, or `start()` and `stop()`. Sampling never ends the work it watches: what cannot
-    be read is left out of the line, and when the file itself cannot be written sampling ends, with the
-    reason in `error`.
+    Use it as a context manager, or call `start()` and `stop()`. Sampling never stops the work that it
+    watches: unreadable figures are omitted, and if the file cannot be written sampling ends with the reason
+    in `error`.
 
     Args:
-        path: the JSON Lines file, appended to.
-        pid: root of the process tree to watch; None watches the machine alone.
+        path: the JSON Lines file to append to.
+        pid: root of the process tree to watch; None to watch only the machine.
         interval: seconds between two lines.
     """
 
@@ -45,11 +45,11 @@ class HardwareSampler:
         self._thread = threading.Thread(target=self._run, name="hardware", daemon=True)
 
     def start(self) -> None:
-        """Begin sampling."""
+        """Start sampling."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Take a last sample and end."""
+        """Take a last sample and stop."""
         self._stopped.set()
         self._thread.join()
         self._gpus.close()
@@ -133,7 +133,7 @@ def _machine() -> dict[str, Any]:
 
 
 class _ProcessTree:
-    """A process and its descendants; process objects are kept, for CPU figures are differences."""
+    """A process and its descendants. Keeps the process objects, because CPU figures are differences."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -159,7 +159,7 @@ class _ProcessTree:
     def _processes(self) -> list[psutil.Process]:
         try:
             root = self._known.get(self._pid) or psutil.Process(self._pid)
-            if not root.is_running():  # its number may belong to another process by now
+            if not root.is_running():  # its pid may belong to another process now
                 return []
             found = [root, *root.children(recursive=True)]
         except psutil.Error:
@@ -169,7 +169,7 @@ class _ProcessTree:
 
 
 class _Gpus:
-    """NVIDIA devices by nvidia-ml-py (module pynvml), when both library and driver are there."""
+    """NVIDIA devices through nvidia-ml-py (module pynvml), if the library and the driver are present."""
 
     def __init__(self) -> None:
         self._nvml: Any = None
@@ -200,7 +200,7 @@ class _Gpus:
         for name, read in readings.items():
             try:
                 figures[name] = read()
-            except nvml.NVMLError:  # this device does not tell
+            except nvml.NVMLError:  # not supported by this device
                 continue
         return figures
 
@@ -221,7 +221,7 @@ def _alive(pid: int) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Sample until the watched process is gone."""
+    """Sample until the watched process ends."""
     path, pid = Path(arguments[0]), int(arguments[1])
     with HardwareSampler(path, pid):
         while _alive(pid):

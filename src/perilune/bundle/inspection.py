@@ -1,4 +1,4 @@
-"""A bundle at a glance."""
+"""Summarizes a bundle."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from perilune.files import read_json
 
 
 def inspect(bundle: Path) -> dict[str, Any]:
-    """What a bundle asks for and what it holds, as it says of itself (`verify` says whether that is true).
+    """Summarize the documents of a bundle, without verifying them.
 
     Keys: digest, task, stage, seed, entrypoint, resources, secrets (names), inputs [{name, kind, path,
     digest, files, bytes}], frozen {files, bytes}, artifacts {files, bytes, manifest}, and result: the
     contents of runtime/result.json, or None.
 
     Raises:
-        RequestError: when there is no bundle at `bundle` or its documents are damaged.
+        RequestError: when `bundle` is not a bundle, or its documents are damaged.
     """
     job = read_job(bundle)
     inputs = [{**reference.model_dump(), **_extent(bundle / reference.path)} for reference in job.inputs]
@@ -51,7 +51,7 @@ def read_job(bundle: Path) -> Job:
     """The job of a bundle.
 
     Raises:
-        RequestError: when job.json is missing, malformed or of another schema, naming the key.
+        RequestError: when job.json is missing, malformed or has another schema; names the key.
     """
     path = bundle / "job.json"
     document = read_json(path)
@@ -68,7 +68,7 @@ def read_job(bundle: Path) -> Job:
 
 
 def _extent(path: Path) -> dict[str, int]:
-    """Number of files at or below `path`, and their bytes."""
+    """The number of files at or below `path` and their bytes."""
     if not path.exists():
         return {"files": 0, "bytes": 0}
     files = source_files(path)

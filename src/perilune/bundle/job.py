@@ -1,4 +1,4 @@
-"""job.json: what a bundle asks to be run. Frozen, typed, unknown keys forbidden."""
+"""job.json: the job of a bundle. Immutable and typed; unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ SCHEMA_VERSION = 1
 
 
 class Frozen(BaseModel):
-    """A value that cannot change and takes no unknown keys."""
+    """An immutable model without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class InputReference(Frozen):
-    """One staged input of a bundle.
+    """One input of a bundle.
 
-    `name` is the field of the stage that consumes it ("checkpoint", "data"), the field of the environment
-    that names a file of tasks ("environment.path"), or what the stage's plugin calls it ("source"); `path` is
-    relative to the bundle ("inputs/checkpoint");
-    `digest` is the SHA-256 over its files' names and contents.
+    Attributes:
+        name: the key of the stage that consumes it ("checkpoint", "data"), the key of the environment that
+            names a file of tasks ("environment.path"), or a name of the task plugin ("source").
+        path: relative to the bundle ("inputs/checkpoint").
+        digest: SHA-256 over the names and contents of its files.
     """
 
     name: str
@@ -36,43 +37,43 @@ class InputReference(Frozen):
 
 
 class Resources(Frozen):
-    """What one attempt may use."""
+    """Resources of one attempt."""
 
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where tensors live")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="device of the tensors")
     threads: int = Field(
-        0, ge=0, description="threads of a process on a CPU; 0 shares out every core that may be used"
+        0,
+        ge=0,
+        description="threads of each process on a CPU; 0 divides the usable cores among the processes",
     )
     processes: int = Field(
         1,
         ge=1,
         le=64,
-        description="processes that a training stage runs in, on each machine; others run in one",
+        description="processes of a training stage on each machine; other stages use one",
     )
     nodes: int = Field(
         1,
         ge=1,
         le=64,
-        description="machines that a training stage runs on together, where its placement has several;"
-        " others run on one",
+        description="machines of a training stage, if its placement has several; other stages use one",
     )
     sharded: bool | None = Field(
         None,
-        description="whether several processes cut weights, gradients and moments (FSDP) instead of each"
-        " keeping them; by default on cuda",
+        description="shard weights, gradients and optimizer state over processes (FSDP); default: on cuda",
     )
 
 
 class Job(Frozen):
-    """What to run.
+    """A job: one stage with everything that it needs.
 
     Attributes:
         task: name of the task plugin (entry-point group `perilune.tasks`).
         stage: name of the stage in its recipe.
-        spec: the stage's own fields, validated by the plugin's `spec` model, every default filled in.
-        model: the recipe's model section, every default filled in; empty where it has none.
-        environment: the recipe's environment section, likewise.
-        seed: the one seed from which every random number is derived.
-        secrets: names of environment variables the run needs; never values.
+        spec: the keys of the stage, validated by the plugin's `spec` model, with every default filled in.
+        model: the model section of the recipe with every default filled in; empty if there is none.
+        environment: the environment section, likewise.
+        seed: the seed of every random number.
+        secrets: names of the secrets that the run needs; never values.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -88,7 +89,7 @@ class Job(Frozen):
     secrets: tuple[str, ...] = ()
 
     def at(self, root: Path) -> Job:
-        """The job as it runs in the bundle at `root`: the environment's files by absolute paths."""
+        """The job with absolute paths to the environment's files in the bundle at `root`."""
         section = self.environment
         for reference in self.inputs:
             if reference.kind == "tasks":

@@ -1,4 +1,4 @@
-"""requirements.lock: exact versions of everything this job's code needs, and digests of their files."""
+"""requirements.lock: exact versions of all packages that a job needs, and digests of their files."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _BY_THE_INSTALLER = {"INSTALLER", "REQUESTED", "RECORD", "RECORD.jws", "direct_u
 def requirements_lock(task: str) -> str:
     """Lines "name==version  # record sha256:DIGEST" for installed distributions.
 
-    They are the dependencies of perilune and of the plugin that owns `task`. The closure follows each
-    package's declared dependencies whose markers hold here, without extras that nobody asked for. Perilune
-    itself is left out: it travels as a wheel. The digest is that of `record_digest`, where there is one.
+    Lists the dependencies of perilune and of the plugin that owns `task`. Follows the declared dependencies
+    whose markers apply here, and only requested extras. Omits Perilune, which the bundle contains as a wheel.
+    The digest is that of `record_digest`, if there is one.
 
     Raises:
         WorkFailedError: when a declared dependency is not installed.
@@ -99,13 +99,13 @@ def _find(name: str) -> Distribution:
         return distribution(name)
     except PackageNotFoundError:
         raise WorkFailedError(
-            f"{name} is needed and not installed", remedy=f"pip install {name}, or install perilune again"
+            f"the dependency {name} is not installed", remedy=f"pip install {name}, or reinstall perilune"
         ) from None
 
 
 @cache
 def _needs(name: str, extras: frozenset[str]) -> list[tuple[str, frozenset[str]]]:
-    """What a distribution requires here, given the extras asked of it."""
+    """The requirements of a distribution on this machine, with the given extras."""
     from packaging.requirements import Requirement
 
     needs = []

@@ -1,8 +1,8 @@
-"""What the machine under us is: the facts that stay the same from one run to the next.
+"""Constant facts about this machine: processor, memory and GPUs.
 
-Cores are counted three ways, because they differ in every container: what the machine has, what this
-process may be scheduled on (affinity), and what its control groups let it use. Threads beyond the last
-figure only wait for one another.
+Cores are counted in three ways, because the counts differ in containers: the cores of the machine, those that
+this process may be scheduled on (affinity), and those that its control groups allow. More threads than the
+last count only wait for each other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Need = TypeVar("Need", bound="MemoryNeed")
 
-# Instruction sets that decide which kernels a numerical library picks, and so the last bits of a result.
+# Instruction sets that numerical libraries choose kernels by, so they affect the last bits of results.
 _SIMD = (
     *("sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni"),
     *("avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
@@ -36,7 +36,7 @@ _SIMD = (
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """The CPU. `usable_cores` is what affinity and control groups leave; a fraction is a quota."""
+    """The CPU. `usable_cores` is limited by affinity and control groups; a fraction is a CPU quota."""
 
     model: str
     architecture: str
@@ -66,7 +66,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Everything above, and the system it runs."""
+    """This machine and its operating system."""
 
     system: str
     kernel: str
@@ -77,21 +77,21 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What control groups allow: cores and bytes, None where they set no limit."""
+class ControlGroupLimits:
+    """Limits of control groups on cores and bytes; None for no limit."""
 
     cores: float | None
     memory: int | None
 
 
 def describe_machine() -> dict[str, Any]:
-    """The facts of `observe_machine` as JSON has them (lists, not tuples), for provenance."""
+    """The result of `observe_machine` as JSON."""
     facts: dict[str, Any] = json.loads(json.dumps(asdict(observe_machine())))
     return facts
 
 
 def observe_machine() -> Machine:
-    """Look at the machine. Takes some milliseconds; never raises for a fact it cannot see."""
+    """Observe the machine, in a few milliseconds. Never raises for an unknown fact."""
     import psutil
 
     limits = control_group_limits()
@@ -116,15 +116,15 @@ def observe_machine() -> Machine:
 
 
 def require_memory(need: Need, resources: Resources) -> Need:
-    """Return the memory that a stage needs, once it is known that this machine has it.
+    """Return `need` if this machine has that much memory.
 
     Raises:
-        RequestError: naming both figures, and the change that makes the stage fit where one is known.
+        RequestError: with both amounts, and the change that makes the stage fit if one is known.
     """
     machine = observe_machine()
     name, available = "this machine", machine.memory.usable
     if resources.device != "cpu" and (machine.gpus or Path("/dev/nvidia0").exists()):
-        if not machine.gpus:  # its driver does not tell how much memory it has
+        if not machine.gpus:  # the driver does not report the memory
             return need
         name, available = f"the {machine.gpus[0].name}", machine.gpus[0].memory
     elif not resources.sharded:
@@ -140,19 +140,19 @@ def require_memory(need: Need, resources: Resources) -> Need:
 
 
 def usable_threads() -> int:
-    """Threads worth starting: usable cores rounded down, at least one."""
+    """The useful number of threads: usable cores rounded down, at least 1."""
     processor = observe_machine().processor
     return max(1, int(min(processor.usable_cores, processor.physical_cores)))
 
 
-def control_group_limits(root: Path = Path("/")) -> Limits:
-    """The tightest core and memory limits of this process's control groups, version 1 or 2.
+def control_group_limits(root: Path = Path("/")) -> ControlGroupLimits:
+    """The lowest core and memory limits of this process's control groups, version 1 or 2.
 
-    A limit may sit on the group itself or on any group around it. Inside a container the path in
-    /proc/self/cgroup can be one that only the host sees; the mounted root then stands for it.
+    Limits may be set on the group or on any of its ancestors. In a container, the path in /proc/self/cgroup
+    may exist only on the host; the mounted root is then used.
 
     Args:
-        root: where /proc and /sys are found.
+        root: the folder that contains /proc and /sys.
     """
     cores: list[float] = []
     memory: list[int] = []
@@ -166,10 +166,10 @@ def control_group_limits(root: Path = Path("/")) -> Limits:
                     cores.append(quota / period)
                 for name in ("memory.max", "memory.limit_in_bytes"):
                     limit = _read(group / name).strip()
-                    # Version 1 says "no limit" with a number near 2^63.
+                    # Version 1 uses a number near 2^63 for "no limit".
                     if limit.isdigit() and int(limit) < 2**60:
                         memory.append(int(limit))
-    return Limits(min(cores, default=None), min(memory, default=None))
+    return ControlGroupLimits(min(cores, default=None), min(memory, default=None))
 
 
 def _enclosing(mount: Path, path: str) -> Iterator[Path]:
@@ -178,7 +178,7 @@ def _enclosing(mount: Path, path: str) -> Iterator[Path]:
 
 
 def _cpu_quota(group: Path) -> tuple[int, int]:
-    """Microseconds of CPU time a period, and the period; (0, 0) without a limit."""
+    """CPU time per period and the period, in microseconds; (0, 0) without a limit."""
     words = _read(group / "cpu.max").split() or [
         _read(group / "cpu.cfs_quota_us").strip(),
         _read(group / "cpu.cfs_period_us").strip(),
@@ -189,7 +189,7 @@ def _cpu_quota(group: Path) -> tuple[int, int]:
 
 
 def _cores_by_affinity(logical: int) -> int:
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux has it, macOS does not
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
     return len(affinity(0)) if affinity else logical
 
 
@@ -217,7 +217,7 @@ def _nvidia_gpus() -> Iterator[Gpu]:
         import pynvml
     except ImportError:
         return
-    with contextlib.suppress(pynvml.NVMLError):  # no driver, or one that does not tell
+    with contextlib.suppress(pynvml.NVMLError):  # no driver, or an unsupported one
         pynvml.nvmlInit()
         try:
             driver = pynvml.nvmlSystemGetDriverVersion()
@@ -235,7 +235,7 @@ def _nvidia_gpus() -> Iterator[Gpu]:
 
 
 def _read(path: Path) -> str:
-    """The file's text, or nothing when it cannot be read: on this machine there is no such fact."""
+    """The text of the file; "" if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

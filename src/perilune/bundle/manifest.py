@@ -1,4 +1,4 @@
-"""artifacts/manifest.json: what one attempt left, by full relative path; written last, so it means whole."""
+"""artifacts/manifest.json: the artifacts of an attempt. Written last, so its presence means completeness."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def write_manifest(bundle: Path) -> str:
     """Hash everything under artifacts/ and write artifacts/manifest.json; return the SHA-256 of that file.
 
     Raises:
-        WorkFailedError: when an artifact is a link or a special file: evidence is made of plain files.
-        RequestError: when the disk is full or not writable.
+        WorkFailedError: when an artifact is a link or a special file.
+        RequestError: when the disk cannot be written.
     """
     artifacts = bundle / "artifacts"
     files: dict[str, Any] = {}
@@ -32,7 +32,7 @@ def write_manifest(bundle: Path) -> str:
                 raise WorkFailedError(
                     "an artifact must be a plain file, not a link or a device",
                     where=str(artifacts / relative),
-                    remedy="have the task write the file itself",
+                    remedy="make the task write a plain file",
                 )
             entry = describe(artifacts / relative, relative, status)
             files[relative] = {"size": entry.size, "sha256": entry.sha256}

@@ -1,7 +1,8 @@
-"""What a task plugin is, and how one is found.
+"""The interface of task plugins, and how they are found.
 
-A plugin is an object registered under the entry-point group `perilune.tasks`. The planes know only this
-page; importing a plugin's module must stay light (no torch), so that recipes validate in milliseconds.
+A plugin is an object registered in the entry-point group `perilune.tasks`. Recipes and both planes depend
+only on this module. The module of a plugin must import quickly (no torch), so that recipes validate in
+milliseconds.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ PLUGIN_GROUP = "perilune.tasks"
 
 @dataclass(frozen=True, slots=True)
 class Consumes:
-    """Marks a field of a stage's spec that names an earlier stage, and what it takes from it.
+    """Marks a field of a spec that names an earlier stage, with the kind of output that it takes.
 
-    Used as `checkpoint: Annotated[str, Consumes("checkpoint")]`. The reserved stage name "model" stands
-    for the recipe's own model section.
+    Used as `checkpoint: Annotated[str, Consumes("checkpoint")]`. The reserved stage name "model" means the
+    model section of the recipe.
     """
 
     kind: OutputKind
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
-    """Marks a field of a stage's spec that names a file, a folder or a URL; relative to its recipe."""
+class NamesPath:
+    """Marks a field of a spec that names a file, a folder or a URL; paths are relative to the recipe."""
 
 
 @runtime_checkable
 class MemoryNeed(Protocol):
-    """Memory that one process of a stage needs at its highest moment."""
+    """Peak memory of one process of a stage."""
 
     @property
     def total(self) -> int:
@@ -52,7 +53,7 @@ class MemoryNeed(Protocol):
         ...
 
     def fitting(self, available: int) -> str:
-        """The change to the stage's fields that makes it fit into so many bytes; "" when none is known."""
+        """A change of keys that makes the stage fit into `available` bytes; "" if none is known."""
         ...
 
 
@@ -60,13 +61,13 @@ class TaskPlugin(Protocol):
     """A kind of stage.
 
     Attributes:
-        name: what `task:` says in a recipe.
-        spec: pydantic model of the stage's own fields (frozen, unknown keys forbidden).
-        produces: what other stages can take from it.
-        output: where that lies in the bundle, e.g. "artifacts/checkpoints/final".
+        name: the value of `task:` in a recipe.
+        spec: pydantic model of the keys of the stage (frozen, unknown keys forbidden).
+        produces: the kind of output that other stages can consume.
+        output: its path in the bundle, for example "artifacts/checkpoints/final".
 
-    A plugin may also have `parallel = True`: several processes may then run it together, as the ones here do
-    through `perilune.learn.distributed`. One with `standalone = True` needs neither the model nor the
+    With the optional attribute `parallel = True`, several processes run the task together through
+    `perilune.learn.distributed`. With `standalone = True`, the task needs neither the model nor the
     environment of the recipe.
     """
 
@@ -76,10 +77,10 @@ class TaskPlugin(Protocol):
     output: str
 
     def plan(self, job: Job) -> Mapping[str, object]:
-        """Everything derived (batch sizes, steps, tokens, memory), name to printable value.
+        """Values derived from the job (batch sizes, steps, tokens, memory) by name.
 
-        Called before any work starts, without the inputs. A value that is a `MemoryNeed` is compared with the
-        memory of the machine that runs the stage.
+        Called before any work starts, without the inputs. A `MemoryNeed` is compared with the memory of the
+        machine that runs the stage.
 
         Raises:
             RequestError: when the job cannot work (unknown environment, impossible value).
@@ -87,7 +88,7 @@ class TaskPlugin(Protocol):
         ...
 
     def run(self, workspace: Workspace) -> Mapping[str, Any]:
-        """Do the work inside a bundle; return the summary written to artifacts/summary.json."""
+        """Run the task in a bundle; returns the contents of artifacts/summary.json."""
         ...
 
 
@@ -102,51 +103,51 @@ def load_plugin(name: str) -> TaskPlugin:
     """Load the task plugin called `name`.
 
     Raises:
-        RequestError: when none is installed under that name.
+        RequestError: when no plugin of that name is installed.
     """
     for point in entry_points(group=PLUGIN_GROUP):
         if point.name == name:
             plugin: TaskPlugin = point.load()
             return plugin
-    raise RequestError(f"no task called '{name}' is installed", remedy=f"one of: {', '.join(plugin_names())}")
+    raise RequestError(f"no task '{name}' is installed", remedy=f"one of: {', '.join(plugin_names())}")
 
 
-def runs_in_several(plugin: TaskPlugin) -> bool:
-    """Whether several processes may run the task together."""
+def is_parallel(plugin: TaskPlugin) -> bool:
+    """Whether several processes can run the task together."""
     return bool(getattr(plugin, "parallel", False))
 
 
 def resources_of(plugin: TaskPlugin, resources: Resources) -> Resources:
-    """What an attempt at the task may use of what is there: one process, where it cannot use several."""
-    alone = {"processes": 1, "nodes": 1}
-    return resources if runs_in_several(plugin) else resources.model_copy(update=alone)
+    """`resources` for this task: one process on one machine if it is not parallel."""
+    single = {"processes": 1, "nodes": 1}
+    return resources if is_parallel(plugin) else resources.model_copy(update=single)
 
 
-def needs_a_model(plugin: TaskPlugin) -> bool:
-    """Whether the task is about the recipe's model and environment."""
+def uses_model(plugin: TaskPlugin) -> bool:
+    """Whether the task uses the model and the environment of the recipe."""
     return not getattr(plugin, "standalone", False)
 
 
 def complete_spec(task: str, spec: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    """A stage's fields, filled in further where its model has a class method `complete`.
+    """The keys of a stage, completed by the class method `complete` of its spec if there is one.
 
-    That is for defaults that depend on the recipe's model section.
+    `complete` fills in defaults that depend on the model section of the recipe.
     """
     complete = getattr(load_plugin(task).spec, "complete", None)
     return dict(spec) if complete is None else dict(complete(task, spec, model))
 
 
-def naming_fields(spec: type[BaseModel]) -> list[str]:
-    """Fields of `spec` that name files."""
+def path_fields(spec: type[BaseModel]) -> list[str]:
+    """Fields of `spec` that name files, folders or URLs."""
     return [
         name
         for name, info in spec.model_fields.items()
-        if any(isinstance(mark, Names) for mark in info.metadata)
+        if any(isinstance(mark, NamesPath) for mark in info.metadata)
     ]
 
 
 def consumed_fields(spec: type[BaseModel]) -> dict[str, OutputKind]:
-    """Fields of `spec` that name an earlier stage, with what each takes from it."""
+    """Fields of `spec` that name an earlier stage, with the kind of output that each takes."""
     found: dict[str, OutputKind] = {}
     for name, info in spec.model_fields.items():
         for mark in info.metadata:

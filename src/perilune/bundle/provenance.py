@@ -1,4 +1,4 @@
-"""What a run was really made of, observed from inside its process: what was loaded, not what was declared."""
+"""Records the loaded code, packages and machine of a run, from inside its process."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ from perilune.bundle.workspace import Workspace
 from perilune.files import sha256_bytes, write_atomic, write_json
 from perilune.redaction import KNOWN
 
-PATCH_LIMIT = 1 << 20  # bytes of a dirty checkout's patch that are kept
+PATCH_LIMIT = 1 << 20  # largest recorded patch of a dirty checkout, in bytes
 _UNTRACKED_LIMIT = 100  # names
 _GIT_DEADLINE = 20  # seconds
 
 
 def record_precheck(workspace: Workspace) -> dict[str, Any]:
-    """Write artifacts/precheck.json, and artifacts/source.patch when the code runs from a dirty checkout.
+    """Write artifacts/precheck.json, and artifacts/source.patch if the code runs from a dirty checkout.
 
-    Called by the task's process once its imports are done; calling it again observes again. To the facts of
-    `precheck` it adds `code`: the source files that are not as they are in the bundle's wheel.
-    Returns what was written to precheck.json.
+    The process of the task calls this after its imports. Adds to the facts of `precheck` the key `code`: the
+    source files that differ from the wheel in the bundle.
+
+    Returns:
+        The contents of precheck.json.
     """
     facts = precheck()
     wheels = sorted((workspace.root / "scripts").glob("*.whl"))
@@ -51,10 +53,10 @@ def precheck() -> dict[str, Any]:
     """Observe this process: {python, packages, torch, kernels, machine, git, environment}.
 
     packages: for each loaded top-level module outside the standard library, its file, and the name, version
-    and `record_digest` of the distribution it came from (None where no distribution claims that file).
-    torch: None unless it is loaded; it is never imported from here.
-    kernels: where the C kernels lie, or why there are none; None unless something that uses them is loaded.
-    git: None unless the package's files are tracked by a checkout.
+    and `record_digest` of its distribution (None if the file belongs to no distribution).
+    torch: None unless it is loaded; this function never imports it.
+    kernels: whether the C kernels are loaded, and why not; None unless their module is loaded.
+    git: None unless a git checkout tracks the files of the package.
     environment: names of variables, never values.
     """
     return {
@@ -78,7 +80,7 @@ def precheck() -> dict[str, Any]:
 
 
 def loaded_packages() -> dict[str, dict[str, Any]]:
-    """Loaded top-level modules that are not Python's own.
+    """Loaded top-level modules outside the standard library.
 
     By name: {file, distribution, version, editable, record}.
     """
@@ -92,7 +94,7 @@ def loaded_packages() -> dict[str, dict[str, Any]]:
 
 
 def _file(module: ModuleType) -> str:
-    """Where a module was loaded from; "" when it was not loaded from files."""
+    """The file or folder of a module; "" if it has none."""
     file = getattr(module, "__file__", None)
     if file:
         return str(file)
@@ -102,7 +104,7 @@ def _file(module: ModuleType) -> str:
 
 @cache
 def _owners() -> dict[str, list[Distribution]]:
-    """Installed distributions by the modules they provide, in the order of sys.path; read once a process."""
+    """Installed distributions by the modules they provide, in the order of sys.path."""
     owners: dict[str, list[Distribution]] = {}
     for installed in distributions():
         for name in _top_level(installed):
@@ -111,7 +113,7 @@ def _owners() -> dict[str, list[Distribution]]:
 
 
 def _top_level(installed: Distribution) -> set[str]:
-    """Names a distribution can be imported by."""
+    """The top-level modules of a distribution."""
     text = installed.read_text("top_level.txt")
     if text:
         return set(text.split())
@@ -121,7 +123,7 @@ def _top_level(installed: Distribution) -> set[str]:
     names = set()
     for start in {line.partition("/")[0] for line in record.splitlines()}:
         first = start.partition(",")[0]
-        if first.endswith(".dist-info"):  # which says the name much sooner than its METADATA
+        if first.endswith(".dist-info"):  # faster than parsing METADATA
             name = first.split("-", 1)[0]
             names |= {name, name.lower()}
         elif first not in {"..", ""}:
@@ -131,7 +133,7 @@ def _top_level(installed: Distribution) -> set[str]:
 
 @cache
 def _ownership(name: str, file: Path) -> dict[str, Any]:
-    """The distribution that a module's file belongs to; one installed elsewhere does not vouch for it."""
+    """The distribution that contains the file of a module."""
     for installed in _owners().get(name, []):
         editable = editable_root(installed)
         home = editable or Path(str(installed.locate_file("")))
@@ -174,7 +176,7 @@ def _kernels(build: Any) -> dict[str, Any] | None:
 
 
 def _git(package: Path) -> dict[str, Any] | None:
-    """Commit and state of the checkout that the package runs from."""
+    """The commit and state of the checkout that the package runs from."""
     checkout = _checkout(package)
     status = checkout and _run_git(Path(checkout), "status", "--porcelain=v2", "--branch")
     if not status:
@@ -193,7 +195,7 @@ def _git(package: Path) -> dict[str, Any] | None:
 
 @cache
 def _checkout(package: Path) -> str | None:
-    """The root of the checkout that tracks the package's files; None where they are only inside one."""
+    """The root of the checkout that tracks the files of the package, or None."""
     if _run_git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
     root = _run_git(package, "rev-parse", "--show-toplevel")
@@ -201,23 +203,23 @@ def _checkout(package: Path) -> str | None:
 
 
 def _patch(checkout: Path) -> tuple[bytes, bool]:
-    """Tracked changes against HEAD, cut at `PATCH_LIMIT` bytes, and whether that is all of them."""
+    """Tracked changes against HEAD, cut at `PATCH_LIMIT` bytes, and whether the patch is complete."""
     command = [*_GIT, "-C", str(checkout), "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=_git_environment()
     ) as git:
         assert git.stdout is not None
         patch = git.stdout.read(PATCH_LIMIT + 1)
-        git.kill()  # it has ended, or what it would still say is not kept
+        git.kill()  # the rest of its output is not needed
     return patch[:PATCH_LIMIT], len(patch) <= PATCH_LIMIT
 
 
-# Reading must not take the index lock, nor run a program that the repository's settings name.
+# Do not take the index lock, and do not run a program from the repository's settings.
 _GIT = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false")
 
 
 def _run_git(directory: Path, *arguments: str) -> str | None:
-    """What git prints, or None when there is no git or it refuses."""
+    """The output of git, or None if git is missing or fails."""
     try:
         done = subprocess.run(
             [*_GIT, "-C", str(directory), *arguments],
@@ -234,5 +236,5 @@ def _run_git(directory: Path, *arguments: str) -> str | None:
 
 
 def _git_environment() -> Mapping[str, str]:
-    """Our environment without GIT_*: a hook's GIT_DIR would point at another repository."""
+    """The environment without GIT_* variables, because those of a hook point to another repository."""
     return {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}

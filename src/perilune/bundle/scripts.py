@@ -1,4 +1,4 @@
-"""scripts/: all that a bare machine with Python needs to run the bundle."""
+"""scripts/: the files of a bundle that a machine with only Python needs to run it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ EXECUTABLE = 0o555
 
 @cache
 def remote_source(name: str) -> bytes:
-    """The file `name` of what a machine is sent before it has anything of ours; read once a process."""
+    """The source of `name` in perilune/bundle/remote, which runs on machines without perilune."""
     return (files("perilune.bundle") / "remote" / name).read_bytes()
 
 
 def write_scripts(job: Job, directory: Path) -> None:
-    """Write what carries a bundle on a bare machine, its requirements.lock and our wheel."""
+    """Write the runner and its helpers, requirements.lock and the perilune wheel."""
     package = files("perilune.bundle")
     redaction = (files("perilune") / "redaction.py").read_bytes()
     name, wheel = build_wheel()

@@ -1,12 +1,12 @@
-"""Where the values of secrets are: in the environment, or where $PERILUNE_HOME/secrets.yaml says.
+"""Reads the values of secrets: from the environment, or from the source in $PERILUNE_HOME/secrets.yaml.
 
-Recipes and bundles name secrets; this file of the user's says where each value is kept, and never holds one:
+Recipes and bundles contain names of secrets only. The user's secrets.yaml has the source of each value:
 
     JUDGE_KEY: {keyring: perilune}
     HF_TOKEN: {file: ~/.cache/huggingface/token}
     WANDB_API_KEY: {environment: MY_WANDB_KEY}
 
-A variable of the secret's own name comes first, so that a value can be given for once.
+An environment variable with the name of the secret takes precedence.
 """
 
 from __future__ import annotations
@@ -32,20 +32,18 @@ from perilune.files import write_atomic
 from perilune.redaction import SHORTEST, learn
 
 FILE = "secrets.yaml"
-MOST_BYTES = 1 << 16  # of a file that holds one
+MOST_BYTES = 1 << 16  # of a file with a secret
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 class SecretSource(BaseModel):
-    """Where one value is kept: exactly one of the three."""
+    """The source of one value: exactly one of the fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     keyring: str | None = Field(None, description="service in the keyring of the operating system")
-    file: str | None = Field(
-        None, description="file that holds nothing else; white space around it is dropped"
-    )
-    environment: str | None = Field(None, description="another variable")
+    file: str | None = Field(None, description="file with only the value; surrounding white space is removed")
+    environment: str | None = Field(None, description="another environment variable")
 
     @model_validator(mode="after")
     def _one(self) -> SecretSource:
@@ -54,10 +52,10 @@ class SecretSource(BaseModel):
         return self
 
     def value(self, name: str) -> str | None:
-        """The value of the secret `name`; None where there is none.
+        """The value of the secret `name`, or None.
 
         Raises:
-            RequestError: when its file cannot be read, or the keyring cannot be asked.
+            RequestError: when its file or the keyring cannot be read.
         """
         if self.environment is not None:
             return os.environ.get(self.environment) or None
@@ -75,10 +73,10 @@ _SOURCES = TypeAdapter(dict[Name, SecretSource])
 
 
 def secret_value(name: str) -> str | None:
-    """The value of a secret, or None where it is not set. From now on this process writes it down nowhere.
+    """The value of a secret, or None. From now on this process redacts it in everything that it writes.
 
     Raises:
-        RequestError: when secrets.yaml is wrong, or what it names cannot be read.
+        RequestError: when secrets.yaml is wrong, or a source cannot be read.
     """
     value = os.environ.get(name)
     if not value and (source := read_sources().get(name)) is not None:
@@ -89,46 +87,46 @@ def secret_value(name: str) -> str | None:
 
 
 def learn_secrets(names: Iterable[str]) -> None:
-    """Keep the values of these secrets, where they are set, out of everything that this process writes.
+    """Redact the values of these secrets in everything that this process writes.
 
     Raises:
-        RequestError: when a value is too short to be told from ordinary text, or cannot be read.
+        RequestError: when a value is too short to redact, or cannot be read.
     """
     for name in names:
         value = secret_value(name)
         if value is not None and len(value) < SHORTEST:
             raise RequestError(
-                f"the secret {name} has {len(value)} characters: too short to be kept out of files",
+                f"the secret {name} has only {len(value)} characters, which is too short to redact",
                 remedy=f"use a value of at least {SHORTEST} characters",
             )
 
 
 def require_secret(name: str, where: str) -> str:
-    """The value of a secret, which the stage that `where` names needs.
+    """The value of a secret that the stage `where` needs.
 
     Raises:
-        RequestError: when it is not set here.
+        RequestError: when it has no value here.
     """
     value = secret_value(name)
     if value is None:
         raise RequestError(
-            f"the run needs the secret {name}, which is not set here",
+            f"the secret {name}, which the run needs, is not set here",
             where=where,
-            remedy=f"export {name}, or say where it is: perilune secrets set {name}",
+            remedy=f"export {name}, or configure its source: perilune secrets set {name}",
         )
     return value
 
 
 def sources_file() -> Path:
-    """The user's file."""
+    """The path of secrets.yaml."""
     return Path(os.environ.get("PERILUNE_HOME") or "~/.perilune").expanduser().absolute() / FILE
 
 
 def read_sources() -> dict[str, SecretSource]:
-    """What the user's file says, by secret; empty without one.
+    """The sources in secrets.yaml by secret; empty without that file.
 
     Raises:
-        RequestError: when it is wrong. The message shows no value: somebody may have put a secret there.
+        RequestError: when the file is wrong. The message shows no value, because it may be a secret.
     """
     path = sources_file()
     if not path.exists():
@@ -144,14 +142,14 @@ def read_sources() -> dict[str, SecretSource]:
             else []
         )
         raise RequestError(
-            f"does not say where secrets are{': ' + ', '.join(keys) if keys else ''}",
+            f"is not a valid list of secret sources{': ' + ', '.join(keys) if keys else ''}",
             where=str(path),
             remedy="NAME: {keyring: SERVICE}, {file: PATH} or {environment: VARIABLE}; never a value",
         ) from None
 
 
 def write_sources(sources: dict[str, SecretSource]) -> None:
-    """Replace the user's file."""
+    """Write secrets.yaml."""
     import yaml
 
     document = {name: source.model_dump(exclude_none=True) for name, source in sorted(sources.items())}
@@ -159,10 +157,10 @@ def write_sources(sources: dict[str, SecretSource]) -> None:
 
 
 def keep_in_keyring(service: str, name: str, value: str) -> None:
-    """Put a value into the keyring of the operating system.
+    """Store a value in the keyring of the operating system.
 
     Raises:
-        RequestError: when there is none, or it refuses.
+        RequestError: when there is no keyring, or it refuses.
     """
     learn(name, value)
     keyring = _keyring()
@@ -170,7 +168,7 @@ def keep_in_keyring(service: str, name: str, value: str) -> None:
         keyring.set_password(service, name, value)
     except keyring.errors.KeyringError as error:
         raise RequestError(
-            f"the keyring takes nothing: {error}", remedy="use --file or --environment"
+            f"the keyring did not store the value: {error}", remedy="use --file or --environment"
         ) from None
 
 
@@ -180,7 +178,7 @@ def _from_keyring(service: str, name: str) -> str | None:
         found = keyring.get_password(service, name)
     except keyring.errors.KeyringError as error:
         remedy = "unlock it, or use --file or --environment"
-        raise RequestError(f"the keyring does not answer: {error}", remedy=remedy) from None
+        raise RequestError(f"the keyring cannot be read: {error}", remedy=remedy) from None
     return found or None
 
 
@@ -191,7 +189,7 @@ def _from_file(path: Path) -> str | None:
         text = data.decode("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(
-            f"the file of a secret cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}",
+            f"the file of a secret cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}",
             where=str(path),
         ) from None
     if len(data) > MOST_BYTES:
@@ -203,5 +201,7 @@ def _keyring() -> ModuleType:
     try:
         import keyring
     except ImportError:
-        raise RequestError("the keyring needs a package", remedy="pip install 'perilune[keyring]'") from None
+        raise RequestError(
+            "the package keyring is not installed", remedy="pip install 'perilune[keyring]'"
+        ) from None
     return keyring

@@ -1,8 +1,7 @@
-"""What is attested of a run: which bundle was submitted, and what one attempt made of it.
+"""The statements that a home signs about a run: its bundle, its result, and deleted artifacts.
 
-The result's predicate is SLSA provenance (https://slsa.dev/spec/v1.0/provenance): parameters, the files that
-went in, who built it and when. Its subjects are all artifacts and what the attempt observed of itself in
-runtime/, by SHA-256, with their modes.
+The predicate of a result is SLSA provenance (https://slsa.dev/spec/v1.0/provenance): parameters, input files,
+builder and times. Its subjects are all artifacts and all files in runtime/, with SHA-256 and mode.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ BUNDLE_PREDICATE = "urn:perilune:bundle:v1"
 RESULT_PREDICATE = "https://slsa.dev/provenance/v1"
 REMOVAL_PREDICATE = "urn:perilune:removal:v1"
 BUILD_TYPE = "urn:perilune:run:v1"
-# In an attempt, and may still change: what the worker's own process prints, its lock, what was removed later.
+# Files of an attempt that may still change.
 UNATTESTED = frozenset({"runtime/worker.log", "runtime/worker.lock", "runtime/removed.json"})
 PARAMETERS = ("task", "stage", "spec", "model", "environment", "seed", "resources")
 
 
 def bundle_statement(bundle: Path, run: str, submitted: float) -> dict[str, Any]:
-    """That the frozen bundle at `bundle` is what `run` was submitted with, at `submitted` (Unix seconds)."""
+    """States that `run` was submitted with the frozen bundle at `bundle`, at `submitted` (Unix seconds)."""
     return {
         "_type": STATEMENT_TYPE,
         "subject": [_subject(BUNDLE_FILE, sha256_file(bundle / BUNDLE_FILE))],
@@ -44,10 +43,10 @@ def bundle_statement(bundle: Path, run: str, submitted: float) -> dict[str, Any]
 
 
 def result_statement(attempt: Path, run: str, number: int, started: float, finished: float) -> dict[str, Any]:
-    """That attempt `number` of `run` left what lies in `attempt`.
+    """States that attempt `number` of `run` produced the files in `attempt`.
 
     Args:
-        attempt: the attempt's copy of the bundle, with its artifacts and their manifest.
+        attempt: the folder of the attempt, with its artifacts and their manifest.
         started, finished: Unix seconds.
     """
     job = read_json(attempt / "job.json")
@@ -82,10 +81,10 @@ def result_statement(attempt: Path, run: str, number: int, started: float, finis
 
 
 def removal_statement(files: Mapping[str, str], run: str, number: int, removed: float) -> dict[str, Any]:
-    """That artifacts of attempt `number` of `run` were removed on purpose, after its result was attested.
+    """States that artifacts of attempt `number` of `run` were deleted on purpose after its result.
 
     Args:
-        files: path in the bundle to the SHA-256 that it had.
+        files: path in the bundle to SHA-256.
         removed: Unix seconds.
     """
     return {
@@ -107,7 +106,7 @@ def mode_of(status: os.stat_result) -> str:
 
 
 def _runtime(attempt: Path) -> dict[str, str]:
-    """SHA-256 of what an attempt observed of itself, by path in the bundle."""
+    """SHA-256 of the files in runtime/, by path in the bundle."""
     return {
         f"runtime/{path}": sha256_file(attempt / "runtime" / path)
         for path, status in walk(attempt / "runtime")

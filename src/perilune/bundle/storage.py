@@ -1,4 +1,4 @@
-"""Putting files down whole: directories built beside their destination, copies that share nothing."""
+"""Atomic directories and independent copies of files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from perilune.errors import RequestError
 from perilune.files import fsync_directory
 
 READ_ONLY = 0o444
-SHARE_FROM = 16 << 20  # bytes; smaller files are copied, larger read-only ones may share an inode
+SHARE_FROM = 16 << 20  # bytes from which a read-only file is hard-linked instead of copied
 
 _REMEDIES = {
     errno.ENOSPC: ("the disk is full", "free some space, or choose another disk with PERILUNE_HOME"),
@@ -30,13 +30,13 @@ _REMEDIES = {
     errno.ENAMETOOLONG: ("the name is too long", "choose a shorter one"),
 }
 
-# What copy_file_range says on file systems that do not offer it.
-_NOT_HERE = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ETXTBSY}
+# Errors of copy_file_range on file systems without it.
+_UNSUPPORTED = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ETXTBSY}
 
 
 @contextmanager
 def storage_errors(doing: str, path: Path) -> Iterator[None]:
-    """Turn an `OSError` inside the block into a `RequestError` that says what to do about it."""
+    """Turn an `OSError` in the block into a `RequestError` with a remedy."""
     try:
         yield
     except OSError as error:
@@ -48,9 +48,9 @@ def storage_errors(doing: str, path: Path) -> Iterator[None]:
 
 @contextmanager
 def built_beside(destination: Path) -> Iterator[Path]:
-    """Give a new directory next to `destination`; whatever is left of it when the block ends is removed.
+    """Yield a new directory next to `destination`, which is deleted when the block ends.
 
-    The block renames it into place when it is whole, so a reader never sees half of it.
+    The block renames the complete directory to `destination`, so readers never see an incomplete one.
     """
     destination.parent.mkdir(parents=True, exist_ok=True)
     building = destination.parent / f".{destination.name}.{secrets.token_hex(4)}.tmp"
@@ -64,10 +64,10 @@ def built_beside(destination: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_folder(doing: str, destination: Path) -> Iterator[Path]:
-    """Give a folder to fill, which becomes `destination` when the block ends: whole or not at all.
+    """Yield a folder to fill, which is renamed to `destination` when the block succeeds.
 
     Raises:
-        RequestError: when something is at `destination`, or it cannot be written to.
+        RequestError: when `destination` exists or cannot be written.
     """
     with storage_errors(doing, destination), built_beside(destination) as building:
         yield building
@@ -75,15 +75,15 @@ def new_folder(doing: str, destination: Path) -> Iterator[Path]:
             publish(building, destination)
         except FileExistsError:
             raise RequestError(
-                "something is already here", where=str(destination), remedy="choose another folder"
+                "the folder exists already", where=str(destination), remedy="choose another folder"
             ) from None
 
 
 def publish(building: Path, destination: Path) -> None:
-    """Make a finished directory durable and give it its name.
+    """Sync a complete directory to disk and rename it to `destination`.
 
     Raises:
-        FileExistsError: when something is already there.
+        FileExistsError: when `destination` exists.
     """
     for directory, _, files in os.walk(building, topdown=False):
         for name in files:
@@ -94,7 +94,7 @@ def publish(building: Path, destination: Path) -> None:
         building.rename(destination)
     except OSError as error:
         if error.errno in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}:
-            raise FileExistsError(errno.EEXIST, "something is already there", str(destination)) from None
+            raise FileExistsError(errno.EEXIST, "the destination exists", str(destination)) from None
         raise
     fsync_directory(destination.parent)
 
@@ -105,25 +105,25 @@ def remove_tree(path: Path) -> None:
 
 
 def make_read_only(path: Path) -> None:
-    """Take write permission from a finished output, a file or a folder: `place` then shares large files."""
+    """Make a file or all files in a folder read-only, so that `place` can hard-link large files."""
     for file in (path, *path.rglob("*")):
         if file.is_file() and not file.is_symlink():
             file.chmod(READ_ONLY)
 
 
 def place(source: Path, target: Path, mode: int, *, link: bool = False) -> None:
-    """Put the contents of `source` at `target` with permission bits `mode`.
+    """Copy `source` to `target` with permission bits `mode`.
 
-    A later edit of `source` must not reach `target`: the bytes are copied (copy-on-write where the file
-    system offers it). With `link`, a large file that nobody may write, with the very same mode, shares its
-    inode: for files of ours, never for those of a user.
+    A later change of `source` must not affect `target`, so the bytes are copied (copy-on-write if the file
+    system supports it). With `link`, a large read-only file with the same mode is hard-linked: for our own
+    files, never for those of a user.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     status = source.stat()
     if link and status.st_size >= SHARE_FROM and stat.S_IMODE(status.st_mode) == mode and not mode & 0o222:
         try:
             os.link(source, target)
-        except OSError:  # another file system, or links are not allowed: copying is always right
+        except OSError:  # another file system, or links are not allowed: copy instead
             pass
         else:
             return
@@ -131,18 +131,18 @@ def place(source: Path, target: Path, mode: int, *, link: bool = False) -> None:
         done = _copy_in_kernel(reader.fileno(), writer.fileno(), status.st_size)
         reader.seek(done)
         writer.seek(done)
-        shutil.copyfileobj(reader, writer, 1 << 20)  # what the kernel did not copy
+        shutil.copyfileobj(reader, writer, 1 << 20)  # the bytes that the kernel did not copy
     target.chmod(mode)
 
 
 def _copy_in_kernel(reader: int, writer: int, size: int) -> int:
-    """Copy up to `size` bytes inside the kernel, which shares blocks where it can; returns how many."""
+    """Copy up to `size` bytes in the kernel, which may share blocks; returns the number of copied bytes."""
     done = 0
     while done < size and hasattr(os, "copy_file_range"):
         try:
             copied = os.copy_file_range(reader, writer, size - done)
         except OSError as error:
-            if error.errno in _NOT_HERE:
+            if error.errno in _UNSUPPORTED:
                 break
             raise
         if copied == 0:

@@ -1,4 +1,4 @@
-"""Is a bundle what it says it is? Names each file that differs."""
+"""Verifies the files of a bundle against its digest, manifest and result."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ Kind = Literal["changed", "missing", "extra", "mode", "type"]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One file that is not what it was: path in the bundle, how it differs, what was expected and seen.
+    """One file that differs: its path in the bundle, how it differs, and the expected and actual values.
 
-    `place` says where inside the file, when that is known: "metrics at step 20, reward".
+    `place` is the place in the file if it is known: "metrics at step 20, reward".
     """
 
     path: str
@@ -56,40 +56,40 @@ _WORDS = {
 
 
 def verify(bundle: Path, expected: str | None = None, removed: Collection[str] = ()) -> list[Difference]:
-    """Compare a bundle with its bundle.json, its artifacts with their manifest, and that with the result.
+    """Compare a bundle with bundle.json, its artifacts with the manifest, and the manifest with the result.
 
     Args:
         bundle: a frozen bundle or an attempt's copy of one.
-        expected: the digest the bundle must have, when it is known from elsewhere. Without it, a bundle
-            that was rewritten together with its bundle.json passes.
-        removed: artifacts that may be missing, because they were removed on purpose.
+        expected: the digest that the bundle must have, from another source. Without it, a bundle that was
+            rewritten together with its bundle.json passes.
+        removed: artifacts that may be missing because they were deleted on purpose.
 
     Returns:
-        What differs, the frozen part first, each part in order of path; empty when nothing does.
+        The differences, frozen files first, each part in order of path.
 
     Raises:
-        RequestError: when there is no directory at `bundle`, or it cannot be read.
+        RequestError: when `bundle` is not a directory or cannot be read.
     """
     if not bundle.is_dir():
-        raise RequestError("no bundle here", where=str(bundle), remedy="give the folder that holds job.json")
+        raise RequestError("not a bundle", where=str(bundle), remedy="the folder that contains job.json")
     with storage_errors("read the bundle", bundle):
         found = [*_frozen(bundle, expected), *_observed(bundle)]
     return [one for one in found if one.kind != "missing" or one.path not in removed]
 
 
 def require_verified(bundle: Path, expected: str | None = None, removed: Collection[str] = ()) -> None:
-    """Refuse a bundle that differs, naming the first file.
+    """Raise an error if a bundle differs.
 
     Raises:
-        RequestError: when anything differs.
+        RequestError: with the first file that differs.
     """
     differences = verify(bundle, expected, removed)
     if differences:
         more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
         raise RequestError(
-            f"the bundle is not what was frozen: {differences[0]}{more}",
+            f"the bundle was changed: {differences[0]}{more}",
             where=str(bundle),
-            remedy="fetch or freeze it again; `perilune bundle verify` lists the rest",
+            remedy="fetch or freeze it again; `perilune bundle verify` lists all differences",
         )
 
 
@@ -121,7 +121,7 @@ def _recorded(data: bytes) -> dict[str, Entry] | None:
 
 
 def _present(bundle: Path) -> dict[str, Any]:
-    """lstat of what lies in the frozen part, and of anything that has no place in a bundle."""
+    """lstat of the frozen files, and of anything that does not belong in a bundle."""
     return {
         path: status
         for path, status in walk(bundle)
@@ -171,20 +171,19 @@ def _promised_digest(result: Path) -> str | None:
         document = json.loads(result.read_bytes())
         digest = document["manifest_digest"]
     except (ValueError, TypeError, KeyError, RecursionError):
-        return ""  # a result that cannot be read vouches for nothing
+        return ""  # an unreadable result confirms no manifest
     return digest if digest is None else str(digest)
 
 
 def attested_hashes(bundle: Path) -> dict[str, str]:
-    """SHA-256 of each artifact by its path in the bundle, as the manifest has it; empty when that is no
-    manifest."""
+    """SHA-256 of each artifact by its path in the bundle, from the manifest; empty if that is invalid."""
     path = bundle / "artifacts" / MANIFEST
     files = _manifest_files(path) if path.is_file() else None
     return {f"artifacts/{name}": str(file["sha256"]) for name, file in (files or {}).items()}
 
 
 def hashes_of(bundle: Path) -> dict[str, str]:
-    """SHA-256 by path in the bundle of its frozen files and its artifacts, as both their lists have them."""
+    """SHA-256 of the frozen files and artifacts by path, from bundle.json and the manifest."""
     frozen = _recorded((bundle / BUNDLE_FILE).read_bytes()) or {}
     return {path: entry.sha256 for path, entry in frozen.items()} | attested_hashes(bundle)
 

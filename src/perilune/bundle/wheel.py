@@ -1,7 +1,8 @@
-"""Our own wheel, built from the package as it is imported: the code half of a bundle.
+"""Builds the perilune wheel of a bundle from the imported package.
 
-The same sources give the same bytes: sorted names, one fixed timestamp, nothing compressed (a compressor's
-output depends on its version). Binary distribution format: packaging.python.org/specifications.
+The same sources give the same bytes: names are sorted, timestamps are fixed, and nothing is compressed,
+because the output of a compressor depends on its version. Binary distribution format:
+packaging.python.org/specifications.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import perilune
 from perilune.errors import WorkFailedError
 
 NAME = "perilune"
-_MOMENT = (1980, 1, 1, 0, 0, 0)  # the earliest time a zip file can say
+_MOMENT = (1980, 1, 1, 0, 0, 0)  # the earliest timestamp of zip files
 _REGULAR_FILE = 0o100644 << 16
 
 
@@ -28,10 +29,10 @@ _REGULAR_FILE = 0o100644 << 16
 def build_wheel() -> tuple[str, bytes]:
     """File name and bytes of a wheel of the running `perilune`.
 
-    Built once a process, so that all bundles of one command carry the same code.
+    Built once per process, so that all bundles of one command have the same code.
 
     Raises:
-        WorkFailedError: when perilune runs from a folder that was never installed.
+        WorkFailedError: when perilune is not installed.
     """
     try:
         installed = distribution(NAME)
@@ -50,7 +51,7 @@ def build_wheel() -> tuple[str, bytes]:
 
 
 def differing_files(wheel: Path) -> list[str]:
-    """Files of the running package that are not as they are in `wheel`, or only in one of the two.
+    """Files that differ between the running package and `wheel`, or exist only in one of them.
 
     Raises:
         WorkFailedError: when `wheel` is not a wheel.
@@ -61,10 +62,10 @@ def differing_files(wheel: Path) -> list[str]:
 
 
 def wheel_members(wheel: Path) -> dict[str, int]:
-    """CRC-32 of each member, from the wheel's directory alone: nothing is unpacked.
+    """The CRC-32 of each member, from the zip directory.
 
     Raises:
-        WorkFailedError: when it is not a wheel.
+        WorkFailedError: when `wheel` is not a wheel.
     """
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -74,7 +75,7 @@ def wheel_members(wheel: Path) -> dict[str, int]:
 
 
 def package_files() -> dict[str, bytes]:
-    """Every file of the importable package, by path relative to it; caches and hidden files left out."""
+    """All files of the package by relative path, without caches and hidden files."""
     root = _package()
     found = {}
     for folder, folders, names in os.walk(root):
@@ -106,7 +107,7 @@ def _metadata(installed: Distribution) -> dict[str, bytes]:
 
 
 def _record(files: dict[str, bytes], own_name: str) -> bytes:
-    """RECORD: each file with its digest and size; its own line has neither."""
+    """RECORD: each file with its digest and size, except RECORD itself."""
     lines = []
     for name, data in sorted(files.items()):
         digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
@@ -119,7 +120,7 @@ def _archive(files: dict[str, bytes]) -> bytes:
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
         for name in sorted(files):
             member = zipfile.ZipInfo(name, date_time=_MOMENT)
-            member.create_system = 3  # Unix, whatever built it
+            member.create_system = 3  # Unix, on every platform
             member.external_attr = _REGULAR_FILE
             archive.writestr(member, files[name])
     return buffer.getvalue()

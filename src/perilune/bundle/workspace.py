@@ -1,7 +1,7 @@
-"""What a task sees of the bundle it runs in: its job, its inputs, and where its evidence goes.
+"""The interface of a task to its bundle: job, inputs, artifacts and progress.
 
-Figures that must be the same when a bundle is run again (rewards, losses, pass@k) go to `metric`;
-wall-clock figures go to `timing`. `perilune reproduce` compares the former byte for byte.
+Reproducible values (rewards, losses, pass@k) go to `metric`, and wall-clock times to `timing`. `perilune
+reproduce` compares metrics byte for byte.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ PROGRESS_INTERVAL = 0.2  # seconds between two writes of runtime/progress.json
 
 
 class Workspace:
-    """One attempt's copy of a bundle, from the inside.
+    """The folder of one attempt.
 
     Attributes:
-        leads: whether what is written here is kept: of several processes that run a task, the first's.
+        leads: whether this process writes the artifacts; of several processes, only the first does.
     """
 
     leads = True
@@ -51,7 +51,7 @@ class Workspace:
         self._only_for_resuming: list[Path] = []
 
     def input(self, name: str) -> Path:
-        """Path of the input that the field `name` of the stage's spec consumes.
+        """The path of the input that the key `name` of the stage consumes.
 
         Raises:
             KeyError: when the job has no such input.
@@ -62,35 +62,35 @@ class Workspace:
         raise KeyError(name)
 
     def has_input(self, name: str) -> bool:
-        """Whether the field `name` was given an earlier stage's output (not the recipe's own model)."""
+        """Whether the key `name` consumes an earlier stage, and not the model section."""
         return any(reference.name == name for reference in self.job.inputs)
 
     def delete_at_end(self, path: Path) -> None:
-        """Have `path` deleted once the summary is durable: nothing but resuming the task needs it."""
+        """Delete `path` after the summary is written, because only resuming needs it."""
         self._only_for_resuming.append(path)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write artifacts/summary.json, and then delete what only a resumed task would need."""
+        """Write artifacts/summary.json, then delete the files that only resuming needs."""
         write_atomic(self.artifacts / SUMMARY, summary_document(redact_document(summary)))
         for path in self._only_for_resuming:
             hidden = path.with_name(f".{path.name}.old")
-            path.rename(hidden)  # a kill while deleting leaves nothing that looks whole
+            path.rename(hidden)  # so an interrupted deletion leaves no folder that looks complete
             shutil.rmtree(hidden)
 
     def metric(self, step: int, **figures: Any) -> None:
-        """Append one line of reproducible figures to artifacts/metrics.jsonl."""
+        """Append one line of reproducible values to artifacts/metrics.jsonl."""
         append_json_line(self.artifacts / "metrics.jsonl", {"step": step, **figures})
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines written so far by `metric`, those of earlier attempts among them."""
+        """All lines that `metric` wrote, including those of earlier attempts."""
         return list(read_json_lines(self.artifacts / "metrics.jsonl"))
 
     def timing(self, step: int, **seconds: float) -> None:
-        """Append one line of wall-clock figures (seconds, tokens a second) to artifacts/timings.jsonl."""
+        """Append one line of timings (seconds, tokens per second) to artifacts/timings.jsonl."""
         append_json_line(self.artifacts / "timings.jsonl", {"step": step, **seconds})
 
     def rewind(self, step: int) -> None:
-        """Forget figures and episodes of steps after `step`, before resuming from its checkpoint."""
+        """Delete metrics and episodes after `step`, before resuming from its checkpoint."""
         for name in ("metrics.jsonl", "timings.jsonl"):
             path = self.artifacts / name
             if path.exists():
@@ -100,7 +100,7 @@ class Workspace:
                 path.unlink()
 
     def progress(self, done: int, total: int, unit: str = "steps", **figures: float) -> None:
-        """Tell whoever watches how far the task is; cheap enough to call at every step."""
+        """Report progress. Cheap enough to call at every step."""
         now = time.monotonic()
         if done < total and now - self._last_progress < PROGRESS_INTERVAL:
             return
@@ -108,7 +108,7 @@ class Workspace:
         line = {"done": done, "total": total, "unit": unit, "figures": figures, "time": time.time()}
         temporary = self.runtime / ".progress.tmp"
         temporary.write_bytes(canonical_json(redact_document(line)))
-        temporary.replace(self.runtime / "progress.json")  # no fsync: a lost progress line costs nothing
+        temporary.replace(self.runtime / "progress.json")  # without fsync, because progress may be lost
 
     def event(self, kind: str, **details: Any) -> None:
         """Record that something happened (a checkpoint, a resume, a warning) in runtime/events.jsonl."""
@@ -132,8 +132,7 @@ class Workspace:
 
 
 class FollowerWorkspace(Workspace):
-    """The workspace of a process beside the first: it knows the figures that the first writes down, and
-    writes nothing but lines of its own log."""
+    """The workspace of every process but the first. It keeps metrics in memory and writes only to its log."""
 
     leads = False
 
@@ -142,25 +141,25 @@ class FollowerWorkspace(Workspace):
         self._lines: list[dict[str, Any]] = []
 
     def metric(self, step: int, **figures: Any) -> None:
-        """Remember the figures."""
+        """Keep the metrics in memory."""
         self._lines.append({"step": step, **figures})
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Figures of the steps before those of this attempt, and of this attempt."""
+        """Metrics of earlier attempts and of this attempt."""
         return list(self._lines)
 
     def rewind(self, step: int) -> None:
-        """Take the first process's figures up to `step`, after it has rewound."""
+        """Read the metrics up to `step` that the first process wrote, after it has rewound."""
         self._lines = [line for line in super().metrics() if line["step"] <= step]
 
     def timing(self, step: int, **seconds: float) -> None:
-        """Leave it to the first process."""
+        """Do nothing: the first process writes it."""
 
     def progress(self, done: int, total: int, unit: str = "steps", **figures: float) -> None:
-        """Leave it to the first process."""
+        """Do nothing: the first process writes it."""
 
     def event(self, kind: str, **details: Any) -> None:
-        """Leave it to the first process."""
+        """Do nothing: the first process writes it."""
 
 
 def summary_document(summary: Mapping[str, Any]) -> bytes:

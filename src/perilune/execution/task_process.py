@@ -15,7 +15,7 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
-from perilune.bundle.plugin import TaskPlugin, load_plugin, runs_in_several
+from perilune.bundle.plugin import TaskPlugin, is_parallel, load_plugin
 from perilune.bundle.provenance import record_precheck
 from perilune.bundle.secret_sources import learn_secrets
 from perilune.bundle.workspace import SUMMARY, FollowerWorkspace, Workspace
@@ -42,7 +42,7 @@ def run_task(bundle: Path) -> None:
         follower = FollowerWorkspace(bundle)
         learn_secrets(follower.job.secrets)
         plugin = load_plugin(follower.job.task)
-        if not runs_in_several(plugin):
+        if not is_parallel(plugin):
             raise RequestError(f"the task {plugin.name} runs in one process", remedy="start one")
         if not was_finished(follower, plugin):
             plugin.run(follower)

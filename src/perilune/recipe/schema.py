@@ -14,9 +14,9 @@ from perilune.bundle.job import Frozen, Job, Resources
 from perilune.bundle.plugin import (
     complete_spec,
     load_plugin,
-    needs_a_model,
     plugin_names,
     resources_of,
+    uses_model,
 )
 from perilune.tracking.sinks import SinkName
 
@@ -114,7 +114,7 @@ class Recipe(Frozen):
     @model_validator(mode="after")
     def _has_model_and_environment(self) -> Recipe:
         tasks = {stage.task for stage in self.stages} & set(plugin_names())
-        if any(needs_a_model(load_plugin(task)) for task in tasks):
+        if any(uses_model(load_plugin(task)) for task in tasks):
             for name in ("model", "environment"):
                 if name not in self.model_fields_set:
                     raise ValueError(f"{name} is missing")

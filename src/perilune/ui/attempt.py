@@ -1,7 +1,7 @@
-"""What one attempt left behind, read with patience: it may still be running, or have died half-way.
+"""Reads the files of an attempt, which may still be running or may have died.
 
-A file that is not there is an empty fact. A file that is damaged is an empty fact and a line in `damage`,
-which the report shows.
+A missing file reads as empty. A damaged file reads as empty and adds a line to `damage`, which the report
+shows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOG_CHARACTERS = 6000
 
 @dataclass
 class Attempt:
-    """One attempt directory (`root` is None before the first attempt)."""
+    """One attempt. `root` is its directory, None before the first attempt."""
 
     root: Path | None
     damage: list[str] = field(default_factory=list)
@@ -40,17 +40,17 @@ class Attempt:
 
     @cached_property
     def summary(self) -> Mapping[str, Any]:
-        """artifacts/summary.json; empty until the task has ended well."""
+        """artifacts/summary.json; empty until the task has succeeded."""
         return self._document("artifacts/summary.json")
 
     @cached_property
     def precheck(self) -> Mapping[str, Any]:
-        """artifacts/precheck.json: what the run was really made of."""
+        """artifacts/precheck.json: the loaded code, packages and machine."""
         return self._document("artifacts/precheck.json")
 
     @cached_property
     def verdict(self) -> Mapping[str, Any]:
-        """runtime/result.json; empty while the run goes on."""
+        """runtime/result.json; empty while the attempt runs."""
         return self._document("runtime/result.json")
 
     @cached_property
@@ -65,7 +65,7 @@ class Attempt:
 
     @cached_property
     def metrics(self) -> Columns:
-        """artifacts/metrics.jsonl as columns, None where a step has no such figure."""
+        """artifacts/metrics.jsonl as columns, with None for missing values."""
         return columns_of(self._lines("artifacts/metrics.jsonl"))
 
     @cached_property
@@ -80,18 +80,18 @@ class Attempt:
 
     @property
     def episode_files(self) -> list[Path]:
-        """Files of episodes in order of step."""
+        """Episode files in order of step."""
         return sorted((self.root / "artifacts" / "episodes").glob("step-*.parquet")) if self.root else []
 
     @property
     def greedy_file(self) -> Path | None:
-        """The greedy episodes of an evaluation."""
+        """The file with the greedy episodes of an evaluation."""
         path = None if self.root is None else self.root / "artifacts" / "episodes" / "greedy.parquet"
         return path if path is not None and path.exists() else None
 
     @property
     def model_folders(self) -> list[Path]:
-        """Checkpoint folders that the attempt made or was given, its own first."""
+        """Checkpoint folders of the attempt, then those among its inputs."""
         if self.root is None:
             return []
         made = self.root / "artifacts" / "checkpoints"
@@ -101,7 +101,7 @@ class Attempt:
 
     @property
     def began(self) -> float | None:
-        """When a worker claimed it, seconds since the epoch."""
+        """When a worker claimed it, in seconds since the epoch."""
         return self._modified("runtime/claim.json")
 
     @property
@@ -111,7 +111,7 @@ class Attempt:
 
     @property
     def seconds(self) -> float | None:
-        """From claim to verdict; of a run that goes on, from claim to its last sign of progress."""
+        """Seconds from claim to verdict; of a running attempt, from claim to its last progress."""
         if "seconds" in self.verdict:
             return float(self.verdict["seconds"])
         if "seconds" in self.summary:
@@ -121,7 +121,7 @@ class Attempt:
 
     @property
     def run_seconds(self) -> float | None:
-        """Seconds of this attempt and of those before it in the same run."""
+        """Seconds of this attempt and of the earlier attempts of its run."""
         if self.root is None:
             return None
         earlier = [
@@ -175,7 +175,7 @@ class Attempt:
 
 
 def columns_of(rows: list[Mapping[str, Any]]) -> Columns:
-    """Rows with the same kind of keys as columns of equal length; the last row of a step counts."""
+    """Rows as columns of equal length, ordered by step. The last row of a step counts."""
     by_step = {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
     ordered = [by_step[step] for step in sorted(by_step)]
     names = dict.fromkeys(name for row in ordered for name in row)

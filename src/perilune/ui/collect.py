@@ -1,4 +1,4 @@
-"""From attempt directories to everything the report shows."""
+"""Collects the data of the report from attempt directories."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from perilune.ui.overview import (
     facts_of,
     machine_sentence,
     notices_of,
-    said_of,
     state_of,
+    summaries_of,
 )
 from perilune.ui.provenance import Provenance, provenance_of
 from perilune.ui.traces import traces_of
@@ -40,7 +40,7 @@ WRITES_TRACES = ("collect", "rejection_sampling")
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """Implicit objective of the estimator: weight w(p) of a task with pass rate p."""
+    """The implicit objective of an estimator: weight w(p) of a task with pass rate p."""
 
     label: str
     note: str
@@ -50,7 +50,7 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class TimedEvaluation:
-    """Seconds of an evaluation by part."""
+    """The seconds of an evaluation by part."""
 
     stage: str
     totals: Mapping[str, float]
@@ -58,7 +58,7 @@ class TimedEvaluation:
 
 @dataclass(frozen=True, slots=True)
 class LengthDynamics:
-    """Why the answers of a stage changed in length: `found` is as `metrics.length_dynamics` gives it."""
+    """Why the answers of a stage changed in length; `found` comes from `metrics.length_dynamics`."""
 
     stage: str
     found: Mapping[str, Any]
@@ -66,7 +66,7 @@ class LengthDynamics:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Whether process rewards can be trusted: `found` is the summary of a calibrate stage."""
+    """The calibration of process rewards; `found` is the summary of a calibrate stage."""
 
     stage: str
     found: Mapping[str, Any]
@@ -74,7 +74,7 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What the report is of."""
+    """The experiment of the report."""
 
     name: str
     state: str
@@ -83,7 +83,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class ReportData:
-    """Everything the page is drawn from. The field names are those report.js reads."""
+    """All data of the page. report.js reads these field names."""
 
     experiment: Identity
     headline: Headline
@@ -108,7 +108,7 @@ class ReportData:
 
 
 def collect(view: ExperimentView) -> ReportData:
-    """Read what every stage of `view` has left so far."""
+    """Read the files of every stage of `view`."""
     pairs = [(stage, Attempt(stage.attempt_dir)) for stage in view.stages]
     attempts = [attempt for _, attempt in pairs]
     evaluations = _present(_evaluation(stage, attempt) for stage, attempt in pairs)
@@ -128,9 +128,9 @@ def collect(view: ExperimentView) -> ReportData:
     stages = [describe_stage(stage, attempt) for stage, attempt in pairs]
     return ReportData(
         experiment=Identity(view.name, state_of(view.stages), view.seed),
-        headline=write_headline(evaluations, climb, trained, said_of(pairs)),
+        headline=write_headline(evaluations, climb, trained, summaries_of(pairs)),
         facts=facts,
-        notices=notices_of(pairs),  # last: only now is it known which files are damaged
+        notices=notices_of(pairs),  # last, because reading finds the damaged files
         stages=stages,
         evaluations=evaluations,
         comparisons=comparisons,
@@ -158,7 +158,7 @@ def collect(view: ExperimentView) -> ReportData:
         machine_sentence=machine_sentence(stages, provenance),
         provenance=provenance,
         footer=f"Written by Perilune {perilune.__version__} on {day(time.time())}."
-        " This file is whole: everything it shows is inside it, and it loads nothing from anywhere.",
+        " This file is self-contained and loads nothing from other places.",
         library=library,
     )
 
@@ -168,7 +168,7 @@ def _present(found: Iterable[T | None]) -> list[T]:
 
 
 def _training(stage: StageView, attempt: Attempt) -> Training | None:
-    if "steps" not in (attempt.job.get("spec") or {}):  # figures of one moment are no curve
+    if "steps" not in (attempt.job.get("spec") or {}):  # a stage without steps has no curve
         return None
     return training_of(stage.name, stage.task, _description(stage, attempt), attempt)
 
@@ -182,12 +182,12 @@ def _evaluation(stage: StageView, attempt: Attempt) -> Evaluation | None:
 
 
 def _label(stage: StageView, attempt: Attempt) -> str:
-    """What an evaluation judged."""
-    judged = (attempt.job.get("spec") or {}).get("checkpoint")
-    if judged is None:
+    """The checkpoint that an evaluation judged, as a label."""
+    checkpoint = (attempt.job.get("spec") or {}).get("checkpoint")
+    if checkpoint is None:
         return stage.name
-    if judged != "model":
-        return f"after {judged}"
+    if checkpoint != "model":
+        return f"after {checkpoint}"
     return "untrained" if (attempt.job.get("model") or {}).get("preset") else "base model"
 
 
@@ -199,7 +199,7 @@ def _spec(attempt: Attempt) -> dict[str, Any]:
 def _comparisons(
     pairs: Sequence[tuple[StageView, Attempt]], evaluations: Sequence[Evaluation]
 ) -> list[Comparison]:
-    """Each evaluation against that of the checkpoint from which its own was trained."""
+    """Compare each evaluation with that of the checkpoint that training started from."""
     by_stage = {one.stage: one for one in evaluations}
     checkpoints = {stage.name: _spec(attempt).get("checkpoint") for stage, attempt in pairs}
     settings = {
@@ -216,9 +216,9 @@ def _climb(
     comparisons: Sequence[Comparison],
     trainings: Sequence[Training],
 ) -> tuple[Comparison | None, Training | None]:
-    """The comparison and the training that the report is about: the last rl stage, else the last training.
+    """The training that the report is about, the last rl stage or else the last training, and its comparison.
 
-    The comparison is the one whose evaluation judged what that training wrote.
+    The later evaluation of the comparison judged the checkpoint of that training.
     """
     judged = {stage.name: _spec(attempt).get("checkpoint") for stage, attempt in pairs}
     for task in ("rl", None):
@@ -237,32 +237,32 @@ def _description(stage: StageView, attempt: Attempt) -> str:
     planned = int(spec.get("steps") or 0)
     done = len(attempt.metrics.get("step", []))
     steps = f"{done} of {planned} steps" if planned > done else f"{done} steps"
-    return f"{steps} of {name}.{_watched(summary)}"
+    return f"{steps} of {name}.{_warnings(summary)}"
 
 
-def _watched(summary: Mapping[str, Any]) -> str:
-    """What watches of the stage have said, as sentences."""
-    said = "".join(f" Warning: {text}." for text in summary.get("warnings") or ())
+def _warnings(summary: Mapping[str, Any]) -> str:
+    """Warnings about the stage as sentences."""
+    text = "".join(f" Warning: {one}." for one in summary.get("warnings") or ())
     if (collapse := summary.get("collapse_step")) is not None:
-        said += f" From step {collapse} on, chosen answers themselves had become unlikely."
+        text += f" From step {collapse} on, even the chosen answers became unlikely."
     league = summary.get("league")
     if isinstance(league, Mapping):
-        said += f" What is published is the champion, the policy of step {league['champion']}."
+        text += f" The published checkpoint is the champion, the policy of step {league['champion']}."
         signs = [f"{one['said']} (from step {one['step']})" for one in league["alarms"]]
-        said += f" Signs of a collapse: {'; '.join(signs)}." if signs else " There was no sign of a collapse."
+        text += f" Signs of a collapse: {'; '.join(signs)}." if signs else " No sign of a collapse was found."
     gold = summary.get("gold")
     if isinstance(gold, Mapping) and (stop := gold.get("recommended_stop")) is not None:
-        said += (
-            f" The watch recommended to stop at step {stop}: gold was {gold['at_recommended_stop']:.3f}"
-            f" there, {gold['best']:.3f} at best (step {gold['best_step']}), {gold['last']:.3f} at the end."
+        text += (
+            f" The gold watch recommended to stop at step {stop}: the gold score was"
+            f" {gold['at_recommended_stop']:.3f} there, {gold['best']:.3f} at best (step {gold['best_step']}), {gold['last']:.3f} at the end."
         )
-    return said
+    return text
 
 
 def _algorithm(spec: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    """Name of the algorithm of a stage, "" when it has none; a recipe may give it options."""
-    asked = spec.get("algorithm") or ""
-    return str(summary.get("algorithm") or (asked.get("name") if isinstance(asked, dict) else asked))
+    """The name of the algorithm of a stage, or ""."""
+    given = spec.get("algorithm") or ""
+    return str(summary.get("algorithm") or (given.get("name") if isinstance(given, dict) else given))
 
 
 def _implied(algorithm: str, samples: int) -> list[tuple[float, float]] | None:
@@ -271,7 +271,7 @@ def _implied(algorithm: str, samples: int) -> list[tuple[float, float]] | None:
 
 
 def _objective(pairs: Sequence[tuple[StageView, Attempt]]) -> Objective | None:
-    """What the last rl stage's estimator climbs, as it recorded or as its algorithm and group size imply."""
+    """The implicit objective of the last rl stage: recorded, or implied by algorithm and group size."""
     for stage, attempt in reversed(pairs):
         spec = attempt.job.get("spec") or {}
         algorithm = _algorithm(spec, attempt.summary)
@@ -284,9 +284,9 @@ def _objective(pairs: Sequence[tuple[StageView, Attempt]]) -> Objective | None:
         if curve:
             label = ALGORITHM_NAMES.get(algorithm, algorithm)
             note = (
-                "Weight w(p) that a task with pass rate p has in the expected gradient, w(p)·∇p, with groups "
-                f"of {samples} and right-or-wrong rewards. A flat line would be climbing pass@1 itself. Read "
-                "it against the figure of how often tasks are solved."
+                "The weight w(p) of a task with pass rate p in the expected gradient, w(p)·∇p, for groups of "
+                f"{samples} and rewards of 0 or 1. A flat line optimizes pass@1 itself. Compare it with the "
+                "histogram of pass rates."
             )
             return Objective(label, note, [point[0] for point in curve], [point[1] for point in curve])
     return None

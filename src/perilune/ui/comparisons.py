@@ -1,4 +1,4 @@
-"""What changed between two evaluations, and what the change is made of."""
+"""Compares two evaluations, and splits the difference by strategy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from perilune.metrics.bootstrap import Interval, paired_difference
 from perilune.metrics.pass_at_k import pass_at_k
 
 UNRECOGNISED = "unrecognised"
-LEAST_SHARED = 0.9  # of the larger evaluation's tasks, for a paired difference to be given
+LEAST_SHARED = 0.9  # share of the larger evaluation's tasks that a paired difference needs
 NEGLIGIBLE = 1e-6  # a share below this is rounding
 
 Bounds = tuple[float, float | None, float | None]  # mean, low, high of a 95% interval
@@ -21,7 +21,7 @@ class Evaluation:
     """One evaluation: `measures` are "pass@1", "pass@8", ..., "greedy", in the order the report shows them.
 
     Attributes:
-        label: what was judged, for the reader ("untrained", "after sft").
+        label: the judged checkpoint as a label ("untrained", "after sft").
         by_difficulty: (difficulty, tasks, pass@1).
         strategies: (share, accuracy; None when never chosen) by name.
         solved: (samples, right samples) by task id.
@@ -47,7 +47,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one strategy adds to a difference in pass@1; pairs are (before, after)."""
+    """The contribution of one strategy to a difference in pass@1; pairs are (before, after)."""
 
     strategy: str
     share: tuple[float, float]
@@ -58,9 +58,9 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two evaluations, the later minus the earlier.
+    """The differences of two evaluations, later minus earlier.
 
-    `differences` is empty when they do not judge the same tasks: then no paired statement can be made.
+    `differences` is empty if they judge different tasks, because the difference cannot be paired then.
     """
 
     before: str
@@ -76,7 +76,7 @@ class Comparison:
 def read_evaluation(
     stage: str, label: str, summary: Mapping[str, Any], greedy: Mapping[str, bool]
 ) -> Evaluation | None:
-    """The evaluation of a summary.json, or None when it is of another kind. Figures it lacks are None."""
+    """The evaluation in a summary.json, or None if it is not one. Missing values are None."""
     if not isinstance(summary.get("pass@1"), Mapping):
         return None
     names = sorted((key for key in summary if key.startswith("pass@")), key=lambda key: int(key[5:]))
@@ -114,7 +114,7 @@ def _bounds(value: Any) -> Bounds:
 
 
 def compare(before: Evaluation, after: Evaluation) -> Comparison:
-    """The later evaluation minus the earlier, paired by task where both judge the same tasks."""
+    """The later evaluation minus the earlier, paired by task if both judge the same tasks."""
     return Comparison(
         before=before.stage,
         after=after.stage,
@@ -128,7 +128,7 @@ def compare(before: Evaluation, after: Evaluation) -> Comparison:
 
 
 def _differences(before: Evaluation, after: Evaluation) -> dict[str, Interval]:
-    """Paired over the tasks both judged. Few may be missing: those whose verifier failed, nothing else."""
+    """Differences paired over the common tasks. Only the few tasks whose verifier failed may be missing."""
     found = {}
     for name in after.measures:
         earlier, later = _per_task(before, name), _per_task(after, name)
@@ -141,7 +141,7 @@ def _differences(before: Evaluation, after: Evaluation) -> dict[str, Interval]:
 
 
 def _per_task(evaluation: Evaluation, measure: str) -> dict[str, float]:
-    """The measure of each task; empty when some task has too few samples for it."""
+    """The measure of each task; empty if a task has too few samples."""
     if measure == "greedy":
         return {task: float(right) for task, right in evaluation.greedy.items()}
     k = int(measure.removeprefix("pass@"))
@@ -157,8 +157,8 @@ def decompose(before: Evaluation, after: Evaluation) -> tuple[Contribution, ...]
 
         sum of (share change) * (mean accuracy)  +  sum of (accuracy change) * (mean share),
 
-    means being over before and after: neither side is favoured. A strategy that was never chosen on one
-    side has no accuracy there; the other side's stands in, and its whole contribution is choice.
+    where means are over before and after, so the split is symmetric. A strategy that one side never chose has
+    no accuracy there; it gets the accuracy of the other side, so its whole contribution is choice.
     """
     sides = [_with_rest(evaluation) for evaluation in (before, after)]
     if not any(sides):
@@ -181,7 +181,7 @@ def decompose(before: Evaluation, after: Evaluation) -> tuple[Contribution, ...]
 
 
 def _with_rest(evaluation: Evaluation) -> dict[str, tuple[float, float | None]]:
-    """Strategies with what no strategy accounts for, so that shares sum to 1 and the parts to pass@1."""
+    """Strategies and an unrecognised rest, so that shares sum to 1 and contributions to pass@1."""
     if not evaluation.strategies:
         return {}
     found = dict(evaluation.strategies)

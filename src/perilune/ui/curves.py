@@ -1,4 +1,4 @@
-"""Columns the charts draw: training figures, seconds and hardware, thinned to what a screen can show."""
+"""Columns of the charts: metrics, timings and hardware, thinned to what a screen can show."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PARTS = ("sampling", "scoring", "learning", "other")
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Figures of one stage by step; `totals` are seconds by part, over all steps."""
+    """Metrics of one stage by step; `totals` are seconds by part over all steps."""
 
     stage: str
     task: str
@@ -30,7 +30,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """The stretch of the time axis that one stage takes, in seconds."""
+    """The interval of one stage on the time axis, in seconds."""
 
     name: str
     begin: float
@@ -39,7 +39,7 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What the machine did: seconds on an axis on which stages follow each other, percent, bytes."""
+    """Load of the machine in percent and bytes, on a time axis with the stages one after another."""
 
     columns: Columns
     bands: list[Band]
@@ -47,7 +47,7 @@ class Hardware:
 
 
 def training_of(stage: str, task: str, description: str, attempt: Attempt) -> Training | None:
-    """The curves of a stage, or None when it recorded no step."""
+    """The curves of a stage, or None if it recorded no step."""
     metrics = attempt.metrics
     if not metrics.get("step"):
         return None
@@ -72,7 +72,7 @@ def totals_of(timings: Columns) -> dict[str, float] | None:
 
 
 def _with_throughput(timings: Columns) -> Columns:
-    """Timings whose tokens a second are of the whole step where nothing was sampled."""
+    """Timings with tokens per second of the whole step, for stages that do not sample."""
     if any(timings.get("tokens_per_second", [])) or "tokens" not in timings:
         return timings
     rates: list[float | None] = []
@@ -83,7 +83,7 @@ def _with_throughput(timings: Columns) -> Columns:
 
 
 def thin(columns: Columns, most: int) -> Columns:
-    """At most `most` rows, evenly spaced, the first and the last among them."""
+    """At most `most` evenly spaced rows, with the first and the last."""
     rows = len(columns.get("step", []))
     if rows <= most:
         return columns
@@ -92,10 +92,10 @@ def thin(columns: Columns, most: int) -> Columns:
 
 
 def hardware_of(stages: Sequence[tuple[str, Attempt]]) -> Hardware | None:
-    """Hardware samples of all stages one after another; None when there are none.
+    """Hardware samples of all stages one after another, or None without samples.
 
-    Long recordings are averaged over equal slices of time. Between two stages lies a row without figures, so
-    that no line joins them.
+    Long recordings are averaged over equal slices of time. A row without values separates two stages, so that
+    no line joins them.
     """
     per_stage = max(2, HARDWARE_POINTS // max(1, len(stages)))
     rows: list[dict[str, float | None]] = []
@@ -120,7 +120,7 @@ def hardware_of(stages: Sequence[tuple[str, Attempt]]) -> Hardware | None:
     columns = columns_of_samples(rows)
     if len(columns) < 2:
         return None
-    note = "Sampled once a second while each run was going" + (
+    note = "Sampled once a second while each run was active" + (
         f"; each point is the mean of up to {sliced} samples." if sliced > 1 else "."
     )
     return Hardware(_rounded(columns), bands, note)
@@ -129,7 +129,7 @@ def hardware_of(stages: Sequence[tuple[str, Attempt]]) -> Hardware | None:
 def _readings(row: Mapping[str, Any]) -> dict[str, float | None]:
     cores = len(row.get("cpu_per_core") or ()) or None
     tree = row.get("tree") or {}
-    if not tree.get("processes"):  # the run has left, or has not begun
+    if not tree.get("processes"):  # before or after the run
         tree = {}
     busy = tree.get("cpu_percent")
     readings = {
@@ -145,7 +145,7 @@ def _readings(row: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def columns_of_samples(rows: Sequence[Mapping[str, float | None]]) -> Columns:
-    """Columns of the figures that at least one row has."""
+    """Columns of the values that at least one row has."""
     names = dict.fromkeys(name for row in rows for name, value in row.items() if value is not None)
     return {name: [row.get(name) for row in rows] for name in names}
 
@@ -156,7 +156,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _rounded(columns: Columns) -> Columns:
-    """Seven significant digits: more than a reader can use, fewer bytes than all of them."""
+    """Round to seven significant digits, to save bytes."""
     return {name: [_short(value) for value in values] for name, values in columns.items()}
 
 

@@ -1,4 +1,4 @@
-"""Lengths of right and wrong answers, and tasks by how often they are solved."""
+"""Histograms of answer lengths and of pass rates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RATE_BINS = 20
 
 @dataclass(frozen=True, slots=True)
 class LengthCounts:
-    """Answers by length at one evaluation."""
+    """Answers by length in one evaluation."""
 
     label: str
     right: list[int]
@@ -25,7 +25,7 @@ class LengthCounts:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Lengths in tokens, in bins all evaluations share; `domain` holds every count, wrong ones below 0."""
+    """Lengths in tokens, in bins that all evaluations share; wrong answers count below 0 in `domain`."""
 
     centers: list[float] = field(default_factory=list)
     width: float = 1.0
@@ -35,7 +35,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class RateCounts:
-    """Tasks by share of right samples at one evaluation."""
+    """Tasks by share of right samples in one evaluation."""
 
     label: str
     counts: list[int]
@@ -43,7 +43,7 @@ class RateCounts:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Shares of right samples and how many tasks have them."""
+    """Numbers of tasks by share of right samples."""
 
     values: list[float] = field(default_factory=list)
     width: float = 1.0
@@ -51,7 +51,7 @@ class Rates:
 
 
 def lengths_of(evaluated: Sequence[tuple[str, Attempt]]) -> Lengths:
-    """Lengths of the sampled answers of each evaluation (label, attempt)."""
+    """Lengths of the sampled answers of each (label, attempt)."""
     samples: list[tuple[str, list[int], list[int]]] = []
     for label, attempt in evaluated:
         right: list[int] = []
@@ -86,7 +86,7 @@ def lengths_of(evaluated: Sequence[tuple[str, Attempt]]) -> Lengths:
 
 
 def rates_of(evaluations: Sequence[Evaluation]) -> Rates:
-    """Tasks by share of right samples: one bar a value that n samples can have, or bins when n is large."""
+    """Tasks by share of right samples: one bar for each possible share, or bins for many samples."""
     known = [one for one in evaluations if one.solved]
     if not known:
         return Rates()

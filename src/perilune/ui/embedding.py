@@ -1,4 +1,4 @@
-"""JSON that may stand inside a script element, whatever the strings in it say."""
+"""JSON that is safe inside a script element, whatever its strings contain."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import json
 import re
 from typing import Any
 
-# In JSON these characters occur inside strings only, where an escape says the same.
+# In JSON these characters occur only inside strings, where an escape is equivalent.
 _ESCAPES = str.maketrans({character: f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"})
 
-_HALVES = re.compile("[\ud800-\udfff]")  # halves of surrogate pairs, which no file can hold
+_HALVES = re.compile("[\ud800-\udfff]")  # lone surrogates, which UTF-8 cannot encode
 
 
 def embeddable_json(value: Any) -> str:
-    """`value` as compact JSON in which no text can end its element or begin another.
+    """`value` as compact JSON in which no string can end the script element or start another.
 
     Raises:
-        ValueError: on NaN or infinity.
+        ValueError: for NaN or infinity.
     """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return _HALVES.sub("\ufffd", text).translate(_ESCAPES)

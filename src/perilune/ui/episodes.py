@@ -1,4 +1,4 @@
-"""Which episodes the report carries: whole groups, chosen the same way every time, within a budget."""
+"""Chooses the episodes of the report: whole groups, deterministically, within a budget of characters."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from perilune.ui.pieces import Piece, Vocabulary
 from perilune.ui.turns import LONGEST, pieces_of, shortened, shortened_messages, turns_of
 
 BUDGET = 6_500_000  # characters of JSON
-MOST_STEPS = 160  # of one stage that are looked into ...
-FEWEST_STEPS = 3  # ... and always these
-MOST_BYTES = 300_000_000  # of one stage's files that are read
-SHORT = 400  # characters of a text in a group that does not fit otherwise
+MOST_STEPS = 160  # steps of one stage, at most ...
+FEWEST_STEPS = 3  # ... and at least
+MOST_BYTES = 300_000_000  # to read of the files of one stage
+SHORT = 400  # characters of a text in a group that is too large otherwise
 RIGHT = 1.0  # a reward that counts as a right answer
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A stage whose episodes are to be shown."""
+    """A stage whose episodes are shown."""
 
     stage: str
     task: str
@@ -35,7 +35,7 @@ class Source:
 
 @dataclass
 class EpisodeSet:
-    """The episodes of one step (or of one part of an evaluation) that are embedded, as embeddable JSON."""
+    """The embedded episodes of one step, or of one part of an evaluation, as embeddable JSON."""
 
     label: str
     step: int
@@ -58,7 +58,7 @@ class StageEpisodes:
 
 @dataclass
 class EpisodeLibrary:
-    """Everything the browser of episodes can show."""
+    """All data of the episode browser."""
 
     stages: list[StageEpisodes] = field(default_factory=list)
     vocabularies: list[list[tuple[str, bool]]] = field(default_factory=list)
@@ -66,7 +66,7 @@ class EpisodeLibrary:
 
     @property
     def sampled(self) -> list[EpisodeSet]:
-        """The sets whose episodes a model sampled: all but traces."""
+        """The sets of sampled episodes: all except traces."""
         return [one for stage in self.stages if stage.task != "collect" for one in stage.sets]
 
 
@@ -81,8 +81,8 @@ class _File:
 def collect_episodes(sources: Sequence[Source], budget: int = BUDGET) -> EpisodeLibrary:
     """Embed episodes of every source in at most `budget` characters of JSON.
 
-    Files share the budget evenly, small files first, so that what they leave goes to larger ones. Within a
-    file whole groups are taken in the order of the SHA-256 of their ids.
+    Files share the budget evenly, small files first, so that larger ones get what is left. In each file,
+    whole groups are taken in the order of the SHA-256 of their ids.
     """
     library = EpisodeLibrary()
     tokenizers = _Tokenizers(sources)
@@ -126,7 +126,7 @@ def _files(source: Source) -> Iterator[_File]:
 
 
 def _most(files: list[_File], tokenizers: _Tokenizers, budget: int) -> int:
-    """How many steps to look into: each shall have room for a group with its tokens, and be read in time."""
+    """The number of steps to show, so that each has space for a group with tokens and reading is fast."""
     if len(files) <= FEWEST_STEPS:
         return len(files)
     middle = files[len(files) // 2]
@@ -140,7 +140,7 @@ def _most(files: list[_File], tokenizers: _Tokenizers, budget: int) -> int:
 
 
 def _evenly(files: list[_File], most: int) -> list[_File]:
-    """At most `most` of the files, evenly spaced, first and last among them."""
+    """At most `most` evenly spaced files, with the first and the last."""
     if len(files) <= most:
         return files
     return [files[round(index * (len(files) - 1) / (most - 1))] for index in range(most)]
@@ -157,7 +157,7 @@ def _embed(
         text = embeddable_json(_group(groups[place], vocabulary))
         if size + len(text) > budget and taken:
             break
-        for most in (LONGEST, SHORT):  # one group is too much: leave the tokens out, then more of the texts
+        for most in (LONGEST, SHORT):  # too large for one group: omit tokens, then shorten texts
             if len(text) > budget:
                 text = embeddable_json(_group(groups[place], None, most))
         if len(text) > budget:
@@ -201,7 +201,7 @@ def _group(group: list[Episode], vocabulary: Vocabulary | None, most: int = LONG
 def _episode(episode: Episode, vocabulary: Vocabulary | None, most: int) -> dict[str, Any]:
     turns = turns_of(episode)
     is_whole = all(len(one["text"]) <= most for one in (*(turns or ()), {"text": episode.text}))
-    by_token = is_whole and len(episode.logprobs) <= most  # else the page cannot show tokens
+    by_token = is_whole and len(episode.logprobs) <= most  # otherwise the page cannot show tokens
     if turns and not by_token:
         turns = [{"role": one["role"], "text": shortened(one["text"], most)} for one in turns]
     tokens: list[Piece] | None = None
@@ -228,7 +228,7 @@ def _episode(episode: Episode, vocabulary: Vocabulary | None, most: int) -> dict
 
 
 def _versions(episode: Episode) -> int | list[tuple[int, int]]:
-    """The policy version of all tokens, or (version, tokens) runs when weights changed on the way."""
+    """The policy version of all tokens, or (version, tokens) runs if the weights changed meanwhile."""
     versions = {int(version) for version in episode.policy_version[episode.loss_mask]}
     if len(versions) == 1:
         return versions.pop()
@@ -240,7 +240,7 @@ def _short(value: float | None) -> float | None:
 
 
 class _Tokenizers:
-    """The tokenizer of each stage: its own folder's, or another stage's that spells its answers exactly."""
+    """The tokenizer of each stage: its own, or that of another stage if it spells the answers exactly."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         folders = {source.stage: source.attempt.model_folders for source in sources}
@@ -260,7 +260,7 @@ class _Tokenizers:
         return list(dict.fromkeys(one for one in self._chosen.values() if one is not None))
 
     def number(self, stage: str) -> int | None:
-        """Place of the stage's vocabulary in `loaded`."""
+        """The index of the stage's vocabulary in `loaded`."""
         vocabulary = self._chosen.get(stage)
         return None if vocabulary is None else self.loaded.index(vocabulary)
 

@@ -1,4 +1,4 @@
-"""What happened, in sentences that say no more than the figures do."""
+"""Writes the finding of the report in sentences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from perilune.metrics.bootstrap import Interval
 from perilune.ui.comparisons import Comparison, Evaluation
 from perilune.ui.curves import Training
 
-EDGE = 5  # steps that are averaged at either end of a curve
+EDGE = 5  # steps to average at each end of a curve
 ALGORITHM_NAMES = {
     "grpo": "GRPO",
     "dr_grpo": "Dr. GRPO",
@@ -40,7 +40,7 @@ ALGORITHM_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """`title` is the finding; `paragraphs` say on what it rests; `explanation` what the change is made of."""
+    """`title` is the finding, `paragraphs` its basis, and `explanation` the split of the change."""
 
     title: str
     paragraphs: tuple[str, ...]
@@ -56,9 +56,9 @@ def write_headline(
     """The report's finding.
 
     Args:
-        climb: the two evaluations around the training that the report is about.
+        climb: the evaluations before and after the training that the report is about.
         trained: the curves of that training.
-        other: what the remaining stages did, for an experiment that evaluated nothing.
+        other: results of other stages, for an experiment without evaluations.
     """
     if climb is not None:
         by_stage = {one.stage: one for one in evaluations}
@@ -67,14 +67,14 @@ def write_headline(
         return _of_one(evaluations[-1])
     if trained is not None and (found := _of_curve(trained)) is not None:
         return found
-    return Headline("No results yet" if not other else "Nothing was evaluated", tuple(other))
+    return Headline("No results yet" if not other else "No checkpoint was evaluated", tuple(other))
 
 
 def _of_climb(climb: Comparison, before: Evaluation, after: Evaluation, trained: Training | None) -> Headline:
     start, end = climb.accuracy
     change = climb.differences.get("pass@1")
     if change is None:
-        title = f"pass@1 was {_percent(start)}, then {_percent(end)} on other tasks"
+        title = f"pass@1 was {_percent(start)}, then {_percent(end)} on different tasks"
     elif _direction(change):
         title = _moved("pass@1", change, start, end)
     elif _percent(start) == _percent(end):
@@ -104,15 +104,15 @@ def _moved(name: str, change: Interval, start: float, end: float) -> str:
 
 
 def _basis(change: Interval | None, after: Evaluation, trained: Training | None) -> str:
-    what = f"On {after.tasks} held-out tasks"
+    basis = f"On {after.tasks} held-out tasks"
     if trained is not None and trained.task != "evaluate":
-        what += f", after {trained.description[0].lower() + trained.description[1:].rstrip('.')}"
+        basis += f", after {trained.description[0].lower() + trained.description[1:].rstrip('.')}"
     if change is None:
         return (
-            f"{what}. The two evaluations judged different tasks, so their difference is not a measurement."
+            f"{basis}. The two evaluations judged different tasks, so their difference is not a measurement."
         )
     return (
-        f"{what}: {_points(change.mean)} points, with a 95% interval of {_points(change.low)} to "
+        f"{basis}: {_points(change.mean)} points, with a 95% interval of {_points(change.low)} to "
         f"{_points(change.high)}, paired by task."
     )
 
@@ -126,25 +126,25 @@ def _explained(climb: Comparison, before: Evaluation, after: Evaluation) -> str:
         if abs(total) >= 0.01 and share * total >= 0 and accuracy * total >= 0:
             moved = max(climb.contributions, key=lambda one: one.share[1] - one.share[0])
             sentences.append(
-                f"{share / total:.0%} of the change is choosing “{moved.strategy}” more often "
+                f"{share / total:.0%} of the change comes from choosing “{moved.strategy}” more often "
                 f"({_percent(moved.share[0], 0)} → {_percent(moved.share[1], 0)} of answers), "
-                f"{accuracy / total:.0%} is better accuracy within strategies."
+                f"{accuracy / total:.0%} from better accuracy within strategies."
                 if total > 0
-                else f"{share / total:.0%} of the loss is choice of strategy, {accuracy / total:.0%} is "
-                "accuracy within strategies."
+                else f"{share / total:.0%} of the loss comes from the choice of strategy, "
+                f"{accuracy / total:.0%} from accuracy within strategies."
             )
     for name in [one for one in before.measures if one not in ("pass@1", "greedy")][-1:]:
         could, does = before.measures[name][0], after.measures["pass@1"][0]
         change = climb.differences.get(name)
         moved_to = _percent(after.measures[name][0]) if name in after.measures else ""
         if change is not None and moved_to and _direction(change) < 0:
-            lost = "tasks that the model could sometimes solve are lost"
+            lost = "the model can no longer solve tasks that it solved sometimes before"
             sentences.append(f"{name} fell from {_percent(could)} to {moved_to}: {lost}.")
         elif could >= does > before.measures["pass@1"][0]:
             rose = f"; {name} itself rose to {moved_to}" if change and _direction(change) > 0 else ""
             sentences.append(
-                f"{name} was already {_percent(could)} before: training made dependable what the model could "
-                f"sometimes do{rose}."
+                f"{name} was {_percent(could)} before training: the model now solves reliably what it solved "
+                f"sometimes before{rose}."
             )
         elif moved_to and moved_to != _percent(could):
             sentences.append(f"{name} went from {_percent(could)} to {moved_to}.")
@@ -163,19 +163,17 @@ def _parts(climb: Comparison) -> tuple[float, float] | None:
 def _explanation(climb: Comparison) -> str:
     parts = _parts(climb)
     if parts is None:
-        return (
-            "The environment recognised one way of answering only, so the whole change is accuracy within it."
-        )
+        return "The environment recognised only one strategy, so the whole change is accuracy within it."
     share, accuracy = parts
     change = climb.accuracy[1] - climb.accuracy[0]
     text = (
-        "A policy can gain by choosing a better way to answer, or by getting better at the ways it has. "
+        "A policy improves by choosing better strategies, or by becoming more accurate within a strategy. "
         f"From “{climb.before_label}” to “{climb.after_label}”, {_points(share)} points came from the choice "
         f"of strategy and {_points(accuracy)} from accuracy within strategies."
     )
     if abs(share + accuracy - change) > 0.0005:
         text += (
-            f" Together {_points(share + accuracy)}, where pass@1 changed by {_points(change)}: the parts "
+            f" Their sum is {_points(share + accuracy)}, but pass@1 changed by {_points(change)}: the parts "
             "count answers, pass@1 counts tasks, and tasks with failed verdicts have fewer answers."
         )
     return text
@@ -191,15 +189,15 @@ def _of_one(evaluation: Evaluation) -> Headline:
 
 
 def _of_curve(trained: Training) -> Headline | None:
-    for name, said in (("reward", "Mean training reward"), ("loss", "Training loss")):
+    for name, label in (("reward", "Mean training reward"), ("loss", "Training loss")):
         values = [value for value in trained.columns.get(name, []) if value is not None]
         if len(values) > 1:
             edge = min(EDGE, len(values) // 2)
             first, last = fmean(values[:edge]), fmean(values[-edge:])
             ends = f" Means of the first and last {edge}." if edge > 1 else ""
-            rest = "Nothing was evaluated on held-out tasks, so this is no measure of skill."
+            rest = "No checkpoint was evaluated on held-out tasks, so this does not measure skill."
             return Headline(
-                f"{said} went from {first:.3g} to {last:.3g}", (f"{trained.description}{ends} {rest}",)
+                f"{label} went from {first:.3g} to {last:.3g}", (f"{trained.description}{ends} {rest}",)
             )
     return None
 

@@ -1,4 +1,4 @@
-"""What there is to say of an experiment before its figures: state, facts, what went wrong, each run."""
+"""The overview of an experiment: state, facts, notices and runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something the reader must know before the figures: `kind` is "failed", "active" or "damage"."""
+    """A notice above the results: `kind` is "failed", "active" or "damage"."""
 
     kind: str
     title: str
@@ -65,7 +65,7 @@ def describe_stage(stage: StageView, attempt: Attempt) -> Stage:
 
 
 def state_of(stages: Sequence[StageView]) -> str:
-    """State of the experiment: the worst of its stages'."""
+    """The state of the experiment: the worst state of its stages."""
     states = {stage.state for stage in stages}
     for state in ("failed", "cancelled", "active", "queued", "waiting"):
         if state in states:
@@ -74,33 +74,33 @@ def state_of(stages: Sequence[StageView]) -> str:
 
 
 def notices_of(pairs: Sequence[tuple[StageView, Attempt]]) -> list[Notice]:
-    """What went wrong, what is still under way, what is damaged.
+    """Notices about failed and running stages and damaged files.
 
-    Call it last: files are found damaged when they are read.
+    Call it last, because reading finds the damaged files.
     """
     notices = []
     for stage, attempt in pairs:
         if stage.state in ("failed", "cancelled"):
             title = f"Stage {stage.name} {'failed' if stage.state == 'failed' else 'was cancelled'}."
             cause = str(attempt.verdict.get("message") or stage.cause).rstrip(".")
-            text = f"{cause}. What it left until then is shown." if cause else ""
+            text = f"{cause}. The report shows its results up to then." if cause else ""
             notices.append(Notice("failed", title, text, attempt.log_tail()))
         elif stage.state == "active":
             done, total, unit = (attempt.progress.get(key) for key in ("done", "total", "unit"))
             text = f"{done} of {total} {unit} were done when this was written." if total else ""
             notices.append(Notice("active", f"Stage {stage.name} is still running.", text))
         notices += [
-            Notice("damage", f"A file of stage {stage.name} is damaged and left out.", one)
+            Notice("damage", f"A file of stage {stage.name} is damaged and was skipped.", one)
             for one in attempt.damage
         ]
     waiting = [stage.name for stage, _ in pairs if stage.state in ("queued", "waiting")]
     if waiting:
-        notices.append(Notice("active", f"Not begun: {', '.join(waiting)}."))
+        notices.append(Notice("active", f"Not started: {', '.join(waiting)}."))
     return notices
 
 
-def said_of(pairs: Sequence[tuple[StageView, Attempt]]) -> list[str]:
-    """What stages without curves did."""
+def summaries_of(pairs: Sequence[tuple[StageView, Attempt]]) -> list[str]:
+    """Results of stages without curves, as sentences."""
     return [
         f"Stage {stage.name} made {attempt.summary['rows']:,} verified traces and rejected "
         f"{attempt.summary.get('rejected', 0):,} candidates."
@@ -110,7 +110,7 @@ def said_of(pairs: Sequence[tuple[StageView, Attempt]]) -> list[str]:
 
 
 def facts_of(view: ExperimentView, attempts: Sequence[Attempt], provenance: Provenance) -> list[Fact]:
-    """The strip of facts under the headline."""
+    """The facts under the headline."""
     jobs = [attempt.job for attempt in attempts if attempt.job]
     environment = dict(jobs[-1].get("environment") or {}) if jobs else {}
     facts: list[Fact] = []
@@ -135,10 +135,10 @@ def facts_of(view: ExperimentView, attempts: Sequence[Attempt], provenance: Prov
 
 
 def machine_sentence(stages: Sequence[Stage], provenance: Provenance) -> str:
-    """How long it all took, and on what."""
+    """The total time and the machine, as a sentence."""
     seconds = [stage.seconds for stage in stages if stage.seconds is not None]
     where = f" on {provenance.machine_name}" if provenance.machine_name else ""
-    return f"All stages together took {_duration(sum(seconds))}{where}." if seconds else ""
+    return f"All stages took {_duration(sum(seconds))}{where}." if seconds else ""
 
 
 def _duration(seconds: float) -> str:
@@ -149,12 +149,12 @@ def _duration(seconds: float) -> str:
 
 
 def date_of(attempts: Sequence[Attempt]) -> str:
-    """When the first of the attempts began, or ""."""
+    """The start of the first attempt, or ""."""
     times = [attempt.began for attempt in attempts if attempt.began is not None]
     return day(min(times)) if times else ""
 
 
 def day(moment: float) -> str:
-    """A moment (seconds since the epoch) for people, in UTC."""
+    """Seconds since the epoch as a date and time in UTC."""
     then = time.gmtime(moment)
     return f"{then.tm_mday} {time.strftime('%B %Y, %H:%M UTC', then)}"

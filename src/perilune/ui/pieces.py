@@ -1,4 +1,4 @@
-"""Tokens as text: what each token id of an answer adds to it."""
+"""The text that each token adds to an answer."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-Piece = int | str  # an index into the vocabulary's table, or text that only makes sense in its place
+Piece = int | str  # an index into the vocabulary's table, or the text of a part of a character
 
-_HALF = "\ufffd"  # what decoding half a character gives
+_HALF = "\ufffd"  # decoded from a part of a character
 
 
 class Vocabulary:
-    """Text of single tokens, gathered into a table as they are met.
+    """Texts of single tokens, in a table that grows as tokens occur.
 
     Attributes:
-        table: (text, is special) of the tokens met so far; pieces are indices into it.
+        table: (text, is special) of the tokens so far; pieces are indices into it.
     """
 
     def __init__(self, file: Path) -> None:
@@ -33,11 +33,11 @@ class Vocabulary:
         self.table: list[tuple[str, bool]] = []
 
     def prompt(self, token_ids: Sequence[int]) -> str:
-        """Text of a prompt as the model saw it, special tokens included."""
+        """The text of a prompt with special tokens."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=False))
 
     def pieces(self, token_ids: Sequence[int], text: str) -> list[Piece] | None:
-        """One piece a token, which joined (special tokens left out) give `text`; None when they cannot."""
+        """One piece for each token, which join to `text` without special tokens; None if they do not."""
         alone = [self._alone(token) for token in token_ids]
         if self._joined(alone) == text:
             return list(alone)
@@ -45,7 +45,7 @@ class Vocabulary:
         return together if self._joined(together) == text else None
 
     def loose(self, token_ids: Sequence[int]) -> list[Piece]:
-        """One piece a token, of what need not join to any text."""
+        """One piece for each token, without a text to join to."""
         return self._together(token_ids)
 
     def _alone(self, token: int) -> int:
@@ -57,7 +57,7 @@ class Vocabulary:
         return self._index[token]
 
     def _together(self, token_ids: Sequence[int]) -> list[Piece]:
-        """Pieces of tokens that hold parts of characters: the token that completes one brings its text."""
+        """Pieces of tokens with parts of characters: the last token of a character has its text."""
         pieces: list[Piece] = []
         pending: list[int] = []
         for token in token_ids:

@@ -1,4 +1,4 @@
-"""Where results come from: model, machine, software, and the commands that check and repeat each run."""
+"""The provenance of results: model, machine, software, and commands to check and reproduce each run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from perilune.ui.view import ExperimentView, StageView
 
 Pairs = list[tuple[str, str]]
 
-LONGEST_LIST = 20  # items of a list in a summary that are shown
+LONGEST_LIST = 20  # items to show of a list in a summary
 
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Facts as the runs observed them; pairs are (name, value) for the reader."""
+    """Facts that the runs recorded; pairs are (name, value)."""
 
     recipe: str
     commands: str
@@ -31,7 +31,7 @@ class Provenance:
 
 
 def provenance_of(view: ExperimentView, attempts: Sequence[Attempt]) -> Provenance:
-    """Provenance of an experiment; machine and software are those of the last run that recorded them."""
+    """The provenance of an experiment, with machine and software of the last run that recorded them."""
     seen = next((one.precheck for one in reversed(attempts) if one.precheck), {})
     machine = seen.get("machine") or {}
     return Provenance(
@@ -46,7 +46,7 @@ def provenance_of(view: ExperimentView, attempts: Sequence[Attempt]) -> Provenan
 
 
 def machine_name(machine: Mapping[str, Any]) -> str:
-    """The processor, or the GPUs, in a few words."""
+    """The processor or the GPUs as a short name."""
     gpus = [str(gpu.get("name")) for gpu in machine.get("gpus") or ()]
     if gpus:
         names = dict.fromkeys(gpus)
@@ -117,7 +117,7 @@ def _software(seen: Mapping[str, Any]) -> Pairs:
 
 
 def _packages(packages: Mapping[str, Any]) -> Pairs:
-    """Distributions that were loaded, with versions."""
+    """Loaded distributions with their versions."""
     found = {
         str(entry.get("distribution") or name): str(entry.get("version") or "no version")
         for name, entry in packages.items()
@@ -140,7 +140,7 @@ def _commands(stages: Sequence[StageView]) -> str:
 
 
 def _location(attempt: Path) -> str:
-    """The attempt's folder relative to the home where it has the home's layout, else by its name alone."""
+    """The path of the attempt from the home directory, or its name if it is not in a home."""
     parts = attempt.absolute().parts
     if len(parts) > 4 and parts[-2] == "attempts" and parts[-4] == "runs":
         return f'"${{PERILUNE_HOME:-$HOME/.perilune}}"/{"/".join(parts[-4:])}'
@@ -149,14 +149,14 @@ def _location(attempt: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Size and shape of a model for the reader."""
+    """Size and shape of a model."""
 
     parameters: int | None
     shape: str
 
 
 def model_of(attempts: Sequence[Attempt]) -> ModelFacts | None:
-    """The model of the last checkpoint any attempt holds; None without a readable checkpoint."""
+    """The model of the last checkpoint of any attempt, or None."""
     for attempt in reversed(attempts):
         for folder in attempt.model_folders:
             if config := attempt.document(folder / "config.json"):
@@ -172,7 +172,7 @@ def _shape(config: Mapping[str, Any]) -> str:
 
 
 def parameters_in(folder: Path) -> int | None:
-    """Numbers in the folder's safetensors files, from their headers alone; None when one cannot be read."""
+    """The number of parameters in safetensors files, from their headers; None if one cannot be read."""
     total = 0
     files = sorted(folder.glob("*.safetensors"))
     try:
@@ -191,7 +191,7 @@ def parameters_in(folder: Path) -> int | None:
 
 
 def stage_facts(stage: StageView, attempt: Attempt) -> Pairs:
-    """What is worth knowing of one run."""
+    """Facts about one run."""
     facts: Pairs = [("Run", stage.run_id), ("Bundle digest", attempt.digest)]
     facts += [
         (f"Input: {one['name']}", f"{one['kind']} {one['digest']}") for one in attempt.job.get("inputs") or ()
@@ -204,7 +204,7 @@ def stage_facts(stage: StageView, attempt: Attempt) -> Pairs:
 
 
 def readable(document: Mapping[str, Any]) -> str:
-    """A JSON document for people: long lists are cut, and say so."""
+    """A JSON document as text, with long lists shortened."""
     return json.dumps(_shortened(document), indent=2, ensure_ascii=False) if document else ""
 
 

@@ -1,8 +1,8 @@
-"""The report as one HTML file: template, styles, scripts and data inside, nothing loaded from anywhere.
+"""Renders the report as one self-contained HTML file with template, styles, scripts and data.
 
-What models wrote is hostile. It travels as JSON in which `<`, `>` and `&` are escaped, so that no text can
-end its script element; the scripts show it through text nodes only; and a Content-Security-Policy lets the
-page run nothing but the scripts written here, by their hashes.
+The text of models is untrusted. The file contains it as JSON in which `<`, `>` and `&` are escaped, so that
+no text can end its script element. The scripts show it in text nodes only. The Content-Security-Policy allows
+only our own scripts, by their hashes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SCRIPTS = (
     "outcome.js",
     "course.js",
     "report.js",
-)  # in the order in which they are run
+)  # in the order of execution
 
 
 def build_report(experiment: ExperimentView, out: Path) -> Path:
@@ -70,7 +70,7 @@ def render(data: ReportData) -> str:
 
 
 def _policy(style: str, scripts: list[str]) -> str:
-    """Nothing may load, and nothing may run but these texts."""
+    """A Content-Security-Policy that allows only these scripts and styles, and no loading."""
     allowed = " ".join(_hash(script) for script in scripts)
     return (
         f"default-src 'none'; script-src {allowed}; style-src {_hash(style)}; "
@@ -87,7 +87,7 @@ def _block(name: str, json_text: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses as objects and tuples as arrays; a number that JSON cannot say becomes null."""
+    """Dataclasses as objects, tuples as arrays, NaN and infinity as null."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
@@ -100,7 +100,7 @@ def _plain(value: Any) -> Any:
 
 
 def _episodes(library: EpisodeLibrary) -> tuple[dict[str, Any], list[str]]:
-    """The browser's index, and one data element for each of its sets."""
+    """The index of the episode browser, and one data element for each set."""
     blocks: list[str] = []
     stages = []
     for stage in library.stages:
@@ -121,15 +121,15 @@ def _episodes(library: EpisodeLibrary) -> tuple[dict[str, Any], list[str]]:
 def _lead(library: EpisodeLibrary) -> str:
     embedded = sum(one.embedded for one in library.sampled)
     total = sum(one.total for one in library.sampled)
-    kept = f"All {total:,} episodes are in this file."
+    included = f"This file contains all {total:,} episodes."
     if embedded < total or library.steps_left_out:
-        kept = (
-            f"This file holds {embedded:,} of {total:,} episodes: whole groups, chosen by a hash of their "
-            "ids, so that neither luck nor reward decided which."
+        included = (
+            f"This file contains {embedded:,} of {total:,} episodes: whole groups, chosen by a hash of their "
+            "ids, so the choice does not depend on rewards."
         )
     if library.steps_left_out:
-        kept += f" {library.steps_left_out:,} steps between those shown were left out altogether."
+        included += f" {library.steps_left_out:,} steps are omitted."
     return (
-        f"What the model was asked, what it wrote, and what it got for it. {kept} The deeper the colour of a "
-        "token, the less likely the policy thought it."
+        f"Prompts, answers and rewards. {included} The darker the colour of a token, the lower its "
+        "probability under the policy."
     )

@@ -1,4 +1,4 @@
-"""Training traces in the browser of episodes: what a teacher wrote, and what the verifier refused."""
+"""Training traces in the episode browser: verified traces and refused candidates."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from perilune.ui.attempt import Attempt
 from perilune.ui.embedding import embeddable_json
 from perilune.ui.episodes import EpisodeSet, StageEpisodes
-from perilune.ui.turns import ASSISTANT, shortened, shortened_messages, told_turns
+from perilune.ui.turns import ASSISTANT, message_turns, shortened, shortened_messages
 
 KEPT = 300
 REFUSED = 100
 
 
 def traces_of(stage: str, attempt: Attempt) -> StageEpisodes | None:
-    """A sample of a collect stage's traces, evenly spaced; None when it left none."""
+    """An evenly spaced sample of the traces of a collect stage, or None without traces."""
     if attempt.root is None:
         return None
     folder = attempt.root / "artifacts" / "traces"
@@ -50,7 +50,7 @@ def _group(number: str, row: Mapping[str, Any]) -> dict[str, Any]:
         "episodes": [
             {
                 "id": number,
-                "turns": told_turns(messages[first:]) if 0 <= first < len(messages) - 1 else None,
+                "turns": message_turns(messages[first:]) if 0 <= first < len(messages) - 1 else None,
                 "text": messages[-1]["content"] if messages else shortened(str(row.get("text", ""))),
                 "tokens": None,
                 "logprobs": [],

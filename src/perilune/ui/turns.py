@@ -1,4 +1,4 @@
-"""An episode of several turns, told turn by turn."""
+"""The turns of an episode."""
 
 from __future__ import annotations
 
@@ -10,40 +10,41 @@ from perilune.data.episode import Episode
 from perilune.ui.pieces import Piece, Vocabulary
 
 ASSISTANT = "assistant"
-LONGEST = 20_000  # characters of a text that are shown
+LONGEST = 20_000  # characters to show of a text
 
 
 def shortened(text: str, most: int = LONGEST) -> str:
-    """A text of more than `most` characters without its middle, which says how many are left out."""
+    """`text`, without its middle if it has more than `most` characters."""
     if len(text) <= most:
         return text
     head = most * 3 // 4
-    return f"{text[:head]}\n[… {len(text) - most:,} characters left out …]\n{text[len(text) - most + head :]}"
+    return f"{text[:head]}\n[… {len(text) - most:,} characters omitted …]\n{text[len(text) - most + head :]}"
 
 
 def shortened_messages(messages: Iterable[Mapping[str, str]], most: int = LONGEST) -> list[dict[str, str]]:
-    """Role and content of messages, no content longer than `most`."""
+    """Role and content of messages, with contents of at most `most` characters."""
     return [{"role": str(one["role"]), "content": shortened(str(one["content"]), most)} for one in messages]
 
 
-def told_turns(messages: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
-    """The policy's turns and what others said between them: role and text of each."""
-    return [
-        {"role": ASSISTANT if own else " and ".join(dict.fromkeys(one["role"] for one in said)),
-         "text": "".join(one["content"] for one in said)}
-        for own, group in groupby(messages, key=lambda one: one["role"] == ASSISTANT)
-        for said in _apart(list(group), own)
-    ]  # fmt: skip
+def message_turns(messages: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+    """The policy's turns and the messages between them, with role and text of each."""
+    turns: list[dict[str, Any]] = []
+    for own, group in groupby(messages, key=lambda one: one["role"] == ASSISTANT):
+        members = list(group)
+        for turn in [[one] for one in members] if own else [members]:
+            roles = " and ".join(dict.fromkeys(one["role"] for one in turn))
+            turns.append({"role": roles, "text": "".join(one["content"] for one in turn)})
+    return turns
 
 
 def turns_of(episode: Episode) -> list[dict[str, Any]] | None:
-    """The turns after the prompt, each with the places of its tokens; None for a single answer.
+    """The turns after the prompt, each with the positions of its tokens; None for a single answer.
 
-    Places are left out where masks do not tell turns apart.
+    Positions are omitted if the loss mask does not separate the turns.
     """
     if episode.loss_mask.all():
         return None
-    turns = told_turns(episode.messages[len(episode.opening) :])
+    turns = message_turns(episode.messages[len(episode.opening) :])
     bounds = _runs(episode)
     owners = [one["role"] == ASSISTANT for one in turns]
     if owners == [own for own, _, _ in bounds]:
@@ -53,13 +54,13 @@ def turns_of(episode: Episode) -> list[dict[str, Any]] | None:
 
 
 def pieces_of(vocabulary: Vocabulary, episode: Episode) -> list[Piece] | None:
-    """One piece a token, turn by turn; None when the vocabulary does not spell what the policy said."""
+    """One piece for each token; None if the vocabulary does not spell the policy's text."""
     token_ids = episode.token_ids.tolist()
     if episode.loss_mask.all():
         return vocabulary.pieces(token_ids, episode.text)
-    said = [one["content"] for one in episode.messages[len(episode.opening) :] if one["role"] == ASSISTANT]
+    messages = episode.messages[len(episode.opening) :]
+    texts = iter([one["content"] for one in messages if one["role"] == ASSISTANT])
     pieces: list[Piece] = []
-    texts = iter(said)
     for own, start, end in _runs(episode):
         part = token_ids[start:end]
         found = vocabulary.pieces(part, next(texts, "")) if own else vocabulary.loose(part)
@@ -70,7 +71,7 @@ def pieces_of(vocabulary: Vocabulary, episode: Episode) -> list[Piece] | None:
 
 
 def _runs(episode: Episode) -> list[tuple[bool, int, int]]:
-    """(the policy's own, start, end) of the runs of equal masks."""
+    """(is the policy's, start, end) of each run of equal mask values."""
     runs = []
     start = 0
     for own, group in groupby(episode.loss_mask.tolist()):
@@ -78,7 +79,3 @@ def _runs(episode: Episode) -> list[tuple[bool, int, int]]:
         runs.append((own, start, end))
         start = end
     return runs
-
-
-def _apart(said: list[Mapping[str, str]], own: bool) -> list[list[Mapping[str, str]]]:
-    return [[one] for one in said] if own else [said]

@@ -1,4 +1,4 @@
-"""What the interface is told about an experiment: its stages in order, and where each left its evidence."""
+"""The input of the report: the stages of an experiment in order, and the folders of their attempts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from perilune.errors import RequestError
 from perilune.files import read_json
 
-SEARCH_DEPTH = 5  # an experiment's folder holds runs/<run>/attempts/<n>; deeper is somebody else's tree
+SEARCH_DEPTH = 5  # levels to search; a home has runs/<run>/attempts/<n>
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +17,8 @@ class StageView:
 
     Attributes:
         state: state of its run ("queued", "active", "succeeded", "failed", "cancelled").
-        attempt_dir: the attempt whose evidence counts, or None before the first attempt.
-        attempts: how many attempts were made.
+        attempt_dir: the folder of the current attempt, or None before the first.
+        attempts: number of attempts.
         cause: why the run failed, or "".
     """
 
@@ -33,7 +33,7 @@ class StageView:
 
 @dataclass(frozen=True, slots=True)
 class ExperimentView:
-    """An experiment: `recipe` is the resolved recipe as YAML text, `stages` are in the order they run."""
+    """An experiment: `recipe` is the resolved recipe as YAML, `stages` are in the order of execution."""
 
     name: str
     seed: int
@@ -42,9 +42,9 @@ class ExperimentView:
 
 
 def view_folder(path: Path) -> ExperimentView:
-    """View an attempt directory, or a folder that holds some, without a control plane.
+    """View an attempt directory, or a folder with attempts, without a control plane.
 
-    Of several attempts of one run the newest counts; stages are ordered by when their attempts began.
+    Takes the newest of several attempts of a run. Orders stages by the start of their attempts.
 
     Raises:
         RequestError: when there is no attempt directory at or below `path`.
@@ -60,7 +60,7 @@ def view_folder(path: Path) -> ExperimentView:
         raise RequestError(
             "no attempt directory (job.json beside artifacts/ or runtime/) at or below this path",
             where=str(path),
-            remedy="name an experiment or run that `perilune runs` lists, or the folder of one attempt",
+            remedy="an experiment or run of `perilune runs`, or the folder of an attempt",
         )
     runs: dict[Path | str, list[Path]] = {}
     for folder in attempts:
@@ -76,7 +76,7 @@ def view_folder(path: Path) -> ExperimentView:
 
 
 def _was_begun(folder: Path) -> bool:
-    """Whether this is an attempt, not a frozen bundle that waits for one."""
+    """Whether `folder` is an attempt, and not a frozen bundle."""
     artifacts = folder / "artifacts"
     return (folder / "runtime" / "claim.json").exists() or (artifacts.is_dir() and any(artifacts.iterdir()))
 

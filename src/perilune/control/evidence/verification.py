@@ -8,7 +8,7 @@ from pathlib import Path
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from perilune.bundle.attested import BUNDLE_STATEMENT, RESULT_STATEMENT, tampered
+from perilune.bundle.attested import BUNDLE_STATEMENT, RESULT_STATEMENT, attestation_problems
 from perilune.bundle.crate import describe
 from perilune.bundle.digest import recorded_digest
 from perilune.bundle.envelope import PUBLIC
@@ -95,7 +95,7 @@ def _result_problems(control: Control, run: Run) -> Iterator[str]:
     if not evidence.submitted.exists() and not evidence.result.exists():
         yield "the run was made before runs were signed, or its statements are missing"
         return
-    yield from tampered(evidence)
+    yield from attestation_problems(evidence)
     if recorded_digest(evidence.bundle) != run.bundle_digest:
         yield f"the attempt ran a bundle other than {run.bundle_digest}"
 

@@ -21,7 +21,7 @@ from sqlalchemy.orm import Session
 
 from perilune.bundle.attested import RESULT_STATEMENT
 from perilune.bundle.digest import recorded_digest
-from perilune.bundle.envelope import PUBLIC, opened
+from perilune.bundle.envelope import PUBLIC, verified_statement
 from perilune.control.evidence.attempt_evidence import evidence_problem
 from perilune.control.evidence.attestation import FOLDER, removed_from
 from perilune.control.evidence.verification import damage, unrecorded
@@ -219,7 +219,7 @@ def _committed(home: Home, run: Run, number: int, verdict: Verdict) -> bool:
     if not verdict.succeeded or not statement.exists():
         return False
     try:
-        opened(statement, home.keys / PUBLIC)
+        verified_statement(statement, home.keys / PUBLIC)
         return not evidence_problem(home.attempt(run.id, number), verdict, removed_from(home, run.id, number))
     except PeriluneError:
         return False

@@ -22,7 +22,7 @@ from pydantic import Field, field_validator
 
 from perilune.bundle.job import Frozen, Job
 from perilune.bundle.manifest import manifest_bytes
-from perilune.bundle.plugin import Consumes, Names
+from perilune.bundle.plugin import Consumes, NamesPath
 from perilune.errors import RequestError, WorkFailedError
 from perilune.files import read_json_lines, sha256_file, write_json
 from perilune.tasks.black_box.environment import (
@@ -44,7 +44,7 @@ PLACES = ("seed", "outputs", "threads", "checkpoint", "data")
 class BlackBoxSpec(Frozen):
     """Fields of a black_box stage."""
 
-    source: Annotated[str, Names()] = Field(description="a folder, a git repository, or the URL of one")
+    source: Annotated[str, NamesPath()] = Field(description="a folder, a git repository, or the URL of one")
     commit: str | None = Field(None, description="of a repository: the 40 digits of the commit that is run")
     origin: str = Field("", description="where it came from; filled in when the bundle is made")
     command: tuple[str, ...] = Field(
