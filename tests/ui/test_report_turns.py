@@ -6,7 +6,7 @@ import pytest
 from perilune.data.episode import Episode
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.ui.pieces import Vocabulary
-from perilune.ui.turns import pieces_of, told_turns, turns_of
+from perilune.ui.turns import message_turns, pieces_of, turns_of
 
 PLAIN = Tokenizer.characters()
 SAID = [("user", "2*3="), ("assistant", "2*3"), ("tool", "=6\n"), ("tool", "!"), ("assistant", ";6")]
@@ -58,4 +58,4 @@ def test_one_turn_is_an_answer_and_a_mask_that_tells_nothing_apart_gives_no_plac
 
 def test_what_several_others_said_is_one_turn():
     messages = [{"role": role, "content": text} for role, text in [*SAID, ("user", "a"), ("tool", "b")]]
-    assert told_turns(messages)[-1] == {"role": "user and tool", "text": "ab"}
+    assert message_turns(messages)[-1] == {"role": "user and tool", "text": "ab"}

@@ -254,7 +254,8 @@ def _warnings(summary: Mapping[str, Any]) -> str:
     if isinstance(gold, Mapping) and (stop := gold.get("recommended_stop")) is not None:
         text += (
             f" The gold watch recommended to stop at step {stop}: the gold score was"
-            f" {gold['at_recommended_stop']:.3f} there, {gold['best']:.3f} at best (step {gold['best_step']}), {gold['last']:.3f} at the end."
+            f" {gold['at_recommended_stop']:.3f} there, {gold['best']:.3f} at best"
+            f" (step {gold['best_step']}), and {gold['last']:.3f} at the end."
         )
     return text
 

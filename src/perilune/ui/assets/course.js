@@ -1,4 +1,4 @@
-// How it came about: curves of every training stage, where the time went, what the machine did.
+// Training curves, time and hardware.
 "use strict";
 
 const Course = ((data) => {
@@ -64,16 +64,16 @@ const Course = ((data) => {
       );
     };
     const losses = {
-      sft: "Mean cross-entropy of the trace's tokens, in nats. 0 would be certainty.",
-      preference: "Mean over the step's pairs, and over the pairs held out.",
-      reward_model: "Mean over the step's pairs, in nats. 0.69 is a coin.",
-      distill: "Mean over the tokens the student wrote.",
+      sft: "Mean cross-entropy of the trace's tokens, in nats. 0 means certainty.",
+      preference: "Mean over the pairs of the step, and over the held-out pairs.",
+      reward_model: "Mean over the step's pairs, in nats. 0.69 means chance.",
+      distill: "Mean over the tokens that the student sampled.",
     };
     if (training.task !== "rl" && training.task !== "selfplay") {
       add(
         "loss",
         "Loss",
-        losses[training.task] || "As the task defines it.",
+        losses[training.task] || "As defined by the task.",
         [
           ["loss", "loss", 1],
           ["validation_loss", "held out", 3],
@@ -91,14 +91,14 @@ const Course = ((data) => {
       ],
       unit,
     );
-    add("margin", "Margin", "How far apart the two answers of a pair are; 0 at the start.", [
+    add("margin", "Margin", "Difference of the implicit rewards of the two answers of a pair; 0 at the start.", [
       ["margin", "margin", 1],
       ["validation_margin", "held out", 3],
     ]);
     add(
       "chosen",
       "Chosen answers",
-      "Change of the chosen answers' own log-prob, in nats a token. Below −0.05 while margins grow, probability only leaves the rejected answers for neither.",
+      "Change of the chosen answers' own log-prob, in nats a token. If it is below −0.05 while margins grow, chosen answers become less likely too.",
       [
         ["chosen_shift", "change", 1],
         ["validation_chosen_shift", "held out", 3],
@@ -111,13 +111,13 @@ const Course = ((data) => {
     add(
       "length_bias",
       "Length bias",
-      "Correlation of the difference in length with the preference. Near 1, length alone would do.",
+      "Correlation of the difference in length with the preference. Near 1, length alone predicts the preference.",
       [["length_correlation", "correlation", 6]],
     );
     add(
       "gold",
       "Gold score and reward",
-      "The gold score is never trained on. When its slope is no longer surely above zero, the reward is being climbed for its own sake.",
+      "The policy is not trained on the gold score. If its slope is no longer clearly above zero, the policy overoptimizes the reward.",
       training.columns.gold
         ? [
             ["gold", "gold", 3],
@@ -125,7 +125,7 @@ const Course = ((data) => {
           ]
         : [],
     );
-    add("gold_slope", "Slope of the gold score", "Change a step over the last 16 steps, with its 95% interval.", [
+    add("gold_slope", "Slope of the gold score", "Change per step over the last 16 steps, with its 95% interval.", [
       ["gold_slope", "slope", 3],
       ["gold_slope_low", "low", 7],
       ["gold_slope_high", "high", 7],
@@ -146,7 +146,7 @@ const Course = ((data) => {
     add(
       "overlap",
       "Overlap with the teacher",
-      "Share of the student's k likeliest tokens that are among the teacher's; and the mass each puts on what they share.",
+      "Share of the student's k likeliest tokens that are among the teacher's; and the probability that each gives to the shared tokens.",
       [
         ["overlap_ratio", "overlap", 1],
         ["overlap_mass_student", "student's mass", 3],
@@ -168,7 +168,7 @@ const Course = ((data) => {
       "reward",
       "Reward and pass rate",
       isSameCurve
-        ? "Mean over the step's samples. Reward and pass rate are the same number here: the reward is 1 for a right answer and 0 otherwise."
+        ? "Mean over the step's samples. Reward and pass rate are equal here: the reward is 1 for a right answer and 0 otherwise."
         : "Mean reward of the step's samples, and the share that passed.",
       [["reward", "reward", 1], ...(isSameCurve ? [] : [["pass_rate", "pass rate", 3]])],
       isSameCurve ? unit : percent,
@@ -178,7 +178,7 @@ const Course = ((data) => {
       Object.keys(training.columns)
         .filter((key) => key.startsWith(prefix))
         .map((key) => key.slice(prefix.length));
-    add("elo", "Elo", "Ratings of the policies that were frozen, from all matches so far, chance being 0; with 95% intervals.", [
+    add("elo", "Elo", "Ratings of the frozen policies from all matches so far, with 95% intervals; a random player has 0.", [
       ["elo", "rating", 1],
       ["elo/low", "low", 7],
       ["elo/high", "high", 7],
@@ -186,13 +186,13 @@ const Course = ((data) => {
     add(
       "exploitability",
       "Exploitability",
-      "What the best answer to the policy gains, on average over seats. 0 is an equilibrium.",
+      "Mean gain of a best response to the policy, over all seats. 0 is an equilibrium.",
       [["exploitability", "exploitability", 2]],
     );
     add(
       "against",
       "Matches",
-      "Mean return of the policies that were frozen, on held-out tasks.",
+      "Mean return of the frozen policies on held-out tasks.",
       named("against/")
         .filter((name) => !name.includes("/"))
         .map((name, index) => [`against/${name}`, name, hues[index % 6]]),
@@ -200,80 +200,80 @@ const Course = ((data) => {
     add(
       "games",
       "How games ended",
-      "Share that nobody won, that ended by an illegal move, and that were cut off.",
+      "Share of games that were drawn, ended by an illegal move, or were truncated.",
       [
         ["drawn", "drawn", 1],
         ["illegal", "illegal move", 2],
-        ["unfinished", "cut off", 5],
+        ["unfinished", "truncated", 5],
       ],
       unit,
     );
     add(
       "seats",
       "Won by each player",
-      "Share of the step's games, by seat.",
+      "Share of the games of the step, by seat.",
       named("seat/")
         .filter((name) => name.endsWith("/won"))
         .map((name, index) => [`seat/${name}`, `player ${name.split("/")[0]}`, hues[index % 6]]),
       unit,
     );
-    add("openings", "Openings", "How many equally frequent first moves would vary as much.", [
+    add("openings", "Openings", "Effective number of first moves (exponential of their entropy).", [
       ["openings", "first moves", 4],
     ]);
     add(
       "terms",
       "Reward terms",
-      "What the verifier and reward functions gave, each before its weight.",
+      "Scores of the verifier and the reward functions, before weighting.",
       named("term/")
         .filter((name) => name !== "learned")
         .map((name, index) => [`term/${name}`, name, hues[index % 6]]),
     );
-    add("learned", "Learned reward", "The score of the reward model, before any weight.", [
+    add("learned", "Learned reward", "Score of the reward model, before weighting.", [
       ["term/learned", "learned", 1],
     ]);
     const names = named("strategy/");
     add(
       "shares",
       "Share of each strategy",
-      "How the policy attacks its tasks, as the environment recognises it.",
+      "Strategies of the answers, as recognised by the environment.",
       names.map((name, index) => [`strategy/${name}`, name, hues[index % 6]]),
       unit,
     );
     add(
       "accuracies",
       "Accuracy within each strategy",
-      "How often a strategy is right when it is chosen. Gaps: not chosen at that step.",
+      "Share of right answers among those with the strategy. Gaps: no such answer at that step.",
       names.map((name, index) => [`accuracy/${name}`, name, hues[index % 6]]),
       unit,
     );
     add(
       "entropy",
       "Entropy",
-      "Mean entropy of the next-token distribution, in nats. A fall to zero means no more variety to learn from.",
+      "Mean entropy of the next-token distribution, in nats. At zero, all samples of a prompt are equal and there is nothing to learn.",
       [["entropy", "entropy", 4]],
       { log: true },
     );
     add(
       "dead",
       "Dead groups",
-      "Share of groups in which every sample earned the same; they give no gradient.",
+      "Share of groups with equal rewards, which give no gradient.",
       [["dead_groups", "dead groups", 2]],
       unit,
     );
-    add("length", "Length", "Mean tokens in an answer, end-of-sequence included.", [["length", "length", 1]], {
+    add("length", "Length", "Mean tokens per answer, with the end-of-sequence token.", [["length", "length", 1]], {
       format: (value) => Format.number(value, 4),
     });
     add(
       "truncated",
       "Truncated answers",
-      "Share cut off by the token limit.",
+      "Share of answers that the token limit truncated.",
       [["truncated", "truncated", 2]],
       percent,
     );
     add(
       "kl",
       "KL divergence",
-      "Behaviour: between the policy that sampled and the one that learns, estimated on the samples. Reference: from the checkpoint where RL began.",
+      "Behaviour: between the sampling policy and the learner, estimated on the samples. Reference: from the checkpoint where RL started.",
       [
         ["kl_behaviour", "behaviour", 1],
         ["kl_reference", "reference", 3],
@@ -283,25 +283,25 @@ const Course = ((data) => {
     add(
       "clip",
       "Clipped tokens",
-      "Share of tokens whose probability ratio left the trust region and gave no gradient.",
+      "Share of tokens whose importance ratio was clipped, so that they give no gradient.",
       [["clip_fraction", "clip fraction", 5]],
       percent,
     );
     add(
       "gap",
       "Engine–learner log-prob gap",
-      "Largest and mean |log p| difference between sampling and learning code on the same tokens and weights. Zero means the two agree bit for bit.",
+      "Largest and mean difference between the log-probs of the engine and the learner, for the same tokens and weights. Zero means bitwise agreement.",
       [
         ["logprob_gap_max", "largest", 2],
         ["logprob_gap_mean", "mean", 1],
       ],
       { log: true },
     );
-    add("staleness", "Staleness", "How many weight updates lie between sampling a token and learning from it.", [
+    add("staleness", "Staleness", "Weight updates between sampling a token and training on it.", [
       ["staleness", "staleness", 7],
     ]);
     add("grad", "Gradient norm", "Before clipping.", [["grad_norm", "gradient norm", 4]], { log: true });
-    add("lr", "Learning rate", "As scheduled.", [["lr", "learning rate", 7]], {
+    add("lr", "Learning rate", "From the schedule.", [["lr", "learning rate", 7]], {
       format: (value) => Format.number(value, 4),
     });
     add("reward_std", "Spread of rewards", "Mean standard deviation of rewards within a group.", [
@@ -310,7 +310,7 @@ const Course = ((data) => {
     add(
       "failures",
       "Failed episodes",
-      "Episodes without a score, by who failed; they leave their group and are never counted as zero.",
+      "Episodes without a score, by cause. They are excluded from their group and never count as zero.",
       [
         ["failures", "all", 2],
         ["failures/verifier", "verifier", 6],
@@ -335,7 +335,7 @@ const Course = ((data) => {
     return section(
       "curves",
       "Training curves",
-      "Every step of every training stage. Move over a chart to read all charts at the same step; arrow keys do the same.",
+      "All steps of all training stages. Point at a chart, or use the arrow keys, to read all charts at the same step.",
       h(
         "div",
         { class: "toolbar" },
@@ -346,7 +346,7 @@ const Course = ((data) => {
           h(
             "small",
             {},
-            "Smoothing draws a moving average over the faint exact line; tooltips always give exact figures.",
+            "Smoothing draws a moving average over the exact values; tooltips always show exact values.",
           ),
         ),
       ),
@@ -424,7 +424,7 @@ const Course = ((data) => {
       nodes.push(
         Charts.rows({
           key: "split",
-          title: "Where the seconds went",
+          title: "Time by part",
           legend: PARTS.map(([name, index]) => ({ name, color: index })),
           rowHeight: 30,
           x: {
@@ -537,14 +537,14 @@ const Course = ((data) => {
         : null;
     };
     return [
-      chart("cpu", "Processor", "Percent of all cores. The machine may have had other work to do.", percentOf, [
+      chart("cpu", "Processor", "Percent of all cores. Includes other work of the machine.", percentOf, [
         ["process_cpu", "this run", 1],
         ["cpu", "whole machine", 7],
       ]),
       chart(
         "memory",
         "Memory",
-        "Resident memory of the run's processes, and what the machine used in all.",
+        "Resident memory of the processes of the run, and the memory that the machine used in total.",
         { format: Format.bytes },
         [
           ["rss", "this run", 1],

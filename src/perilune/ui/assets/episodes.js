@@ -1,6 +1,6 @@
 // The browser of episodes: choose a stage and a step, search, filter, sort, and read one episode token by
 // token beside the other samples of its group. Each step's episodes are a JSON block parsed when first read.
-// What models wrote is shown through text nodes only (`h` in page.js), never as markup.
+// Text of models is shown in text nodes only (`h` in page.js), never as markup.
 "use strict";
 
 const Episodes = (() => {
@@ -217,7 +217,7 @@ const Episodes = (() => {
     }
     requestAnimationFrame(reveal);
     view.detail.replaceChildren(
-      ...(episode ? detail(episode) : [h("div", { class: "card muted" }, "Nothing selected.")]),
+      ...(episode ? detail(episode) : [h("div", { class: "card muted" }, "No episode is selected.")]),
     );
   }
 
@@ -341,8 +341,8 @@ const Episodes = (() => {
       const why = !episode.length
         ? null
         : episode.vocabulary
-          ? "This group was too long to carry its tokens, so the answer is shown whole."
-          : "The tokenizer of this run was not found, so the answer is shown whole, without its tokens.";
+          ? "The tokens of this group were too large to include, so only the text is shown."
+          : "The tokenizer of this run was not found, so only the text is shown.";
       return [
         h(
           "div",
@@ -423,7 +423,7 @@ const Episodes = (() => {
       event.preventDefault();
       show(Math.max(0, Math.min(elements.length - 1, current === null ? 0 : current + by)));
     });
-    const key = h("p", { class: "heat-key" }, "How sure the policy was of each token:");
+    const key = h("p", { class: "heat-key" }, "Probability of each token under the policy:");
     for (const [label, probability] of [
       ["certain", 1],
       ["50%", 0.5],
@@ -453,7 +453,7 @@ const Episodes = (() => {
     const largest = Math.max(0, ...members.map((episode) => Math.abs(episode.advantage || 0)));
     const scored = members.filter((episode) => episode.reward !== null);
     const right = scored.filter(REWARDS.right).length;
-    const summary = `${members.length === 1 ? "One sample" : `${members.length} samples`} of one task, ${right} right${group.dead ? ". A dead group: equal rewards, so no advantage and nothing to learn from." : "."}`;
+    const summary = `${members.length === 1 ? "One sample" : `${members.length} samples`} of one task, ${right} right${group.dead ? ". A dead group: all rewards are equal, so it gives no gradient." : "."}`;
     const rows = members.map((episode) => {
       const row = h(
         "tr",
@@ -529,7 +529,7 @@ const Episodes = (() => {
       view.strategy.replaceChildren(
         h("option", { value: "" }, "any strategy"),
         ...strategies.map((one) => h("option", { value: `s:${one}` }, one)),
-        strategies.length ? h("option", { value: "none" }, "no strategy seen") : "",
+        strategies.length ? h("option", { value: "none" }, "no strategy") : "",
       );
       view.strategy.hidden = !strategies.length;
       view.group.value = "";
@@ -579,7 +579,7 @@ const Episodes = (() => {
     return view.picker.replaceChildren(
       Charts.lines({
         key: "picker",
-        title: `Mean reward of every step of ${stage.stage} that was kept; click one to read it`,
+        title: `Mean reward of the included steps of ${stage.stage}; click a step to read its episodes`,
         height: 104,
         x: { name: "step", integer: true },
         marker: state.all ? undefined : stage.sets[state.set].step,

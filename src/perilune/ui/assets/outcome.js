@@ -1,5 +1,5 @@
-// What came of it: evaluations, what the climb is made of, tasks and answers. Each function gives a section, or
-// null when the experiment has nothing to show there.
+// Results: evaluations, the split of the change by strategy, tasks and answers. Each function returns a section, or
+// null if the experiment has no data for it.
 "use strict";
 
 const Outcome = ((data) => {
@@ -130,8 +130,8 @@ const Outcome = ((data) => {
       forest.length
         ? [
             part(
-              "What each step changed",
-              "Paired differences, task by task. An interval that stays clear of zero is a change that resampling the tasks does not explain away.",
+              "Changes between evaluations",
+              "Paired differences, task by task. An interval that excludes zero is a significant change.",
             ),
             h("div", { class: `tiles${forest.length > 1 ? " two" : ""}` }, forest),
           ]
@@ -140,7 +140,7 @@ const Outcome = ((data) => {
         h(
           "p",
           { class: "muted" },
-          `${comparison.before_label} and ${comparison.after_label} were not judged on the same tasks, so no paired difference is given.`,
+          `${comparison.before_label} and ${comparison.after_label} judged different tasks, so there is no paired difference.`,
         ),
       ),
     );
@@ -184,8 +184,8 @@ const Outcome = ((data) => {
     const low = Math.min(0, before, middle, after);
     const waterfall = Charts.rows({
       key: "waterfall",
-      title: "From one pass@1 to the other",
-      note: "Share effect: change in a strategy's share times its mean accuracy. Accuracy effect: change in its accuracy times its mean share. Their sum is the whole difference, and neither side is favoured.",
+      title: "Change of pass@1 by strategy",
+      note: "Share effect: change in a strategy's share times its mean accuracy. Accuracy effect: change in its accuracy times its mean share. Their sum is the whole difference.",
       rowHeight: 46,
       x: {
         domain: [low, Math.max(before, middle, after) * 1.04],
@@ -240,7 +240,7 @@ const Outcome = ((data) => {
     ];
     return section(
       "climb",
-      "What climbed",
+      "What changed",
       data.headline.explanation,
       h(
         "div",
@@ -250,7 +250,7 @@ const Outcome = ((data) => {
           "div",
           { class: "stack" },
           dumbbell("How often each strategy is chosen", (one) => one.share, "shares"),
-          dumbbell("How often it is right when chosen", (one) => one.accuracy, "accuracies"),
+          dumbbell("How often each strategy is right", (one) => one.accuracy, "accuracies"),
         ),
       ),
       table(
@@ -282,7 +282,7 @@ const Outcome = ((data) => {
         Charts.lines({
           key: "difficulty",
           title: "pass@1 by difficulty",
-          note: "Difficulty as the environment grades its tasks; each point is the mean over the tasks of that grade.",
+          note: "Difficulty as given by the environment; each point is the mean over the tasks of that difficulty.",
           height: 230,
           x: {
             label: "difficulty",
@@ -308,7 +308,7 @@ const Outcome = ((data) => {
       nodes.push(
         Charts.lines({
           key: "passk",
-          title: "What more samples would find",
+          title: "pass@k for more samples",
           note: "pass@k: the chance that at least one of k samples is right, by the unbiased estimator.",
           height: 230,
           x: { label: "k", name: "k =", format: Format.integer, ticks: passes.map((name) => Number(name.slice(5))) },
@@ -337,8 +337,8 @@ const Outcome = ((data) => {
       nodes.push(
         Charts.bars({
           key: "rates",
-          title: "Tasks by how often they are solved",
-          note: "Each task's share of right samples. Tasks near 0% or 100% mostly make dead groups: when every sample earns the same, comparing them teaches nothing.",
+          title: "Histogram of pass rates",
+          note: "Each task's share of right samples. Tasks near 0% or 100% mostly give dead groups: equal rewards give no gradient.",
           height: 230,
           mode: "grouped",
           x: {
@@ -364,7 +364,7 @@ const Outcome = ((data) => {
       nodes.push(
         Charts.lines({
           key: "objective",
-          title: `What ${objective.label} pays attention to`,
+          title: `Implicit objective of ${objective.label}`,
           note: objective.note,
           height: 230,
           x: { label: "pass rate p of a task", name: "p =", format: Format.percent, tick: Format.percentTick },
@@ -400,13 +400,13 @@ const Outcome = ((data) => {
     return section(
       "tasks",
       "Tasks and answers",
-      "Where the gain lies: which tasks moved, which the learning rule looks at, and how long right and wrong answers are.",
+      "Pass rates by difficulty, the weights of the learning rule, and the lengths of right and wrong answers.",
       h("div", { class: "tiles two" }, nodes),
       lengths.length
         ? [
             part(
               "Length of right and wrong answers",
-              "Right answers upwards, wrong ones downwards, on one scale. Long wrong answers that end at the right edge were cut off by the token limit.",
+              "Right answers upwards, wrong ones downwards, on one scale. Long wrong answers at the right edge were truncated by the token limit.",
             ),
             h("div", { class: "tiles" }, lengths),
           ]
@@ -418,8 +418,8 @@ const Outcome = ((data) => {
 
   function calibration({ stage, found }) {
     const sides = [
-      ["what the policy thinks", "value", 1],
-      ["what play says", "played", 2],
+      ["estimated value", "value", 1],
+      ["Monte Carlo value", "played", 2],
     ];
     const below = found.by_place.some((row) => row.value < 0); // values on a scale of their own
     const capital = (text) => text[0].toUpperCase() + text.slice(1);
@@ -447,17 +447,17 @@ const Outcome = ((data) => {
         { class: "tiles two" },
         chart(
           "places",
-          "Worth of an answer's beginnings",
-          "Mean over answers that have so many segments. A value that falls where play does not may have been asked where the policy never answers.",
+          "Value of the prefixes of answers",
+          "Mean over answers with that many segments. If the estimate falls and the Monte Carlo value does not, the estimate may have been requested at a prefix where the policy never answers.",
           { label: "segments written", name: "after", format: Format.integer, integer: true },
           found.by_place,
           (row) => row.place,
         ),
         chart(
           "reliability",
-          "Values and play, in tenths of the values",
-          "Where the two lines meet, a value can be read as a chance of being right.",
-          { label: "tenth of the values, from the lowest", name: "tenth", format: Format.integer, integer: true },
+          "Estimated and Monte Carlo values, by decile of the estimate",
+          "Where the lines agree, the estimate is a calibrated probability of being right.",
+          { label: "decile of the estimate", name: "decile", format: Format.integer, integer: true },
           found.reliability,
           (_, index) => index + 1,
         ),
@@ -476,7 +476,7 @@ const Outcome = ((data) => {
       columns.push(
         { name: `Answers ${name}`, value: cell(name, "count", Format.integer) },
         { name: "length", value: cell(name, "length", (value) => Format.number(value, 3)) },
-        { name: "cut off", value: cell(name, "truncated", Format.percent) },
+        { name: "truncated", value: cell(name, "truncated", Format.percent) },
       );
     }
     return [

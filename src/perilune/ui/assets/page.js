@@ -1,8 +1,8 @@
-// What all scripts of the report share: making elements, writing numbers, the parts a section is made of.
+// Shared functions of the scripts: creating elements, formatting numbers, building sections.
 // Data reaches the page as text nodes and numbers only: nothing here parses HTML.
 "use strict";
 
-// Make an element; strings among `children` become text nodes, null and false are skipped.
+// Create an element; strings among `children` become text nodes, null and false are skipped.
 function h(name, properties = {}, ...children) {
   const element = document.createElement(name);
   for (const [key, value] of Object.entries(properties)) {

@@ -1,4 +1,4 @@
-// Lays the report out: head, facts, notices and provenance; the other sections come from the files beside it.
+// Lays out the report: head, facts, notices and provenance. The other files draw the other sections.
 "use strict";
 
 const Report = ((data) => {
@@ -77,7 +77,7 @@ const Report = ((data) => {
     return section(
       "provenance",
       "Provenance",
-      "What was run, with what, and how to run it again. Facts are as observed by the run itself, not as declared.",
+      "What ran, with which code and machine, and how to reproduce it. The facts were recorded by the runs themselves.",
       table(columns, data.stages, "Runs"),
       h(
         "div",
@@ -92,7 +92,7 @@ const Report = ((data) => {
           ),
           copyable(source.commands),
         ),
-        source.recipe ? block("Recipe", "as resolved, every default filled in", copyable(source.recipe)) : null,
+        source.recipe ? block("Recipe", "resolved, with every default filled in", copyable(source.recipe)) : null,
         source.machine.length ? block("Machine", source.machine_name, definitions(source.machine)) : null,
         source.software.length
           ? block(
