@@ -1,4 +1,4 @@
-"""Perilune: post-training from one recipe, on the machine you have.
+"""Perilune: post-training of language models from one recipe.
 
 The names in `__all__` are the public API. Each is imported on first use, so `import perilune` loads no other
 package.

@@ -1,4 +1,4 @@
-"""Errors a user can act on: what was wrong, where, and what to do about it."""
+"""Errors for users: what happened, where, and what to do."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class PeriluneError(Exception):
     """An expected failure, shown to the user as one message without a traceback.
 
     Args:
-        what: what was wrong, with the value that was seen.
-        where: file, line and key, or the stage and run it happened in.
-        remedy: what the user can do next.
+        what: what is wrong, with the value.
+        where: file, line and key, or stage and run.
+        remedy: what the user can do.
     """
 
     exit_code = 1
@@ -31,16 +31,16 @@ class PeriluneError(Exception):
 
 
 class RequestError(PeriluneError, ValueError):
-    """The request itself was wrong (recipe, option, path, data, checkpoint): exit code 2."""
+    """The request is wrong: recipe, option, path, data or checkpoint. Exit code 2."""
 
     exit_code = 2
 
 
 class WorkFailedError(PeriluneError, RuntimeError):
-    """The request was fine and the work failed: exit code 1."""
+    """The request is valid, but the work failed. Exit code 1."""
 
     exit_code = 1
 
 
 class ProcessLostError(WorkFailedError):
-    """Another process of the same run has ended; it, not this one, knows why."""
+    """Another process of the same run has ended. Its log, not ours, has the cause."""

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: canonical JSON, digests, atomic writes, append-only lines.
+"""Canonical JSON, digests, atomic writes and append-only lines.
 
 Every function here that writes JSON keeps the values of secrets out of it, see `perilune.redaction`.
 """
@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NoReturn
 from perilune.errors import RequestError
 from perilune.redaction import redact_document
 
-MAX_FILE_BYTES = 1 << 28  # of a file that is read whole
+MAX_FILE_BYTES = 1 << 28  # of a file that is read into memory
 
 
 def canonical_json(value: Any) -> bytes:
@@ -33,13 +33,13 @@ def canonical_json(value: Any) -> bytes:
 
 
 def with_field(section: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """A copy of `section` in which the field at the dotted `key` has another value."""
+    """A copy of `section` with another value at the dotted `key`."""
     first, _, rest = key.partition(".")
     return {**section, first: with_field(section[first], rest, value) if rest else value}
 
 
 def strict_json(data: bytes) -> Any:
-    """Decode JSON that somebody else wrote, where the standard decoder accepts more than JSON says.
+    """Decode untrusted JSON, without the extensions that the standard decoder accepts.
 
     Raises:
         ValueError: saying why: not UTF-8 or not JSON, a key twice in one object, a number beyond the range of
@@ -95,7 +95,7 @@ def sha256_file(path: Path) -> str:
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
-    """Write `path` so that a reader, or a kill at any instant, sees the old file or the new one whole.
+    """Write `path` atomically: readers and crashes see either the old or the new file.
 
     Temporary name in the same directory, fsync, rename, fsync of the directory.
     """
@@ -115,7 +115,7 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 
 
 def fsync_directory(path: Path) -> None:
-    """Make renames and new names in the directory `path` durable."""
+    """Sync the directory `path`, so that renames and new files in it are durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -131,7 +131,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading. A FIFO or a device would block or never end, and is refused at once.
+    """Open a regular file for reading. Refuses FIFOs and devices, which could block.
 
     Raises:
         RequestError: when the path is missing, or is not a regular file.
@@ -169,18 +169,18 @@ def read_json(path: Path) -> Any:
     """
     try:
         return json.loads(read_regular(path))
-    except (ValueError, RecursionError) as error:  # also integers of thousands of digits, and deep nesting
+    except (ValueError, RecursionError) as error:  # also for huge integers and deep nesting
         line = getattr(error, "lineno", 1)
         raise RequestError(f"not valid JSON: {error}", where=f"{path}:{line}") from None
 
 
 def write_json_lines(path: Path, values: Iterable[Any]) -> None:
-    """Atomically write one canonical JSON line a value."""
+    """Atomically write one canonical JSON line for each value."""
     write_atomic(path, b"".join(canonical_json(redact_document(value)) + b"\n" for value in values))
 
 
 def append_json_line(path: Path, value: Any) -> None:
-    """Append one JSON line in a single write, so that lines of several writers never interleave."""
+    """Append one JSON line in a single write, so that lines of several writers do not interleave."""
     line = canonical_json(redact_document(value)) + b"\n"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
@@ -190,7 +190,7 @@ def append_json_line(path: Path, value: Any) -> None:
 
 
 def read_json_lines(path: Path) -> Iterator[Any]:
-    """Yield the complete lines of a JSON Lines file; a torn last line (a kill while writing) is skipped."""
+    """Yield the complete lines of a JSON Lines file; skips an incomplete last line."""
     if not path.exists():
         return
     with path.open("rb") as file:

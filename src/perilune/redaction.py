@@ -1,14 +1,14 @@
-"""Keeps the values of secrets out of text: finds them, plain or encoded, and writes "[NAME]" in their place.
+"""Redacts the values of secrets in text, plain or encoded, by replacing them with "[NAME]".
 
-A process learns a value when it reads it (`learn`). Everything it writes afterwards passes `redact`,
-`redact_text` or `redact_document`; a `Stream` does the same for text that comes in pieces.
+A process learns a value when it reads it (`learn`). All text that it writes afterwards passes `redact`,
+`redact_text` or `redact_document`; `Stream` does the same for text in pieces.
 
-A value is searched for in two views of a text. The first drops white space, quotes and backslashes, so that
-line breaks, string literals and UTF-16 hide nothing. The second also decodes percent, backslash and HTML
-escapes. In both views these forms count: the value, reversed, in hexadecimal, in Base64 at each of its three
-alignments (standard and URL-safe), and every long line of a value that has several.
+Values are searched in two views of a text. The first drops white space, quotes and backslashes, so that line
+breaks, string literals and UTF-16 do not hide a value. The second also decodes percent, backslash and HTML
+escapes. Both views are searched for the value, plain, reversed, in hexadecimal, and in Base64 at each of its
+three alignments (standard and URL-safe), and for every long line of a value.
 
-Standard library only, Python 3.8 or newer: the runner carries a copy of this file to other machines.
+Standard library only, Python 3.8 or newer: bundles contain a copy of this file for other machines.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ import sys
 from base64 import b64encode, urlsafe_b64encode
 from functools import lru_cache
 
-TYPE_CHECKING = False  # as typing's: the runner imports as little as it can
+TYPE_CHECKING = False  # instead of typing's: the runner imports as little as possible
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from typing import Any, BinaryIO
 
     Places = Callable[[bytes], "tuple[list[int], list[int]]"]
 
-SHORTEST = 4  # characters of a value; anything shorter occurs in every text
+SHORTEST = 4  # characters of a value; shorter ones occur in every text
 SHORTEST_ENCODED = 6  # characters of an encoded form, for the same reason
-LONG_LINE = 16  # characters; such a line of a value is a secret by itself, as in a PEM file
-SPREAD = 4096  # bytes between the parts of a value that comes in pieces
+LONG_LINE = 16  # characters from which a line of a value is a secret itself, as in a PEM file
+SPREAD = 4096  # bytes that may separate the parts of a value
 _BLOCK = 1 << 20  # bytes read at once
-WIDEST_ESCAPE = 8  # bytes in which an escape writes one byte, about
+WIDEST_ESCAPE = 8  # approximate bytes of an escape of one byte
 
 _DROPPED = b" \t\r\n\v\f\0\\\"'"
 _KEPT = re.compile(b"[^" + re.escape(_DROPPED) + b"]+")
 _HEX = b"[0-9A-Fa-f]"
-_ESCAPE = (  # begins with a set of bytes, which the engine finds quickly
+_ESCAPE = (  # starts with a set of bytes, which the regex engine finds quickly
     rb"[%\\&](?:(?<=%)(?:25)*HH|(?<=&)(?:amp;)*#?[0-9A-Za-z]{1,8};|(?<=\\)\\*(?:"
     rb"u[dD][89abAB]HH\\+u[dD][c-fC-F]HH|uHHHH|U00HHHHHH|xHH|[abfnrtv]))"
 ).replace(b"H", _HEX)
@@ -51,15 +51,15 @@ _CUT_ESCAPE = re.compile(  # at the end of a text
 
 
 class Redactor:
-    """The values of some secrets, and what to look for so that none of them stays in a text."""
+    """Secrets, and the byte strings to search for."""
 
     def __init__(self) -> None:
-        self._names: dict[bytes, str] = {}  # a needle, as it stands in a view, to the secret's name
+        self._names: dict[bytes, str] = {}  # needle in a view to the name of its secret
         self._needles: tuple[bytes, ...] = ()  # the longest first
-        self._window = 0  # bytes at the end of a text in which a value may begin
+        self._window = 0  # bytes at the end of a text in which a value may start
 
     def learn(self, name: str, value: str) -> None:
-        """Look for the value of the secret `name` from now on. A value that is too short is ignored."""
+        """Redact the value of the secret `name` from now on. Ignores a value that is too short."""
         if len(_squeeze(value.encode("utf-8", "surrogateescape"))) < SHORTEST:
             return
         found = dict(self._names)
@@ -75,9 +75,9 @@ class Redactor:
         return _replaced(data, self.spans(data)) if self._needles else data
 
     def spans(self, data: bytes) -> list[tuple[int, int, str]]:
-        """Where values stand in `data`: first byte, byte after the last, name; in order, none overlapping.
+        """The spans of values in `data`: first byte, byte after the last, name; in order, without overlaps.
 
-        Values that overlap make one span, with the name of the one that takes the most room.
+        Overlapping values make one span with the name of the longest.
         """
         found = [*self._in_view(data, _squeeze(data), _squeezed_places)]
         if _may_escape(data):
@@ -107,7 +107,7 @@ class Redactor:
                 at = view.find(needle, at + 1)
 
     def unfinished(self, data: bytes) -> int:
-        """How many bytes at the end of `data` may be the beginning of a value."""
+        """The number of bytes at the end of `data` that may be the start of a value."""
         tail = data[-self._window :]
         held = self._begun(_squeeze(tail), tail, _squeezed_places)
         if _may_escape(tail):
@@ -123,7 +123,7 @@ class Redactor:
         return len(text) - places(text)[0][-length] if length else 0
 
     def find(self, file: BinaryIO) -> str | None:
-        """Name of the first secret whose value stands in `file`, which is read in bounded memory."""
+        """The name of the first secret whose value is in `file`, which is read in bounded memory."""
         tail = b""
         while self and (block := file.read(_BLOCK)):
             tail += block
@@ -137,13 +137,13 @@ class Redactor:
 
 
 class Stream:
-    """Redacts text that comes in pieces, which may cut a value anywhere."""
+    """Redacts text in pieces, which may split a value anywhere."""
 
     def __init__(self, redactor: Redactor) -> None:
         self._redactor, self._rest = redactor, b""
 
     def feed(self, data: bytes) -> bytes:
-        """What can be written now that `data` has come. The possible beginning of a value waits."""
+        """Add `data`; returns the redacted text so far, without a possible start of a value at its end."""
         if not self._redactor:
             return data
         text = self._rest + data
@@ -155,21 +155,21 @@ class Stream:
         return _replaced(text[:cut], [span for span in spans if span[1] <= cut])
 
     def close(self) -> bytes:
-        """What has waited, when nothing more comes."""
+        """The rest of the text, after the last piece."""
         rest, self._rest = self._rest, b""
         return self._redactor.redact(rest)
 
 
-KNOWN = Redactor()  # every secret that this process has read
+KNOWN = Redactor()  # all secrets that this process has read
 
 
 def learn(name: str, value: str) -> None:
-    """Keep the value of the secret `name` out of everything that this process writes from now on."""
+    """Redact the value of the secret `name` in everything that this process writes from now on."""
     KNOWN.learn(name, value)
 
 
 def redact_text(text: str) -> str:
-    """`text` with "[NAME]" in place of the value of every secret that this process knows."""
+    """`text` with the values of all known secrets redacted."""
     if not KNOWN:
         return text
     data = text.encode("utf-8", "surrogatepass")
@@ -178,7 +178,7 @@ def redact_text(text: str) -> str:
 
 
 def redact_document(value: Any) -> Any:
-    """A JSON-able value with all of its texts redacted."""
+    """A JSON value with all texts redacted."""
     if not KNOWN or not KNOWN.spans(json.dumps(value, default=str).encode()):
         return value
     return _redacted(value)
@@ -194,7 +194,7 @@ def _redacted(value: Any) -> Any:
 
 @contextlib.contextmanager
 def redacted_output() -> Iterator[None]:
-    """While the block lasts, redact what this process writes to `sys.stdout` and `sys.stderr`."""
+    """Redact what the block writes to `sys.stdout` and `sys.stderr`."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _RedactedText(before[0]), _RedactedText(before[1])
     try:
@@ -204,7 +204,7 @@ def redacted_output() -> Iterator[None]:
 
 
 class _RedactedText:
-    """A text stream whose writes are redacted; everything else is the stream's own."""
+    """A text stream that redacts its writes and delegates everything else."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -222,15 +222,15 @@ class _RedactedText:
 
 
 def _forms(value: str) -> Iterator[bytes]:
-    """The forms in which a value is searched for, before dropping anything from them."""
+    """The forms of a value to search for."""
     plain = value.encode("utf-8", "surrogateescape")
     yield plain
     yield plain.replace(b" ", b"+")  # as in an HTML form
     yield from (line for line in plain.splitlines() if len(line.strip()) >= LONG_LINE)
     encoded = [value[::-1].encode("utf-8", "surrogateescape"), plain.hex().encode()]
     encoded.append(encoded[-1].upper())
-    for offset, begin in ((0, 0), (1, 2), (2, 3)):  # characters that depend on nothing before the value
-        end = (offset + len(plain)) * 8 // 6  # nor after it
+    for offset, begin in ((0, 0), (1, 2), (2, 3)):  # the characters that no byte before the value affects
+        end = (offset + len(plain)) * 8 // 6  # nor a byte after it
         for encode in (b64encode, urlsafe_b64encode):
             encoded.append(encode(bytes(offset) + plain)[begin:end])
     yield from (form for form in encoded if len(form) >= SHORTEST_ENCODED)
@@ -250,25 +250,25 @@ def _unescape(data: bytes) -> bytes:
 
 @lru_cache(4096)
 def _decode(whole: bytes) -> bytes:
-    """The bytes that an escape stands for; none for white space."""
+    """The bytes of an escape; empty for white space."""
     if whole[:1] == b"%":
         return bytes.fromhex(whole[-2:].decode())
     if whole[:1] == b"&":
         name = whole[:-1].rpartition(b";")[2].lstrip(b"&").decode()
         return html.unescape("&" + name + ";").encode("utf-8", "surrogatepass")
-    told = whole.replace(b"\\", b"").decode()
-    if told[0] == "x":
-        return bytes.fromhex(told[1:])
-    if told[0] == "u":
-        wide = bytes.fromhex(told.replace("u", ""))
+    code = whole.replace(b"\\", b"").decode()
+    if code[0] == "x":
+        return bytes.fromhex(code[1:])
+    if code[0] == "u":
+        wide = bytes.fromhex(code.replace("u", ""))
         return wide.decode("utf-16-be", "surrogatepass").encode("utf-8", "surrogatepass")
-    if told[0] == "U" and int(told[1:], 16) < 0x110000:
-        return chr(int(told[1:], 16)).encode("utf-8", "surrogatepass")
+    if code[0] == "U" and int(code[1:], 16) < 0x110000:
+        return chr(int(code[1:], 16)).encode("utf-8", "surrogatepass")
     return b""
 
 
 def _squeezed_places(data: bytes) -> tuple[list[int], list[int]]:
-    """For each byte of the first view of `data`, where it begins and ends in `data`."""
+    """For each byte of the first view, its start and end in `data`."""
     starts: list[int] = []
     for kept in _KEPT.finditer(data):
         starts.extend(range(kept.start(), kept.end()))
@@ -276,7 +276,7 @@ def _squeezed_places(data: bytes) -> tuple[list[int], list[int]]:
 
 
 def _unescaped_places(data: bytes) -> tuple[list[int], list[int]]:
-    """For each byte of the second view of `data`, where what it stands for begins and ends in `data`."""
+    """For each byte of the second view, the start and end in `data` of what it stands for."""
     starts: list[int] = []
     ends: list[int] = []
     at = 0
@@ -294,7 +294,7 @@ def _unescaped_places(data: bytes) -> tuple[list[int], list[int]]:
 
 
 def _overlap(text: bytes, needle: bytes) -> int:
-    """How many bytes at the end of `text` are the beginning, and not the whole, of `needle`."""
+    """The number of bytes at the end of `text` that are the start, but not all, of `needle`."""
     tail = text[-(len(needle) - 1) :]
     at = tail.find(needle[:1])
     while at >= 0 and not needle.startswith(tail[at:]):

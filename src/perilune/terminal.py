@@ -1,14 +1,15 @@
-"""Text that others wrote, made safe to show on a terminal: what would command it is shown, not obeyed.
+"""Escapes control characters in untrusted text, so that it is safe to print on a terminal.
 
-A model, a data set or a task may print escape sequences that move the cursor, rewrite what was said before,
-set the window's title, fill the clipboard or have the terminal type an answer. None of them reach it.
+Text of a model, a data set or a task may contain escape sequences that move the cursor, overwrite earlier
+text, set the title of the window, fill the clipboard or make the terminal type. None of them reach the
+terminal.
 """
 
 from __future__ import annotations
 
 import re
 
-# C0 but tab and newline, DEL, C1; the marks that reorder what is read; line ends that only some obey.
+# C0 except tab and newline, DEL, C1, bidirectional marks, and unusual line separators.
 _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 _LINE_END = re.compile("\r+\n?")
 
@@ -16,7 +17,7 @@ _LINE_END = re.compile("\r+\n?")
 def printable(text: str) -> str:
     """`text` with each control character in its written form (ESC as "\\x1b"), line ends as newlines.
 
-    A carriage return alone, with which programs redraw a line, begins a new one: nothing is overwritten.
+    A lone carriage return, which programs use to redraw a line, becomes a newline, so nothing is overwritten.
     """
     return _COMMANDS.sub(_written, _LINE_END.sub("\n", text))
 

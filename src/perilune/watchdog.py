@@ -1,7 +1,7 @@
-"""The watchdog: every wait has a name and a deadline, and past it the process says where it hangs and ends.
+"""The watchdog ends a process that makes no progress, and writes the stacks of all threads.
 
-A run that hangs looks like one that works. Here a stall ends it with the stacks of all threads in its log,
-and in a file of their own where a place for it was named.
+A hanging run looks like a working one. Each wait therefore has a name and a deadline. After the deadline the
+process ends, with the stacks in its log and in stacks.txt if `leave_stacks_in` was called.
 """
 
 from __future__ import annotations
@@ -14,40 +14,39 @@ import time
 from pathlib import Path
 from typing import ClassVar
 
-STALL = 1800.0  # seconds in which something must have happened
-GRACE = 60.0  # seconds after which C code that holds the interpreter's lock is ended without a word of ours
+STALL = 1800.0  # seconds without progress
+GRACE = 60.0  # further seconds until faulthandler ends C code that holds the GIL
 EXIT_CODE = 1
-STACKS = "stacks.txt"  # the file of stacks; the first line says what was waited for, if it could be said
+STACKS = "stacks.txt"  # the file of stacks; its first line names the wait
 _STDERR = 2
 
 
 def leave_stacks_in(directory: Path) -> None:
-    """From now on a stall leaves the stacks in `directory`/stacks.txt, which is empty until then."""
+    """Write the stacks of a stall to `directory`/stacks.txt, which is created empty now."""
     Waiting.stacks = os.open(directory / STACKS, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
 
 
 def stall_in(directory: Path) -> str:
-    """What a process that was told to `leave_stacks_in` this directory hung at; "" when it did not."""
+    """The wait at which a process stalled, from stacks.txt in `directory`; "" if it did not stall."""
     path = directory / STACKS
     first = path.read_text(errors="replace").partition("\n")[0] if path.exists() else ""
-    if first.startswith("Timeout"):  # faulthandler's own words
+    if first.startswith("Timeout"):  # written by faulthandler
         return "code that holds the interpreter's lock: nothing has happened"
     return first.rstrip(":")
 
 
 class Waiting:
-    """`with Waiting("sampling")`: ends the process when what is inside makes no progress for so long.
+    """`with Waiting("sampling")` ends the process if the block makes no progress for `seconds`.
 
-    It ends with code 1 at once, without any clean-up, for what hangs would hang that too; the processes it
-    began die with it. Waits may be nested; the end of the inner one then disarms what is for code that holds
-    the interpreter's lock.
+    The process ends at once with code 1 and without clean-up, which might hang too. Its child processes die
+    with it. Waits may be nested; the end of an inner wait disarms faulthandler.
 
     Args:
-        name: of what is waited for, as the log shall tell it.
-        seconds: between two calls of `progress`.
+        name: name of the wait in the log.
+        seconds: longest time between two calls of `progress`.
 
     Attributes:
-        stacks: the descriptor that stacks are written to.
+        stacks: file descriptor that stacks are written to.
     """
 
     stacks: ClassVar[int] = _STDERR
@@ -59,10 +58,10 @@ class Waiting:
         self._thread = threading.Thread(target=self._watch, name=f"watchdog of {name}", daemon=True)
 
     def progress(self) -> None:
-        """Something has happened: the deadline begins anew. Cheap enough for every token."""
+        """Reset the deadline. Cheap enough to call for every token."""
         now = time.monotonic()
         self._until = now + self._seconds
-        if now - self._armed >= 1:  # it takes a thread of its own
+        if now - self._armed >= 1:  # it starts a thread
             self._armed = now
             faulthandler.dump_traceback_later(self._seconds + GRACE, exit=True, file=self.stacks)
 

@@ -70,9 +70,9 @@ def test_what_does_not_hold_is_found(settled: Laboratory, monkeypatch: pytest.Mo
     assert broken(settled) == {"I5"}
     log.write_bytes(lines)
 
-    settled.fell = 1  # and was begun again
+    settled.crashes = 1  # and was begun again
     assert broken(settled) == {"I8"}
-    settled.fell = 0
+    settled.crashes = 0
 
     note = settled.folder / "home" / "note"
     note.write_text(f"it is {settled.canary}")

@@ -100,7 +100,7 @@ def test_an_empty_attempt_gives_an_empty_report(tmp_path: Path) -> None:
     assert data.training == []
     waiting = replace(made.stages[0], state="waiting", attempt_dir=None)
     later = collect(ExperimentView("e", 0, "", (waiting,)))
-    assert later.notices[0].title == "Not begun: rl."
+    assert later.notices[0].title == "Not started: rl."
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "episodes/step-000002.parquet"])
@@ -234,12 +234,12 @@ def test_a_very_long_answer_hides_no_other_episode(experiment: ExperimentView) -
     library = collect_episodes([Source("rl", "rl", WithALongOne(attempt.root))])
     shown = library.stages[0].sets[0]
     assert (shown.total, shown.embedded) == (whole.total, whole.embedded) == (len(held), len(held))
-    assert "4,780,000 characters left out" in shown.json and len(shown.json) < len(whole.json) + 100_000
+    assert "4,780,000 characters omitted" in shown.json and len(shown.json) < len(whole.json) + 100_000
 
 
 def test_a_text_is_shortened_in_its_middle() -> None:
     assert shortened("abcdefgh", 8) == "abcdefgh"
-    assert shortened("abcdefghij", 8) == "abcdef\n[… 2 characters left out …]\nij"
+    assert shortened("abcdefghij", 8) == "abcdef\n[… 2 characters omitted …]\nij"
 
 
 def test_half_of_a_surrogate_pair_ends_no_report() -> None:

@@ -34,7 +34,7 @@ def test_what_the_watches_said_stands_over_the_curves(tmp_path: Path) -> None:
     data = collect(made_with_rl(tmp_path, gold=gold, collapse_step=2, warnings=warnings).view())
     (training,) = [one for one in data.training if one.task == "rl"]
     assert (
-        "recommended to stop at step 3: gold was 0.410 there, 0.500 at best (step 2)" in training.description
+        "recommended to stop at step 3: the gold score was 0.410 there, 0.500 at best (step 2)" in training.description
     )
     assert "From step 2 on, chosen answers" in training.description
     assert "Warning: the reward collapsed by step 4." in training.description
@@ -42,7 +42,7 @@ def test_what_the_watches_said_stands_over_the_curves(tmp_path: Path) -> None:
 
 def test_self_play_is_told_over_its_curves(tmp_path: Path) -> None:
     alarm = {"name": "illegal", "kind": "collapse", "said": "30% of games ended badly", "step": 3, "until": 4}
-    for alarms, said in (([], "no sign of a collapse"), ([alarm], "30% of games ended badly (from step 3)")):
+    for alarms, said in (([], "No sign of a collapse"), ([alarm], "30% of games ended badly (from step 3)")):
         made = made_with_rl(tmp_path / str(len(alarms)), league={"champion": 2, "alarms": alarms})
         (training,) = [one for one in collect(made.view()).training if one.task == "rl"]
         assert "the champion, the policy of step 2." in training.description

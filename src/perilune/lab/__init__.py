@@ -1,1 +1,1 @@
-"""A laboratory of failures: short runs on the fake cloud, in a weather of choice, and what became of them."""
+"""The lab: injects failures into short runs on the fake cloud, and checks that they recover."""

@@ -1,4 +1,4 @@
-"""What must hold whatever was thrown, checked from the record, the files, and the cloud's own books."""
+"""Invariants under failures, checked in the database, the files and the cloud's bill."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from perilune.execution.log import LogReader
 from perilune.files import read_json
 from perilune.lab.laboratory import LEASE, STEPS, Laboratory
 
-GRACE_SECONDS = 60.0  # that the end of a machine may take beyond the end of its lease
+GRACE_SECONDS = 60.0  # by which a machine may outlive its lease
 FINAL = tuple(f"run.{state.value}" for state in RunState if state.terminal)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One invariant: its name, what it says, and where it does not hold."""
+    """One invariant: its name, its statement, and its violations."""
 
     name: str
     says: str
@@ -33,7 +33,7 @@ class Verdict:
 
 
 def check(lab: Laboratory) -> list[Verdict]:
-    """Check all of them, of a laboratory that has settled."""
+    """Check all invariants of a lab whose runs and machines have ended."""
     with lab.control.store.snapshot() as session:
         return [Verdict(name, says, tuple(find(lab, session))) for name, (says, find) in INVARIANTS.items()]
 
@@ -71,7 +71,7 @@ def _all_gone(lab: Laboratory, session: Session) -> Iterator[str]:
         yield f"alive: {key}"
     known = {machine.key: machine for machine in session.scalars(select(Machine))}
     for key in bill.get("costs", {}).keys() - known.keys():
-        yield f"made and not recorded: {key}"
+        yield f"created but not recorded: {key}"
     for machine in known.values():
         billed = bill.get("costs", {}).get(machine.key, 0.0)
         if machine.state != MachineState.GONE:
@@ -85,7 +85,8 @@ def _whole_logs(lab: Laboratory, session: Session) -> Iterator[str]:
         text = b"".join(LogReader(lab.control.directory(run) / "runtime").read()).decode()
         begun = re.findall(r"begins after step (\d+)$", text, re.MULTILINE)
         steps = [int(step) for step in re.findall(r"^[\d:]+ step (\d+)$", text, re.MULTILINE)]
-        if len(begun) != 1 or steps != list(range(int(begun[0]) + 1, STEPS + 1)):  # none, if all were done
+        # No steps, if the attempt before had done all.
+        if len(begun) != 1 or steps != list(range(int(begun[0]) + 1, STEPS + 1)):
             yield f"run {run.id}: its log begins after {begun} and has the steps {steps}"
 
 
@@ -93,8 +94,8 @@ def _final(lab: Laboratory, session: Session) -> Iterator[str]:
     if (broken := verify_events(session)) is not None:
         yield f"event {broken} was changed"
     ended: set[str | None] = set()
-    told = select(Event.run_id, Event.kind).where(Event.kind.startswith("run.")).order_by(Event.seq)
-    for run_id, kind in session.execute(told):
+    kinds = select(Event.run_id, Event.kind).where(Event.kind.startswith("run.")).order_by(Event.seq)
+    for run_id, kind in session.execute(kinds):
         if run_id in ended:
             yield f"run {run_id}: {kind} after its end"
         if kind in FINAL:
@@ -109,28 +110,28 @@ def _no_canary(lab: Laboratory, session: Session) -> Iterator[str]:
 
 
 def _nobody_helped(lab: Laboratory, session: Session) -> Iterator[str]:
-    wishes = select(Event.kind).where(Event.kind.in_(("run.cancel_requested", "run.cancel_forced")))
-    yield from session.scalars(wishes)
-    if lab.fell:
+    requests = select(Event.kind).where(Event.kind.in_(("run.cancel_requested", "run.cancel_forced")))
+    yield from session.scalars(requests)
+    if lab.crashes:
         log = (lab.folder / "controller.log").read_text(errors="replace")
-        said = ["it said nothing", *(line for line in log.splitlines() if line.startswith("error"))]
-        yield f"the control process ended by itself {lab.fell} times: {said[-1]}"
+        errors = ["no error in its log", *(line for line in log.splitlines() if line.startswith("error"))]
+        yield f"the control process crashed {lab.crashes} times: {errors[-1]}"
 
 
 def _content(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except OSError:  # a socket, or gone meanwhile
+    except OSError:  # a socket, or deleted meanwhile
         return b""
 
 
 INVARIANTS: dict[str, tuple[str, Callable[[Laboratory, Session], Iterator[str]]]] = {
     "I1": ("every accepted run has ended, with the right result", _not_lost),
     "I2": ("no run has two results", _one_result),
-    "I3": ("every result is of the current attempt, and whole", _current_epoch),
-    "I4": ("every machine is gone, and has cost no more than it might", _all_gone),
-    "I5": ("no line of a log is missing or doubled", _whole_logs),
-    "I6": ("what has ended has stayed so, and no event was changed", _final),
-    "I7": ("the secret is nowhere", _no_canary),
-    "I8": ("nobody had to help", _nobody_helped),
+    "I3": ("every result is complete and from the current attempt", _current_epoch),
+    "I4": ("every machine is gone, and cost no more than its limit", _all_gone),
+    "I5": ("no log line is missing or duplicated", _whole_logs),
+    "I6": ("ended runs stay ended, and no event was changed", _final),
+    "I7": ("the secret is in no file", _no_canary),
+    "I8": ("no intervention was needed", _nobody_helped),
 }

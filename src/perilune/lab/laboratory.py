@@ -1,7 +1,7 @@
-"""Short runs on rented machines, carried on by a control process that is killed again and again.
+"""Submits short runs on rented machines of the fake cloud, and injects failures.
 
-The laboratory only submits runs and throws faults. What survives them is the ordinary control plane, as
-`perilune reconcile --watch` in a process of its own.
+The ordinary control plane, `perilune reconcile --watch` in its own process, must recover from them. The lab
+kills this process repeatedly.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from perilune.execution.providers.fake.weather import Weather
 from perilune.files import read_json_lines
 from perilune.lab.keeper import end_machines
 
-CANARY = "PERILUNE_LAB_CANARY"  # a secret that every run is given, and that nobody may find anywhere
+CANARY = "PERILUNE_LAB_CANARY"  # a secret that every run gets and that must not appear in any file
 STEPS = 8
 LEASE = Lease(max_lifetime=300.0, idle=60.0, max_cost=0.05, ready_within=120.0)
 DAILY_CAP = 1000.0
@@ -52,14 +52,14 @@ UNFINISHED = (RunState.QUEUED.value, RunState.ACTIVE.value)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a laboratory does.
+    """Settings of a lab.
 
     Attributes:
-        weather: of the cloud.
-        seed: of all chance.
-        at_once: runs under way.
-        step_seconds: that a step of a run takes; it has `STEPS`.
-        kills: expected number a minute of kills of the control process, and of the cloud's.
+        weather: failures of the cloud.
+        seed: seed of all failures.
+        at_once: number of live runs.
+        step_seconds: duration of each of the `STEPS` steps of a run.
+        kills: expected kills of the control process per minute; half as many of the cloud's server.
     """
 
     weather: Weather
@@ -71,7 +71,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """How things stand: numbers by state, faults thrown by kind, currency units."""
+    """The state of a lab: counts by state, injected faults by kind, and the cost."""
 
     elapsed: float
     runs: dict[str, int]
@@ -82,9 +82,9 @@ class Snapshot:
 
 
 class Laboratory:
-    """A home, a cloud and a control process of their own, under one folder.
+    """A home, a fake cloud and a control process in one folder.
 
-    Use as a context: at its end the processes are gone, and so are all machines.
+    Use it as a context manager, which ends all processes and machines on exit.
     """
 
     def __init__(self, folder: Path, plan: Plan) -> None:
@@ -92,8 +92,8 @@ class Laboratory:
         self.canary = secrets.token_hex(16)
         self.cloud = FakeCloud(folder / "cloud")
         self.submitted: dict[str, int] = {}  # run to its seed
-        self.thrown: Counter[str] = Counter()
-        self.fell = 0  # times that the control process ended by itself
+        self.injected: Counter[str] = Counter()
+        self.crashes = 0  # of the control process, not counting kills
         self._chance = random.Random(plan.seed)
         self._began = self._ticked = time.monotonic()
 
@@ -126,15 +126,15 @@ class Laboratory:
         os.environ.pop(CANARY, None)
 
     def tick(self, *, submitting: bool = True) -> Snapshot:
-        """Submit what there is room for, throw what chance says, and say how things stand."""
-        self._throw()
+        """Inject failures, submit runs up to the limit, and return the state."""
+        self._inject()
         if submitting:
             for _ in range(min(self.plan.at_once - self.unfinished(), MOST_RUNS - len(self.submitted))):
                 self._submit()
         return self.snapshot()
 
     def unfinished(self) -> int:
-        """Runs that have not ended."""
+        """The number of runs that have not ended."""
         with self.control.store.snapshot() as session:
             return session.scalar(select(func.count()).where(Run.state.in_(UNFINISHED))) or 0
 
@@ -143,14 +143,14 @@ class Laboratory:
         return not self.unfinished() and not self.control.reconciler.rentals.fleet.all()
 
     def calm(self) -> None:
-        """Let the bad weather end, so that what is under way can: the server starts again without it."""
+        """Stop injecting failures, so that live runs can end: restart the cloud with calm weather."""
         server.stop(self._server)
         calm = Weather(seed=self.plan.seed, visibility_seconds=self.plan.weather.visibility_seconds)
         self._server = server.start(self.cloud.folder, calm)
         self.plan = Plan(calm, self.plan.seed, self.plan.at_once, self.plan.step_seconds, kills=0.0)
 
     def snapshot(self) -> Snapshot:
-        """How things stand."""
+        """The current state."""
         with self.control.store.snapshot() as session:
             runs, attempts, machines = (
                 dict(session.execute(_by_state(table)).all()) for table in (Run, Attempt, Machine)
@@ -160,9 +160,9 @@ class Laboratory:
         return Snapshot(elapsed, runs, attempts, machines, dict(self.faults()), cost)
 
     def faults(self) -> Counter[str]:
-        """Faults thrown so far, by kind."""
+        """Injected faults by kind."""
         lines = read_json_lines(self.cloud.folder / "faults.jsonl")
-        return Counter(line["fault"] for line in lines) + self.thrown
+        return Counter(line["fault"] for line in lines) + self.injected
 
     def _submit(self) -> None:
         seed = len(self.submitted) + 1
@@ -181,7 +181,7 @@ class Laboratory:
         self.submitted[run.id] = seed
 
     def template(self) -> Template:
-        """Where the runs go: a machine of the fake cloud that holds this very Python."""
+        """The template of the runs: a machine of the fake cloud that uses this Python."""
         paths = [
             str(Path(path).absolute()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path
         ]
@@ -191,26 +191,26 @@ class Laboratory:
         retry = Retry(infrastructure=1000, lost=1000, base=0.05, cap=2.0)
         return Template(placement=place, retry=retry, limits=AttemptLimits(on_box_stop_after=60.0))
 
-    def _throw(self) -> None:
-        """Kill the control process, or the cloud's, as chance says; start again what is dead."""
+    def _inject(self) -> None:
+        """Kill the control process or the cloud's server at random, and restart dead ones."""
         now = time.monotonic()
         passed, self._ticked = now - self._ticked, now
         share = self.plan.kills * passed / 60.0
         if self._chance.random() < share:
-            self.thrown["controller_killed"] += 1
+            self.injected["controller_killed"] += 1
             self._controller.send_signal(signal.SIGKILL)
             self._controller.wait()
         if self._chance.random() < share / 2:
-            self.thrown["cloud_killed"] += 1
+            self.injected["cloud_killed"] += 1
             server.stop(self._server)
         if self._controller.poll() is not None:
-            self.fell += self._controller.returncode != -signal.SIGKILL
+            self.crashes += self._controller.returncode != -signal.SIGKILL
             self._controller = self._reconcile()
         if self._server.poll() is not None:
             self._server = server.start(self.cloud.folder, self.plan.weather)
 
     def _reconcile(self) -> subprocess.Popen[bytes]:
-        """`perilune reconcile --watch`, in a process of its own."""
+        """Start `perilune reconcile --watch` in its own process."""
         with (self.folder / "controller.log").open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "perilune.lab.keeper", "reconcile", str(os.getpid())],
@@ -221,7 +221,7 @@ class Laboratory:
             )
 
     def bill(self) -> dict[str, Any]:
-        """What the cloud itself says of costs and of what is alive; empty while it does not answer."""
+        """Costs and live machines according to the cloud; empty while it does not answer."""
         try:
             return dict(self.cloud.call("GET", "/bill"))
         except PeriluneError:
