@@ -34,9 +34,10 @@ def test_what_the_watches_said_stands_over_the_curves(tmp_path: Path) -> None:
     data = collect(made_with_rl(tmp_path, gold=gold, collapse_step=2, warnings=warnings).view())
     (training,) = [one for one in data.training if one.task == "rl"]
     assert (
-        "recommended to stop at step 3: the gold score was 0.410 there, 0.500 at best (step 2)" in training.description
+        "recommended to stop at step 3: the gold score was 0.410 there, 0.500 at best (step 2)"
+        in training.description
     )
-    assert "From step 2 on, chosen answers" in training.description
+    assert "From step 2 on, even the chosen answers" in training.description
     assert "Warning: the reward collapsed by step 4." in training.description
 
 
