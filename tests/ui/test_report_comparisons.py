@@ -114,7 +114,5 @@ def test_the_headline_names_a_measure_that_moved_the_other_way() -> None:
     )
     found = write_headline([before, after], compare(before, after), None, [])
     assert found.title == "pass@1 rose from 25.0% to 50.0%; pass@8 fell from 100.0% to 50.0%"
-    assert (
-        "pass@8 fell from 100.0% to 50.0%: the model can no longer solve tasks that it solved sometimes before."
-        in (found.paragraphs[1])
-    )
+    lost = "the model can no longer solve tasks that it solved sometimes before"
+    assert f"pass@8 fell from 100.0% to 50.0%: {lost}." in found.paragraphs[1]

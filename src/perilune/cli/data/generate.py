@@ -97,21 +97,24 @@ def generate(
         target = generation.GenerationTarget(count, tasks, seed, split)
         totals = generation.generate(generator, made.tasks(of, seed), target, out, show)
         view.ended("generate", "done", "")
-    report = {"environment": made.id, **totals}
-    if as_json:
-        print_json(report)
-    else:
-        _print_report(report, out)
+    _print_report({"environment": made.id, **totals}, out, as_json)
     if totals["rows"] < (count if tasks is None else 1):
         goal = f"{count} records were kept" if tasks is None else f"{totals['tasks']} tasks gave a record"
-        raise WorkFailedError(
-            f"{totals['rows']} of {goal} ({_worst(totals['reasons'])})",
-            where=str(out / generation.REJECTED),
-            remedy="lower --count, or change the environment, the teacher or its options",
-        )
+        raise _too_few(totals, goal, out / generation.REJECTED)
 
 
-def _print_report(report: dict[str, Any], out: Path) -> None:
+def _too_few(totals: dict[str, Any], goal: str, rejected: Path) -> WorkFailedError:
+    return WorkFailedError(
+        f"{totals['rows']} of {goal} ({_worst(totals['reasons'])})",
+        where=str(rejected),
+        remedy="lower --count, or change the environment, the teacher or its options",
+    )
+
+
+def _print_report(report: dict[str, Any], out: Path, as_json: bool) -> None:
+    if as_json:
+        print_json(report)
+        return
     echo(f"{report['rows']:,} records of {report['environment']}, {report['rejected']:,} rejected")
     for source, number in report["sources"].items():
         echo(f"  {source:24} {number:,}")
