@@ -15,7 +15,7 @@ from perilune.serve.errors import ApiError, shorten
 
 Body = TypeVar("Body", bound=BaseModel)
 
-_MOST = {b"{": 1 << 16, b"[": 1 << 16, b":": 1 << 16, b",": 1 << 20, b'"': 1 << 18}
+_MOST = {b"{": 1 << 16, b"[": 1 << 16, b":": 1 << 15, b",": 1 << 18, b'"': 1 << 18}
 """Most characters that start or separate values, counted outside strings; quotes count everywhere."""
 
 
@@ -26,6 +26,9 @@ def read_body(data: bytes, kind: type[Body]) -> Body:
         ApiError: 400, with the first error.
     """
     document = _parse(data)
+    if isinstance(document, dict) and len(document) > len(kind.model_fields):  # pydantic would list them all
+        unknown = next(key for key in document if key not in kind.model_fields)
+        raise ApiError(400, _unrecognised(unknown), param=shorten(unknown))
     try:
         return kind.model_validate(document)
     except ValidationError as error:
@@ -34,13 +37,17 @@ def read_body(data: bytes, kind: type[Body]) -> Body:
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         place.append(message)
-        message = f"unrecognised argument: {shorten('.'.join(place))}"
+        message = _unrecognised(".".join(place))
     field = shorten(".".join(place))
     if first["type"] == "missing":
         message = f"{field} is missing"
     elif field and first["type"] != "extra_forbidden":
         message = f"{field}: {message}"
     raise ApiError(400, message, param=field or None)
+
+
+def _unrecognised(argument: str) -> str:
+    return f"unrecognised argument: {shorten(argument)}"
 
 
 def check_values(document: Any, most: int, deepest: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import ipaddress
 import os
 import resource
@@ -84,6 +85,8 @@ def serve(
     token = _token(settings)
     with _listening(settings.host, settings.port) as listener:
         service = _service(settings, notify)
+        gc.collect()
+        gc.freeze()  # later collections, which hold up every request, skip what stays for good
         server = _Server(service, settings, token, lambda: announce(_url(listener)))
         server.run(sockets=[listener])
     if service.thread.failure is not None:
