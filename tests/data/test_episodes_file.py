@@ -116,7 +116,7 @@ def test_a_message_with_other_keys_is_refused(tmp_path):
 
 
 def test_what_is_no_episodes_file_is_refused(tmp_path):
-    with pytest.raises(RequestError, match="no such"):
+    with pytest.raises(RequestError, match="does not exist"):
         read_episodes(tmp_path / "absent")
     (tmp_path / "text").write_text("not parquet")
     with pytest.raises(RequestError, match="not a readable Parquet"):

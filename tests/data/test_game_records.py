@@ -186,8 +186,12 @@ def test_what_was_said_is_the_transcript_of_the_teacher_s_seat():
         (section("tic_tac_toe"), {"options": {"kep": "won"}}, r"options.kep.*(?s:.)*did you mean 'keep'"),
         (section("connect_four"), {"options": {"policy": "cfr"}}, "options.policy"),
         (section("tic_tac_toe"), {"strategies": {"rules": 1.0}}, "strategies.rules"),
-        (section("kuhn_poker", opponent="random"), {"strategies": {"cfr": 1.0}}, "'random' sits opposite"),
-        (section("breakthrough"), {}, "no teacher of its own"),
+        (
+            section("kuhn_poker", opponent="random"),
+            {"strategies": {"cfr": 1.0}},
+            "already defines the opponent 'random'",
+        ),
+        (section("breakthrough"), {}, "no default game teacher"),
         ({"id": "calculator"}, {}, "'open_spiel' alone"),
     ],
 )

@@ -188,8 +188,8 @@ def test_the_command_writes_a_teachers_records(tmp_path):
         ([], "give either --teacher or --model"),
         (["--teacher", "gold", "--model", "x"], "give either --teacher or --model"),
         (["--teacher", "gold", "--split", "test"], "unknown split 'test'"),
-        (["--teacher", "golt"], "no teacher called 'golt'"),
-        (["--teacher", "planning"], "knows trips alone"),
+        (["--teacher", "golt"], "no teacher is called 'golt'"),
+        (["--teacher", "planning"], "supports only the planning environments"),
     ],
 )
 def test_what_the_command_refuses(tmp_path, arguments, what):

@@ -180,5 +180,5 @@ def test_a_careless_trace_has_the_right_answer_and_one_wrong_digit():
 
 def test_a_prompt_that_is_no_arithmetic_is_refused():
     environment = make_environment(gym("gcd"))
-    with pytest.raises(RequestError, match="cannot work out"):
+    with pytest.raises(RequestError, match="cannot compute"):
         list(make_teacher("arithmetic").candidates(islice(environment.tasks("train", 0), 1), 0))

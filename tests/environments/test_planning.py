@@ -378,5 +378,5 @@ def test_the_planner_refuses_what_it_does_not_know():
     with pytest.raises(RequestError, match="several may be proposed"):
         list(make_teacher("planning", {"mended": 1.0}).candidates([trip], 0))
     other = next(make_environment({"id": "calculator"}).tasks("train", 0))
-    with pytest.raises(RequestError, match="knows trips alone"):
+    with pytest.raises(RequestError, match="supports only the planning environments"):
         list(make_teacher("planning").candidates([other], 0))

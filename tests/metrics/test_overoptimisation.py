@@ -26,7 +26,7 @@ def test_kl_of_best_of_n(n: int, kl: float) -> None:
 
 
 def test_best_of_nothing_is_refused() -> None:
-    with pytest.raises(RequestError, match="best of 0"):
+    with pytest.raises(RequestError, match="best-of-n needs n"):
         best_of_n_kl(0)
 
 

@@ -1,6 +1,6 @@
-"""Episode: the one data structure that flows from engine to verifier, learner, metrics and report.
+"""Episodes: the data structure that passes from engine to verifier, learner, metrics and report.
 
-Shapes: P prompt tokens, T generated (or tool-given) tokens.
+Shapes: P prompt tokens, T tokens after the prompt (sampled, or inserted by the environment).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FinishReason = Literal["stop", "length", "aborted"]
 
 
 class SampledTokens(Protocol):
-    """What an episode takes from a completion of the engine."""
+    """The fields of an engine's completion that an episode uses."""
 
     @property
     def token_ids(self) -> NDArray[np.int32]: ...
@@ -38,34 +38,35 @@ class SampledTokens(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Episode:
-    """One attempt of a policy at one task, token by token.
+    """One rollout of a policy in one task, token by token.
 
-    A reward is a score or a recorded failure: an episode whose verifier failed has
-    `failure` set and no `reward`, and leaves its group instead of counting as zero.
+    An episode whose verifier failed has `failure` set and no `reward`. It is left out of its group instead of
+    counting as a reward of 0.
 
     Attributes:
         episode_id: unique within a run: "{step}/{group}/{sample}", or "{step}/{group}/p{player}/{sample}" for
-            players but the first.
-        group_id: episodes that answer the same prompt in the same step, as the same player, share it.
-        task_id: the problem instance, stable across runs and machines.
+            all players except the first.
+        group_id: shared by episodes of the same prompt, step and player.
+        task_id: the task, stable across runs and machines.
         environment: id of the environment, e.g. "reasoning_gym/basic_arithmetic".
-        seed: seed of the random numbers that sampled it.
-        messages: the conversation as text, a view of the tokens: ({"role", "content"}, ...).
+        seed: seed of sampling.
+        messages: the conversation as text: ({"role", "content"}, ...).
         prompt_ids: int32[P].
-        token_ids: int32[T], what followed the prompt, turn by turn, with the end-of-sequence tokens that were
-            reached; what the environment said between two turns is among them.
-        loss_mask: bool[T], False on tokens the policy did not choose (tool output).
-        logprobs: float32[T], of the sampling policy, after temperature; 0 where it did not choose.
-        policy_version: int32[T], version of the weights that sampled each token; -1 where none did.
-        reward: what the episode is worth, or None when the verifier failed.
-        reward_terms: the named parts of the reward.
-        step_rewards: float32[T] or None, process rewards: at the last token of each segment what it earned,
-            NaN at the others.
+        token_ids: int32[T], all turns after the prompt, including sampled end-of-sequence tokens and the
+            tokens
+            of the environment between two turns.
+        loss_mask: bool[T], False at tokens that the policy did not sample (tool output).
+        logprobs: float32[T], of the sampling policy at its temperature; 0 at masked tokens.
+        policy_version: int32[T], version of the weights that sampled each token; -1 at masked tokens.
+        reward: None when the verifier failed.
+        reward_terms: named parts of the reward.
+        step_rewards: float32[T] or None, process rewards: the reward of a segment at its last token, NaN at
+            other tokens.
         finish_reason: "stop" (end-of-sequence or stop token), "length" (a limit on tokens or turns) or
             "aborted".
         failure: "" or "boundary: reason", boundary in {environment, verifier, model, sandbox}.
-        metrics: further figures; "strategy/NAME": 1.0 marks the strategy an environment recognised.
-        routed_experts: uint8 or uint16 [T, layers, experts a token], or None for dense models.
+        metrics: further figures; "strategy/NAME": 1.0 marks the strategy that the environment recognised.
+        routed_experts: uint8 or uint16 [T, layers, experts per token], or None for dense models.
     """
 
     episode_id: str
@@ -154,31 +155,31 @@ class Episode:
 
     @property
     def truncated(self) -> bool:
-        """Whether the token limit cut it off."""
+        """Whether a limit on tokens or turns ended it."""
         return self.finish_reason == "length"
 
     @property
     def text(self) -> str:
-        """What the policy wrote last, without special tokens."""
-        said = (one["content"] for one in reversed(self.messages) if one["role"] == "assistant")
-        return next(said, "")
+        """The last message of the policy, without special tokens."""
+        answers = (one["content"] for one in reversed(self.messages) if one["role"] == "assistant")
+        return next(answers, "")
 
     @property
     def opening(self) -> tuple[Mapping[str, str], ...]:
-        """The messages of the prompt, before the policy's first word."""
-        if self.loss_mask.all():  # one turn; a prompt may hold examples of the assistant's
+        """The messages of the prompt, before the policy's first message."""
+        if self.loss_mask.all():  # one turn; the prompt may contain messages of the assistant
             return self.messages[:-1] if len(self.loss_mask) else self.messages
         first = next(place for place, one in enumerate(self.messages) if one["role"] == "assistant")
         return self.messages[:first]
 
     @property
     def sampled(self) -> int:
-        """How many tokens the policy chose."""
+        """Number of tokens that the policy sampled."""
         return int(self.loss_mask.sum())
 
 
 def outcome_fields(outcome: Outcome | None) -> dict[str, Any]:
-    """The reward with its terms, or the failure, as fields of an episode."""
+    """The reward and its terms, or the failure, as fields of an episode."""
     if outcome is None:
         return {}
     if isinstance(outcome, Failure):
@@ -187,5 +188,5 @@ def outcome_fields(outcome: Outcome | None) -> dict[str, Any]:
 
 
 def outcome_metrics(outcome: Outcome | None) -> dict[str, float]:
-    """The further figures of a score."""
+    """The metrics of a score; empty for a failure."""
     return {} if outcome is None or isinstance(outcome, Failure) else dict(outcome.metrics)

@@ -1,6 +1,7 @@
-"""Episodes as Parquet, one row an episode, readable by DuckDB, pandas and datasets.
+"""Episodes as Parquet, one row per episode, readable by DuckDB, pandas and datasets.
 
-The bytes depend on the episodes and the pyarrow version only: no time stamps, no threads, fixed settings.
+The bytes depend only on the episodes and the pyarrow version: there are no time stamps, and the settings are
+fixed.
 """
 
 from __future__ import annotations
@@ -8,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from perilune.data.episode import Episode
 from perilune.errors import RequestError
 from perilune.files import write_atomic
 from perilune.redaction import redact_document
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 _MESSAGE_KEYS = {"role", "content"}
 _ARRAYS = {
@@ -32,9 +32,7 @@ _ARRAYS = {
 
 @cache
 def episode_schema() -> pa.Schema:
-    """Columns of an episodes file; `truncated` and `text` are views of other columns, for queries."""
-    import pyarrow as pa
-
+    """Columns of an episodes file. `truncated` and `text` are derived from other columns, for queries."""
     message = pa.struct([("role", pa.string()), ("content", pa.string())])
     return pa.schema(
         [
@@ -65,14 +63,13 @@ def episode_schema() -> pa.Schema:
 
 
 def write_episodes(path: Path, episodes: Iterable[Episode]) -> int:
-    """Write `episodes` to `path`, whole or not at all; returns how many.
+    """Write episodes, completely or not at all; return their number.
+
+    Secrets in texts are redacted.
 
     Raises:
         ValueError: when a message has other keys than role and content.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     rows = [_redacted(_row(episode)) for episode in episodes]
     table = pa.Table.from_pylist(rows, schema=episode_schema())
     sink = pa.BufferOutputStream()
@@ -82,13 +79,11 @@ def write_episodes(path: Path, episodes: Iterable[Episode]) -> int:
 
 
 def to_bytes(episodes: Iterable[Episode]) -> bytes:
-    """Episodes for another process of this run, as an Arrow stream.
+    """Episodes as an Arrow stream, for another process of the run.
 
     Raises:
         ValueError: as `write_episodes`.
     """
-    import pyarrow as pa
-
     table = pa.Table.from_pylist([_row(episode) for episode in episodes], schema=episode_schema())
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as stream:
@@ -98,8 +93,6 @@ def to_bytes(episodes: Iterable[Episode]) -> bytes:
 
 def from_bytes(stream: bytes) -> list[Episode]:
     """The inverse of `to_bytes`."""
-    import pyarrow as pa
-
     return _episodes(pa.ipc.open_stream(stream).read_all())
 
 
@@ -107,15 +100,12 @@ def read_episodes(path: Path) -> list[Episode]:
     """Read an episodes file.
 
     Raises:
-        RequestError: when it is missing, no Parquet file, or lacks a column.
+        RequestError: when the file is missing, is not a Parquet file, or lacks a column.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     try:
         table = pq.read_table(path, use_threads=False)
     except FileNotFoundError:
-        raise RequestError("no such episodes file", where=str(path)) from None
+        raise RequestError("the episodes file does not exist", where=str(path)) from None
     except (pa.ArrowInvalid, OSError) as error:
         raise RequestError(f"not a readable Parquet file: {error}", where=str(path)) from None
     for field in episode_schema():

@@ -1,1 +1,1 @@
-"""What a run achieved, with error bars: pass@k, intervals over problems, what an estimator optimises."""
+"""Metrics of runs with confidence intervals: pass@k, differences between runs, growth, overoptimisation."""

@@ -1,7 +1,7 @@
 """Differences between arms over paired seeds: Student's t interval and Holm's correction.
 
-A seed fixes the cold start, the tasks and the draws, so two arms with the same seed form a pair. An interval
-over the tasks of one run says nothing about another seed; only a test over seeds supports a claim about a
+A seed determines the cold start, the tasks and the sampling, so two arms with the same seed form a pair. An
+interval over the tasks of one run does not cover other seeds; only a test over seeds supports a claim about a
 method.
 """
 
@@ -19,7 +19,7 @@ SIGNIFICANT = 0.05  # a corrected p value below it supports a claim
 
 @dataclass(frozen=True, slots=True)
 class SeedComparison:
-    """Difference between two arms: one value a seed, its t interval, p before and after the correction."""
+    """Difference between two arms: one value per seed, the t interval, and p before and after correction."""
 
     differences: tuple[float, ...]
     mean: float
@@ -50,7 +50,7 @@ def compare_over_seeds(differences: Mapping[str, Sequence[float]]) -> dict[str, 
     """Test every comparison of a family with a paired t test, corrected together by Holm's method.
 
     Args:
-        differences: one value a seed, by comparison. All comparisons are corrected together.
+        differences: by comparison, one value per seed.
     """
     p = {name: p_value(values) for name, values in differences.items()}
     corrected = holm(p)
@@ -61,7 +61,7 @@ def compare_over_seeds(differences: Mapping[str, Sequence[float]]) -> dict[str, 
 
 
 def interval(values: Sequence[float], level: float = LEVEL) -> dict[str, float]:
-    """Mean and Student's t interval of one value a seed. A single seed gives an infinite interval."""
+    """Mean and Student's t interval of one value per seed. A single seed gives an infinite interval."""
     mean = fmean(values)
     if len(values) < 2:
         return {"mean": mean, "low": -math.inf, "high": math.inf}

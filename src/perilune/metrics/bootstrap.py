@@ -1,7 +1,7 @@
-"""Intervals by resampling problems.
+"""Confidence intervals by resampling problems.
 
-Problems are resampled, never completions: completions of one problem are not independent evidence, and
-resampling them with replacement biases pass@k downwards.
+Only problems are resampled, not completions. Completions of one problem are not independent, and resampling
+them with replacement biases pass@k downwards.
 """
 
 from __future__ import annotations
@@ -34,26 +34,25 @@ def bootstrap_problems(
     resamples: int = RESAMPLES,
     level: float = LEVEL,
 ) -> Interval:
-    """Mean of one figure a problem, with the percentile interval over resampled sets of problems.
+    """Mean over problems, with the percentile interval over resampled sets of problems.
 
     Args:
-        values: [problems], finite; for instance pass@k of each problem.
+        values: [problems], one finite value per problem, for instance pass@k.
         seed: equal seeds and values give equal intervals.
 
     Raises:
-        RequestError: when there is no value, or one is not finite.
+        RequestError: when there are no values, or one is not finite.
     """
     figures = np.asarray(values, dtype=np.float64)
     if figures.ndim != 1 or len(figures) == 0:
-        raise RequestError("no problems to average over")
+        raise RequestError("there are no problems to average over")
     if not np.isfinite(figures).all():
         raise RequestError(f"problem {int(np.flatnonzero(~np.isfinite(figures))[0])} has no finite figure")
     rng = np.random.default_rng(seed)
     at_once = max(1, _CHUNK // len(figures))
-    means = np.concatenate([
-        figures[rng.integers(len(figures), size=(min(at_once, resamples - done), len(figures)))].mean(axis=1)
-        for done in range(0, resamples, at_once)
-    ])  # fmt: skip
+    sizes = [min(at_once, resamples - done) for done in range(0, resamples, at_once)]
+    drawn = (rng.integers(len(figures), size=(size, len(figures))) for size in sizes)
+    means = np.concatenate([figures[indices].mean(axis=1) for indices in drawn])
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return Interval(float(figures.mean()), float(low), float(high))
 
@@ -66,10 +65,10 @@ def paired_difference(
     resamples: int = RESAMPLES,
     level: float = LEVEL,
 ) -> Interval:
-    """Mean of after - before over the same problems, by task id; pairing removes how hard each problem is.
+    """Mean of after - before over the same tasks, by task id. Pairing removes the difficulty of the tasks.
 
     Raises:
-        RequestError: when the two do not cover the same task ids, naming one that only one has.
+        RequestError: when the two evaluations have different task ids, naming one of them.
     """
     odd = sorted(before.keys() ^ after.keys())
     if odd:

@@ -1,9 +1,9 @@
-"""Rounds of keeping what a verifier likes and learning it: how fast the pass rate can grow.
+"""Growth of the pass rate over rounds of filtering and training.
 
-A round that keeps right answers with probability a1 and wrong ones with a0, and is then fitted perfectly,
-multiplies the odds of the pass rate by g = a1 / a0; exponentiated-gradient reinforcement learning does with
-g = exp(eta). So logit p grows by ln g a round. A perfect verifier has g infinite: what is gained is then
-limited by the fit, and what is measured says by how much.
+A round keeps right answers with probability a1 and wrong ones with a0. If the model then fits the kept
+answers perfectly, the odds of the pass rate grow by the factor g = a1 / a0, so logit p grows by ln g per
+round. Exponentiated-gradient reinforcement learning has g = exp(eta). With a perfect verifier g is infinite,
+and only the fit limits the growth, which the measured g shows.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from perilune.metrics.bootstrap import LEVEL, Interval
 
 
 def rounds_to(p: float, goal: float, gain: float) -> float:
-    """Rounds from pass rate `p` to `goal`; infinite when a round gains nothing."""
+    """Rounds from pass rate `p` to `goal`; infinite if a round gains nothing."""
     return (_logit(goal) - _logit(p)) / math.log(gain) if gain > 1 else math.inf
 
 
 def measured_gain(rates: Sequence[float]) -> float:
-    """g of a series of pass rates, one a round: exp of the slope of logit p. 1 is a stall.
+    """g of a series of pass rates, one per round: exp of the slope of logit p. 1 means no growth.
 
     Raises:
-        RequestError: for fewer than two rates, or one that is 0 or 1.
+        RequestError: for fewer than two rates, or a rate of 0 or 1.
     """
     if len(rates) < 2 or not all(0 < rate < 1 for rate in rates):
         raise RequestError("a gain needs at least two pass rates, each above 0 and below 1")
@@ -36,16 +36,16 @@ def measured_gain(rates: Sequence[float]) -> float:
 
 
 def gain_interval(rounds: Sequence[Mapping[str, float]], *, seed: int = 0, resamples: int = 2000) -> Interval:
-    """g of pass rates by task, one mapping a round, with the percentile interval over resampled tasks.
+    """g of pass rates by task, one mapping per round, with the percentile interval over resampled tasks.
 
-    The same tasks are drawn for every round, since how hard a task is is no part of the growth. A rate of
-    0 or 1 counts as half a task from it, for its logit is not finite.
+    Every round uses the same drawn tasks, so the difficulty of tasks does not add to the variance. A mean
+    rate of 0 or 1 is moved by half a task, because its logit is not finite.
 
     Raises:
-        RequestError: for fewer than two rounds, or rounds of other tasks than the first.
+        RequestError: for fewer than two rounds, or rounds with different tasks.
     """
     if len(rounds) < 2 or any(one.keys() != rounds[0].keys() for one in rounds):
-        raise RequestError("a gain needs at least two rounds, judged on the same tasks")
+        raise RequestError("a gain needs at least two rounds, evaluated on the same tasks")
     names = sorted(rounds[0])
     rates = np.array([[one[name] for name in names] for one in rounds])  # [rounds, tasks]
     edge = 0.5 / len(names)
@@ -55,17 +55,17 @@ def gain_interval(rounds: Sequence[Mapping[str, float]], *, seed: int = 0, resam
         return [measured_gain(column.tolist()) for column in bounded.T]
 
     drawn = np.random.default_rng(seed).integers(len(names), size=(resamples, len(names)))
-    found = gains(rates[:, drawn].mean(axis=2))
+    resampled = gains(rates[:, drawn].mean(axis=2))
     (mean,) = gains(rates.mean(axis=1, keepdims=True))
-    low, high = np.quantile(found, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Interval(mean, float(low), float(high))
 
 
 def likelihood_ratio(kept_right: int, right: int, kept_wrong: int, wrong: int) -> Interval:
-    """a1 / a0 of a verifier on labelled samples: how much likelier it keeps a right one than a wrong one.
+    """a1 / a0 of a verifier, measured on labelled samples, with the interval of Katz et al. (1978).
 
-    With the interval of Katz et al. (1978), on the log scale, half a sample added to each count, so that a
-    verifier that never errs has a finite ratio that grows with the samples.
+    Half a sample is added to each count, so a verifier without errors has a finite ratio that grows with the
+    number of samples.
 
     Raises:
         RequestError: when there is no right or no wrong sample.

@@ -1,11 +1,11 @@
-"""Why answers get longer or shorter: what the policy does differently, and what it is asked.
+"""Decompose the change of the answer length into behaviour of the policy and composition of the tasks.
 
-The mean length is sum_b w_b L_b over bins of tasks (difficulty). Between two moments
+The mean length is sum_b w_b L_b over bins b of task difficulty. Between two steps
 
     change = sum_b w_b dL_b  (behaviour)  +  sum_b dw_b L_b  (composition),
 
-exact when w and L are taken half-way. Without this a curriculum, or dynamic sampling that drops groups, reads
-as a policy that writes more.
+which is exact if w and L are the averages of both steps. Without the decomposition, a curriculum or dynamic
+sampling could look like a policy that writes more.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 
 from perilune.data.episode import Episode
 
-REPETITION = 10.0  # a tail that zlib shrinks by more than this repeats itself
-TAIL = 10_000  # characters, the last of a text; shorter texts are not judged
+REPETITION = 10.0  # a tail with a higher zlib compression ratio is repetitive
+TAIL = 10_000  # final characters of a text; shorter texts are never repetitive
 CORRECT = 1.0
 UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """Answers to tasks of one difficulty: how many, and their mean length in tokens."""
+    """Answers to tasks of one difficulty: their number, and mean length in tokens."""
 
     count: int
     length: float
@@ -35,7 +35,7 @@ class Bin:
 
 @dataclass(frozen=True, slots=True)
 class Decomposition:
-    """Mean lengths before and after, and the two parts of their difference, in tokens."""
+    """Mean lengths before and after, and the two parts of the difference, in tokens."""
 
     before: float
     after: float
@@ -46,7 +46,7 @@ class Decomposition:
 def decompose(before: Mapping[str, Bin], after: Mapping[str, Bin]) -> Decomposition:
     """Split the change of the mean length into behaviour and composition.
 
-    A bin that only one side has, has the length it has there: all it changes is composition.
+    A bin that only one side has contributes to the composition alone.
     """
     totals = [sum(one.count for one in side.values()) for side in (before, after)]
     behaviour, composition = [], []
@@ -62,21 +62,21 @@ def decompose(before: Mapping[str, Bin], after: Mapping[str, Bin]) -> Decomposit
 
 
 def length_bins(episodes: Sequence[Episode]) -> dict[str, Bin]:
-    """Answers by difficulty ("unknown" where an environment states none)."""
+    """Bins by difficulty ("unknown" if the environment does not state it)."""
     lengths: dict[str, list[int]] = defaultdict(list)
     for one in episodes:
         lengths[_difficulty(one)].append(len(one.token_ids))
-    return {name: Bin(len(found), sum(found) / len(found)) for name, found in lengths.items()}
+    return {name: Bin(len(values), sum(values) / len(values)) for name, values in lengths.items()}
 
 
 def length_dynamics(before: Sequence[Episode], after: Sequence[Episode]) -> dict[str, Any]:
-    """What the report says of lengths at two moments: the decomposition, and lengths by kind of answer.
+    """Lengths at two steps, for the report.
 
     Returns:
         before, after, behaviour, composition (tokens); `table`: rows of difficulty, correct, and
-        before / after: {count, length, truncated}, None where there was no such answer; `shape` of each:
-        stopped (share ended by itself), repetitive (share of long tails that repeat themselves) and surprisal
-        (mean -log p in nats by fifth of the answer, which estimates the entropy there).
+        before / after: {count, length, truncated} or None without such answers; `shape` of both steps:
+        stopped (share that ended by itself), repetitive (share with a repetitive tail) and surprisal (mean
+        -log p in nats by fifth of the answer, an estimate of the entropy).
     """
     split = decompose(length_bins(before), length_bins(after))
     cells = [_cells(before), _cells(after)]
@@ -99,7 +99,7 @@ def length_dynamics(before: Sequence[Episode], after: Sequence[Episode]) -> dict
 
 
 def is_repetitive(text: str) -> bool:
-    """Whether the last 10,000 characters of a longer text compress by more than ten."""
+    """Whether the last 10,000 characters compress by more than a factor of ten."""
     if len(text) < TAIL:
         return False
     tail = text[-TAIL:].encode()
@@ -107,7 +107,7 @@ def is_repetitive(text: str) -> bool:
 
 
 def surprisal_by_fifth(episodes: Sequence[Episode]) -> list[float | None]:
-    """Mean -log p of the sampled tokens, in nats, in each fifth of the answers; None where none fell."""
+    """Mean -log p of the sampled tokens in each fifth of the answers, in nats; None without tokens."""
     found: list[list[float]] = [[] for _ in range(5)]
     for one in episodes:
         length = len(one.token_ids)

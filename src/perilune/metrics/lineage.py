@@ -1,7 +1,7 @@
-"""Which evaluation another one is compared with: that of the nearest ancestor of its checkpoint.
+"""Find the evaluation to compare with: that of the nearest ancestor of the evaluated checkpoint.
 
-Evaluations of siblings (two trainings from one checkpoint) follow each other in a recipe, but their
-difference says nothing about either training.
+Two stages that train from the same checkpoint may follow each other in a recipe, but the difference of their
+evaluations says nothing about either stage.
 """
 
 from __future__ import annotations
@@ -9,19 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-AMOUNTS = ("tasks", "samples")  # settings that change how precise an evaluation is, not what it measures
+AMOUNTS = ("tasks", "samples")  # settings that change the precision of an evaluation, not what it measures
 
 
 def parent_evaluation(
     evaluation: str, checkpoints: Mapping[str, str | None], settings: Mapping[str, Mapping[str, Any]]
 ) -> str | None:
-    """The evaluation of the judged checkpoint's nearest ancestor, or None when no ancestor was evaluated.
+    """The evaluation of the nearest evaluated ancestor of a checkpoint, or None.
 
     Args:
-        evaluation: stage name.
-        checkpoints: the checkpoint that each stage takes: a stage's name or "model".
-        settings: by evaluation, all that changes its figures except the checkpoint. Only evaluations with
-            equal settings are compared, apart from `AMOUNTS`.
+        evaluation: name of the evaluation stage of the checkpoint.
+        checkpoints: the input checkpoint of each stage: the name of a stage, or "model".
+        settings: by evaluation, all settings that influence its figures except the checkpoint. Only
+            evaluations
+            with equal settings, apart from `AMOUNTS`, are compared.
     """
     seen: set[str | None] = {None}
     wanted = _measure(settings[evaluation])

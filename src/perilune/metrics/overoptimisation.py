@@ -1,12 +1,13 @@
-"""When to stop climbing a proxy: the gold score as a function of the distance from the start.
+"""When to stop optimising a proxy reward: the gold score as a function of the distance from the initial
+policy.
 
-A policy that climbs a proxy moves a distance d = sqrt(KL(policy || start)) and gains a gold score R that was
-never trained on. Gao et al. (arXiv 2210.10760) found, for best-of-n and for reinforcement learning,
+A policy that is optimised for a proxy moves a distance d = sqrt(KL(policy || initial)) and gains a gold score
+R that is not trained on. Gao et al. (arXiv 2210.10760) found for best-of-n and for reinforcement learning
 
     best of n   R(d) = d (alpha - beta d)        peak at d* = alpha / (2 beta),        R* = alpha^2 / (4 beta)
     RL          R(d) = d (alpha - beta log d)    peak at d* = exp(alpha / beta - 1),   R* = beta d*
 
-Distances of the two are not comparable. Sums are exact (`math.fsum`): figures must not depend on a kernel.
+The distances of both laws are not comparable. Sums use `math.fsum`, so figures do not depend on a kernel.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from perilune.errors import RequestError
 Law = Literal["best_of_n", "rl"]
 
 FIT_FROM = 8  # points before a law is fitted
-WINDOW = 16  # points over which the slope is taken, once there are as many
-SLOPE_FROM = 12  # points before a slope is taken
-RISEN_AFTER = 3  # looks in a row at which the gold score must surely rise before a stop of it can be told
-SAFETY = 0.8  # of the fitted peak: the gold score is flat there, and the fit uncertain
+WINDOW = 16  # points of the slope, once there are as many
+SLOPE_FROM = 12  # points before a slope is computed
+RISEN_AFTER = 3  # consecutive steps with a significant rise before its end can raise the alarm
+SAFETY = 0.8  # stop at this share of the fitted peak, where the gold score is flat and the fit uncertain
 Z = 1.959964  # 95% of a normal distribution
 
 
 class Slope(NamedTuple):
-    """Slope of a line through points, with its 95% interval (independent normal errors of equal size)."""
+    """Slope of a fitted line with its 95% interval (independent normal errors of equal variance)."""
 
     value: float
     low: float
@@ -41,10 +42,10 @@ class GoldFit:
     """A fitted law.
 
     Attributes:
-        alpha, beta: its coefficients; `beta_low` is the lower end of beta's 95% interval.
-        peak: d* where the gold score is largest; infinite when it has no peak.
-        gain: R* there, above the score at the start.
-        points: how many were used.
+        alpha, beta: coefficients; `beta_low` is the lower bound of beta's 95% interval.
+        peak: d*, where the gold score is largest; infinite without a peak.
+        gain: R*, above the initial score.
+        points: number of points of the fit.
     """
 
     law: Law
@@ -69,27 +70,27 @@ class GoldFit:
 
 
 def best_of_n_kl(n: int) -> float:
-    """KL of best-of-n from its base in nats: log n - (n - 1) / n, exact without ties, else an upper bound.
+    """KL of best-of-n to its base in nats: log n - (n - 1) / n. Exact without ties, else an upper bound.
 
     Raises:
         RequestError: for n < 1.
     """
     if n < 1:
-        raise RequestError(f"best of {n}")
+        raise RequestError(f"best-of-n needs n of at least 1, not {n}")
     return math.log(n) - (n - 1) / n
 
 
 def fit_gold(distances: Sequence[float], gains: Sequence[float], law: Law = "rl") -> GoldFit | None:
-    """Fit a law to gold scores above the one at the start; None with too few points to fit.
+    """Fit a law to gold scores relative to the initial one; None with too few points.
 
-    Least squares of R / d on (1, -d) or (1, -log d) with weights d^2. The RL law is fitted to d > 1 alone:
-    its slope has no bound towards 0.
+    Least squares of R / d on (1, -d) or (1, -log d) with weights d^2. The RL law is fitted only to d > 1,
+    because its slope is unbounded near 0.
     """
     least = 1.0 if law == "rl" else 0.0
     kept = [(d, gain) for d, gain in zip(distances, gains, strict=True) if d > least]
     if len(kept) < FIT_FROM:
         return None
-    # Weights d^2 on R / d are none on R: columns d and -d^2, or d and -d log d.
+    # Weights d^2 for R / d are equal weights for R, with columns d and -d^2, or d and -d log d.
     first = [d for d, _ in kept]
     second = [-d * (d if law == "best_of_n" else math.log(d)) for d, _ in kept]
     aa, ab, bb = _dot(first, first), _dot(first, second), _dot(second, second)
@@ -106,7 +107,7 @@ def fit_gold(distances: Sequence[float], gains: Sequence[float], law: Law = "rl"
 
 
 def student_t(freedom: int) -> float:
-    """Its 97.5% quantile, by three terms of the expansion in 1 / freedom: within 2% from 3 degrees on."""
+    """97.5% quantile of Student's t, by an expansion in 1 / freedom; within 2% from 3 degrees of freedom."""
     first = (Z**3 + Z) / 4
     second = (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96
     third = (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384
@@ -121,7 +122,7 @@ def slope(values: Sequence[float]) -> Slope:
     """
     n = len(values)
     if n < 3:
-        raise RequestError(f"a slope of {n} values")
+        raise RequestError(f"a slope needs at least 3 values, not {n}")
     middle, mean = (n - 1) / 2, math.fsum(values) / n
     spread = math.fsum((i - middle) ** 2 for i in range(n))
     value = math.fsum((i - middle) * y for i, y in enumerate(values)) / spread
@@ -131,13 +132,13 @@ def slope(values: Sequence[float]) -> Slope:
 
 
 class OveroptimisationWatch:
-    """Follows gold and proxy step by step, and says when to stop.
+    """Watches the gold score step by step, and recommends when to stop.
 
-    It recommends to stop at the first step at which the fitted law has a peak (beta's interval above zero)
-    and d has come to 0.8 of it, or the interval of the gold slope crosses zero after it lay above for three
-    steps in a row. That crossing is also the alarm: the proxy may climb, the gold score no longer surely
-    does. The slope is over the last `window` steps, fewer in the beginning; a fall that takes much less
-    than a window is seen late, and a rise that drowns in the noise of a window is taken for none.
+    It recommends to stop when the fitted law has a peak (beta's interval is above 0) and d reaches 0.8 of it,
+    or when the interval of the gold slope includes 0 after three consecutive steps above 0. The second
+    condition also raises the alarm: the gold score no longer rises significantly. The slope is over the last
+    `window` steps, fewer at the beginning. A fall much shorter than a window is found late, and a rise
+    smaller than the noise of a window is not found.
     """
 
     def __init__(self, law: Law = "rl", window: int = WINDOW) -> None:
@@ -146,17 +147,17 @@ class OveroptimisationWatch:
         self._steps: list[int] = []
         self._distances: list[float] = []
         self._gold: list[float] = []
-        self._rising = 0  # looks in a row
+        self._rising = 0  # consecutive steps
         self._has_risen = False
         self.alarm: int | None = None  # step of the first alarm
         self.recommended_stop: int | None = None
 
     def observe(self, step: int, kl: float, gold: float) -> dict[str, float]:
-        """Take in one step's KL(policy || start) in nats an episode and mean gold score; return figures.
+        """Add one step's KL(policy || initial), in nats per episode, and its mean gold score.
 
         Returns:
-            distance; gold_slope, gold_slope_low, gold_slope_high (a step) once there is a window of steps;
-            gold_peak (fitted d*) once the law has one; overoptimisation_alarm and stop_recommended, 0 or 1.
+            distance; gold_slope, gold_slope_low, gold_slope_high (per step) once there are enough steps;
+            gold_peak (fitted d*) if the law has a peak; overoptimisation_alarm and stop_recommended, 0 or 1.
         """
         self._steps.append(step)
         self._distances.append(math.sqrt(max(kl, 0.0)))
@@ -187,7 +188,7 @@ class OveroptimisationWatch:
         return figures
 
     def fit(self) -> GoldFit | None:
-        """The law fitted to all steps so far, gains counted from the mean of the first three."""
+        """The law fitted to all steps so far, with gains relative to the mean of the first three."""
         start = self._gold[:3]
         if not start:
             return None

@@ -1,4 +1,4 @@
-"""pass@k from n samples a problem, c of them correct."""
+"""pass@k from n samples per problem, c of them correct."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ def pass_at_k(n: int, c: int, k: int) -> float:
         RequestError: unless 0 <= c <= n and 1 <= k <= n.
     """
     if not 0 <= c <= n:
-        raise RequestError(f"{c} correct of {n} samples")
+        raise RequestError(f"there cannot be {c} correct of {n} samples")
     if not 1 <= k <= n:
-        raise RequestError(f"pass@{k} from {n} samples a problem", remedy=f"draw at least {k} samples")
+        raise RequestError(
+            f"pass@{k} cannot be computed from {n} samples per problem", remedy=f"use at least {k} samples"
+        )
     return 1.0 - math.prod(1 - k / i for i in range(n - c + 1, n + 1))

@@ -1,4 +1,4 @@
-"""Whether two figures put things in the same order, with an interval, and how well they could at best."""
+"""Spearman's rank correlation with its interval, and its ceiling for noisy values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RESAMPLES = 1000
 
 
 def spearman(a: Figures, b: Figures) -> float | None:
-    """Spearman's rank correlation, ties at their mean rank; None where one of the two does not vary."""
+    """Spearman's rank correlation with mean ranks for ties; None if one of the two does not vary."""
     if not len(a):
         return None
     x, y = _ranks(a), _ranks(b)
@@ -28,28 +28,29 @@ def spearman(a: Figures, b: Figures) -> float | None:
 def spearman_over_problems(
     pairs: Sequence[tuple[Figures, Figures]], *, seed: int = 0, resamples: int = RESAMPLES
 ) -> Interval | None:
-    """Spearman over everything, with the percentile interval over resampled problems.
+    """Spearman's correlation over all items, with the percentile interval over resampled problems.
 
     Args:
-        pairs: for each problem the two figures of each thing in it, float64[n] each; n may be 0.
+        pairs: for each problem the two values of each of its n items, float64[n] each; n may be 0.
 
     Returns:
-        None where there is nothing to correlate.
+        None if the correlation is undefined.
     """
-    found = spearman(*_joined(pairs)) if pairs and sum(len(a) for a, _ in pairs) > 1 else None
-    if found is None:
+    correlation = spearman(*_joined(pairs)) if pairs and sum(len(a) for a, _ in pairs) > 1 else None
+    if correlation is None:
         return None
     rng = np.random.default_rng(seed)
     drawn = ([pairs[place] for place in rng.integers(len(pairs), size=len(pairs))] for _ in range(resamples))
     values = [value for some in drawn if (value := spearman(*_joined(some))) is not None]
-    low, high = np.quantile(values or [found], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Interval(found, float(low), float(high))
+    low, high = np.quantile(values or [correlation], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Interval(correlation, float(low), float(high))
 
 
 def ceiling(half: Figures, other_half: Figures) -> float | None:
-    """The correlation that a perfect figure would have with the mean of two noisy halves.
+    """The correlation of perfect values with the mean of two noisy halves.
 
-    sqrt(2 r / (1 + r)), r the correlation of the halves (Spearman-Brown); None where they tell nothing.
+    It is sqrt(2 r / (1 + r)), where r is the correlation of the halves (Spearman-Brown); None if r is
+    undefined.
     """
     r = spearman(half, other_half)
     return None if r is None else math.sqrt(max(0.0, 2 * r / (1 + r))) if r > -1 else 0.0

@@ -1,4 +1,4 @@
-"""A run's figures in TensorBoard, Weights & Biases or MLflow: copies of metrics.jsonl, which is the truth."""
+"""Copy a run's figures to TensorBoard, Weights & Biases or MLflow. metrics.jsonl remains authoritative."""
 
 from perilune.tracking.sinks import SINKS, Sink, TrackedRun, open_sink
 from perilune.tracking.trail import Figures, Trail

@@ -1,4 +1,4 @@
-"""What every tracker is to us, and how one is opened by name."""
+"""The protocol of trackers, and opening a tracker by name."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class TrackedRun:
     """The run whose figures are copied.
 
     Attributes:
-        id: of the run; what a tracker has of it is replaced or gone on with, never doubled.
+        id: of the run. A tracker replaces or continues its data of the same run.
         started: seconds since 1970.
-        config: JSON-able; what was asked for.
+        config: the settings of the stage, as JSON values.
     """
 
     id: str
@@ -36,19 +36,19 @@ class Sink(Protocol):
     """A tracker, open for one run.
 
     Attributes:
-        after: the last step that it has already.
-        place: where to look at it, as a command or path for people.
+        after: the last step that the tracker already has.
+        place: a command or URL that shows the run.
     """
 
     after: int
     place: str
 
     def write(self, figures: Figures) -> None:
-        """Take one step."""
+        """Record one step."""
         ...
 
     def close(self, *, failed: bool = False) -> None:
-        """Make what was taken durable, and say how the run ended."""
+        """Flush all figures, and record whether the run failed."""
         ...
 
 
@@ -56,7 +56,7 @@ def open_sink(name: str, directory: Path, run: TrackedRun) -> Sink:
     """Open the tracker `name` for `run`, with its files below `directory`.
 
     Raises:
-        RequestError: when there is none of that name, or its package is not installed.
+        RequestError: when the name is unknown, or the tracker's package is not installed.
     """
     if name not in SINKS:
         raise RequestError(f"no tracker is called '{name}'", remedy=f"one of: {', '.join(SINKS)}")
@@ -65,6 +65,6 @@ def open_sink(name: str, directory: Path, run: TrackedRun) -> Sink:
         module = import_module(f"perilune.tracking.to_{name}")
     except ImportError as error:
         raise RequestError(
-            f"{name} cannot be used: {error}", remedy="pip install 'perilune[tracking]'"
+            f"{name} cannot be imported: {error}", remedy="pip install 'perilune[tracking]'"
         ) from None
     return cast(Sink, module.open_run(directory, run))

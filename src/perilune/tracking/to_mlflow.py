@@ -1,4 +1,4 @@
-"""MLflow: the server that MLFLOW_TRACKING_URI names, else files."""
+"""MLflow: the server in MLFLOW_TRACKING_URI, or files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # newer versions refuse files otherwise
+os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # newer versions refuse files without this
 
 from mlflow.entities import Metric, Param, Run
 from mlflow.tracking import MlflowClient
@@ -44,7 +44,7 @@ class MLflow:
         return made
 
     def write(self, figures: Figures) -> None:
-        """Take one step; "@" in a name, which MLflow refuses, becomes "_at_"."""
+        """Record one step. MLflow refuses "@" in names, so it becomes "_at_"."""
         moment = int((self._started + figures.seconds) * 1000)
         metrics = [
             Metric(_FORBIDDEN.sub("_", name.replace("@", "_at_")), value, moment, figures.step)
@@ -53,10 +53,10 @@ class MLflow:
         self._client.log_batch(self._run.info.run_id, metrics=metrics)
 
     def close(self, *, failed: bool = False) -> None:
-        """Say that the run has ended."""
+        """Record the end of the run."""
         self._client.set_terminated(self._run.info.run_id, "FAILED" if failed else "FINISHED")
 
 
 def open_run(directory: Path, run: TrackedRun) -> Sink:
-    """Begin the run anew; one that was there before is deleted as MLflow deletes, and can be restored."""
+    """Start the run. An earlier copy of the run is deleted, and can be restored in MLflow."""
     return MLflow(directory, run)

@@ -1,4 +1,4 @@
-"""TensorBoard: event files, one folder a run, readable by any TensorBoard without us."""
+"""TensorBoard: event files, one folder per run."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ class TensorBoard:
 
     def __init__(self, directory: Path, run: TrackedRun) -> None:
         folder = directory / run.experiment / f"{run.stage}-{run.id}"
-        for before in folder.glob("events.out.tfevents.*"):  # two files of one run would be drawn as one
+        for before in folder.glob("events.out.tfevents.*"):  # TensorBoard would merge two files of a run
             before.unlink()
         self.place = f"tensorboard --logdir {directory}"
         self._started = run.started
         self._writer = EventFileWriter(str(folder))
 
     def write(self, figures: Figures) -> None:
-        """Take one step, at the time when the run made it."""
+        """Record one step, at its time in the run."""
         values = [Summary.Value(tag=name, simple_value=value) for name, value in figures.values.items()]
         moment = self._started + figures.seconds
         self._writer.add_event(Event(wall_time=moment, step=figures.step, summary=Summary(value=values)))
 
     def close(self, *, failed: bool = False) -> None:
-        """Write the file out."""
+        """Flush and close the file."""
         self._writer.close()
 
 
 def open_run(directory: Path, run: TrackedRun) -> Sink:
-    """Begin the run's event file anew."""
+    """Start a new event file for the run."""
     return TensorBoard(directory, run)

@@ -1,6 +1,6 @@
-"""The trail of figures that a run leaves, read from the outside while it grows.
+"""Read the figures of a run from its files while it runs.
 
-Nothing in a training loop knows of this: what cannot be told to a tracker is a warning there and no more.
+Training loops do not know about trackers, so a failing tracker is only a warning.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ SPENT = ("sampling", "scoring", "learning", "other")  # seconds of a step, in ti
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one step left.
+    """The figures of one step.
 
     Attributes:
         step: from 1.
-        seconds: that all steps up to and with this one took.
-        values: of metrics.jsonl by name, and of timings.jsonl under "timing/"; finite numbers alone.
+        seconds: total duration of all steps up to this one.
+        values: the finite numbers of metrics.jsonl by name, and of timings.jsonl under "timing/".
     """
 
     step: int
@@ -32,10 +32,10 @@ class Figures:
 
 
 class Trail:
-    """Reads on in a run's figures: every step once, in order, whatever attempts begin again.
+    """Reads the figures of a run incrementally: every step once, in order, over all attempts.
 
-    An attempt that resumes makes the steps after its checkpoint a second time. Those that were read are
-    not given again; on a CPU they are the same to the last bit.
+    An attempt that resumes repeats the steps after its checkpoint. Steps that were already read are skipped;
+    on a CPU they are equal bit for bit.
     """
 
     def __init__(self, after: int = 0) -> None:
@@ -45,8 +45,8 @@ class Trail:
         """The steps since the last call.
 
         Args:
-            artifacts: of the run's present attempt.
-            ended: whether nothing comes after; until then the newest step may lack its timings and waits.
+            artifacts: folder of the current attempt.
+            ended: whether the run is over. Before, the newest step is held back, as it may lack its timings.
         """
         timings = {row["step"]: row for row in read_json_lines(artifacts / "timings.jsonl")}
         rows = list(read_json_lines(artifacts / "metrics.jsonl"))

@@ -1,4 +1,4 @@
-"""Teachers: who writes training traces, found by name; and how their traces are verified."""
+"""Teachers, which write training traces, and the verification of their traces."""
 
 from perilune.data.generators.registry import make_teacher, provenance_of, teacher_names
 from perilune.data.generators.scripted import ScriptedTeacher

@@ -1,4 +1,4 @@
-"""The arithmetic teacher: answers compact arithmetic prompts at once, or with the working written out."""
+"""The arithmetic teacher: answers compact arithmetic prompts directly or with working."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from perilune.errors import RequestError
 
 
 class ArithmeticTeacher(ScriptedTeacher):
-    """Writes one trace a task.
+    """Writes one trace per task.
 
-    "347+268=" is answered by
+    For "347+268=" the strategies write
 
-    * scratchpad: `78015,46111,32106;615`, every column with its digits and its carry,
+    * scratchpad: `78015,46111,32106;615`, every column with its digits and carry,
     * brief: `15,11,06;615`, the result of each column alone,
-    * careless: `78015,46131,32106;615`, a scratchpad with one wrong digit and the right answer, as data
-      that was verified by its outcome alone is bound to have,
-    * direct: `;615`, no working at all.
+    * careless: `78015,46131,32106;615`, a scratchpad with one wrong digit and the right answer, as occurs in
+      data that was verified by the answer alone,
+    * direct: `;615`, no working.
     """
 
     name = "arithmetic"
@@ -32,34 +32,34 @@ class ArithmeticTeacher(ScriptedTeacher):
         """The answer.
 
         Raises:
-            RequestError: when the prompt is no compact sum or product.
+            RequestError: when the prompt is not a compact sum or product.
         """
         return (write_trace(task, strategy),)
 
 
 def write_trace(task: Task, strategy: str) -> str:
-    """What the teacher answers: "working;answer", with the working that `strategy` asks for.
+    """The answer "working;answer", with the working of `strategy`.
 
     Raises:
-        RequestError: when the prompt is no compact sum or product.
+        RequestError: when the prompt is not a compact sum or product.
     """
     prompt = task.prompt[-1]["content"]
-    asked = compact.expression(prompt)
-    if asked is None:
+    expression = compact.expression(prompt)
+    if expression is None:
         raise RequestError(
-            f"the arithmetic teacher cannot work out {prompt[:80]!r}",
+            f"the arithmetic teacher cannot compute {prompt[:80]!r}",
             where="teacher",
-            remedy="give it `prompt: compact` of chain_sum, products or basic_arithmetic "
-            "(the last with operators + and - only or * only, and no parentheses)",
+            remedy="use `prompt: compact` of chain_sum, products or basic_arithmetic "
+            "(the last with either + and -, or *, and without parentheses)",
         )
-    working = "" if strategy == "direct" else scratchpad.working(asked, brief=strategy == "brief") or ""
+    working = "" if strategy == "direct" else scratchpad.working(expression, brief=strategy == "brief") or ""
     if strategy == "careless":
         working = _slip(working, task.task_id)
     return f"{working}{compact.ANSWER_MARK}{task.data['answer']}"
 
 
 def _slip(working: str, task_id: str) -> str:
-    """`working` with one digit wrong."""
+    """`working` with one wrong digit."""
     places = [match.start() for match in re.finditer(r"\d", working)]
     if not places:
         return working

@@ -1,4 +1,4 @@
-"""The calculator's teacher: works a question out with the calculator, or answers at once."""
+"""The calculator's teacher: answers with the calculator or directly."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from perilune.errors import RequestError
 
 
 class CalculatorTeacher(ScriptedTeacher):
-    """Writes one episode a task.
+    """Writes one episode per task.
 
-    * calculator: every operation by the calculator, then the answer,
-    * guess: the answer at once, which is right, and more than a small model can learn to find.
+    * calculator: computes every operation with the calculator, then answers,
+    * guess: gives the right answer at once, which a small model cannot learn.
     """
 
     name = "calculator"
@@ -25,11 +25,11 @@ class CalculatorTeacher(ScriptedTeacher):
         """Calls of the calculator, and the answer.
 
         Raises:
-            RequestError: when a task is not of the calculator's environment.
+            RequestError: when the task is not one of the environment calculator.
         """
         if "actions" not in task.data:
             raise RequestError(
-                "the calculator teacher knows the environment 'calculator' alone", where="teacher"
+                "the calculator teacher supports only the environment 'calculator'", where="teacher"
             )
         actions: Sequence[str] = task.data["actions"]
         return actions if strategy == "calculator" else actions[-1:]

@@ -83,10 +83,15 @@ def collect_traces(
         found = CollectedTraces(environment.id)
         candidates = transform(teacher_candidates(teacher, environment, seed))
         provenance = provenance_of(teacher, section, **extra)
-        for one in verify_candidates(
-            candidates, scorer.score, environment=environment.id, seed=seed,
-            converse=partial(conversation, environment), provenance=provenance,
-        ):  # fmt: skip
+        verified = verify_candidates(
+            candidates,
+            scorer.score,
+            environment=environment.id,
+            seed=seed,
+            converse=partial(conversation, environment),
+            provenance=provenance,
+        )
+        for one in verified:
             if isinstance(one, Rejected):
                 found.rejected.append(one)
             else:

@@ -1,6 +1,6 @@
-"""Games of OpenSpiel played by their teachers, for a policy to imitate.
+"""The OpenSpiel teacher: plays games for a policy to imitate.
 
-What is written is the conversation that a policy in the teacher's seat would have had, move by move.
+A trace is the conversation that a policy in the teacher's seat would have had, move by move.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ _LEAST = {"any": float("-inf"), "drawn": 0.0, "won": 1e-9}
 
 
 class OpenSpielOptions(BaseModel):
-    """What the teacher of games can be told."""
+    """Options of the OpenSpiel teacher."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     policy: Literal["best", "mcts", "cfr", "mccfr", "minimax", "rules", "random"] = Field(
-        "best", description="who is imitated; best: the game's own teacher; random: who knows only the rules"
+        "best", description="game teacher to imitate; best: the one for this game; random: random legal moves"
     )
-    simulations: int = Field(200, ge=2, le=100_000, description="of a move of the search that is imitated")
-    greedy: bool = Field(False, description="play the likeliest move instead of drawing one")
+    simulations: int = Field(200, ge=2, le=100_000, description="simulations per move of a search")
+    greedy: bool = Field(False, description="play the most likely move instead of sampling one")
     keep: Outcome | float | None = Field(
         None,
-        description="games that were won, or not lost, or worth at least so much; null: all games where luck"
-        " decides too, else those not lost",
+        description="games to keep: won, drawn (or won), any, or with at least this result; null: any for"
+        " games with chance or hidden information, else drawn",
     )
-    seats: Literal["both", "first", "second"] = Field("both", description="which seat is imitated")
+    seats: Literal["both", "first", "second"] = Field("both", description="seats to imitate")
     repeats: bool | None = Field(
         None,
-        description="keep equal games of different deals, so that a mixed policy's moves are as frequent in"
-        " the records as in its play; null: where luck decides too, unless greedy",
+        description="keep equal games of different deals, so that the records have the move frequencies of a"
+        " mixed policy; null: for games with chance or hidden information, unless greedy",
     )
 
 
 class OpenSpielTeacher:
-    """Plays a game a task, in the seat that the task names; a strategy is who sits opposite.
+    """Plays one game per task, in the seat of the task. A strategy is an opponent.
 
-    Where the environment gives the other seats to an opponent, that is who sits there.
+    If the environment defines the opponent, that opponent plays.
     """
 
     name = "open_spiel"
@@ -73,20 +73,22 @@ class OpenSpielTeacher:
         self.options = options or OpenSpielOptions()
 
     def prepare(self, environment: Environment) -> None:
-        """Learn the game: solve it, where it is one to be solved.
+        """Prepare the game teachers for the environment's game, which may solve the game.
 
         Raises:
-            RequestError: when the environment has other tasks, or a teacher that is asked for cannot play.
+            RequestError: when the environment is not open_spiel, or a game teacher does not support the game.
         """
         if not isinstance(environment, OpenSpielEnvironment):
-            raise RequestError("this teacher knows the environment 'open_spiel' alone", where="teacher")
+            raise RequestError(
+                "the open_spiel teacher supports only the environment 'open_spiel'", where="teacher"
+            )
         game, spec = environment.game, environment.spec
         name = self.options.policy
         if name == "best" and game.get_type().short_name not in BEST:
             raise RequestError(
-                f"'{spec.game}' has no teacher of its own",
+                f"'{spec.game}' has no default game teacher",
                 where="options.policy",
-                remedy="choose one by name",
+                remedy="set options.policy to a name",
             )
         own = BEST[game.get_type().short_name] if name == "best" else name
         self._environment = environment
@@ -98,9 +100,10 @@ class OpenSpielTeacher:
             default = {name: share for name, share in self.strategies.items() if share}
             if self.shares != default:
                 raise RequestError(
-                    f"the environment says that '{spec.opponent}' sits opposite", where="strategies",
-                    remedy="leave strategies out, or `opponent: self` of the environment",
-                )  # fmt: skip
+                    f"the environment already defines the opponent '{spec.opponent}'",
+                    where="strategies",
+                    remedy="remove strategies, or set `opponent: self` in the environment",
+                )
             self.shares = {spec.opponent: 1.0}
             return
         for one in self.shares.keys() - self._opponents:
@@ -108,15 +111,15 @@ class OpenSpielTeacher:
             self._opponents[one] = make_game_teacher(one, game, simulations=spec.simulations, where=where)
 
     def candidates(self, tasks: Iterable[Task], seed: int) -> Iterator[Candidate]:
-        """A game a task, where it is of a seat that is asked for and the seat moved at all."""
+        """One game per task of a requested seat; games in which the seat never moved are skipped."""
         wanted = {"both": None, "first": 0, "second": 1}[self.options.seats]
         for task in tasks:
             if wanted is None or task.data["seat"] == wanted:
-                found = self._played(task, seed)
-                if found is not None:
-                    yield found
+                candidate = self._play(task, seed)
+                if candidate is not None:
+                    yield candidate
 
-    def _played(self, task: Task, seed: int) -> Candidate | None:
+    def _play(self, task: Task, seed: int) -> Candidate | None:
         environment, seat = self._environment, task.data["seat"]
         facing = strategy_for(self.shares, seed, task.task_id)
         luck, own_luck = KeyedRandom(seed, task.task_id), KeyedRandom(seed, f"{task.task_id}/teacher")
@@ -136,30 +139,40 @@ class OpenSpielTeacher:
         if not likely:
             return None
         *earlier, last = actions
+        details = {
+            "game": str(environment.game),
+            "policy": self._policy.name,
+            "opponent": facing,
+            "seat": seat,
+            "actions": actions,
+            "probabilities": likely,
+            "mixed": self._repeats(),
+        }
         return Candidate(
-            task, last, f"{self.name}/{facing}", tuple(earlier), seed,
+            task,
+            last,
+            f"{self.name}/{facing}",
+            tuple(earlier),
+            seed,
             player=seat if environment.players > 1 else 0,
             keep_from=self._least(),
-            details={
-                "game": str(environment.game), "policy": self._policy.name, "opponent": facing, "seat": seat,
-                "actions": actions, "probabilities": likely, "mixed": self._repeats(),
-            },
-        )  # fmt: skip
+            details=details,
+        )
 
     def _least(self) -> float:
-        """What a game has to be worth to the teacher to be kept."""
+        """Lowest result of a game to keep it."""
         keep: Any = self.options.keep
         if keep is None:
-            keep = "any" if self._is_lucky() else "drawn"
+            keep = "any" if self._has_luck() else "drawn"
         return _LEAST[keep] if isinstance(keep, str) else float(keep)
 
     def _repeats(self) -> bool:
         if self.options.repeats is None:
-            return self._is_lucky() and not self.options.greedy
+            return self._has_luck() and not self.options.greedy
         return self.options.repeats
 
-    def _is_lucky(self) -> bool:
-        """Whether chance, or what the others hide or do at the same time, decides too."""
+    def _has_luck(self) -> bool:
+        """Whether the game has chance, hidden information or simultaneous moves."""
         game = self._environment.game
         modes = game.get_type().chance_mode.name, game.get_type().information.name
         return is_simultaneous(game) or modes != ("DETERMINISTIC", "PERFECT_INFORMATION")

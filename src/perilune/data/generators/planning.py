@@ -1,4 +1,4 @@
-"""The planner: states the best plan of a trip, with its working or without, or mends a hasty one."""
+"""The planning teacher: writes the best plan of a trip, directly, with working, or as a repair."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from perilune.errors import RequestError
 
 
 class PlanningTeacher(ScriptedTeacher):
-    """Writes the plan that a solver found best.
+    """Writes the best plan, which a solver found.
 
-    * worked: every visit with the way there, arrival, begin, end and the money left; then the plan,
+    * worked: every visit with travel, arrival, start, end and the remaining budget; then the plan,
     * direct: the plan at once,
-    * mended: first a hasty plan, which takes whatever opens first, and once told what is wrong with it the
-      worked one; for the environment `planning_repair`. Where haste does no harm the hasty plan is all.
+    * mended: first a hasty plan that takes the places by opening time; after the environment has listed its
+      problems, the worked plan. For the environment `planning_repair`. A hasty plan without problems is
+      final.
     """
 
     name = "planning"
@@ -30,10 +31,12 @@ class PlanningTeacher(ScriptedTeacher):
         """The proposals.
 
         Raises:
-            RequestError: when a task is of another environment, or of one turn, where nothing is mended.
+            RequestError: when the task is of another environment, or mended is used with a single proposal.
         """
         if "planted" not in task.data:
-            raise RequestError("the planning teacher knows trips alone", where="teacher")
+            raise RequestError(
+                "the planning teacher supports only the planning environments", where="teacher"
+            )
         best = read_answer(task, task.data["actions"][-1])
         assert best is not None
         written = answer(task, best, worked=strategy != "direct")
@@ -41,9 +44,9 @@ class PlanningTeacher(ScriptedTeacher):
             return (written,)
         if task.data["proposals"] == 1:
             raise RequestError(
-                "a plan is mended where several may be proposed",
+                "the strategy mended needs an environment with several proposals",
                 where="strategies.mended",
-                remedy="the environment planning_repair",
+                remedy="use the environment planning_repair",
             )
         trip = Trip.from_json(task.data["trip"])
         hasty = hasty_plan(trip)
@@ -52,7 +55,7 @@ class PlanningTeacher(ScriptedTeacher):
 
 
 def hasty_plan(trip: Trip) -> Plan:
-    """As many places as have to be visited, in the order in which they open, all on the first day."""
+    """The required number of places by opening time, all on the first day."""
     plan: list[Visit] = []
     time, here = 0, HOME
     for place in sorted(trip.places, key=lambda one: one.opens)[: trip.visits]:

@@ -1,8 +1,8 @@
-"""Teachers by name: ours, and any that a package offers under the entry-point group `perilune.teachers`.
+"""Teachers by name: the built-in ones, and those of the entry-point group `perilune.teachers`.
 
-An entry point is a class that takes the shares of its strategies and speaks the Teacher protocol; its
-attribute `strategies` names those it has, each with its share when nobody says otherwise. With a pydantic
-model as its attribute `Options` it is given one of those too.
+An entry point is a class that implements the Teacher protocol. Its constructor takes the shares of the
+strategies. Its attribute `strategies` maps each strategy to its default share. If it has a pydantic model as
+the attribute `Options`, the constructor takes an instance of the model as second argument.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BUILT_IN = {
 
 
 def teacher_names() -> tuple[str, ...]:
-    """Teachers that a recipe may name, sorted."""
+    """All teachers, sorted by name."""
     return tuple(sorted(_classes()))
 
 
@@ -46,15 +46,15 @@ def make_teacher(
     """The teacher called `name`.
 
     Args:
-        strategies: share of the tasks that each strategy answers; none given: the teacher's own.
-        options: what else it takes: fields of the model that its class has as `Options`.
+        strategies: share of the tasks that each strategy answers; by default the teacher's own.
+        options: fields of the teacher's `Options` model.
 
     Raises:
         RequestError: when the name, a strategy or an option is unknown, or the shares do not sum to 1.
     """
     if name not in _classes():
         raise RequestError(
-            f"no teacher called '{name}' is installed",
+            f"no teacher is called '{name}'",
             where="teacher",
             remedy=did_you_mean(name, teacher_names()),
         )
@@ -65,34 +65,34 @@ def make_teacher(
     if options and model is None:
         raise RequestError(f"the teacher '{name}' takes no options", where=f"options.{next(iter(options))}")
     try:
-        told = () if model is None else (model.model_validate(options or {}),)
+        arguments = () if model is None else (model.model_validate(options or {}),)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         remedy = did_you_mean(key, model.model_fields if model else ()) if "extra" in first["type"] else ""
         raise RequestError(first["msg"], where=f"options.{key}", remedy=remedy) from None
-    teacher: Teacher = teacher_class(shares, *told)
+    teacher: Teacher = teacher_class(shares, *arguments)
     return teacher
 
 
-def provenance_of(teacher: Teacher, section: Mapping[str, Any], **told: Any) -> Provenance:
-    """What every row of `teacher` says of where it comes from.
+def provenance_of(teacher: Teacher, section: Mapping[str, Any], **extra: Any) -> Provenance:
+    """The provenance of all records of `teacher`.
 
     Args:
-        section: of the environment; files that it names count by what is in them.
-        told: whatever else the teacher was told.
+        section: of the environment; files in it are identified by their content.
+        extra: further settings of the teacher.
     """
     points = entry_points(group=TEACHER_GROUP, name=teacher.name)
     versions = [point.dist.version for point in points if point.dist and teacher.name not in _BUILT_IN]
     return Provenance(
         teacher.name,
         versions[0] if versions else perilune.__version__,
-        settings_digest(environment=by_content(section), shares=dict(teacher.shares), told=told),
+        settings_digest(environment=by_content(section), shares=dict(teacher.shares), told=extra),
     )
 
 
 def by_content(section: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An environment section that says of files what is in them (SHA-256), and not where they are."""
+    """An environment section with the SHA-256 of files in place of their paths."""
     for key, path in file_fields(section).items():
         files = sorted(Path(path).rglob("*.jsonl")) if Path(path).is_dir() else [Path(path)]
         section = with_field(section, key, [sha256_file(file) for file in files])
@@ -104,19 +104,19 @@ def _classes() -> dict[str, str]:
     return {point.name: point.value for point in entry_points(group=TEACHER_GROUP)} | _BUILT_IN
 
 
-def _shares(name: str, asked: Mapping[str, float], known: Mapping[str, float]) -> dict[str, float]:
-    if not asked:
+def _shares(name: str, given: Mapping[str, float], known: Mapping[str, float]) -> dict[str, float]:
+    if not given:
         return {strategy: share for strategy, share in known.items() if share > 0}
-    for strategy in asked:
+    for strategy in given:
         if strategy not in known:
             raise RequestError(
                 f"the teacher '{name}' has no strategy '{strategy}'",
                 where=f"strategies.{strategy}",
                 remedy=did_you_mean(strategy, known),
             )
-    if any(share < 0 for share in asked.values()) or abs(sum(asked.values()) - 1) > 1e-6:
+    if any(share < 0 for share in given.values()) or abs(sum(given.values()) - 1) > 1e-6:
         raise RequestError(
-            f"shares of strategies are not negative and sum to 1, these sum to {sum(asked.values()):g}",
+            f"shares of strategies must be at least 0 and sum to 1; they sum to {sum(given.values()):g}",
             where="strategies",
         )
-    return dict(asked)
+    return dict(given)

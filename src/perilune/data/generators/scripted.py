@@ -1,4 +1,4 @@
-"""Teachers that play an episode from a script: which strategy a task gets, and what each strategy does."""
+"""The base class of teachers that write episodes from a script."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from perilune.environments.core.protocol import Task
 
 
 class ScriptedTeacher(ABC):
-    """Base of a teacher that knows what to do: write `script`, and name the strategies there are.
+    """Base of scripted teachers. Subclasses define `strategies` and `script`.
 
-    A digest of seed and task decides the strategy, so that it does not depend on what other tasks there are.
+    A digest of seed and task decides the strategy, so it does not depend on other tasks.
     """
 
     name: str
@@ -26,23 +26,27 @@ class ScriptedTeacher(ABC):
 
     @abstractmethod
     def script(self, task: Task, strategy: str, chance: KeyedRandom) -> Sequence[str]:
-        """The actions of a whole episode, or an answer alone; none: the task is left out.
+        """All actions of an episode, or only an answer. No actions skip the task.
 
         Args:
-            chance: random numbers for this task, which follow from the seed.
+            chance: random numbers for this task, derived from the seed.
 
         Raises:
-            RequestError: when the task is not of an environment that the teacher knows.
+            RequestError: when the teacher does not support the task's environment.
         """
 
+    def strategy(self, task: Task, seed: int) -> str:
+        """The strategy of a task."""
+        return strategy_for(self.shares, seed, task.task_id)
+
     def candidates(self, tasks: Iterable[Task], seed: int) -> Iterator[Candidate]:
-        """At most one candidate a task.
+        """At most one candidate per task.
 
         Raises:
             RequestError: as `script`.
         """
         for task in tasks:
-            strategy = strategy_for(self.shares, seed, task.task_id)
+            strategy = self.strategy(task, seed)
             actions = self.script(task, strategy, KeyedRandom(seed, task.task_id))
             if actions:
                 *earlier, last = actions
@@ -50,7 +54,7 @@ class ScriptedTeacher(ABC):
 
 
 def strategy_for(shares: Mapping[str, float], seed: int, task_id: str) -> str:
-    """The strategy of a task: one of the shares, which seed and task alone decide."""
+    """The strategy of a task, drawn by its share; depends only on seed and task."""
     draw = drawn(f"strategy:{seed}:{task_id}")
     for name, share in shares.items():
         draw -= share
@@ -60,5 +64,5 @@ def strategy_for(shares: Mapping[str, float], seed: int, task_id: str) -> str:
 
 
 def drawn(key: str) -> float:
-    """A number in [0, 1) that `key` alone decides."""
+    """A pseudo-random number in [0, 1) that depends only on `key`."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:6], "big") / 2**48
