@@ -20,5 +20,5 @@ def test_the_figures_of_newcombe(successes: int, trials: int, low: float, high: 
 
 
 def test_no_trials_have_no_share() -> None:
-    with pytest.raises(RequestError, match="no trials"):
+    with pytest.raises(RequestError, match="at least one trial"):
         wilson(0, 0)
