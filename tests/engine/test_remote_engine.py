@@ -194,8 +194,8 @@ def test_log_probs_are_of_the_distribution_sampled_from(
 
 
 MALFORMED: list[tuple[Any, str]] = [
-    ({"choices": [choice() | {"token_ids": None}]}, "not turned back into tokens"),
-    ({"choices": [{k: v for k, v in choice().items() if k != "token_ids"}]}, "not turned back into tokens"),
+    ({"choices": [choice() | {"token_ids": None}]}, "returns no token ids"),
+    ({"choices": [{k: v for k, v in choice().items() if k != "token_ids"}]}, "returns no token ids"),
     ({"choices": []}, "choices has 0 entries, not 1"),
     ({"choices": [choice(), choice(1)]}, "choices has 2 entries, not 1"),
     ({"choices": [choice(1)]}, "numbered"),
