@@ -192,7 +192,7 @@ def test_what_was_said_is_the_transcript_of_the_teacher_s_seat():
             "already defines the opponent 'random'",
         ),
         (section("breakthrough"), {}, "no default game teacher"),
-        ({"id": "calculator"}, {}, "'open_spiel' alone"),
+        ({"id": "calculator"}, {}, "supports only the environment 'open_spiel'"),
     ],
 )
 def test_what_cannot_be_played_is_refused(about, told, message):
