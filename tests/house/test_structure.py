@@ -1,0 +1,133 @@
+"""The shape of the source: no import circles, and functions that can be read at a glance."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src"
+MOST_LINES = 60  # of a function, without its docstring
+MOST_PARAMETERS = 7
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """Modules under a folder by dotted name; a package is its `__init__`."""
+    names = {}
+    for path in root.rglob("*.py"):
+        parts = path.relative_to(root).with_suffix("").parts
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return names
+
+
+def imports(name: str, path: Path, known: Mapping[str, Path]) -> set[str]:
+    """The modules that a module imports: at its top, in functions, and for type checkers alike."""
+    package = name if path.stem == "__init__" else name.rpartition(".")[0]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parent = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*parent, *([node.module] if node.module else [])])
+            inner = {f"{base}.{alias.name}" for alias in node.names}
+            found |= inner & known.keys() or {base}
+    return (found & known.keys()) - {name}
+
+
+def circles(edges: Mapping[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import each other, directly or through others."""
+    reached = {name: _reachable(name, edges) for name in edges}
+    groups = {
+        frozenset(other for other in reached[name] if name in reached[other])
+        for name in edges
+        if name in reached[name]
+    }
+    return sorted(sorted(group) for group in groups)
+
+
+def _reachable(name: str, edges: Mapping[str, set[str]]) -> set[str]:
+    seen: set[str] = set()
+    open_ = [*edges[name]]
+    while open_:
+        if (one := open_.pop()) not in seen:
+            seen.add(one)
+            open_ += edges[one]
+    return seen
+
+
+def test_no_modules_import_each_other() -> None:
+    known = modules(SOURCE)
+    # `import perilune` loads its public names on first use; no module imports them from there.
+    edges = {name: imports(name, path, known) for name, path in known.items() if name != "perilune"}
+    edges = {name: {one for one in found if one != "perilune"} for name, found in edges.items()}
+    assert not circles(edges)
+
+
+@pytest.mark.parametrize(
+    "text", ["import p.b", "def f():\n    from p import b", "if TYPE_CHECKING:\n    from . import b"]
+)
+def test_a_circle_is_found_however_it_is_closed(tmp_path: Path, text: str) -> None:
+    (tmp_path / "p").mkdir()
+    for name, content in {"__init__": "", "a": text, "b": "from p.a import x", "c": "import p.a"}.items():
+        (tmp_path / "p" / f"{name}.py").write_text(content)
+    known = modules(tmp_path)
+    assert circles({name: imports(name, path, known) for name, path in known.items()}) == [["p.a", "p.b"]]
+
+
+def functions() -> Iterator[tuple[str, Function]]:
+    """Every function of the source, with its place."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, Function):
+                yield f"{path.relative_to(SOURCE)}:{node.lineno} {node.name}", node
+
+
+def lines(function: Function) -> int:
+    """Lines of a function; its docstring, and functions and classes inside it, do not count."""
+    body = [*function.body[1:]] if ast.get_docstring(function) is not None else [*function.body]
+    left_out = {place for node in body for inner in _inner(node) for place in _span(inner)}
+    own = {place for node in body for place in _span(node)} - left_out
+    signature = function.body[0].lineno - function.lineno
+    return signature + len(own)
+
+
+def _inner(node: ast.AST) -> Iterator[ast.stmt]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _inner(child)
+
+
+def _span(node: ast.stmt) -> range:
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
+
+
+def is_exempt(place: str, function: Function) -> bool:
+    """Commands have a parameter for each option; Triton kernels have one for each pointer and stride."""
+    is_kernel = any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+    return is_kernel or (place.startswith("perilune/cli/") and not function.name.startswith("_"))
+
+
+def test_functions_are_short() -> None:
+    long = {
+        place: count
+        for place, one in functions()
+        if (count := lines(one)) > MOST_LINES and not is_exempt(place, one)
+    }
+    assert not long, f"more than {MOST_LINES} lines: {long}"
+
+
+def test_functions_take_few_parameters() -> None:
+    many = {}
+    for place, one in functions():
+        arguments = [*one.args.posonlyargs, *one.args.args, *one.args.kwonlyargs]
+        names = [argument.arg for argument in arguments if argument.arg not in ("self", "cls")]
+        if len(names) > MOST_PARAMETERS and not is_exempt(place, one):
+            many[place] = len(names)
+    assert not many, f"more than {MOST_PARAMETERS} parameters: {many}"
