@@ -314,7 +314,7 @@ def test_a_failure_leaves_an_engine_that_works() -> None:
     ("request_", "message"),
     [
         (Request([1], SamplingParams(3, stop=("x",))), "stop texts need a tokenizer"),
-        (Request([1] * 60, SamplingParams(9)), "passes the cache's 64"),
+        (Request([1] * 60, SamplingParams(9)), "exceed the cache's 64"),
         (Request([1], SamplingParams(3), adapter="poet"), "no adapter 'poet'"),
         (Request([1], SamplingParams(3, logit_bias={98: 1.0})), "logit_bias names token 98"),
         (Request([1], SamplingParams(3), first_sample=2**32), "key"),
@@ -446,4 +446,4 @@ def test_a_cache_of_half_the_size_rounds_everybody_alike() -> None:
 def _remembers(engine: Engine) -> bool:
     """Whether anything is kept of requests that are gone."""
     kept = vars(engine._outputs)
-    return any(kept[name] for name in ("entries", "_following", "_followed", "_collections"))
+    return any(kept[name] for name in ("entries", "_streams", "_tracked", "_collections"))

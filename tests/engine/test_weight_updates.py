@@ -41,7 +41,7 @@ def test_weights_of_another_model_change_nothing() -> None:
     renamed = {name.replace("norm", "nrom"): tensor for name, tensor in state.items()}
     for bad, message in (
         (wrong_shape, r"model\.norm\.weight is \[5\], not \[96\]"),
-        (renamed, "on one side only"),
+        (renamed, "only one of the decoder and the new state has"),
     ):
         with pytest.raises(RequestError, match=message):
             engine.update_weights(bad, 1)

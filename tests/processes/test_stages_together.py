@@ -67,7 +67,7 @@ def test_only_stages_that_can_are_given_several_processes() -> None:
     given = {stage.name: job_for(recipe, stage).resources.processes for stage in recipe.stages}
     assert given == {"traces": 1, "base": 1, "sft": 2, "after_sft": 1, "rl": 2, "after_rl": 1}
     plan = {stage["name"]: stage["derived"].get("processes") for stage in derive(recipe)}
-    assert plan["rl"] == "2, each of which takes that memory"
+    assert plan["rl"] == "2, each with that memory"
     assert plan["traces"] is None
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from perilune.data.episode import Episode
 from perilune.learn import batch as packing
 from perilune.learn import losses, trainer
-from perilune.learn.algorithms import base, grpo
+from perilune.learn.algorithms import base, group_relative
 from perilune.learn.algorithms.group_relative import GRPO
 from perilune.learn.batch import PackedBatch
 from perilune.learn.optimizer import AdamW
@@ -280,21 +280,21 @@ def no_learning_rate_for_some(patch: Patch) -> None:
 
 def rewards_in_another_order(patch: Patch) -> None:
     """The algorithm reads of each episode the reward of the next."""
-    right = grpo.rewards
-    patch.setattr(grpo, "rewards", lambda group: np.roll(right(group), -1))
+    right = group_relative.rewards
+    patch.setattr(group_relative, "rewards", lambda group: np.roll(right(group), -1))
 
 
 def advantages_have_the_wrong_sign(patch: Patch) -> None:
-    right = grpo.standardised
-    patch.setattr(grpo, "standardised", lambda scores: -right(scores))
+    right = group_relative.standardised
+    patch.setattr(group_relative, "standardised", lambda scores: -right(scores))
 
 
 def baseline_of_the_batch(patch: Patch) -> None:
     """Rewards are standardised over all groups."""
 
     def weight_groups(self: GRPO, groups: Any, context: Any) -> Any:
-        scores = [grpo.rewards(group) for group in groups]
-        white = iter(grpo.standardised(np.concatenate(scores)))
+        scores = [group_relative.rewards(group) for group in groups]
+        white = iter(group_relative.standardised(np.concatenate(scores)))
         patched = [np.array([next(white) for _ in values]) for values in scores]
         # centred in its group again, so that only the scale is of the batch
         return [

@@ -303,6 +303,6 @@ def test_an_environment_that_states_no_answer_is_refused_at_once(policy) -> None
 def test_rewards_that_would_not_be_climbed_are_refused() -> None:
     environment = {**STATED, "rewards": {"verifier": 1.0}}
     job = make_job("rl", environment=environment, reward_model="judge")
-    with pytest.raises(RequestError, match="not climbed beside a reward model"):
+    with pytest.raises(RequestError, match="`rewards` is ignored when `reward_model` is set"):
         load_plugin("rl").plan(job)
     load_plugin("rl").plan(make_job("rl", environment=environment, reward_model="judge", verifier_weight=1.0))
