@@ -375,7 +375,7 @@ def test_the_planner_writes_what_is_accepted_in_each_of_its_ways(style):
 
 def test_the_planner_refuses_what_it_does_not_know():
     trip = next(make_environment({"id": "planning"}).tasks("train", 0))
-    with pytest.raises(RequestError, match="several may be proposed"):
+    with pytest.raises(RequestError, match="needs an environment with several proposals"):
         list(make_teacher("planning", {"mended": 1.0}).candidates([trip], 0))
     other = next(make_environment({"id": "calculator"}).tasks("train", 0))
     with pytest.raises(RequestError, match="supports only the planning environments"):
